@@ -48,14 +48,15 @@ def compose(runs: Sequence[RunRecord], given: list[dict[str, Any]], answers: Seq
     parts = {
         "curves": sections.curves(named),
         "positions": sections.positions(named, given, answers),
-        "incidents": sections.events(named),
-        "starts": sections.starts(named),
         "plan": sections.plans(named, answers),
-        "configuration": sections.configuration(named),
     }
     head = _summary(named)
     used = sum(len(text.encode()) for text in (*parts.values(), head, style, script))
     room = Room(MOST_PAGE_BYTES - used - _MARGIN_BYTES)
+    # What is large takes what is left, the most telling first.
+    parts["incidents"] = sections.events(named, room)
+    parts["starts"] = sections.starts(named, room)
+    parts["configuration"] = sections.configuration(named, room)
     parts["samples"] = sections.samples(named, room)
     parts["reads"] = sections.pictures(named, answers, room)
     body = "".join(

@@ -28,6 +28,7 @@ MEASURES = (  # of a training line, beside its loss
     "tokens",
 )
 MOST_EVENTS = 200  # that a page lists of a run
+_MOST_NAME_CHARACTERS = 100  # of a split
 _MOST_FILES = 1000  # of a kind that are opened
 _MOST_RECORD_BYTES = 2**24
 _MOST_SAMPLE_BYTES = 2**20
@@ -147,11 +148,11 @@ def read_positions(path: Path) -> dict[str, Any] | None:
         rows = zip(positions["first"], positions["end"], counts, positions[name], strict=True)
         bins = [(int(first), int(end), int(count), float(bits)) for first, end, count, bits in rows if bits is not None]
         good = all(0 <= first < end <= 2**31 and count > 0 and math.isfinite(bits) for first, end, count, bits in bins)
-        step, split = int(content["step"]), str(content["split"])
+        step, split = int(content["step"]), str(content["split"])[:_MOST_NAME_CHARACTERS]
     except (OSError, JSONError, KeyError, TypeError, ValueError, OverflowError, StopIteration):
         return None
     described = {
-        "run": Path(str(content.get("run", path))).name,
+        "run": Path(str(content.get("run", path))).name[:_MOST_NAME_CHARACTERS],
         "step": step,
         "split": split,
         "unit": name.replace("_", " "),
@@ -168,7 +169,7 @@ def _read_metrics(record: RunRecord) -> None:
     replaced: list[tuple[int, list[str]]] = []
     for line in metrics_file.read_lines(record.folder):
         try:
-            step, split = line["step"], str(line["split"])
+            step, split = line["step"], str(line["split"])[:_MOST_NAME_CHARACTERS]
             unit, bits = metrics_file.bits_of(line)
         except KeyError:
             passed_over += 1

@@ -190,29 +190,29 @@ def _picture(told: Told | None, what: str, room: Room) -> str:
     return f'<figure class="card picture">{picture}<figcaption>{caption}</figcaption></figure>'
 
 
-def events(runs: Runs) -> str:
+def events(runs: Runs, room: Room) -> str:
     """What befell the runs."""
     several = len(runs) > 1
-    rows, more = [], 0
-    for colour, (name, record) in enumerate(runs):
-        more += max(0, len(record.events) - MOST_EVENTS)
-        rows += [
-            [
-                *([f'<i class="dots run-{colour}"></i> {shown(name)}'] if several else []),
-                f"{event.step:,}",
-                f'<span class="tag {event.kind}">{event.kind}</span>',
-                shown(event.text),
-            ]
-            for event in record.events[:MOST_EVENTS]
+    rows = [
+        [
+            *([f'<i class="dots run-{colour}"></i> {shown(name)}'] if several else []),
+            f"{event.step:,}",
+            f'<span class="tag {event.kind}">{event.kind}</span>',
+            shown(event.text),
         ]
+        for colour, (name, record) in enumerate(runs)
+        for event in record.events[:MOST_EVENTS]
+    ]
     if not rows:
         return absent("nothing befell: no step was refused or dropped, and no damaged data was replaced")
+    kept = room.fitting(rows)
+    more = sum(len(record.events) for _, record in runs) - len(kept)
     head = [*(["run"] if several else []), "step", "what", ""]
     cut = absent(f"{more:,} more are in metrics.jsonl and guards/") if more else ""
-    return table(head, rows, [1 if several else 0]) + cut
+    return table(head, kept, [1 if several else 0]) + cut
 
 
-def starts(runs: Runs) -> str:
+def starts(runs: Runs, room: Room) -> str:
     """When and where the runs were computed, and what was changed on the way."""
     parts = []
     for name, record in runs:
@@ -233,9 +233,10 @@ def starts(runs: Runs) -> str:
             ]
             for start in record.starts[-_MOST_STARTS:]
         ]
-        parts.append(table(["time", "from step", "how", "machines", "versions", "changed since"], rows, [1]))
-        if (more := len(record.starts) - _MOST_STARTS) > 0:
-            parts.append(absent(f"{more} earlier starts are in starts.jsonl"))
+        kept = room.fitting(rows)
+        parts.append(table(["time", "from step", "how", "machines", "versions", "changed since"], kept, [1]))
+        if more := len(record.starts) - len(kept):
+            parts.append(absent(f"{more} more starts are in starts.jsonl"))
     return "".join(parts)
 
 
@@ -327,7 +328,7 @@ def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, 
     return rows
 
 
-def configuration(runs: Runs) -> str:
+def configuration(runs: Runs, room: Room) -> str:
     """What differs between the runs, and each whole."""
     flat = [flattened(record.config) if record.config else {} for _, record in runs]
     parts = []
@@ -339,15 +340,17 @@ def configuration(runs: Runs) -> str:
             for path in other
         ]
         heads = [f'<i class="dots run-{colour}"></i> {shown(name)}' for colour, (name, _) in enumerate(runs)]
-        parts.append(table(["differs", *heads], rows) if rows else absent("the runs have the same configuration"))
+        differing = table(["differs", *heads], room.fitting(rows))
+        parts.append(differing if rows else absent("the runs have the same configuration"))
     for (name, _), each in zip(runs, flat, strict=True):
         if not each:
             parts.append(absent(f"{name}: config.json cannot be read"))
             continue
-        keys = "".join(
+        lines = [
             f"<div><dt>{shown(path, 120)}</dt><dd>{shown(_json(value), 200)}</dd></div>"
             for path, value in [*each.items()][:_MOST_KEYS]
-        )
+        ]
+        keys = "".join(line for line in lines if room.take(line))
         title = f"config.json of {shown(name)}, {len(each):,} values"
         is_open = " open" if len(runs) == 1 else ""
         parts.append(f"<details{is_open}><summary>{title}</summary><dl class=keys>{keys}</dl></details>")

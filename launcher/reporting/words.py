@@ -25,6 +25,13 @@ class Room:
         self.left -= size
         return True
 
+    def fitting(self, rows: list[list[str]]) -> list[list[str]]:
+        """The first rows of a table, as many as fit."""
+        for count, row in enumerate(rows):
+            if not self.take(_row(row)):
+                return rows[:count]
+        return rows
+
     def embed(self, kind: str, content: bytes) -> str | None:
         """A file's content as the address of itself; None where there is no room for it."""
         address = f"data:{kind};base64,{base64.b64encode(content).decode()}"
@@ -45,12 +52,14 @@ def absent(text: str, command: str = "") -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
     """A table of cells that are HTML already; the columns ``numbers`` stand at the right."""
-    of = [' class="n"' if column in numbers else "" for column in range(len(head))]
-    top = "".join(f"<th{kind}>{each}</th>" for each, kind in zip(head, of, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{each}</td>" for each, kind in zip(row, of, strict=True)) + "</tr>" for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    top = _row(head, "th", numbers)
+    body = "".join(_row(row, "td", numbers) for row in rows)
+    return f'<div class="scroll"><table><thead>{top}</thead><tbody>{body}</tbody></table></div>'
+
+
+def _row(cells: Sequence[str], tag: str = "td", numbers: Sequence[int] = ()) -> str:
+    kinds = [' class="n"' if column in numbers else "" for column in range(len(cells))]
+    return f"<tr>{''.join(f'<{tag}{kind}>{cell}</{tag}>' for kind, cell in zip(kinds, cells, strict=True))}</tr>"
 
 
 def duration(seconds: float) -> str:
