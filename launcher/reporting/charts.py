@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -20,6 +20,7 @@ COLUMNS = 480  # of pixels, over all curves of a chart that have many points
 LEAST_COLUMNS = 60
 MEAN_SHARE = 40  # a smoothed curve is the mean over this part of a run, up to each step
 _SIDE = 1000
+_EDGE = 0.01  # of the width, left free at both sides
 _LOG_FROM = 50.0  # times that the largest value is the smallest, from which a scale may be logarithmic
 
 
@@ -54,7 +55,8 @@ class Chart:
     log_x: bool = False
     wide: bool = False
     x_name: str = "step"
-    columns: int = field(default=COLUMNS)
+    legend: bool = True
+    name_pale: bool = True  # in the legend
 
 
 def smoothed(series: Series) -> Series:
@@ -82,7 +84,7 @@ def thin(series: Series, columns: int) -> Series:
 def draw(chart: Chart) -> str:
     """The chart as a figure of HTML; empty where it has no values."""
     many = sum(len(curve.series) > 2 * LEAST_COLUMNS for curve in chart.curves)
-    columns = max(LEAST_COLUMNS, chart.columns // max(1, many))
+    columns = max(LEAST_COLUMNS, COLUMNS // max(1, many))
     curves = [
         Curve(each.name, each.colour, thin(each.series, columns), each.style)
         for each in chart.curves
@@ -99,6 +101,10 @@ def draw(chart: Chart) -> str:
     left, right = float(steps.min()), float(steps.max())
     if left == right:
         left, right = left - 1, right + 1
+    elif chart.log_x:
+        left, right = left / (room := (right / left) ** _EDGE), right * room
+    else:
+        left, right = left - _EDGE * (right - left), right + _EDGE * (right - left)
     x, y = Scale(left, right, chart.log_x), Scale(low, high, log_y)
     notes = [chart.note] if chart.note else []
     if cut:
@@ -126,7 +132,7 @@ def draw(chart: Chart) -> str:
             for each in curves
         ],
     }
-    title = f"{escape(chart.title)} <span>{escape(chart.unit)}</span>"
+    title = f"{escape(chart.title)} <span>{escape(chart.unit)}</span><small>by {escape(chart.x_name)}</small>"
     return (
         f'<figure class="chart{" wide" if chart.wide else ""}"><figcaption>{title}</figcaption>'
         f'<div class="frame"><svg class="axes" role="img" aria-label="{escape(chart.title)}">'
@@ -242,7 +248,10 @@ def _ticks_x(x: Scale) -> str:
 
 def _legend(chart: Chart) -> str:
     """Whose line is whose, where there is more than one."""
-    named = dict.fromkeys((each.name, each.colour, each.style) for each in chart.curves if len(each.series))
+    if not chart.legend:
+        return ""
+    shown = [each for each in chart.curves if len(each.series) and (chart.name_pale or each.style != "pale")]
+    named = dict.fromkeys((each.name, each.colour, each.style) for each in shown)
     keys = [f'<li><i class="{style} run-{colour}"></i>{escape(name)}</li>' for name, colour, style in named]
     kinds = dict.fromkeys(mark.kind for mark in chart.marks)
     keys += [f'<li><i class="mark {kind}"></i>{escape(kind)}</li>' for kind in kinds]

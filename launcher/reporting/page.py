@@ -30,13 +30,15 @@ _NAMES = {
     "configuration": "Configuration",
 }
 _ABOUT = {
-    "curves": "Drag over a chart for a closer look. A column of pixels keeps its lowest and its highest value.",
+    "curves": "Pale: each step; solid: the running mean of a fortieth of the run. Dashed: a resume, or in red an "
+    "incident. A column of pixels keeps its lowest and its highest value. Drag over a chart for a closer look.",
     "positions": "Where the curve still falls at its right end, the model makes use of a context that long.",
     "samples": "What the model made of the same beginning, on its way.",
-    "reads": "Before training and after it.",
+    "reads": "The pattern is who may read whom; attention is what the trained model makes of that.",
     "incidents": "Steps that a guard refused, steps that fp16 dropped, and damaged data that was replaced.",
     "starts": "Each time that the run was started, and what was changed since the time before.",
-    "plan": "What longstride plan says of the configuration, beside the run.",
+    "plan": "What longstride plan says of the configuration, beside the run. Memory is planned for the model and its "
+    "optimiser, and measured of the whole first process: on a card what is allocated, else with Python itself.",
     "configuration": "As the last start resolved it, defaults included.",
 }
 
@@ -128,8 +130,8 @@ def _summary(runs: sections.Runs) -> str:
     heading = ' <span class="and">and</span> '.join(shown(name, 60) for name, _ in runs[:3])
     more = f' <span class="and">and {len(runs) - 3} more</span>' if len(runs) > 3 else ""
     numbers = [*range(1, len(names) + 1)]
-    tiles = f'<div class="tiles whole">{table(["run", *names], rows, numbers)}</div>'
-    return f"<header><h1>{heading}{more}</h1><p>{len(runs)} runs beside each other</p>{tiles}{told}</header>"
+    compared = table(["run", *names], rows, numbers)
+    return f"<header><h1>{heading}{more}</h1><p>{len(runs)} runs beside each other</p>{compared}{told}</header>"
 
 
 def _best(record: RunRecord) -> float:

@@ -55,7 +55,7 @@ def curves(runs: Runs) -> str:
                 series = smoothed(series)
             lines.append(Curve(label, colour, series))
         if lines:
-            drawn.append(draw(Chart(title, what, lines, marks if of_one else (), log_y=log)))
+            drawn.append(draw(Chart(title, what, lines, marks, log_y=log, legend=not of_one)))
     small = sum('class="chart"' in each for each in drawn)
     return f'<div class="charts{" four" if small in (4, 7, 8) else ""}">{"".join(drawn)}</div>'
 
@@ -91,7 +91,7 @@ def _losses(runs: Runs, marks: list[Mark]) -> list[str]:
     units = {record.unit for _, record in runs}
     note = "runs of other units stand in one chart: " + ", ".join(sorted(units)) if len(units) > 1 else ""
     charts = [Chart("Validation loss", unit, evaluated, note=note, wide=True)]
-    charts.append(Chart("Training loss", f"{unit}, running mean", trained, note=note, wide=True))
+    charts.append(Chart("Training loss", f"{unit}, running mean", trained, note=note, wide=True, name_pale=False))
     return [draw(chart) for chart in charts]
 
 
@@ -114,7 +114,15 @@ def positions(runs: Runs, given: list[dict[str, Any]], answers: Sequence[Answers
         for name, colour, each in found[:12]
     ]
     unit = found[0][2]["unit"] if found else ""
-    chart = Chart("Loss by position", unit, lines, log_x=True, wide=True, x_name="position", note="bins that grow")
+    chart = Chart(
+        "Loss by position",
+        unit,
+        lines,
+        log_x=True,
+        wide=True,
+        x_name="position",
+        note="each point is the mean of a bin of positions, which grows with the position",
+    )
     return (f'<div class="charts">{draw(chart)}</div>' if lines else "") + "".join(missing)
 
 
@@ -234,7 +242,9 @@ def starts(runs: Runs, room: Room) -> str:
             for start in record.starts[-_MOST_STARTS:]
         ]
         kept = room.fitting(rows)
-        parts.append(table(["time", "from step", "how", "machines", "versions", "changed since"], kept, [1]))
+        parts.append(
+            table(["time", "from step", "how", "machines", "versions", "changed since the start before"], kept, [1])
+        )
         if more := len(record.starts) - len(kept):
             parts.append(absent(f"{more} more starts are in starts.jsonl"))
     return "".join(parts)
@@ -255,7 +265,7 @@ def _listed(content: Any, between: str) -> str:
 
 def _changes(changes: Any) -> str:
     if not isinstance(changes, dict) or not changes:
-        return '<span class="tag">nothing</span>'
+        return "–"
     lines = []
     for path, pair in [*changes.items()][:20]:
         old, new = pair if isinstance(pair, list) and len(pair) == 2 else (None, pair)
@@ -282,7 +292,9 @@ def plans(runs: Runs, answers: Sequence[Answers]) -> str:
             parts.append(absent(f"no plan: {why}", "" if told is None else told.command))
         plan = told.content if told and isinstance(told.content, dict) else {}
         rows = [[shown(what), planned or "–", measured or "–"] for what, planned, measured in _plan_rows(record, plan)]
-        parts.append(table(["", "planned", "measured"], rows, [1, 2]))
+        count = processes_of(record)
+        planned = f"planned, {count} process{'es' if count > 1 else ''}" if plan else "planned"
+        parts.append(table(["", planned, "measured"], rows, [1, 2]))
     return "".join(parts)
 
 
@@ -298,17 +310,16 @@ def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, 
     if total := (plan.get("parameters") or {}).get("total"):
         rows.append(("parameters", f"{total:,}", ""))
     planned = mebibytes(here[0][way]) if here and way in here[0] else ""
-    what = "peak memory of a process: of the model in the plan; of all that it holds, as measured"
-    rows.append((what, planned, mebibytes(float(memory.values.max())) if memory is not None else ""))
+    rows.append(
+        ("peak memory of a process", planned, mebibytes(float(memory.values.max())) if memory is not None else "")
+    )
     expected = plan.get("seconds") if isinstance(plan.get("seconds"), int | float) else None
     rows.append(("seconds a step, median", duration(expected) if expected else "", f"{median:.3g} s" if median else ""))
     if work:
         rate = f"{flops(work / median)}/s" if median else ""
-        rows.append((f"operations of a step, by {processes_of(record)} processes together", flops(work), rate))
+        rows.append(("operations of a step", flops(work), rate))
     if dense := step.get("dense_flops"):
-        rows.append(
-            ("the same with dense attention", flops(dense), f"{dense / work:.1f} times as many" if work else "")
-        )
+        rows.append(("the same with dense attention", flops(dense), ""))
     if attention.get("dense_pairs"):
         rows.append(
             ("pairs that attention visits, of dense causal", f"{attention['pairs'] / attention['dense_pairs']:.2%}", "")

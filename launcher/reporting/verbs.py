@@ -50,16 +50,13 @@ class Answers:
 
 def ask_all(records: list[RunRecord], *, by_position: bool, trusted: bool) -> list[Answers]:
     """What the verbs tell of each run; some at a time."""
+    names = ("plan", "pattern", "attention", *(("positions",) if by_position else ()))
     with tempfile.TemporaryDirectory(prefix="longstride-report-") as scratch, ThreadPoolExecutor(_AT_ONCE) as pool:
         asked: list[dict[str, Future[Told]]] = []
         for record in records:
             folder = Path(tempfile.mkdtemp(dir=scratch))
-            asked.append(
-                {
-                    name: pool.submit(ask, name, record, folder, trusted)
-                    for name in ("plan", "pattern", "attention", *(("positions",) if by_position else ()))
-                }
-            )
+            say(f"{record.folder}: asking for {', '.join(names)}")
+            asked.append({name: pool.submit(ask, name, record, folder, trusted) for name in names})
         return [Answers(**{name: future.result() for name, future in futures.items()}) for futures in asked]
 
 
@@ -76,7 +73,6 @@ def ask(name: str, record: RunRecord, folder: Path, trusted: bool) -> Told:
     if trusted and name in ("attention", "positions"):
         words.append(TRUST_OPTION)
     told = Told(shlex.join(["longstride", *words]))
-    say(f"asking `{told.command}`")
     words = [str(picture) if word == picture.name else word for word in words]
     package = str(Path(longstride.__file__).parents[1])
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}

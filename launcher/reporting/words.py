@@ -54,7 +54,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[
     """A table of cells that are HTML already; the columns ``numbers`` stand at the right."""
     top = _row(head, "th", numbers)
     body = "".join(_row(row, "td", numbers) for row in rows)
-    return f'<div class="scroll"><table><thead>{top}</thead><tbody>{body}</tbody></table></div>'
+    broad = ' class="broad"' if len(head) > 4 else ""
+    return f'<div class="scroll"><table{broad}><thead>{top}</thead><tbody>{body}</tbody></table></div>'
 
 
 def _row(cells: Sequence[str], tag: str = "td", numbers: Sequence[int] = ()) -> str:
