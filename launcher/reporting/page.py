@@ -36,7 +36,7 @@ _ABOUT = {
     "samples": "What the model made of the same beginning, on its way.",
     "reads": "The pattern is who may read whom; attention is what the trained model makes of that.",
     "incidents": "Steps that a guard refused, steps that fp16 dropped, and damaged data that was replaced.",
-    "starts": "Each time that the run was started, and what was changed since the time before.",
+    "starts": "Each time that the run was started, and what was changed in its configuration since the time before.",
     "plan": "What longstride plan says of the configuration, beside the run. Memory is planned for the model and its "
     "optimiser, and measured of the whole first process: on a card what is allocated, else with Python itself.",
     "configuration": "As the last start resolved it, defaults included.",

@@ -198,7 +198,7 @@ def _read_metrics(record: RunRecord) -> None:
     if not lines:
         raise ConfigError(f"{record.folder / file_names.METRICS}: holds no line yet; wait for the first step")
     if passed_over:
-        record.notices.append(f"{file_names.METRICS}: {passed_over:,} lines that are no measurement were left out")
+        record.notices.append(f"{file_names.METRICS}: lines that are no measurement were left out: {passed_over:,}")
     for step, texts in replaced:
         more = f", and {len(texts) - 1} more" if len(texts) > 1 else ""
         record.events.append(Event(step, "data", f"damaged data was replaced: {texts[0]}{more}"))

@@ -242,9 +242,7 @@ def starts(runs: Runs, room: Room) -> str:
             for start in record.starts[-_MOST_STARTS:]
         ]
         kept = room.fitting(rows)
-        parts.append(
-            table(["time", "from step", "how", "machines", "versions", "changed since the start before"], kept, [1])
-        )
+        parts.append(table(["time", "from step", "how", "machines", "versions", "changes"], kept, [1]))
         if more := len(record.starts) - len(kept):
             parts.append(absent(f"{more} more starts are in starts.jsonl"))
     return "".join(parts)

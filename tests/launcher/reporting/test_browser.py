@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import wave
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ def report(shared: Callable[[str, Make], Path], data: Path) -> Path:
         longer = ["train.steps=12", "train.learning_rate=0.002", "--resume", "auto"]
         for ended in spawn_series([Run(words, 2, spoilt), Run([*words, *longer], 2)]):
             assert ended.codes == [0, 0], ended.stderr
+        samples = folder / "run" / "samples"
+        samples.mkdir(exist_ok=True)
+        (samples / "step-00000004.txt").write_text("sparse <b>stride</b>")
+        with wave.open(str(samples / "step-00000008.wav"), "wb") as sound:
+            sound.setparams((1, 1, 8000, 0, "NONE", ""))
+            sound.writeframes(bytes(4000))
         output = folder / "report.html"
         assert cli.main(["report", str(folder / "run"), "--by-position", "--output", str(output)]) == 0
 
@@ -79,6 +86,12 @@ def test_report_has_each_part_without_an_error(report: Path) -> None:
         pictures = "[...document.querySelectorAll('#reads img')].map(e => e.complete && e.naturalWidth > 300)"
         assert await page.value(pictures) == [True, True]
         rows = "(id => [...document.querySelectorAll(`#${id} tbody tr`)].map(r => [...r.cells].map(c => c.innerText)))"
+        assert await page.value("document.querySelector('#samples pre').innerText") == "sparse <b>stride</b>"
+        sound = (
+            "new Promise(done => { const a = document.querySelector('#samples audio');"
+            "a.onloadedmetadata = () => done(a.duration); a.onerror = () => done(a.error.message); a.load() })"
+        )
+        assert await page.value(sound) == 0.5
         incidents = await page.value(f"{rows}('incidents')")
         assert [row[:2] for row in incidents] == [["3", "guard"]] and incidents[0][2].startswith(
             "skip: the loss is nan"
