@@ -5,9 +5,9 @@ Imports neither torch nor deepspeed.
 
 from longstride.launcher.config.data_keys import DATA_PATHS
 from longstride.launcher.config.deepspeed_keys import part_errors
+from longstride.launcher.config.extending import find_config, load_content
 from longstride.launcher.config.json_file import flattened, load_json_object
-from longstride.launcher.config.loading import find_config, load_config
+from longstride.launcher.config.loading import load_config
 from longstride.launcher.config.optimization import AdafactorConfig, MuonConfig, OptimizerConfig
-from longstride.launcher.config.options import TRUST_OPTION, add_trust_argument
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.config.train_keys import GuardPolicy, GuardsConfig, TrainConfig

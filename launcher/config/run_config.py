@@ -12,6 +12,7 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.config.data_keys import DataConfig
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
+from longstride.launcher.config.extending import EXTENDS, SCHEMA
 from longstride.launcher.config.optimization import AdafactorConfig
 from longstride.launcher.config.train_keys import TrainConfig, batch_problem
 from longstride.sparse_model import ModelConfig, StrictModel
@@ -19,6 +20,18 @@ from longstride.sparse_model import ModelConfig, StrictModel
 _NAME_OR_OBJECT = {
     "anyOf": [{"type": "string", "description": "a file of ds_configs/, without .json"}, {"type": "object"}],
     "description": "a DeepSpeed configuration, or the name of one",
+}
+# Keys that a file may have beside a run's; see ``extending``.
+_OF_FILES = {
+    SCHEMA: {
+        "type": "string",
+        "description": "the JSON schema by which an editor completes and checks; read by none else",
+    },
+    EXTENDS: {
+        "type": "string",
+        "minLength": 1,
+        "description": "the configuration that this one changes: a path from this file's folder, or a preset's name",
+    },
 }
 
 
@@ -68,6 +81,24 @@ class RunConfig(StrictModel):
                 "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
             )
         return self
+
+    @classmethod
+    def model_json_schema(cls, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """The JSON schema of a configuration file, whose keys are a run's and two that only a file has.
+
+        What a run must have is asked for only of a file that extends none.
+        """
+        made = super().model_json_schema(*arguments, **options)
+        needed = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
+        parts = {name: {"required": made["$defs"][part.__name__].pop("required")} for name, part in needed.items()}
+        whole = {"required": made.pop("required"), "properties": parts}
+        return {
+            SCHEMA: "https://json-schema.org/draft/2020-12/schema",
+            **made,
+            "properties": {**_OF_FILES, **made["properties"]},
+            "if": {"not": {"required": [EXTENDS]}},
+            "then": whole,
+        }
 
     @property
     def worker_timeout_seconds(self) -> float:
