@@ -118,7 +118,7 @@ class TrainConfig(StrictModel):
     )
     guards: GuardsConfig = GuardsConfig()
     samples_every: int = Field(default=0, ge=0, description="steps between samples into the run folder; 0: never")
-    samples: SamplesConfig = SamplesConfig()
+    samples: SamplesConfig = Field(default=SamplesConfig(), description="what is sampled then")
 
     left_out_at_default = (
         "optimizer",
