@@ -186,8 +186,8 @@ class Trainer:
                 self._recorder.say(error_line(error, self._run.folder))
 
     def _memory(self) -> dict[str, Any]:
-        """What a checkpoint keeps of guards and evaluations."""
-        return {"guards": self._guards.memory(), "plateau": self._plateau.memory()}
+        """What a checkpoint keeps of guards and evaluations, and what the run's first weights are of."""
+        return {"guards": self._guards.memory(), "plateau": self._plateau.memory(), "origin": self._run.origin}
 
     def _save_what_is_done(self) -> bool:
         """Saves the engine's step where a run ends early; returns whether it is saved."""
