@@ -38,6 +38,8 @@ MORE = {  # where a page tells more
     "train.timeout_seconds": "[what ends then, and how](faults.md#hangs)",
     "train.max_seconds": "[stopping](training.md#stopping)",
     "train.stop_when": '`{"evaluations": 5, "by": 0.0}`: [how it goes on](training.md#when-the-loss-stands-still)',
+    "train.samples_every": "[how](training.md#samples-on-the-way)",
+    "train.samples": "[what](training.md#samples-on-the-way)",
     "train.guards": "[below](#trainguards)",
     "train.guards.spike": '`{"deviations": 6, "window": 100, "policy": "skip"}`',
 }

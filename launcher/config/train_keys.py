@@ -54,6 +54,21 @@ class StopWhenConfig(StrictModel):
     )
 
 
+class SamplesConfig(StrictModel):
+    """What is sampled from the model in training."""
+
+    prompt: str = Field(default="", description="that the samples of text continue")
+    bytes: int | None = Field(
+        default=None, gt=0, description="to sample behind it; null: 256 of text, a whole picture, a context of sound"
+    )
+    count: int | None = Field(default=None, gt=0, le=64, description="samples at once; null: 4 of pictures, else 1")
+    temperature: float = Field(default=1.0, ge=0, description="of the model's choice; 0 takes the most likely byte")
+    top_p: float | None = Field(
+        default=None, gt=0, le=1, description="sample among the fewest bytes that hold this share; null: among all"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**62, description="with the step it decides what is drawn")
+
+
 class TrainConfig(StrictModel):
     """How long, how fast, and what is written when."""
 
@@ -144,6 +159,8 @@ class TrainConfig(StrictModel):
     guards: GuardsConfig = Field(
         default=GuardsConfig(), description="what becomes of a step that would spoil the weights"
     )
+    samples_every: int = Field(default=0, ge=0, description="steps between samples into the run folder; 0: never")
+    samples: SamplesConfig = Field(default=SamplesConfig(), description="what is sampled then")
 
     left_out_at_default = (
         "optimizer",
@@ -152,6 +169,8 @@ class TrainConfig(StrictModel):
         "sequence_exchange",
         "keep_best",
         "stop_when",
+        "samples_every",
+        "samples",
     )
 
     @model_validator(mode="after")

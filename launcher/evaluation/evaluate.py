@@ -35,7 +35,7 @@ from longstride.launcher.data import Run, RunData, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.models import DTYPES, ModelData
-from longstride.launcher.output import exit_on_mistake, metrics_file, say
+from longstride.launcher.output import WorkCounter, exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import Division, SparseTransformer
@@ -103,7 +103,18 @@ def run(arguments: argparse.Namespace) -> int:
             threads = max(1, min(torch.get_num_threads(), _MOST_THREADS, at_once))
         watchdog.at("evaluation")
         with exit_on_mistake(ranks.barrier):
-            sums = score(model, contexts, batch_size, ranks, ranks.device, edges=edges, threads=threads)
+            counter = WorkCounter(f"evaluating {split}", data.split_tokens(split), "tokens", shown=ranks.is_first)
+            sums = score(
+                model,
+                contexts,
+                batch_size,
+                ranks,
+                ranks.device,
+                edges=edges,
+                threads=threads,
+                scored_bytes=lambda count: counter.add(count * ranks.world_size),
+            )
+            counter.close()
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.unit)
     line |= {"min_context": arguments.min_context, "weights": arguments.weights}
     if ranks.is_first:
@@ -171,12 +182,14 @@ def score(
     edges: np.ndarray | None = None,
     threads: int = 0,
     stop: StopFlag | None = None,
+    scored_bytes: Callable[[int], None] = lambda _: None,
 ) -> ExactSums:
     """The nats of all ranks' scored bytes, summed without rounding: over all, or by the bins of positions ``edges``.
 
     Batches hold the same rows for any number of ranks, and the sum has no order: so its bits do not depend on the
     number of ranks. ``threads`` above 0 compute a batch each, at the same time, by one thread of torch: the bits of a
     matrix product may depend on how many threads share it. All ranks must call, with equally many batches.
+    ``scored_bytes`` is told of each batch how many tokens this rank has scored.
 
     Raises:
         StopAskedError: on every rank, where any rank has been asked to stop.
@@ -194,6 +207,7 @@ def score(
         first = ranks.sequence_rank * nats.shape[1]
         own = slice(first, first + nats.shape[1])  # the positions that this rank has
         scored = batch.scored[:, own]  # (B, n)
+        scored_bytes(int(scored.sum()))
         sums.add(nats[scored].numpy(), None if bins is None else bins[own][scored.nonzero()[:, 1].numpy()])
     sums.gather(ranks, device)
     return sums
