@@ -233,20 +233,28 @@ def test_damaged_or_foreign_source_is_refused_and_leaves_nothing(
 @pytest.mark.parametrize("tables", [[], [TABLES]], ids=["", "tables"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("shared", [None, 2])
+@pytest.mark.parametrize("processes", [None, 2], ids=["", "shared"])
 def test_first_loss_is_that_of_the_source_in_every_layout(
-    shared: int | None, stage: int, precision: str, tables: list[str], weights: str, trained: Trained,
+    processes: int | None, stage: int, precision: str, tables: list[str], weights: str, trained: Trained,
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Of a run and of its export, which give the same; the source was trained in fp32 by two ranks under ZeRO 2."""
     source = trained(f"source{'-tables' * len(tables)}", 2, "deepspeed=zero2_fp32", *tables)
     given = ["--from", str(source), "--from-weights", weights]
     capsys.readouterr()
-    evaluated = ["evaluate", str(source), "--weights", weights, "--contexts", "6"]
+    evaluated = ["evaluate", str(source), "--weights", weights]
     assert cli.main(evaluated) == 0
     expected = json.loads(capsys.readouterr().out)["loss_nats"]
-    sharing = [] if shared is None else [f"train.sequence_parallel={shared}"]
-    words = ["--config", str(config_file), f"deepspeed=zero{stage}_{precision}", *tables, *STILL, *sharing]
+    sharing = [] if processes is None else [f"train.sequence_parallel={processes}"]
+    words = [
+        "--config",
+        str(config_file),
+        "train.evaluate_contexts=null",
+        f"deepspeed=zero{stage}_{precision}",
+        *tables,
+        *STILL,
+        *sharing,
+    ]
     ended = spawn([*words, *given], 2)
     assert ended.codes == [0, 0], ended.stderr
     rel = 1e-6 if precision == "fp32" else 1e-2
