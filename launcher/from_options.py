@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from longstride.kernels import ConfigError
 from longstride.launcher.output import file_names
-
-POSITIONS = ("repeat", "interpolate", "fresh")  # how position tables of other sizes are made
-WEIGHTS = ("trained", "ema")  # of a run: as they were trained, or their moving average
-_STEP = re.compile("[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +17,8 @@ class FromOptions:
 
     path: Path  # an exported model's folder, or a run's
     step: int | Literal["best"] | None = None  # of a run; None: its newest
-    weights: str = WEIGHTS[0]  # one of WEIGHTS
-    positions: str | None = None  # one of POSITIONS: how position tables of other sizes are made
+    weights: str = "trained"  # or "ema"
+    positions: str | None = None  # repeat, interpolate or fresh: how position tables of other sizes are made
     partly: bool = False  # whether what does not fit begins anew
 
     @classmethod
@@ -37,7 +32,7 @@ class FromOptions:
         """
         beside = {
             "--from-step": arguments.from_step,
-            "--from-weights": arguments.from_weights if arguments.from_weights != WEIGHTS[0] else None,
+            "--from-weights": arguments.from_weights if arguments.from_weights != "trained" else None,
             "--from-positions": arguments.from_positions,
             "--from-partly": arguments.from_partly or None,
         }
@@ -63,25 +58,3 @@ class FromOptions:
         for option, given in (("--from-step", self.step), ("--from-positions", self.positions)):
             words += [] if given is None else [option, str(given)]
         return words + ["--from-partly"] * self.partly
-
-
-def step_named(text: str) -> int | str:
-    """An option that names a checkpoint: the number of its step, or best."""
-    if text != "best" and not _STEP.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
-    return text if text == "best" else int(text)
-
-
-def add_from_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--from` and the options beside it, of every verb that starts a run."""
-    what = "take the first weights from an exported folder or from another run; the optimiser begins anew"
-    parser.add_argument("--from", dest="source", metavar="MODEL|RUN", help=what)
-    which = "which checkpoint of the other run (best: the lowest validation loss; default: the newest)"
-    parser.add_argument("--from-step", type=step_named, metavar="N|best", help=which)
-    which = f"of the other run: as they were trained, or their moving average (default: {WEIGHTS[0]})"
-    parser.add_argument("--from-weights", choices=WEIGHTS, default=WEIGHTS[0], help=which)
-    how = "how position tables of another context are made: repeat or interpolate the learned rows, or draw fresh ones"
-    parser.add_argument("--from-positions", choices=POSITIONS, help=how)
-    parser.add_argument(
-        "--from-partly", action="store_true", help="take what fits the model, and begin anew what does not"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Callable, Generator, Iterable
@@ -17,7 +16,7 @@ from longstride.data_pipelines.order import Batch
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data.run_data import GlobalBatch, RunData, together, within_vocabulary
-from longstride.launcher.from_options import FromOptions, step_named
+from longstride.launcher.from_options import FromOptions
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
@@ -113,12 +112,6 @@ def check_output(output: str, resume: str) -> None:
     if resume == "never" and taken:
         rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
         raise ConfigError.at("train.output", output, rule)
-
-
-def add_step_argument(parser: argparse.ArgumentParser, what: str = "checkpoint") -> None:
-    """`--step`, of every verb that reads a run: a number, "best", or None for the newest checkpoint."""
-    which = "best: that with the lowest validation loss; default: the newest"
-    parser.add_argument("--step", type=step_named, metavar="N|best", help=f"{what} ({which})")
 
 
 def check_replay(config: RunConfig, resume: str, replay: str) -> None:
