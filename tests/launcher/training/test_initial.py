@@ -186,6 +186,8 @@ def test_first_loss_is_that_of_the_source_and_a_run_goes_on_from_its_own(
         "run": source.name, "step": 8, "weights": "trained", "manifest_sha256": checkpoint.manifest_digest(),
         "parameters_taken": count,
     }  # fmt: skip
+    (start,) = map(json.loads, (tmp_path / "run/starts.jsonl").read_text().splitlines())
+    assert (start["how"], start["from"]) == ("from", made.manifest.origin)
     assert cli.main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 0
     assert Exported(tmp_path / "out").content["origin"]["from"] == made.manifest.origin
     shutil.rmtree(tmp_path / "out")
@@ -194,6 +196,8 @@ def test_first_loss_is_that_of_the_source_and_a_run_goes_on_from_its_own(
     assert ended.codes == [0, 0], ended.stderr
     assert f"longstride: --from={tmp_path / 'gone'}: not needed, as the run goes on from its own" in ended.stderr[0]
     assert open_checkpoint(tmp_path / "run", None).manifest.origin == made.manifest.origin
+    last = json.loads((tmp_path / "run/starts.jsonl").read_text().splitlines()[-1])
+    assert last["how"] == "resume" and "from" not in last
 
 
 def test_export_in_half_precision_gives_a_longer_context_and_another_pattern(
