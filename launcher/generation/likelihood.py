@@ -98,6 +98,12 @@ def likelihood(
     }
 
 
+def nats_by_piece(model: SparseTransformer, content: bytes, min_context: int) -> Iterator[list[float]]:
+    """The nats of each byte, one context's at a time, cut as ``likelihood`` cuts them."""
+    pieces = Piece.cut(np.frombuffer(content, dtype=np.uint8), model.config.context, min_context)
+    return (nats.tolist() for _, nats in piece_nats(model, pieces, 1))
+
+
 def check_bytes(content: bytes, model: SparseTransformer) -> None:
     """Raise ConfigError for bytes that are no tokens of the model."""
     vocabulary = model.config.vocabulary

@@ -234,7 +234,7 @@ def starts(runs: Runs, room: Room) -> str:
                 shown(str(start.get("time", "")).replace("T", " ").replace("+00:00", " UTC")),
                 f"{start['step']:,}",
                 f'<span class="tag">{shown(start.get("how", ""), 20)}</span>'
-                + (f" {shown(start['from'])}" if "from" in start else ""),
+                + (f" {shown(_listed(start['from'], ' '))}" if "from" in start else ""),
                 _machines(start),
                 shown(_listed(start.get("versions"), " ")),
                 _changes(start.get("changes")),
