@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from longstride.launcher.output import AgreedError, exit_codes, lasting_output, mute_accelerator_warning, report, say
 from longstride.launcher.stops import stopped_at_once
-from longstride.launcher.verbs import GROUPS, VERBS, Verb
+from longstride.launcher.verbs import GROUPS, VERBS, Verb, declare_options
 
 _EXAMPLE_COLUMNS = 45  # of `longstride --help`; a summary stands beside what is shorter
 
@@ -43,10 +43,9 @@ class Parser(argparse.ArgumentParser):
 
 def parser_of(verb: Verb) -> Parser:
     """The parser of a verb's options; imports what declares them."""
-    module = importlib.import_module(f"longstride.launcher.{verb.options or verb.module}")
     summary = f"{verb.summary[0].upper()}{verb.summary[1:]}."
     parser = Parser(prog=f"longstride {verb.words}", description=summary, examples=verb.examples)
-    getattr(module, verb.arguments)(parser)
+    declare_options(verb, parser)
     return parser
 
 

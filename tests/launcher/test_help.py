@@ -6,6 +6,7 @@ import argparse
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,51 @@ def test_help_and_wrong_options_import_nothing_heavy() -> None:
     assert heavy_after([[*verb.words.split(), "--help"] for verb in VERBS]) == "[0] []"
     wrong = [[*verb.words.split(), "--no-such-option"] for verb in VERBS if not verb.passes_words]
     assert heavy_after(wrong) == "[2] []"
+    assert heavy_after([["completion", "bash"]]) == "[0] []"
+
+
+def completed(words: list[str], cwd: Path) -> set[str]:
+    """What bash offers for the last of the words, by the script that the verb prints."""
+    script = subprocess.run(
+        [sys.executable, "-m", "longstride.launcher.cli", "completion", "bash"],
+        cwd=ROOT, env=plain_environment(), capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    (cwd / "longstride.bash").write_text(script)
+    asked = f"""
+source ./longstride.bash
+COMP_WORDS=({shlex.join(["longstride", *words])})
+COMP_CWORD={len(words)}
+$(complete -p longstride | sed 's/.*-F //; s/ .*//') longstride
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    ended = subprocess.run(["bash", "--norc", "-c", asked], cwd=cwd, capture_output=True, text=True, check=True)
+    return set(ended.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["ev"], {"evaluate"}),
+        (["data", "b"], {"build"}),
+        (["data", "build", "--palette-"], {"--palette-from"}),
+        (["data", "build", "--modality", "i"], {"image"}),
+        (["train", "--config", "my"], {"my.json"}),
+        (["sample", "mod"], {"model"}),
+    ],
+    ids=" ".join,
+)
+def test_bash_completes_verbs_options_choices_and_files(words: list[str], offered: set[str], tmp_path: Path) -> None:
+    (tmp_path / "my.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    assert completed(words, tmp_path) == offered
+
+
+def test_completion_without_shtab_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("longstride: error: completion: needs shtab (") and error.count("\n") == 1
+    assert error.endswith('; pip install "longstride[completion]"\n')
 
 
 def test_choices_are_those_of_the_code_behind_them() -> None:
