@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+from longstride.launcher.options import misspelt_keys
 from longstride.launcher.output import AgreedError, exit_codes, lasting_output, mute_accelerator_warning, report, say
 from longstride.launcher.stops import stopped_at_once
 from longstride.launcher.verbs import GROUPS, VERBS, Verb, declare_options
@@ -96,6 +97,12 @@ def _run(words: list[str]) -> int:
             parser, rest = parser_of(verb), words[len(verb.words.split()) :]
             as_they_are = verb.passes_words and rest not in (["--help"], ["-h"])
             options: Any = rest if as_they_are else parser.parse_intermixed_args(rest)
+            if (
+                not as_they_are
+                and "overrides" in options
+                and (lines := misspelt_keys(options.config, options.overrides))
+            ):
+                return report(AgreedError("\n".join(lines)))
             module = importlib.import_module(f"longstride.launcher.{verb.module}")
             try:
                 return getattr(module, verb.run)(options)

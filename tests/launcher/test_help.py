@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import runpy
 import shlex
 import subprocess
 import sys
@@ -10,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
-from longstride.launcher.options import using
+from longstride.launcher.config import RunConfig, load_config
+from longstride.launcher.options import KEYS, misspelt_keys, using
 from longstride.launcher.options.shared import PRECISIONS, WEIGHTS
 from longstride.launcher.verbs import GROUPS, VERBS, Verb
 from tests.harness.runs import ROOT, plain_environment
 
 SCREEN = (80, 40)  # columns and lines
+EXPERIMENTS = ROOT / "ds_configs/experiments"
 HEAVY = ("torch", "deepspeed", "triton", "webdataset", "safetensors", "matplotlib", "aiohttp")
 
 
@@ -89,6 +94,54 @@ def test_help_and_wrong_options_import_nothing_heavy() -> None:
     wrong = [[*verb.words.split(), "--no-such-option"] for verb in VERBS if not verb.passes_words]
     assert heavy_after(wrong) == "[2] []"
     assert heavy_after([["completion", "bash"]]) == "[0] []"
+
+
+def test_a_misspelt_key_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    run = json.loads((ROOT / "ds_configs/experiments/demo.json").read_text())
+    run["train"]["guards"] = {"max_rewnids": 3}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    file = str(tmp_path / "run.json")
+    commands = [["train", "--config", "enwik8_fixed", "train.stpes=3"], ["plan", file], ["train", "--config", file]]
+    assert heavy_after(commands) == "[2] []"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["train.stpes=3", "data.remote.atempts=1"], ["train.stpes", "data.remote.atempts"]),
+        (["model.widht=3"], ["model.widht"]),
+        (["modle.width=3"], ["modle"]),
+        (["train.steps=3", "model.attention.strid=4"], []),  # of which object is told by its type: the classes know
+        (["learning_rate=3", "train.zzz=1", "deepspeed.zero_optimisation=1"], []),  # not nearly any
+    ],
+    ids=str,
+)
+def test_misspelt_keys_are_told_as_the_classes_tell_them(overrides: list[str], lines: list[str]) -> None:
+    told = misspelt_keys("demo", overrides)
+    assert [line.partition(":")[0] for line in told] == lines
+    for override, line in zip(overrides, told, strict=False):
+        with pytest.raises(ConfigError) as refused:
+            load_config("demo", [override])
+        assert line in str(refused.value).splitlines()
+
+
+def test_keys_are_those_of_the_classes() -> None:
+    """Else `python docs/keys.py` mends it."""
+    settled_keys = runpy.run_path(str(ROOT / "docs/keys.py"))["settled_keys"]
+    assert json.loads(KEYS.read_text()) == settled_keys(RunConfig.model_json_schema())
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in EXPERIMENTS.glob("*.json")))
+def test_no_preset_has_a_misspelt_key(preset: str) -> None:
+    assert misspelt_keys(preset, []) == []
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[" * 100_000, "7", '{"train": 7, "": {"a": 1}, "a.b": 2}', "\xff"], ids=range(5)
+)
+def test_what_is_no_configuration_is_left_to_the_classes(content: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(content, encoding="latin-1")
+    assert misspelt_keys(str(tmp_path / "run.json"), []) == []
 
 
 def completed(words: list[str], cwd: Path) -> set[str]:
