@@ -6,6 +6,7 @@ It is written once, from the parsers of all verbs, so that a TAB starts no Pytho
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from longstride.launcher.output import AgreedError
 from longstride.launcher.verbs import VERBS, declare_options
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise AgreedError(f'completion: needs shtab ({error}); pip install "longstride[completion]"') from None
     root = argparse.ArgumentParser(prog="longstride")
-    below = {(): root.add_subparsers()}
+    below: dict[tuple[str, ...], Any] = {(): root.add_subparsers()}
     for verb in VERBS:
         *above, last = verb.words.split()
         group = tuple(above)
@@ -34,6 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
         declare_options(verb, parser)
         for action in parser._actions:
             if action.choices is None and any(name in str(action.metavar) for name in _FILES):
-                action.complete = shtab.FILE
+                action.complete = shtab.FILE  # type: ignore[attr-defined]  # as shtab is told
     print(shtab.complete(root, arguments.shell))
     return 0
