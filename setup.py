@@ -38,6 +38,7 @@ setup(
         "longstride.kernels.backends.triton": ["tuned/*.json"],
         "longstride.launcher.cluster": ["sbatch.sh"],
         "longstride.launcher.options": ["keys.json"],
+        "longstride.launcher.reporting": ["report.css", "report.js"],
         "longstride.launcher.serving": ["serve.*"],
     },
     install_requires=[

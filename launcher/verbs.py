@@ -144,6 +144,18 @@ VERBS = (
         ),
     ),
     Verb(
+        "report",
+        "runs as one page, with pictures",
+        "reporting",
+        "add_report_arguments",
+        options="options.looking",
+        group="look",
+        examples=(
+            "longstride report runs/mine --output report.html",
+            "longstride report runs/mine runs/other --by-position --output both.html",
+        ),
+    ),
+    Verb(
         "export",
         "a checkpoint as safetensors",
         "exports.export",
@@ -221,11 +233,11 @@ VERBS = (
     Verb(
         "config schema",
         "the JSON schema of a run",
-        "config.run_config",
+        "config.schema",
         "add_schema_arguments",
         options="options.configuring",
         group="configure",
-        examples=("longstride config schema", "longstride config schema > longstride.schema.json"),
+        examples=("longstride config schema", "longstride config schema --output longstride.schema.json"),
     ),
     Verb(
         "completion",

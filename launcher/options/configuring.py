@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
-    """None: the schema is printed."""
+    """Where the schema goes."""
+    what = "write it to this new file, for `$schema` of configurations (default: print it)"
+    parser.add_argument("--output", type=Path, default=None, metavar="FILE.json", help=what)
 
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Options of `longstride evaluate` and `longstride show`."""
+"""Options of `longstride evaluate`, `longstride show` and `longstride report`."""
 
 from __future__ import annotations
 
@@ -50,4 +50,23 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     weights = "attention: take weights as trained, or their moving average (default: trained)"
     add("--weights", choices=WEIGHTS, help=weights)
     add("--head", type=int, metavar="H", help="attention: show head H alone (default: the mean of all)")
+    add_trust_argument(parser)
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride report`."""
+    add = parser.add_argument
+    add(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="run folders, at most twelve, drawn into the same charts",
+    )
+    add("--output", type=Path, required=True, metavar="FILE.html", help="write the page here; nothing is written over")
+    written = "show the losses by position that `longstride evaluate --positions` wrote here, too (repeatable)"
+    add("--positions", type=Path, action="append", default=[], metavar="FILE.json", help=written)
+    add("--by-position", action="store_true", help="score each run's validation split by position first, for the page")
+    quick = "leave out the plan and the pictures of pattern and attention, which take a minute"
+    add("--quick", action="store_true", help=quick)
     add_trust_argument(parser)

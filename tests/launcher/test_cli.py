@@ -95,7 +95,7 @@ def test_ctrl_c_ends_a_verb_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     def stop(arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("longstride.launcher.config.run_config.run", stop)
+    monkeypatch.setattr("longstride.launcher.config.schema.run", stop)
     assert cli.main(["config", "schema"]) == 130
     assert capsys.readouterr().err == "longstride: stopped\n"
 
@@ -156,7 +156,9 @@ def test_standard_output_is_the_verbs_alone() -> None:
 
 def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "schema"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["required"]) == {"model", "data", "train", "deepspeed"}
+    schema = json.loads(capsys.readouterr().out)
+    assert set(schema["then"]["required"]) == {"model", "data", "train", "deepspeed"}
+    assert schema["if"] == {"not": {"required": ["extends"]}}
 
 
 def test_data_build_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
