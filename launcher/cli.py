@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import importlib.metadata
+import io
 import os
 import select
 import sys
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     words = [word for word in words if not word.startswith("--local_rank=")]  # the deepspeed launcher puts it first
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a stream of another encoding, such as ASCII, is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = exit_codes.UNREAD
     try:
         try:

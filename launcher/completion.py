@@ -35,6 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
         declare_options(verb, parser)
         for action in parser._actions:
             if action.choices is None and any(name in str(action.metavar) for name in _FILES):
-                action.complete = shtab.FILE  # type: ignore[attr-defined]  # as shtab is told
+                vars(action)["complete"] = shtab.FILE  # by which shtab is told
     print(shtab.complete(root, arguments.shell))
     return 0

@@ -89,6 +89,14 @@ def test_help_of_a_verb_begins_with_its_examples(verb: Verb, capsys: pytest.Capt
     assert lines[3].startswith(f"usage: longstride {verb.words}")
 
 
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"]], ids=" ".join)
+def test_help_is_printed_where_the_locale_is_ascii(words: list[str]) -> None:
+    environment = plain_environment() | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "longstride.launcher.cli", *words]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+    assert ended.stderr == b"" and b"\\u2026" in ended.stdout and ended.stdout.isascii()
+
+
 def test_help_and_wrong_options_import_nothing_heavy() -> None:
     assert heavy_after([[*verb.words.split(), "--help"] for verb in VERBS]) == "[0] []"
     wrong = [[*verb.words.split(), "--no-such-option"] for verb in VERBS if not verb.passes_words]
