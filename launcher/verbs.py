@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 from typing import NamedTuple
 
 
@@ -143,7 +145,7 @@ VERBS = (
     ),
     Verb(
         "report",
-        "runs as one page: curves, samples, incidents",
+        "runs as one page, with pictures",
         "reporting",
         "add_report_arguments",
         options="options.looking",
@@ -237,4 +239,21 @@ VERBS = (
         group="configure",
         examples=("longstride config schema", "longstride config schema --output longstride.schema.json"),
     ),
+    Verb(
+        "completion",
+        "TAB completes verbs and options",
+        "completion",
+        "add_completion_arguments",
+        options="options.configuring",
+        group="configure",
+        examples=(
+            "longstride completion bash",
+            "longstride completion bash > ~/.local/share/bash-completion/completions/longstride",
+        ),
+    ),
 )
+
+
+def declare_options(verb: Verb, parser: argparse.ArgumentParser) -> None:
+    """Adds a verb's options to a parser."""
+    getattr(importlib.import_module(f"longstride.launcher.{verb.options or verb.module}"), verb.arguments)(parser)
