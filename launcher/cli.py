@@ -52,7 +52,15 @@ VERBS = (
     Verb("compress", "shrink a file without loss", "compression", "add_compress_arguments", "run_compress"),
     Verb("decompress", "get it back", "compression", "add_decompress_arguments", "run_decompress"),
     Verb("serve", "an exported model behind HTTP, with a page to try it", "serving"),
-    Verb("show", "draw a pattern, a run's attention or its loss", "drawing"),
+    Verb(
+        "show pattern",
+        "draw which positions read which, for any configuration",
+        "drawing",
+        "add_pattern_arguments",
+        "run_pattern",
+    ),
+    Verb("show attention", "draw what a trained model reads", "drawing", "add_attention_arguments", "run_attention"),
+    Verb("show loss", "draw a run's loss over its steps", "drawing", "add_loss_arguments", "run_loss"),
     Verb("config schema", "the JSON schema of a run", "config.run_config"),
 )
 
