@@ -195,22 +195,27 @@ def _model_of(source: Path, trusted: bool) -> SparseTransformer:
 
 def _choices(model: SparseTransformer, text: Path) -> list[tuple[Chosen, list[tuple[int, int]]]]:
     """What each head that chooses by content reads of a text, and which head it is, as (layer, head)."""
-    with open_plain(text) as file:
-        content = file.read(model.config.context)
-    if len(content) < 2 or max(content) >= model.config.vocabulary:
-        limit = f"two bytes at least, all below {model.config.vocabulary}"
-        raise ConfigError(f"--text={text}: must have {limit}")
+    tokens = read_text(text, model.config.context, model.config.vocabulary)
     found: list[tuple[Chosen, list[tuple[int, int]]]] = []
     with ExitStack() as hooks, torch.no_grad():
         for layer, (mixer, heads) in enumerate(zip(model.mixers, model.config.layer_patterns(), strict=True)):
 
             def take(mixer: Any, inputs: tuple[Any, ...], layer: int = layer, first: int = len(heads)) -> None:
                 for head in range(first, model.config.heads):
-                    found.append((Chosen(mixer.reads(inputs[0], head), len(content)), [(layer, head)]))
+                    found.append((Chosen(mixer.reads(inputs[0], head), len(tokens)), [(layer, head)]))
 
             hooks.callback(mixer.register_forward_pre_hook(take).remove)
-        model(torch.frombuffer(bytearray(content), dtype=torch.uint8)[None], return_nats=True)
+        model(tokens[None], return_nats=True)
     return found
+
+
+def read_text(text: Path, context: int, vocabulary: int) -> Tensor:
+    """The first bytes of a file, (N,) uint8, as many as a context has; ConfigError where a model cannot read them."""
+    with open_plain(text) as file:
+        content = file.read(context)
+    if len(content) < 2 or max(content) >= vocabulary:
+        raise ConfigError(f"--text={text}: must have two bytes at least, all below {vocabulary}")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def check_number(option: str, number: int, count: int, what: str) -> None:

@@ -1,4 +1,4 @@
-"""`longstride show pattern CONFIG`, `show attention RUN`, `show loss RUN`: the verbs, and the picture of a loss."""
+"""`longstride show pattern CONFIG`, `show attention RUN|MODEL`, `show loss RUN`: the verbs, and a loss drawn."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def run_pattern(arguments: argparse.Namespace) -> int:
 
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `show attention`."""
-    _add_source(parser, "RUN", "a run's folder")
+    _add_source(parser, "RUN|MODEL", "a run's folder, or an exported model's with --data or --text")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to make")
     parser.add_argument(
         "--query",
@@ -112,14 +112,17 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="positions whose views are shown, from 0, six at most (default: of pictures four, else a matrix of all)",
     )
-    add_step_argument(parser, "checkpoint of the run")
+    add_step_argument(parser, "the run's checkpoint")
     parser.add_argument(
         "--context-number",
         type=int,
-        default=0,
         metavar="K",
         help="context of the validation split that is read, from 0 (default: 0)",
     )
+    parser.add_argument(
+        "--data", metavar="DIR|URL", help="data folder whose validation split is read (default: the run's)"
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="file whose first bytes are read, in place of data")
     parser.add_argument(
         "--weights",
         choices=(TRAINED, AVERAGE),
@@ -134,13 +137,13 @@ def run_attention(arguments: argparse.Namespace) -> int:
     """Runs `show attention`; returns its exit code.
 
     Raises:
-        ConfigError: there is no such checkpoint, head or query, or a file cannot be written.
+        ConfigError: there is no such checkpoint, head or query, nothing to read, or a file cannot be written.
         DataError: there is no such context, or data cannot be read.
     """
     from longstride.launcher.drawing.attention import draw_attention
     from longstride.launcher.pictures import check_output, save_picture
 
-    source = _source(arguments, "RUN")
+    source = _source(arguments, "RUN|MODEL")
     check_output(arguments.output)
     figure = draw_attention(
         source,
@@ -149,6 +152,8 @@ def run_attention(arguments: argparse.Namespace) -> int:
         arguments.head,
         arguments.query,
         arguments.weights,
+        data=arguments.data,
+        text=arguments.text,
         trusted=arguments.trust_checkpoint,
     )
     save_picture(figure, arguments.output)
