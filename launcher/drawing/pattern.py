@@ -92,10 +92,11 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
             choose by content, and there is no text; or the text does not fit.
     """
     model = None if text is None else _model_of(source, trusted)
-    config = _model_config(source) if model is None else model.config
+    config = model_config(source) if model is None else model.config
     if query is not None:
         check_number("--query", query, config.context, "a position")
-    users, chosen = users_of(config)
+    patterns, chosen = users_of(config)
+    users: dict[Pattern | Chosen, list[tuple[int, int]]] = dict(patterns.items())
     if model is not None and text is not None:
         if not chosen:
             raise ConfigError(f"--text={text}: no head of {source} chooses its keys by content; leave it out")
@@ -139,9 +140,9 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
     return figure
 
 
-def users_of(config: ModelConfig) -> tuple[dict[Pattern | Chosen, list[tuple[int, int]]], int]:
+def users_of(config: ModelConfig) -> tuple[dict[Pattern, list[tuple[int, int]]], int]:
     """The (layer, head) pairs of each distinct pattern, by layers; and how many heads choose by content."""
-    users: dict[Pattern | Chosen, list[tuple[int, int]]] = {}
+    users: dict[Pattern, list[tuple[int, int]]] = {}
     chosen = 0
     for layer, heads in enumerate(config.layer_patterns()):
         for head, pattern in enumerate(heads):
@@ -167,7 +168,8 @@ def legend_of(patterns: Iterable[Pattern | Chosen]) -> list[Patch]:
     ]
 
 
-def _model_config(source: Path) -> ModelConfig:
+def model_config(source: Path) -> ModelConfig:
+    """Of a configuration or of a run's folder; ConfigError where it cannot be read, or no model fits it."""
     path = source / file_names.CONFIG if source.is_dir() else find_config(source)
     content = load_json_object(path)
     if "model" not in content:
@@ -183,7 +185,7 @@ def _model_of(source: Path, trusted: bool) -> SparseTransformer:
     if not source.is_dir():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return SparseTransformer(_model_config(source).model_copy(update={"backend": "auto"})).eval()
+            return SparseTransformer(model_config(source).model_copy(update={"backend": "auto"})).eval()
     from longstride.launcher.checkpoints import master_weights, open_checkpoint
 
     checkpoint = open_checkpoint(source, None, trusted=trusted)

@@ -62,7 +62,10 @@ def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
         "CONFIG|RUN",
         "a run's JSON file, the name of one of ds_configs/experiments such as demo, or a run's folder",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to make")
+    parser.add_argument("--output", type=Path, metavar="FILE.png", help="picture to make")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="page to make, which tells what each query reads (one file)"
+    )
     parser.add_argument(
         "--query",
         nargs="+",
@@ -85,19 +88,31 @@ def run_pattern(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the configuration, the query or the text does not fit, or a file cannot be written.
     """
-    from longstride.launcher.drawing.pattern import draw_pattern
-    from longstride.launcher.pictures import check_output, save_picture
-
     source = _source(arguments, "CONFIG")
-    check_output(arguments.output)
+    if arguments.output is None and arguments.html is None:
+        raise ConfigError("--output: is missing; such as --output pattern.png, or --html pattern.html for a page")
     if arguments.query is not None and len(arguments.query) > 1:
         raise ConfigError(f"--query={arguments.query[1]}: a pattern is shown for one query; give one number")
     if arguments.trust_checkpoint and arguments.text is None:
         raise ConfigError(f"{TRUST_OPTION}: only --text FILE reads a checkpoint; leave it out")
+    if arguments.html is not None and arguments.text is not None:
+        raise ConfigError(f"--text={arguments.text}: a page has no text; draw --output FILE.png, and leave out --html")
+    from longstride.launcher.drawing.pattern import draw_pattern
+    from longstride.launcher.drawing.pattern_page import pattern_page
+    from longstride.launcher.pictures import check_output, save_content, save_picture
+
+    if arguments.output is not None:
+        check_output(arguments.output)
+    if arguments.html is not None:
+        check_output(arguments.html, "--html", ".html")
     query = arguments.query[0] if arguments.query else None
-    figure = draw_pattern(source, query, arguments.text, trusted=arguments.trust_checkpoint)
-    save_picture(figure, arguments.output)
-    print(arguments.output)
+    if arguments.html is not None:
+        save_content(pattern_page(source, query).encode(), arguments.html, "--html")
+        print(arguments.html)
+    if arguments.output is not None:
+        figure = draw_pattern(source, query, arguments.text, trusted=arguments.trust_checkpoint)
+        save_picture(figure, arguments.output)
+        print(arguments.output)
     return 0
 
 
