@@ -32,7 +32,8 @@ if __name__ == "__main__":
     _stop.listen()  # the imports below take seconds
 
 from longstride.kernels import ConfigError
-from longstride.launcher.config import add_trust_argument, load_config
+from longstride.launcher.config import load_config
+from longstride.launcher.options import add_rank_arguments
 from longstride.launcher.output import (
     AgreedError,
     exit_codes,
@@ -49,40 +50,10 @@ if TYPE_CHECKING:
     from longstride.launcher.data import Run
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that training has however it is started."""
-    parser.add_argument(
-        "--config", required=True, metavar="X.json|NAME", help="the run, or the name of one in ds_configs/experiments"
-    )
-    parser.add_argument(
-        "--resume",
-        default="never",
-        metavar="auto|best|never|STEP",
-        help="go on from the newest checkpoint if there is one, from the one with the lowest validation loss, never, "
-        "or from that of a step (default: never)",
-    )
-    add_trust_argument(parser)
-    parser.add_argument(
-        "--replay",
-        default=None,
-        metavar="STEP",
-        help="feed the batch of a step of the run again, print what it gives, and write nothing",
-    )
-    parser.add_argument(
-        "--profile",
-        default=None,
-        metavar="N",
-        help="record N steps: a table, and in the run folder a trace (profile/trace.json) and the seconds of each part",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration; values are JSON"
-    )
-
-
 def main(arguments: list[str], stop: StopFlag | None = None) -> int:
     """One rank's whole run; returns its exit code. ``stop`` may listen already."""
     parser = argparse.ArgumentParser(prog="launcher/train.py", description=__doc__.splitlines()[0])
-    add_arguments(parser)
+    add_rank_arguments(parser)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # set by the deepspeed launcher
     # Set by `longstride train`: the file by which it asks for a stop, and the time at which it began, by the clock.
     parser.add_argument("--stop-file", type=Path, default=None, help=argparse.SUPPRESS)
@@ -105,7 +76,9 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     stop.add_source(launcher_gone)
     if options.stop_file is not None and os.environ.get("RANK", "0") == "0":
         stop.add_source(StopFile(options.stop_file), handled_only=options.replay is None)  # a replay handles no stop
-    config = load_config(options.config, options.overrides)
+    # `longstride train` has said already what the command line changes.
+    alone = options.started is None and os.environ.get("RANK", "0") == "0"
+    config = load_config(options.config, options.overrides, say if alone else None).with_lasting_data()
     if config.train.max_seconds is not None:
         import psutil
 

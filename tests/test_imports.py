@@ -31,9 +31,9 @@ ORDER = {
         "shards", "documents", "datasets", "order", "building",
     ],
     "launcher": [
-        "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints", "exports",
-        "evaluation", "training", "generation", "compression", "serving", "planning", "drawing", "train", "cluster",
-        "cli", "demo",
+        "options", "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints",
+        "exports", "evaluation", "training", "generation", "compression", "serving", "planning", "drawing", "train",
+        "cluster", "verbs", "cli", "demo",
     ],
 }  # fmt: skip
 # Big rooms that have one face, and the rooms inside that have another. All others are imported room by room.

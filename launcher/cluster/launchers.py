@@ -24,7 +24,7 @@ import torch
 from longstride.kernels import ConfigError
 from longstride.launcher import train
 from longstride.launcher.cluster.hosts import Hosts
-from longstride.launcher.config import TRUST_OPTION
+from longstride.launcher.options import TRUST_OPTION
 from longstride.launcher.output import say
 
 SLURM_WAIT_SECONDS = 60  # that the other ranks may take to end after the first has

@@ -27,40 +27,6 @@ _RESERVED = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("--config", required=True, metavar="X.json|NAME", help="the run, as for `longstride train`")
-    parser.add_argument("--nodes", required=True, type=int, metavar="N", help="hosts")
-    parser.add_argument("--processes-per-node", required=True, type=int, metavar="M", help="ranks on each host")
-    parser.add_argument("--time", required=True, metavar="[D-]HH:MM:SS", help="after which SLURM ends the job")
-    parser.add_argument("--partition", metavar="P")
-    parser.add_argument("--account", metavar="A")
-    parser.add_argument("--gpus", action="store_true", help="ask for a GPU for each process")
-    parser.add_argument(
-        "--cpus-per-process", type=int, metavar="C", help="cores for a rank and its loader workers (default: SLURM's)"
-    )
-    parser.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="a line #SBATCH --OPTION more, such as qos=long or mem=0; may be repeated",
-    )
-    parser.add_argument("--job-name", metavar="NAME", help="of the job and the script (default: the run folder's name)")
-    parser.add_argument(
-        "--stop-seconds",
-        type=int,
-        default=120,
-        metavar="S",
-        help="save and stop so long before the time is up (default: 120)",
-    )
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="of script and logs (default: the run folder)")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--submit", action="store_true", help="hand the script to sbatch")
-    action.add_argument("--print", action="store_true", dest="print_only", help="print the script, and write nothing")
-    parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Writes the script; --submit hands it to sbatch, --print only prints it.
 

@@ -37,29 +37,6 @@ _OPTIONS = [(name, option) for name, kind in MODALITIES.items() for option in ki
 _DEFAULTS: dict[str, Any] = {"modality": "text", "suffix": None, "exclude": [], "validation_fraction": 0.05, "seed": 0}
 
 
-def add_build_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data build`."""
-    parser.add_argument("inputs", nargs="*", metavar="PATH", help="files and folders")
-    parser.add_argument("--output", required=True, metavar="DIR", help="data folder to make")
-    parser.add_argument("--modality", choices=sorted(MODALITIES), help="of the files (default: text)")
-    for _, option in _OPTIONS:
-        parser.add_argument(option.name, metavar=option.metavar, help=option.help)
-    palette = parser.add_mutually_exclusive_group()
-    palette.add_argument("--palette", type=int, metavar="K", help="a token a pixel: one of K colours of the pictures")
-    palette.add_argument("--palette-from", metavar="DIR|URL", help="the same by the palette of another data folder")
-    parser.add_argument("--field", metavar="NAME", help="of JSON Lines or Parquet: a line or row is a document")
-    parser.add_argument("--raw", action="store_true", default=None, help="take files of any format byte by byte")
-    parser.add_argument("--suffix", action="append", help="of files to take, such as .py (repeatable)")
-    parser.add_argument("--exclude", action="append", metavar="NAME", help="file or folder (repeatable)")
-    parser.add_argument("--validation-fraction", type=float, help="of the files or records (default: 0.05)")
-    parser.add_argument("--shard-bytes", type=int, default=None)
-    parser.add_argument("--seed", type=int, help="of the split by file, and of the order of documents (default: 0)")
-    parser.add_argument("--dataset", metavar="NAME", help=f"a published one instead: {', '.join(sorted(DATASETS))}")
-    parser.add_argument("--input", metavar="PATH", help="the dataset as it is distributed: its archive or its folder")
-    parser.add_argument("--download", action="store_true", help="fetch the dataset where it is missing")
-    parser.add_argument("--unpublished", action="store_true", help="take other content in the dataset's form")
-
-
 def run_build(arguments: argparse.Namespace) -> int:
     """Runs `data build`, on every rank of an MPI job; the first one speaks for all.
 
@@ -185,23 +162,6 @@ def _by_option(error: DataError | OSError) -> Exception:
     return DataError(f"{_SETTINGS[setting]}={rest}") if equals and setting in _SETTINGS else error
 
 
-def add_index_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data index`."""
-    parser.add_argument("places", nargs="+", metavar="DIR|URL|TAR", help="tars: folders, names or patterns of them")
-    parser.add_argument("--output", required=True, metavar="DIR", help="for manifest and indexes; may be the tars' own")
-    parser.add_argument("--modality", choices=sorted(MODALITIES), default="text", help="(default: text)")
-    parser.add_argument("--extension", metavar="EXT", help="of the members that hold content (default: the modality's)")
-    parser.add_argument(
-        "--split", action="append", metavar="NAME=PATTERN", help="which tars belong to a split (repeatable)"
-    )
-    parser.add_argument(
-        "--validation-fraction", type=float, help="of the tars, where none is named validation* (default: 0.05)"
-    )
-    parser.add_argument("--complete", action="store_true", help="refuse a sample that lacks the member")
-    parser.add_argument("--raw", action="store_true", help="take members of text as they are, compressed ones too")
-    parser.add_argument("--unpack", action="store_true", help="copy the tars into DIR, compressed ones as plain ones")
-
-
 def run_index(arguments: argparse.Namespace) -> int:
     """Runs `data index`.
 
@@ -252,11 +212,6 @@ def _raw(arguments: argparse.Namespace) -> dict[str, int]:
     if arguments.raw and arguments.modality != "text":
         raise DataError(f"--raw: goes with --modality text, and this is {arguments.modality}")
     return {"raw": 1} if arguments.raw else {}
-
-
-def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data verify`."""
-    parser.add_argument("location", metavar="DIR|URL", help="data folder")
 
 
 def run_verify(arguments: argparse.Namespace) -> int:

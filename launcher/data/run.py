@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Callable, Generator, Iterable
@@ -109,18 +108,6 @@ def check_output(output: str, resume: str) -> None:
     if resume == "never" and taken:
         rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
         raise ConfigError.at("train.output", output, rule)
-
-
-def add_step_argument(parser: argparse.ArgumentParser, what: str = "checkpoint") -> None:
-    """`--step`, of every verb that reads a run: a number, "best", or None for the newest checkpoint."""
-
-    def step(text: str) -> int | str:
-        if text != "best" and not _NUMBER.fullmatch(text):
-            raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
-        return text if text == "best" else int(text)
-
-    which = "best: that with the lowest validation loss; default: the newest"
-    parser.add_argument("--step", type=step, metavar="N|best", help=f"{what} ({which})")
 
 
 def check_replay(config: RunConfig, resume: str, replay: str) -> None:

@@ -3,12 +3,5 @@
 Matplotlib is imported where a picture is drawn.
 """
 
-from longstride.launcher.drawing.samples import add_data_show_arguments, run_data_show
-from longstride.launcher.drawing.show import (
-    add_attention_arguments,
-    add_loss_arguments,
-    add_pattern_arguments,
-    run_attention,
-    run_loss,
-    run_pattern,
-)
+from longstride.launcher.drawing.samples import run_data_show
+from longstride.launcher.drawing.show import run_attention, run_loss, run_pattern

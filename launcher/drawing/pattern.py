@@ -24,7 +24,7 @@ from torch import Tensor
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError, num_pairs
 from longstride.kernels.patterns import Pattern
-from longstride.launcher.config import find_config, load_json_object
+from longstride.launcher.config import find_config, load_content
 from longstride.launcher.drawing.kinds import KINDS, kind_of, places_of, words_of
 from longstride.launcher.models import TRAINED
 from longstride.launcher.output import file_names
@@ -171,7 +171,7 @@ def legend_of(patterns: Iterable[Pattern | Chosen]) -> list[Patch]:
 def model_config(source: Path) -> ModelConfig:
     """Of a configuration or of a run's folder; ConfigError where it cannot be read, or no model fits it."""
     path = source / file_names.CONFIG if source.is_dir() else find_config(source)
-    content = load_json_object(path)
+    content = load_content(path)
     if "model" not in content:
         raise ConfigError(f"{path}: has no model")
     try:

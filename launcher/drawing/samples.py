@@ -8,7 +8,6 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -29,15 +28,6 @@ KEY_POINTS = 6.5  # of a sample's key
 WAVEFORM_COLUMNS = 1500  # a longer waveform is drawn as the range of each column
 # Control characters but for line ends and tabs, and those that turn the direction of writing: they command a terminal.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
-def add_data_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data show`."""
-    parser.add_argument("location", metavar="DIR|URL", help="data folder")
-    parser.add_argument("--split", default="train")
-    parser.add_argument("--count", type=int, metavar="N", help="samples (default: 3 texts, 16 pictures, 4 sounds)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="picture to make, of pictures and sounds")
 
 
 def run_data_show(arguments: argparse.Namespace) -> int:

@@ -11,39 +11,12 @@ import numpy as np
 
 from longstride.data_pipelines.plain_files import parse_json, read_plain
 from longstride.kernels import ConfigError
-from longstride.launcher.config import TRUST_OPTION, add_trust_argument
-from longstride.launcher.data import add_step_argument
-from longstride.launcher.models import AVERAGE, TRAINED
+from longstride.launcher.options import TRUST_OPTION
 from longstride.launcher.output import file_names, metrics_file
 
 MOST_METRICS_BYTES = 1 << 29  # three million lines
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
 LEAST_MEAN = 3  # lines that a running mean is over, at least: a shorter run has none
-
-
-class _Queries(argparse.Action):
-    """`--query P …`; a word behind the numbers is the source, which may stand there as well as before them."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        """Adds the numbers to those of the options before."""
-        numbers = list(values)
-        if len(numbers) > 1 and not _is_number(numbers[-1]) and namespace.behind is None:
-            namespace.behind = Path(numbers.pop())
-        if not all(map(_is_number, numbers)):
-            parser.error(f"argument --query: must be positions, such as --query 100 2000; not {' '.join(numbers)}")
-        namespace.query = [*(namespace.query or ()), *map(int, numbers)]
-
-
-def _is_number(word: str) -> bool:
-    return word.removeprefix("-").isdecimal()
-
-
-def _add_source(parser: argparse.ArgumentParser, metavar: str, help_text: str) -> None:
-    # The parser does not ask for it, as it may stand behind the numbers of --query.
-    parser.add_argument("source", type=Path, nargs="?", metavar=metavar, help=help_text)
-    parser.set_defaults(behind=None)
 
 
 def _source(arguments: argparse.Namespace, metavar: str) -> Path:
@@ -53,33 +26,6 @@ def _source(arguments: argparse.Namespace, metavar: str) -> Path:
         many = "is missing" if not given else f"is given twice, {given[0]} and {given[1]}"
         raise ConfigError(f"{metavar} {many}; give it once")
     return given[0]
-
-
-def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `show pattern`."""
-    _add_source(
-        parser,
-        "CONFIG|RUN",
-        "a run's JSON file, the name of one of ds_configs/experiments such as demo, or a run's folder",
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="picture to make")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="page to make, which tells what each query reads (one file)"
-    )
-    parser.add_argument(
-        "--query",
-        nargs="+",
-        action=_Queries,
-        metavar="P",
-        help="position whose view is shown, from 0 (default: one below the middle)",
-    )
-    parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="draw what heads that choose their keys by content read of the first bytes of this file",
-    )
-    add_trust_argument(parser)
 
 
 def run_pattern(arguments: argparse.Namespace) -> int:
@@ -116,38 +62,6 @@ def run_pattern(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `show attention`."""
-    _add_source(parser, "RUN|MODEL", "a run's folder, or an exported model's with --data or --text")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to make")
-    parser.add_argument(
-        "--query",
-        nargs="+",
-        action=_Queries,
-        metavar="P",
-        help="positions whose views are shown, from 0, six at most (default: of pictures four, else a matrix of all)",
-    )
-    add_step_argument(parser, "the run's checkpoint")
-    parser.add_argument(
-        "--context-number",
-        type=int,
-        metavar="K",
-        help="context of the validation split that is read, from 0 (default: 0)",
-    )
-    parser.add_argument(
-        "--data", metavar="DIR|URL", help="data folder whose validation split is read (default: the run's)"
-    )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="file whose first bytes are read, in place of data")
-    parser.add_argument(
-        "--weights",
-        choices=(TRAINED, AVERAGE),
-        default=TRAINED,
-        help="weights as they were trained, or their moving average (default: trained)",
-    )
-    parser.add_argument("--head", type=int, metavar="H", help="one head, from 0 (default: the mean of all)")
-    add_trust_argument(parser)
-
-
 def run_attention(arguments: argparse.Namespace) -> int:
     """Runs `show attention`; returns its exit code.
 
@@ -174,12 +88,6 @@ def run_attention(arguments: argparse.Namespace) -> int:
     save_picture(figure, arguments.output)
     print(arguments.output)
     return 0
-
-
-def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `show loss`."""
-    parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to make")
 
 
 def run_loss(arguments: argparse.Namespace) -> int:

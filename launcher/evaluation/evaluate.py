@@ -28,12 +28,12 @@ from torch import Tensor
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, master_weights, open_checkpoint
-from longstride.launcher.config import RunConfig, TrainConfig, add_trust_argument
-from longstride.launcher.data import Run, RunData, add_step_argument, together
+from longstride.launcher.config import RunConfig, TrainConfig
+from longstride.launcher.data import Run, RunData, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.evaluation.positions import bin_numbers, check_positions, position_edges, write_positions
-from longstride.launcher.models import DTYPES, ModelData, add_weights_argument
+from longstride.launcher.models import DTYPES, ModelData
 from longstride.launcher.output import exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
@@ -41,31 +41,6 @@ from longstride.sparse_model import Division, SparseTransformer
 
 _MOST_THREADS = 8
 _MOST_ROWS = 1 << 19  # positions in work at a time: each thread holds the activations of a batch of its own
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    add_step_argument(parser)
-    parser.add_argument("--split", default=None, help="split to score (default: the run's validation split)")
-    parser.add_argument("--data", default=None, metavar="DIR|URL", help="data folder (default: the run's)")
-    parser.add_argument("--batch", type=int, default=None, help="contexts at once (default: the run's micro_batch)")
-    parser.add_argument("--precision", choices=sorted(DTYPES), default=None, help="default: the run's")
-    add_weights_argument(parser)
-    add_trust_argument(parser)
-    parser.add_argument(
-        "--min-context",
-        type=int,
-        default=0,
-        metavar="M",
-        help="earlier bytes that every scored byte sees, where there are so many (default: 0)",
-    )
-    parser.add_argument(
-        "--positions", type=Path, metavar="FILE.png", help="draw the loss by position, with its numbers in FILE.json"
-    )
-    parser.add_argument(
-        "--sequence-parallel", type=int, default=1, metavar="U", help="processes that share each context (default: 1)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -88,7 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
+    path = config.data.path
+    if arguments.data is None and "://" not in path and not Path(path).exists():
+        raise ConfigError.at(
+            "data.path", path, f"of the run {arguments.run} is not found from here; give --data FOLDER"
+        )
     data = RunData(config, ranks, arguments.data)
+    if data.oddity and ranks.is_first:
+        say(f"notice: {data.oddity}")
     if data.palette != ModelData.of_run(config, arguments.run).palette:
         rule = "its pixels are told by another palette than the run's: build it with --palette-from the run's data"
         raise ConfigError(f"--data={arguments.data or config.data.path}: {rule}")

@@ -199,8 +199,9 @@ def streamed_model(
     return model.eval()
 
 
-def usable_device(name: str) -> torch.device:
-    """The device that `--device` names; ConfigError where torch cannot use it."""
+def usable_device(name: str | None) -> torch.device:
+    """The device that `--device` names, or for None a GPU where there is one; ConfigError where torch cannot use it."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

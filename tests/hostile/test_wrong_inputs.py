@@ -23,7 +23,7 @@ WRONG: list[tuple[str, str]] = [
     ("data", "no verb data; there is data build"),
     ("data biuld text", "no verb data biuld; there is data build"),
     ("--resume auto", "no verb --resume"),
-    ("plan", "the following arguments are required: CONFIG, path.to.key=value; `longstride plan --help`"),
+    ("plan", "the following arguments are required: CONFIG; `longstride plan --help`"),
     ("train", "the following arguments are required: --config; `longstride train --help` tells the options"),
     ("train run.json", "the following arguments are required: --config; `longstride train --help` tells the"),
     ("train --config", "argument --config: expected one argument; `longstride train --help` tells the"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from longstride.launcher import cli
-from longstride.launcher.config.run_config import load_config
+from longstride.launcher.config import load_config
 from longstride.launcher.planning.costs import parameter_parts, states
 from longstride.launcher.planning.rehearsal import activations
 from tests.harness.runs import ROOT, files_under, plain_environment
