@@ -36,6 +36,7 @@ setup(
         "longstride.kernels.backends.triton": ["tuned/*.json"],
         "longstride.launcher.cluster": ["sbatch.sh"],
         "longstride.launcher.drawing": ["pattern.html", "pattern.css", "pattern.js"],
+        "longstride.launcher.reporting": ["report.css", "report.js"],
         "longstride.launcher.serving": ["serve.*"],
     },
     install_requires=[

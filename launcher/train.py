@@ -33,6 +33,7 @@ if __name__ == "__main__":
 
 from longstride.kernels import ConfigError
 from longstride.launcher.config import load_config
+from longstride.launcher.from_options import FromOptions
 from longstride.launcher.options import add_rank_arguments
 from longstride.launcher.output import (
     AgreedError,
@@ -48,6 +49,7 @@ from longstride.launcher.stops import LauncherGone
 
 if TYPE_CHECKING:
     from longstride.launcher.data import Run
+    from longstride.launcher.training import InitialWeights
 
 
 def main(arguments: list[str], stop: StopFlag | None = None) -> int:
@@ -79,6 +81,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     # `longstride train` has said already what the command line changes.
     alone = options.started is None and os.environ.get("RANK", "0") == "0"
     config = load_config(options.config, options.overrides, say if alone else None).with_lasting_data()
+    source = FromOptions.of(options, options.resume)
     if config.train.max_seconds is not None:
         import psutil
 
@@ -88,7 +91,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     from longstride.launcher.data import Run, RunData, check_output, check_replay, profile_steps, resolve_steps
     from longstride.launcher.engine import check_engine, compile_kernels, prepare_accelerator
     from longstride.launcher.ranks import Ranks
-    from longstride.launcher.training import choose_start, replay_step
+    from longstride.launcher.training import choose_start, open_initial, replay_step
     from longstride.sparse_model import Division
 
     ranks = Ranks.from_environment(os.environ)
@@ -112,21 +115,23 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         epochs=config.train.epochs,
         trusted=options.trust_checkpoint,
         profile_steps=profiled,
+        source=source,
     )
     if options.replay is not None:
         return replay_step(run, int(options.replay))
-    choose_start(run)
+    start = choose_start(run)
+    initial = open_initial(run, *start.candidates[:1])
     train, apart = config.train, config.data.apart
     division = Division(ranks.sequence_rank, ranks.sequence_parallel, None, train.sequence_exchange)
     compile_kernels(
         config.model, train.micro_batch, config.precision, ranks.device, train=train, apart=apart, division=division
     )
     stop.listen()
-    return _train(run, stop, launcher_gone)
+    return _train(run, initial, stop, launcher_gone)
 
 
-def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
-    """Joins the other ranks and trains; returns the exit code."""
+def _train(run: Run, initial: InitialWeights | None, stop: StopFlag, launcher_gone: LauncherGone) -> int:
+    """Joins the other ranks and trains; returns the exit code. ``initial``: where the first weights come from."""
     from longstride.data_pipelines.order import LostWorkerError
     from longstride.launcher.checkpoints import NotSavedError, restore
     from longstride.launcher.engine import build_engine
@@ -137,6 +142,7 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
         GuardStopError,
         Plateau,
         Trainer,
+        agreed_initial,
         begin,
         check_agreement,
         prepare_folder,
@@ -154,9 +160,18 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
                 config.check_hosts(watchdog.hosts)
             except ConfigError as error:  # of all ranks: where launchers place them, only the ranks can tell
                 raise AgreedError(str(error)) from None
-            engine = build_engine(config, ranks)
+            initial = agreed_initial(run, initial, checkpoint, watchdog.hosts)
+            engine = build_engine(config, ranks, None if initial is None else initial.fill)
             state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
+            if initial is not None:
+                initial.check(run, engine)
+            if checkpoint is not None:
+                run = replace(run, origin=checkpoint.manifest.origin)
+            elif initial is not None:
+                run = replace(run, origin=initial.record)
             prepare_folder(run, checkpoint)
+            for line in initial.lines() if initial is not None and ranks.is_first else ():
+                say(line)
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
             plateau = Plateau(run, checkpoint.manifest.plateau if checkpoint else None)
             code, ending = exit_codes.DONE, None

@@ -169,6 +169,18 @@ VERBS = (
         ),
     ),
     Verb(
+        "report",
+        "a page of curves and samples",
+        "reporting",
+        "add_report_arguments",
+        options="options.looking",
+        group="look",
+        examples=(
+            "longstride report runs/mine --output report.html",
+            "longstride report runs/mine runs/other --by-position --output both.html",
+        ),
+    ),
+    Verb(
         "export",
         "a checkpoint as safetensors",
         "exports.export",

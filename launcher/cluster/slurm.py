@@ -16,6 +16,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS, TRAINING_SCRIPT
 from longstride.launcher.config import RunConfig, find_config, load_config
 from longstride.launcher.data import check_data, check_output
+from longstride.launcher.from_options import FromOptions
 from longstride.launcher.output import exit_codes
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
@@ -79,7 +80,9 @@ def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str
     # Since SLURM 22.05 srun does not inherit this from the job.
     command = [] if arguments.cpus_per_process is None else [f"--cpus-per-task={arguments.cpus_per_process}"]
     command += [sys.executable, "-u", TRAINING_SCRIPT]
-    command += ["--config", str(find_config(arguments.config).absolute()), "--resume", "auto", *arguments.overrides]
+    command += ["--config", str(find_config(arguments.config).absolute()), "--resume", "auto"]
+    source = FromOptions.of(arguments, "auto")
+    command += [*([] if source is None else source.words()), *arguments.overrides]
     ranks = arguments.nodes * arguments.processes_per_node
     values = {
         "title": f"Trains {find_config(arguments.config).name} as {ranks} ranks on {arguments.nodes} hosts.",

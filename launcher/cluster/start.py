@@ -16,6 +16,7 @@ from longstride.launcher.cluster.restarts import is_done, run_with_restarts
 from longstride.launcher.cluster.supervisor import StopRequest, orphan_seconds, supervise
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data import check_data, check_output, check_replay, profile_steps
+from longstride.launcher.from_options import FromOptions
 from longstride.launcher.output import say
 from longstride.launcher.ranks import check_unlocked
 
@@ -29,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     started = time.time()
     config = load_config(arguments.config, arguments.overrides, say)
+    FromOptions.of(arguments, arguments.resume, elsewhere=arguments.hostfile is not None)
     ranks = _checked_ranks(config, arguments, started)
     output, timeout = Path(config.train.output).absolute(), config.train.timeout_seconds
     with closing(StopRequest()) as request:

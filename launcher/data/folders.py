@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,17 @@ from tqdm import tqdm
 
 from longstride.data_pipelines.building import Crew, build, build_dataset, join_crew, kept_folder
 from longstride.data_pipelines.datasets import DATASETS
+from longstride.data_pipelines.documents import LeftOut
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
 from longstride.data_pipelines.palette import Palette
+from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.shards import DataFolder, DataManifest, index_tars, verify
 from longstride.data_pipelines.stores import open_store
-from longstride.launcher.output import exit_codes, mistake, report
+from longstride.launcher.output import exit_codes, mistake, report, say
 
+_SHOWN_SUFFIXES = 4  # of files that are left out
+_UNPRINTED = re.compile(r"[^ -~]")
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _SETTINGS = {  # of `build` and `index`, and their options
     "validation_fraction": "--validation-fraction",
@@ -34,7 +40,14 @@ _SETTINGS = {  # of `build` and `index`, and their options
 }
 _OPTIONS = [(name, option) for name, kind in MODALITIES.items() for option in kind.build_options]  # of one alone
 # Of files alone: a dataset has its own. Parsed as None where they are not given: an option in vain is refused.
-_DEFAULTS: dict[str, Any] = {"modality": "text", "suffix": None, "exclude": [], "validation_fraction": 0.05, "seed": 0}
+_DEFAULTS: dict[str, Any] = {
+    "modality": "text",
+    "suffix": None,
+    "all_files": None,
+    "exclude": [],
+    "validation_fraction": 0.05,
+    "seed": 0,
+}
 
 
 def run_build(arguments: argparse.Namespace) -> int:
@@ -92,14 +105,36 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
             modality=arguments.modality,
             properties=asked_properties(arguments),
             field=arguments.field,
-            suffixes=arguments.suffix,
+            suffixes=[] if arguments.all_files else arguments.suffix,
             exclude=arguments.exclude,
             validation_fraction=arguments.validation_fraction,
             seed=arguments.seed,
             progress=show,
+            found=partial(_tell_left_out, arguments),
             crew=crew,
             **sizes,
         )
+
+
+def _tell_left_out(arguments: argparse.Namespace, left_out: LeftOut) -> None:
+    """A line about files that were not asked for, by suffix, and how they would be taken."""
+    endings = left_out.endings
+    if not endings:
+        return
+    order = sorted((ending for ending in endings if ending), key=lambda ending: (-endings[ending], ending))
+    common = [(ending, endings[ending]) for ending in order[:_SHOWN_SUFFIXES]]
+    counts = [f"{count:,} {_UNPRINTED.sub('?', ending)}" for ending, count in common]
+    rest = endings.total() - sum(count for _, count in common)
+    counts += [f"{rest:,} other{'s' if rest > 1 else ''}"] if rest else []
+    advice = [] if arguments.suffix else ["--all-files takes them"]
+    for name, kind in MODALITIES.items():
+        those = sum(count for ending, count in endings.items() if ending in kind.suffixes)
+        if those and name != arguments.modality:
+            advice.append(f"--modality {name} takes {kind.words} ({those:,})")
+    if arguments.field is None and arguments.modality == "text" and endings.keys() & set(RECORD_SUFFIXES):
+        advice.append("--field NAME takes the records of JSON Lines and Parquet")
+    told = f"left out {endings.total():,} of {left_out.looked_at:,} files: {', '.join(counts)}"
+    say("; ".join([told, *([", ".join(advice)] if advice else [])]))
 
 
 def _check_kind(arguments: argparse.Namespace) -> None:
@@ -116,6 +151,10 @@ def _check_kind(arguments: argparse.Namespace) -> None:
         for name, default in _DEFAULTS.items():
             if getattr(arguments, name) is None:
                 setattr(arguments, name, default)
+        if arguments.all_files and arguments.suffix is not None:
+            raise DataError(
+                f"--suffix={arguments.suffix[0]}: --all-files takes files of any name; leave one of them out"
+            )
         return
     if arguments.inputs:
         rule = "goes without --dataset; name the dataset's archive or folder by --input"

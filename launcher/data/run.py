@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from longstride.data_pipelines.order import Batch
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data.run_data import GlobalBatch, RunData, together, within_vocabulary
+from longstride.launcher.from_options import FromOptions
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
@@ -34,6 +36,8 @@ class Run:
     epochs: float | None = None  # where the steps were given so
     profile_steps: int = 0  # that are recorded by torch's profiler
     trusted: bool = False  # whether checkpoints may hold more than tensors and numbers
+    source: FromOptions | None = None  # of the first weights; None: they are drawn
+    origin: dict[str, Any] | None = None  # what became of it, as manifests of checkpoints have it
 
     @property
     def folder(self) -> Path:

@@ -67,6 +67,9 @@ def run_data_show(arguments: argparse.Namespace) -> int:
         title += "" if palette is None else f", in {len(palette):,} colours"
         save_picture(draw_samples(drawn, name, title), arguments.output)
         print(arguments.output)
+        for each in drawn:
+            if each.source is not None:
+                print(_UNSAFE.sub("?", f"{each.key}: {each.source}"))
         return 0
     print_texts(samples, sys.stdout)
     return 0
@@ -74,9 +77,10 @@ def run_data_show(arguments: argparse.Namespace) -> int:
 
 def print_texts(samples: Iterable[Sample], stream: TextIO) -> None:
     """A line that names each sample's member and shard, its text, and an empty line."""
-    for _, content, _, place in samples:
+    for _, content, _, place, source in samples:
         left = len(content) - SHOWN_BYTES
-        lines = [f"=== {_UNSAFE.sub('?', place)}: {len(content):,} bytes ==="]
+        origin = place if source is None else f"{place}, from {source}"
+        lines = [f"=== {_UNSAFE.sub('?', origin)}: {len(content):,} bytes ==="]
         lines.append(safe_text(content[:SHOWN_BYTES].tobytes(), final=left <= 0).removesuffix("\n"))
         lines += [f"=== {left:,} more bytes ==="] if left > 0 else []
         text = "\n".join(lines) + "\n\n"

@@ -48,6 +48,8 @@ from longstride.launcher.options import DEFAULT_SHARD_SIZE
 from longstride.launcher.output import file_names, say
 from longstride.sparse_model import ModelConfig
 
+_PROBE = "probe (a check on random bytes, not the model's score)"  # whose loss is high: none can be learned
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -170,6 +172,7 @@ def _write(
             "precision": manifest.precision,
             "versions": manifest.versions,
             "notes": config.notes,
+            **({} if manifest.origin is None else {"from": manifest.origin}),
         },
     }
     write_json(folder / file_names.CONFIG, content)
@@ -219,5 +222,5 @@ def check_losses(
         trainers += f" ({difference:.1e} apart, where {tolerance:.0e} is rounding)"
     if kind == AVERAGE:
         average, _ = loss(exported.tensor, exported.dtype)
-        return f"probe: {average:.6f} nats; of the trained weights {nats:.6f}, {trainers}"
-    return f"probe: {nats:.6f} nats, {trainers}"
+        return f"{_PROBE}: {average:.6f} nats; of the trained weights {nats:.6f}, {trainers}"
+    return f"{_PROBE}: {nats:.6f} nats, {trainers}"

@@ -39,8 +39,8 @@ class Exported:
 
     FORMAT = 1
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = folder = Path(folder)
         if not os.path.lexists(folder / file_names.CONFIG):
             raise ConfigError(f"{folder}: has no {file_names.CONFIG}; {_ADVICE}")
         self.content = load_json_object(folder / file_names.CONFIG)
@@ -151,7 +151,9 @@ class Exported:
         return types[stored.pop()]
 
 
-def load_model(folder: Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> SparseTransformer:
+def load_model(
+    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> SparseTransformer:
     """An exported model in evaluation mode, on a device.
 
     Args:

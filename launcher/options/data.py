@@ -28,6 +28,8 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     add("--raw", action="store_true", default=None, help="take files of any format byte by byte, as they are")
     suffix = f"take files of folders that end so, such as .py; repeatable (default: {_suffixes()})"
     add("--suffix", action="append", metavar=".EXT", help=suffix)
+    everything = "take all files of folders, whatever their names end in"
+    add("--all-files", action="store_true", default=None, help=everything)
     leave = "leave out files and folders of this name, such as vendor, wherever they lie; repeatable"
     add("--exclude", action="append", metavar="NAME", help=leave)
     share = "put this share of the files, or of the records by --field, into the validation split (default: 0.05)"

@@ -1,4 +1,4 @@
-"""Options of `longstride evaluate` and of the three verbs `longstride show …`."""
+"""Options of `longstride evaluate`, of the three verbs `longstride show …`, and of `longstride report`."""
 
 from __future__ import annotations
 
@@ -122,3 +122,22 @@ def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `show loss`."""
     parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to make")
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride report`."""
+    add = parser.add_argument
+    add(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="run folders, at most twelve, drawn into the same charts",
+    )
+    add("--output", type=Path, required=True, metavar="FILE.html", help="write the page here; nothing is written over")
+    written = "show the losses by position that `longstride evaluate --positions` wrote here, too (repeatable)"
+    add("--positions", type=Path, action="append", default=[], metavar="FILE.json", help=written)
+    add("--by-position", action="store_true", help="score each run's validation split by position first, for the page")
+    quick = "leave out the plan and the pictures of pattern and attention, which take a minute"
+    add("--quick", action="store_true", help=quick)
+    add_trust_argument(parser)

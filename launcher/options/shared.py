@@ -40,16 +40,17 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def step_named(text: str) -> int | str:
+    """An option that names a checkpoint: the number of its step, or best."""
+    if text != "best" and not _NUMBER.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
+    return text if text == "best" else int(text)
+
+
 def add_step_argument(parser: argparse.ArgumentParser, use: str = "read") -> None:
     """`--step`, of every verb that reads a run: a number, "best", or None for the newest checkpoint."""
-
-    def step(text: str) -> int | str:
-        if text != "best" and not _NUMBER.fullmatch(text):
-            raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
-        return text if text == "best" else int(text)
-
     which = "of this step, or the one with the lowest validation loss (default: the newest)"
-    parser.add_argument("--step", type=step, metavar="N|best", help=f"{use} the checkpoint {which}")
+    parser.add_argument("--step", type=step_named, metavar="N|best", help=f"{use} the checkpoint {which}")
 
 
 def add_weights_argument(parser: argparse.ArgumentParser) -> None:

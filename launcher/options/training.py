@@ -5,11 +5,31 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from longstride.launcher.options.shared import add_config_argument, add_override_arguments, add_trust_argument
+from longstride.launcher.options.shared import (
+    WEIGHTS,
+    add_config_argument,
+    add_override_arguments,
+    add_trust_argument,
+    step_named,
+)
 
 HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
 SOME_HOSTS = "HOST[:SLOT,…][@…]"
+
+
+def add_from_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--from` and the options beside it, of every verb that starts a run."""
+    add = parser.add_argument
+    what = "take the first weights from an exported folder or from another run; the optimiser begins anew"
+    add("--from", dest="source", metavar="MODEL|RUN", help=what)
+    which = "take this checkpoint of the other run (best: the lowest validation loss; default: the newest)"
+    add("--from-step", type=step_named, metavar="N|best", help=which)
+    which = "take the other run's weights as trained, or their moving average (default: trained)"
+    add("--from-weights", choices=WEIGHTS, default="trained", help=which)
+    how = "make position tables of another context so: repeat or interpolate the learned rows, or draw fresh ones"
+    add("--from-positions", choices=("repeat", "interpolate", "fresh"), help=how)
+    add("--from-partly", action="store_true", help="take what fits the model, and begin anew what does not")
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +42,7 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on from the newest checkpoint if there is one, from the one with the lowest validation loss, never, "
         "or from that of a step (default: never)",
     )
+    add_from_arguments(parser)
     add_trust_argument(parser)
     parser.add_argument(
         "--replay",
@@ -64,6 +85,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `longstride slurm`."""
     add_config_argument(parser, "--config")
+    add_from_arguments(parser)
     add = parser.add_argument
     add("--nodes", required=True, type=int, metavar="N", help="train on so many hosts")
     add("--processes-per-node", required=True, type=int, metavar="M", help="start so many processes on each host")
@@ -93,5 +115,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", nargs="+", default=[], metavar="W", help=many)
     known = "take the train split to have so many contexts, where the data is not on this machine"
     add("--contexts", type=int, metavar="N", help=known)
+    rates = parser.add_mutually_exclusive_group()
+    reached = "tell hours, at so many TFLOP/s that a process achieves; 40 %% of what a card promises is good"
+    rates.add_argument("--tflops", metavar="X", help=reached)
+    rates.add_argument("--rate-of", type=Path, metavar="RUN", help="tell hours, at the rate that a run has had")
     add("--json", action="store_true", help="print one JSON object in place of tables")
     add_override_arguments(parser)
