@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from longstride.data_pipelines.modalities import MODALITIES
 from longstride.launcher.options.shared import (
     PRECISIONS,
     add_device_argument,
@@ -42,6 +41,8 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `longstride sample`."""
+    from longstride.data_pipelines.modalities import MODALITIES  # which brings numpy
+
     add = parser.add_argument
     add("model", type=Path, metavar="DIR", help=_EXPORT)
     prompted = [modality for modality in MODALITIES.values() if modality.prompt_help is not None]
