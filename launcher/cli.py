@@ -103,6 +103,10 @@ def _run(words: list[str]) -> int:
     if verb is None:
         return _help(words)
     try:
+        os.getcwd()
+    except FileNotFoundError:  # torch ends a process that it imports there, with words about a library
+        return report(AgreedError("the working directory has been removed; change to one that is there"))
+    try:
         with ExitStack() as around:
             if verb.words == "train":
                 around.enter_context(lasting_output())
