@@ -11,6 +11,7 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from longstride.launcher.output import AgreedError, exit_codes, lasting_output, mute_accelerator_warning, report, say
@@ -40,6 +41,7 @@ VERBS = (
     Verb("train", "train, or go on training", "cluster.start"),
     Verb("slurm", "write a batch script that trains under SLURM", "cluster.slurm"),
     Verb("plan", "what a run will cost", "planning"),
+    Verb("doctor", "whether this machine and the hosts of a run have what it needs", "doctor"),
     Verb("evaluate", "bits per byte over a split", "evaluation.evaluate"),
     Verb("export", "a checkpoint as safetensors", "exports.export"),
     Verb("sample", "write with an exported model, or score a file", "generation"),
@@ -103,7 +105,7 @@ def _run(words: list[str]) -> int:
     if verb is None:
         return _help(words)
     try:
-        os.getcwd()
+        Path.cwd()
     except FileNotFoundError:  # torch ends a process that it imports there, with words about a library
         return report(AgreedError("the working directory has been removed; change to one that is there"))
     try:

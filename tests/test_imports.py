@@ -33,7 +33,7 @@ ORDER = {
     "launcher": [
         "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints", "exports",
         "evaluation", "training", "generation", "compression", "serving", "planning", "drawing", "train", "cluster",
-        "cli", "demo",
+        "doctor", "cli", "demo",
     ],
 }  # fmt: skip
 # Big rooms that have one face, and the rooms inside that have another. All others are imported room by room.
@@ -61,7 +61,7 @@ ONLY_IN = {
 }
 MOST_NAMES = 15  # of a face
 # Modules that a face hands out without importing them, as they are heavy.
-LATE = {"longstride.data_pipelines.stores.remote"}
+LATE = {"longstride.data_pipelines.stores.remote", "longstride.launcher.cluster.hosts"}
 FILES = [path for room in BIG_ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 

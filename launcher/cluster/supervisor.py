@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from longstride.launcher.cluster import bound_process
+from longstride.launcher.cluster.hosts import SSH_FAILED
 from longstride.launcher.output import exit_codes, say
 from longstride.launcher.stops import LEAVE_AT_ONCE, SIGNALS, SignalPipe, StopFile
 
@@ -28,7 +29,6 @@ _SAME_STOP_SECONDS = 0.5  # a shell and a scheduler may both send a signal for o
 _LAUNCHER_END_SECONDS = 10.0  # for a launcher to end what it started on other hosts
 _KILL_SECONDS = 30.0  # for the system to end processes that were killed
 _LARGEST_SIGNAL = 64
-_SSH_FAILED = 255  # ssh's exit code for an error of its own, such as a lost host
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 # One of these is in a rank's environment. SLURM's variables are not among them: its batch scripts have them too.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -149,7 +149,7 @@ def outcome_of(code: int, stopped_by: signal.Signals | None, *, whole: bool, orp
         return Outcome(code, "a process was lost, or a collective took too long")
     if code in exit_codes.DOCUMENTED:
         return Outcome(code, f"code {code}")
-    if code == _SSH_FAILED:  # 256 - 1, for SIGHUP, is the same number
+    if code == SSH_FAILED:  # 256 - 1, for SIGHUP, is the same number
         return Outcome(exit_codes.HUNG, f"code {code}: a host was lost, or a process was ended by SIGHUP")
     killed_by = next((number for number in (256 - code, code - 128) if 0 < number <= _LARGEST_SIGNAL), None)
     if killed_by is None:
