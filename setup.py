@@ -35,6 +35,7 @@ setup(
         "longstride.ds_configs": ["*.json", "experiments/*.json"],
         "longstride.kernels.backends.triton": ["tuned/*.json"],
         "longstride.launcher.cluster": ["sbatch.sh"],
+        "longstride.launcher.reporting": ["report.css", "report.js"],
         "longstride.launcher.serving": ["serve.*"],
     },
     install_requires=[

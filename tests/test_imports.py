@@ -31,9 +31,9 @@ ORDER = {
         "shards", "documents", "datasets", "order", "building",
     ],
     "launcher": [
-        "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints", "exports",
-        "evaluation", "training", "generation", "compression", "serving", "planning", "drawing", "train", "cluster",
-        "doctor", "cli", "demo",
+        "options", "output", "stops", "config", "from_options", "pictures", "ranks", "models", "hub", "engine", "data",
+        "checkpoints", "exports", "evaluation", "training", "generation", "compression", "serving", "planning",
+        "drawing", "reporting", "train", "cluster", "doctor", "verbs", "cli", "demo",
     ],
 }  # fmt: skip
 # Big rooms that have one face, and the rooms inside that have another. All others are imported room by room.
@@ -43,7 +43,7 @@ ONLY_IN = {
     "deepspeed": ["launcher"],
     "triton": ["kernels/backends/triton"],
     "webdataset": ["data_pipelines"],
-    "mpi4py": ["data_pipelines"],
+    "mpi4py": ["data_pipelines", "launcher/doctor/answer.py"],  # which tells whether it finds its library
     "fsspec": ["data_pipelines"],
     "aiohttp": ["data_pipelines", "launcher/serving"],
     "matplotlib": ["launcher"],
@@ -53,7 +53,7 @@ ONLY_IN = {
     "transformers": ["launcher/hub"],
     "lm_eval": ["launcher/generation/lm_eval_model.py", "launcher/generation/lm_eval_command.py"],
     "wandb": ["launcher/training/monitors.py"],
-    "PIL": ["data_pipelines/modalities/picture.py"],
+    "PIL": ["data_pipelines/modalities/picture.py", "launcher/reporting/verbs.py"],
     "soundfile": ["data_pipelines/modalities/decoder.py"],
     "soxr": ["data_pipelines/modalities/audio.py"],
     "zstandard": ["data_pipelines/formats.py"],

@@ -81,6 +81,10 @@ class Checkpoint:
         what = f"{who} in ZeRO {manifest.zero_stage}, {manifest.precision}"
         return f"step {manifest.step} was saved by {what}"
 
+    def manifest_digest(self) -> str:
+        """SHA-256 of its manifest, which has those of all its files."""
+        return hashlib.sha256(read_plain(self.folder / MANIFEST, MOST_JSON_BYTES, follow_links=False)).hexdigest()
+
     def newer_refusals(self) -> list[str]:
         """One line for each newer folder of its run that is named like a checkpoint and is none."""
         _, refused = list_checkpoints(self.folder.parent.parent)

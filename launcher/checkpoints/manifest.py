@@ -58,9 +58,10 @@ class CheckpointManifest(StrictModel):
     files: dict[str, FileRecord]
     probe: ProbeRecord | None = None  # the model's loss on one context when it was saved
     plateau: dict[str, Any] | None = None  # training.plateau.PlateauMemory: what the next evaluation is held against
+    origin: dict[str, Any] | None = None  # training.initial.InitialWeights.record: what the run's first weights are of
     best: list[Score] | None = None  # of the run's checkpoints when it was saved, with train.keep_best; best first
 
-    left_out_at_default = ("sequence_parallel", "plateau", "best")
+    left_out_at_default = ("sequence_parallel", "plateau", "origin", "best")
 
     @model_validator(mode="after")
     def _check_sharing(self) -> Self:

@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longstride.kernels import ConfigError
+from longstride.launcher.options import HOSTFILE
 from longstride.launcher.ranks import is_loopback, source_address
 
-HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
-LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
 Slots = dict[str, list[int]]  # the slots of each host, in the order of the file
 
 _ENTRY = re.compile(r"(?P<host>[A-Za-z0-9][\w.:@-]*)(?:\s+slots=(?P<slots>\d+))?", re.ASCII)
@@ -59,27 +58,6 @@ class Hosts:
     def only(self, slots: Slots) -> Hosts:
         """These slots alone."""
         return replace(self, slots=slots, filtered=self.filtered or slots != self.slots)
-
-
-def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that spread a run over hosts."""
-    parser.add_argument(
-        "--hostfile",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help=f"lines such as `node1 slots=4` (default: {HOSTFILE} if it is there, or this host alone)",
-    )
-    parser.add_argument("--launcher", choices=LAUNCHERS, default=None, help="of several hosts (default: pdsh)")
-    parser.add_argument(
-        "--include", default="", metavar="HOST[:SLOT,…][@…]", help="of the hostfile; these alone (pdsh, slurm)"
-    )
-    parser.add_argument("--exclude", default="", metavar="HOST[:SLOT,…][@…]", help="of the hostfile (pdsh, slurm)")
-    parser.add_argument("--master-addr", default=None, metavar="ADDRESS", help="of the first host (default: asked for)")
-    parser.add_argument("--master-port", type=int, default=None, metavar="PORT", help="there (default: a free one)")
-    parser.add_argument(
-        "--launcher-args", default="", metavar="WORDS", help="for pdsh, mpirun or srun; one text: --launcher-args='-v'"
-    )
 
 
 def find_hosts(arguments: argparse.Namespace) -> Hosts | None:

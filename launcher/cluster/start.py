@@ -10,31 +10,15 @@ from pathlib import Path
 import torch
 
 from longstride.kernels import ConfigError
-from longstride.launcher import train
-from longstride.launcher.cluster.hosts import add_host_arguments, find_hosts
+from longstride.launcher.cluster.hosts import find_hosts
 from longstride.launcher.cluster.placement import HostRanks, LocalRanks
 from longstride.launcher.cluster.restarts import is_done, run_with_restarts, saved_steps
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest, orphan_seconds, supervise
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data import check_data, check_output, check_replay, discard_start, profile_steps
+from longstride.launcher.from_options import FromOptions
 from longstride.launcher.output import say
 from longstride.launcher.ranks import check_unlocked
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride train`."""
-    train.add_arguments(parser)
-    parser.add_argument(
-        "--processes", type=int, default=None, metavar="N", help="on this host (default: one a GPU, or one on a CPU)"
-    )
-    add_host_arguments(parser)
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start again, from the newest checkpoint on what is left, after a process or host died (default: 0)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,7 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
         DataError: the data folder is wrong.
     """
     started = time.time()
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides, say)
+    FromOptions.of(arguments, arguments.resume, elsewhere=arguments.hostfile is not None)
     ranks = _checked_ranks(config, arguments, started)
     output, timeout = Path(config.train.output).absolute(), config.train.timeout_seconds
     with closing(StopRequest()) as request:

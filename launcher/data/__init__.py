@@ -3,7 +3,6 @@
 from longstride.launcher.data.folders import check_location
 from longstride.launcher.data.run import (
     Run,
-    add_step_argument,
     check_data,
     check_output,
     check_replay,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Callable, Generator, Iterable
@@ -10,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +17,7 @@ from longstride.data_pipelines.order import Batch
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data.run_data import GlobalBatch, RunData, together, within_vocabulary
+from longstride.launcher.from_options import FromOptions
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
@@ -38,6 +39,8 @@ class Run:
     epochs: float | None = None  # where the steps were given so
     profile_steps: int = 0  # that are recorded by torch's profiler
     trusted: bool = False  # whether checkpoints may hold more than tensors and numbers
+    source: FromOptions | None = None  # of the first weights; None: they are drawn
+    origin: dict[str, Any] | None = None  # what became of it, as manifests of checkpoints have it
 
     @property
     def folder(self) -> Path:
@@ -137,18 +140,6 @@ def discard_start(run: Path) -> bool:
                 path.rmdir() if path.is_dir() else path.unlink()
             run.rmdir()
     return not run.exists()
-
-
-def add_step_argument(parser: argparse.ArgumentParser, what: str = "checkpoint") -> None:
-    """`--step`, of every verb that reads a run: a number, "best", or None for the newest checkpoint."""
-
-    def step(text: str) -> int | str:
-        if text != "best" and not _NUMBER.fullmatch(text):
-            raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
-        return text if text == "best" else int(text)
-
-    which = "best: that with the lowest validation loss; default: the newest"
-    parser.add_argument("--step", type=step, metavar="N|best", help=f"{what} ({which})")
 
 
 def check_replay(config: RunConfig, resume: str, replay: str) -> None:

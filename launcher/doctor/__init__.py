@@ -3,4 +3,4 @@
 Imports no torch: whatever may crash or hang is asked of a child with a time-out.
 """
 
-from longstride.launcher.doctor.examination import add_arguments, run
+from longstride.launcher.doctor.examination import run

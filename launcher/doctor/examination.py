@@ -14,7 +14,6 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.doctor import machine
 from longstride.launcher.doctor.findings import Finding, answer_of_child
-from longstride.launcher.doctor.hosts import add_arguments as add_host_arguments
 from longstride.launcher.doctor.hosts import examine_hosts, read_hosts
 from longstride.launcher.output import exit_codes
 
@@ -22,17 +21,6 @@ _GIB = 2**30
 _OLDEST_CARD = [8, 0]  # compute capability of the Triton kernels
 _HALF_PRECISIONS = ("fp16", "bf16")
 _CHECKPOINT_PARTS = ("weights", "masters", "moments", "average", "tables")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="also whether this run finds here what it needs")
-    parser.add_argument("--processes", type=int, metavar="N", help="of the run on this host (default: one a GPU, or 1)")
-    add_host_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration; values are JSON"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

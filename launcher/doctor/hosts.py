@@ -15,12 +15,6 @@ from longstride.launcher.doctor.findings import CHILD_SECONDS, ROOT, Finding, pa
 _ALIKE = ("python", "torch", "triton", "deepspeed", "code")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that name hosts."""
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="also the hosts of a run: `node1 slots=4`")
-    parser.add_argument("--launcher", default="pdsh", metavar="NAME", help="of several hosts (default: pdsh)")
-
-
 def read_hosts(arguments: argparse.Namespace) -> dict[str, list[int]] | None:
     """The hosts with their slots; None for this one alone.
 
@@ -31,8 +25,6 @@ def read_hosts(arguments: argparse.Namespace) -> dict[str, list[int]] | None:
         return None
     from longstride.launcher.cluster import hosts
 
-    if arguments.launcher not in hosts.LAUNCHERS:
-        raise ConfigError(f"--launcher={arguments.launcher}: must be one of {', '.join(hosts.LAUNCHERS)}")
     if arguments.processes is not None:
         raise ConfigError(f"--processes={arguments.processes}: {arguments.hostfile} tells it; change its slots")
     return hosts.read_hostfile(arguments.hostfile)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from longstride.launcher.doctor.findings import Finding
 
@@ -70,7 +71,9 @@ def compiler(*, cards: bool, compiled: bool) -> Iterator[Finding]:
 
     ``cards``: this machine has GPUs. ``compiled``: the run asks for train.compile.
     """
-    wanted = [("C", os.environ.get("CC"), ("gcc", "cc", "clang"), cards)]
+    wanted: list[tuple[str, str | None, tuple[str, ...], bool]] = [
+        ("C", os.environ.get("CC"), ("gcc", "cc", "clang"), cards)
+    ]
     if compiled:
         wanted.append(("C++", os.environ.get("CXX"), ("g++", "clang++"), True))
     for language, named, usual, needed in wanted:
@@ -78,7 +81,7 @@ def compiler(*, cards: bool, compiled: bool) -> Iterator[Finding]:
         found = next((path for path in map(shutil.which, [named] if named else usual) if path), None)
         mend = f"install gcc and g++ (Debian: build-essential), or name one by {'CXX' if compiled else 'CC'}"
         use = "Triton and DeepSpeed compile by it" if cards else "nothing of a run on a CPU needs it"
-        state = "broken" if needed else "warning"
+        state: Literal["broken", "warning"] = "broken" if needed else "warning"
         if found is None:
             yield Finding(subject, state, f"{named or ' or '.join(usual)} is not on PATH; {use}", mend)
             continue

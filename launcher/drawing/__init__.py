@@ -3,5 +3,5 @@
 Matplotlib is imported where a picture is drawn.
 """
 
-from longstride.launcher.drawing.samples import add_data_show_arguments, run_data_show
-from longstride.launcher.drawing.show import add_arguments, run
+from longstride.launcher.drawing.samples import run_data_show
+from longstride.launcher.drawing.show import run

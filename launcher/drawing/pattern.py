@@ -24,7 +24,7 @@ from torch import Tensor
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Pattern
-from longstride.launcher.config import find_config, load_json_object
+from longstride.launcher.config import find_config, load_content
 from longstride.launcher.models import TRAINED
 from longstride.launcher.pictures import plt
 from longstride.sparse_model import ImageEmbedding, ModelConfig, SparseTransformer
@@ -138,10 +138,9 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
 
 
 def _model_config(source: Path) -> ModelConfig:
-    path = find_config(source)
-    content = load_json_object(path)
+    content = load_content(source)
     if "model" not in content:
-        raise ConfigError(f"{path}: has no model")
+        raise ConfigError(f"{find_config(source)}: has no model")
     try:
         return ModelConfig.model_validate(content["model"])
     except ConfigError as error:

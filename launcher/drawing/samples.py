@@ -8,7 +8,6 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -27,15 +26,6 @@ TILE_PIXELS = 180  # of a tile in the file; smaller pictures are shown with thei
 WAVEFORM_COLUMNS = 1500  # a longer waveform is drawn as the range of each column
 # Control characters but for line ends and tabs, and those that turn the direction of writing: they command a terminal.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
-def add_data_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data show`."""
-    parser.add_argument("location", metavar="DIR|URL", help="data folder")
-    parser.add_argument("--split", default="train")
-    parser.add_argument("--count", type=int, metavar="N", help="samples (default: 3 texts, 16 pictures, 4 sounds)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="picture to make, of pictures and sounds")
 
 
 def run_data_show(arguments: argparse.Namespace) -> int:
@@ -75,6 +65,9 @@ def run_data_show(arguments: argparse.Namespace) -> int:
         title += "" if palette is None else f", in {len(palette):,} colours"
         save_picture(draw_samples(drawn, name, title), arguments.output)
         print(arguments.output)
+        for each in drawn:
+            if each.source is not None:
+                print(_UNSAFE.sub("?", f"{each.key}: {each.source}"))
         return 0
     print_texts(samples, sys.stdout)
     return 0
@@ -82,9 +75,10 @@ def run_data_show(arguments: argparse.Namespace) -> int:
 
 def print_texts(samples: Iterable[Sample], stream: TextIO) -> None:
     """A line that names each sample's member and shard, its text, and an empty line."""
-    for _, content, _, place in samples:
+    for _, content, _, place, source in samples:
         left = len(content) - SHOWN_BYTES
-        lines = [f"=== {_UNSAFE.sub('?', place)}: {len(content):,} bytes ==="]
+        origin = place if source is None else f"{place}, from {source}"
+        lines = [f"=== {_UNSAFE.sub('?', origin)}: {len(content):,} bytes ==="]
         lines.append(safe_text(content[:SHOWN_BYTES].tobytes(), final=left <= 0).removesuffix("\n"))
         lines += [f"=== {left:,} more bytes ==="] if left > 0 else []
         text = "\n".join(lines) + "\n\n"

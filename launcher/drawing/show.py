@@ -10,9 +10,8 @@ import numpy as np
 
 from longstride.data_pipelines.plain_files import parse_json, read_plain
 from longstride.kernels import ConfigError
-from longstride.launcher.config import TRUST_OPTION, add_trust_argument
-from longstride.launcher.data import add_step_argument
-from longstride.launcher.models import AVERAGE, TRAINED
+from longstride.launcher.models import TRAINED
+from longstride.launcher.options import TRUST_OPTION
 from longstride.launcher.output import file_names, metrics_file
 
 MOST_METRICS_BYTES = 1 << 29  # three million lines
@@ -22,40 +21,6 @@ _PICTURES_WITH = {  # the options that not every picture has
     "text": ("pattern",),
     **dict.fromkeys(("step", "context_number", "head", "weights"), ("attention",)),
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("what", choices=("pattern", "attention", "loss"))
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="CONFIG|RUN",
-        help="pattern: a run's JSON, or the name of one of ds_configs/experiments, or with --text a run folder; "
-        "attention, loss: a run folder",
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="picture to make")
-    parser.add_argument(
-        "--query",
-        type=int,
-        action="append",
-        metavar="P",
-        help="position whose view is shown; for attention repeatable (default: some far apart)",
-    )
-    parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="pattern: what heads that choose their keys by content read of it"
-    )
-    add_step_argument(parser, "attention: checkpoint")
-    parser.add_argument(
-        "--context-number", type=int, metavar="K", help="attention: of the validation split (default: 0)"
-    )
-    parser.add_argument(
-        "--weights",
-        choices=(TRAINED, AVERAGE),
-        help="attention: as trained, or their moving average (default: trained)",
-    )
-    parser.add_argument("--head", type=int, metavar="H", help="attention: one head (default: the mean of all)")
-    add_trust_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -30,11 +30,11 @@ from longstride.data_pipelines.durable import write_new
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, master_weights, open_checkpoint
-from longstride.launcher.config import RunConfig, TrainConfig, add_trust_argument
-from longstride.launcher.data import Run, RunData, add_step_argument, together
+from longstride.launcher.config import RunConfig, TrainConfig
+from longstride.launcher.data import Run, RunData, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.models import DTYPES, ModelData, add_weights_argument
+from longstride.launcher.models import DTYPES, ModelData
 from longstride.launcher.output import exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
@@ -44,31 +44,6 @@ MOST_BINS = 1024  # of positions in the JSON
 DRAWN_BINS = 48
 _MOST_THREADS = 8
 _MOST_ROWS = 1 << 19  # positions in work at a time: each thread holds the activations of a batch of its own
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    add_step_argument(parser)
-    parser.add_argument("--split", default=None, help="split to score (default: the run's validation split)")
-    parser.add_argument("--data", default=None, metavar="DIR|URL", help="data folder (default: the run's)")
-    parser.add_argument("--batch", type=int, default=None, help="contexts at once (default: the run's micro_batch)")
-    parser.add_argument("--precision", choices=sorted(DTYPES), default=None, help="default: the run's")
-    add_weights_argument(parser)
-    add_trust_argument(parser)
-    parser.add_argument(
-        "--min-context",
-        type=int,
-        default=0,
-        metavar="M",
-        help="earlier bytes that every scored byte sees, where there are so many (default: 0)",
-    )
-    parser.add_argument(
-        "--positions", type=Path, metavar="FILE.png", help="draw the loss by position, with its numbers in FILE.json"
-    )
-    parser.add_argument(
-        "--sequence-parallel", type=int, default=1, metavar="U", help="processes that share each context (default: 1)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

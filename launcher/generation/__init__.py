@@ -5,4 +5,3 @@
 
 from longstride.launcher.generation.likelihood import check_bytes
 from longstride.launcher.generation.plain_files import check_new, naming, read_file, write_new
-from longstride.launcher.generation.sample import add_arguments, run

@@ -141,6 +141,17 @@ def work(config: ModelConfig, micro_batch: int = 1) -> ModelWork:
     )
 
 
+def step_flops(work: ModelWork, config: RunConfig) -> dict[str, int]:
+    """Operations of one optimiser step, over all processes."""
+    contexts = config.train.global_batch
+    recomputed = config.train.activation_checkpointing or config.model.reversible
+    return {
+        "forward_flops": contexts * work.whole.forward,
+        "backward_flops": contexts * work.whole.backward,
+        "recompute_flops": contexts * work.blocks.forward if recomputed else 0,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class States:
     """Bytes that a process holds under one ZeRO stage, whatever it computes."""

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, load_config
+from longstride.launcher.output import say
+from longstride.launcher.planning import pace
 
 Kind = TypeVar("Kind")
 USUAL_PROCESSES = 8  # that are planned for where none are named: one machine's
@@ -29,23 +31,6 @@ PUBLISHED_TRAIN_BYTES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("config", metavar="CONFIG", help="a run's JSON, or the name of one in ds_configs/experiments")
-    parser.add_argument(
-        "--processes",
-        nargs="+",
-        default=[],
-        metavar="W",
-        help=f"plan for so many processes (default: as many as the batch allows, at most {USUAL_PROCESSES})",
-    )
-    parser.add_argument("--contexts", type=int, metavar="N", help="of the train split, where the data is not here")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration; values are JSON"
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code.
 
@@ -57,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *(word for word in arguments.processes if "=" in word)]
     if arguments.contexts is not None and arguments.contexts < 1:
         raise ConfigError(f"--contexts={arguments.contexts}: must be at least 1")
-    config = load_config(arguments.config, overrides)
+    config = load_config(arguments.config, overrides, say)
     words = [word for word in arguments.processes if "=" not in word]
     for word in words:
         if not (
@@ -70,7 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     shared = config.train.sequence_parallel or 1
     most = max(count for count in range(1, max(1, USUAL_PROCESSES // shared) + 1) if units % count == 0)
     processes = [int(word) for word in words] or [most * shared]
+    rate = pace.given_rate(arguments)
     plan = make_plan(config, processes, arguments.contexts)
+    if rate is not None:
+        seconds = {count: rate.step_seconds(sum_of_flops(plan), count) for count in processes}
+        plan["pace"] = pace.told(rate.origin, plan["length"]["steps"], seconds)
     print(json.dumps(plan) if arguments.json else describe(plan))
     return 0
 
@@ -95,9 +84,9 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
     others = total - parts.get(Ngrams.part, 0)
     work, dense = costs.work(model, train.micro_batch), costs.dense_pairs(model)
     pairs = [layer.pairs for layer in work.layers]
-    step = step_flops(work, config)
+    step = costs.step_flops(work, config)
     with_dense = model.model_copy(update={"attention": {"type": "dense"}})
-    as_dense = step_flops(costs.work(with_dense, train.micro_batch), config)
+    as_dense = costs.step_flops(costs.work(with_dense, train.micro_batch), config)
     kept = {name: rehearsal.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
     return {
         "parameters": {"total": total, **parts},
@@ -134,6 +123,7 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
             "tokens": length.steps and length.steps * train.global_batch * model.context,
             "flops": length.steps and length.steps * sum(step.values()),
         },
+        "pace": None,  # how long it takes, where a rate is asked for: see ``pace.told``
     }
 
 
@@ -202,19 +192,14 @@ def _contexts_of(config: RunConfig) -> tuple[int | None, str]:
 
 def describe(plan: dict[str, Any]) -> str:
     """The plan as a person reads it."""
-    parts = (_parameters(plan), _memory(plan), _exchanges(plan), _work(plan), _length(plan))
+    hours = pace.describe(plan["pace"]) if plan["pace"] else []
+    parts = (_parameters(plan), _memory(plan), _exchanges(plan), _work(plan), _length(plan), hours)
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def step_flops(work: Any, config: RunConfig) -> dict[str, int]:
-    """Operations of one optimiser step, over all processes."""
-    contexts = config.train.global_batch
-    recomputed = config.train.activation_checkpointing or config.model.reversible
-    return {
-        "forward_flops": contexts * work.whole.forward,
-        "backward_flops": contexts * work.whole.backward,
-        "recompute_flops": contexts * work.blocks.forward if recomputed else 0,
-    }
+def sum_of_flops(plan: dict[str, Any]) -> int:
+    """Operations of a step over all processes, what is recomputed with them."""
+    return sum(plan["step"][f"{name}_flops"] for name in ("forward", "backward", "recompute"))
 
 
 def _parameters(plan: dict[str, Any]) -> list[str]:
@@ -310,7 +295,7 @@ def _layers_alike(layers: Sequence[Kind]) -> Iterator[tuple[Kind, str]]:
 
 def _work(plan: dict[str, Any]) -> list[str]:
     step, attention = plan["step"], plan["attention"]
-    total = step["forward_flops"] + step["backward_flops"] + step["recompute_flops"]
+    total = sum_of_flops(plan)
     share = attention["pairs"] / attention["dense_pairs"]
     dense = step["dense_flops"]
     lines = [f"a step  {_flops(total)}; with dense attention {_flops(dense)}, {dense / total:.1f} times as many"]
@@ -335,6 +320,8 @@ def _length(plan: dict[str, Any]) -> list[str]:
     lines = [f"the run  {', '.join(facts)}", f"  {contexts}{length['origin']}"]
     if steps is not None:
         lines.append(f"  {length['tokens']:,} {length['unit']}s and {_flops(length['flops'])} in all")
+    if words := pace.words_on_length(epochs):
+        lines.append(f"  {words}")
     return lines
 
 

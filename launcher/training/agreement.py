@@ -54,6 +54,7 @@ def check_agreement(run: Run, hosts: Sequence[str], replay: int | None = None) -
         _CODE: f"code {code_digest()[:12]}",
         _DATA: data.fingerprint,  # before the steps, which may follow from it
         "--resume": run.resume,
+        "--from": None if run.source is None else run.source.words()[2:],  # the folder may lie elsewhere
         "--replay": replay,
         "--profile": run.profile_steps,
     }

@@ -27,6 +27,7 @@ from longstride.launcher.training.plateau import Plateau
 from longstride.launcher.training.profile import StepProfiler
 from longstride.launcher.training.recorder import Recorder, device_seconds
 from longstride.launcher.training.resume import GuardResponse
+from longstride.launcher.training.utilization import Utilization, peak_memory_bytes
 from longstride.sparse_model import SparseTransformer
 
 
@@ -37,6 +38,7 @@ class Trainer:
         self._run, self._engine, self._watchdog = run, engine, watchdog
         self._guards, self._plateau = guards, plateau
         self._recorder = Recorder(run.folder, engine, run.ranks.is_first, run.config.train.last_step)
+        self._utilization = Utilization(run.config, run.ranks, engine.device)
         self._saver = Saver(engine, run.config, run.ranks, self._recorder.say, self._recorder.flush)
         self._state: StreamState  # the next batch
         self._batches: Generator[GlobalBatch[Batch]]
@@ -109,6 +111,8 @@ class Trainer:
             )
             line["seconds"] = device_seconds(engine.device) - start
             line["tokens_per_second"] = batch.num_bytes / line["seconds"]
+            line |= self._utilization.fields(line["seconds"])
+            line["peak_memory_bytes"] = peak_memory_bytes(engine.device)
             self._report(line, batch)
         rewound = False
         if verdict := self._guards.verdict:
@@ -141,9 +145,7 @@ class Trainer:
         # Replaced contexts are recorded whatever the interval. A step that a guard refuses is recorded by the response.
         if not self._guards.verdict and (batch.substitutions or is_due(step, settings.log_every, settings.last_step)):
             self._recorder.write(line)
-        unit, bits = metrics_file.bits_of(line)
-        loss = "no loss" if bits is None else f"{bits:.3f} {unit}"
-        self._recorder.advance(step, loss)
+        self._recorder.advance(line)
         for substitution in batch.substitutions:
             self._recorder.say(f"step {step}: {substitution}")
         epoch = batch.part.state.epoch
@@ -174,8 +176,8 @@ class Trainer:
                 self._recorder.say(error_line(error, self._run.folder))
 
     def _memory(self) -> dict[str, Any]:
-        """What a checkpoint keeps of guards and evaluations."""
-        return {"guards": self._guards.memory(), "plateau": self._plateau.memory()}
+        """What a checkpoint keeps of guards and evaluations, and what the run's first weights are of."""
+        return {"guards": self._guards.memory(), "plateau": self._plateau.memory(), "origin": self._run.origin}
 
     def _save_what_is_done(self) -> bool:
         """Saves the engine's step where a run ends early; returns whether it is saved."""

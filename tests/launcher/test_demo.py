@@ -10,7 +10,8 @@ import pytest
 
 from longstride.data_pipelines.building.build import build
 from longstride.launcher import demo
-from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, load_config
+from longstride.launcher.config import load_config
+from longstride.launcher.config.extending import DEEPSPEED_CONFIGS
 
 
 @pytest.mark.parametrize("path", sorted((DEEPSPEED_CONFIGS / "experiments").glob("*.json")), ids=lambda path: path.stem)

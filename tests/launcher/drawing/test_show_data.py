@@ -50,9 +50,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_texts_are_printed_under_their_names(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "show", str(folders / "text"), "--count", "2", "--split", "validation"]) == 0
     out = capsys.readouterr().out
-    for key, content, _, _ in sample_documents(folders / "text", "validation", 2):
-        shard = key.rpartition("-")[0]
-        assert f"=== {key}.txt of {shard}.tar: {len(content):,} bytes ===\n{content.tobytes().decode()}\n" in out
+    for key, content, _, place, source in sample_documents(folders / "text", "validation", 2):
+        assert place == f"{key}.txt of {key.rpartition('-')[0]}.tar" and source is not None
+        assert f"=== {place}, from {source}: {len(content):,} bytes ===\n{content.tobytes().decode()}\n" in out
     assert out.count("===") == 4
 
 
@@ -130,7 +130,8 @@ def test_show_writes_a_png_and_never_over_one(
     output = tmp_path / "samples.png"
     command = ["data", "show", f"{folders / name}/", "--output", str(output), "--count", "3"]
     assert cli.main(command) == 0
-    assert capsys.readouterr().out == f"{output}\n"
+    sources = [f"{each.key}: {each.source}" for each in sample_documents(folders / name, "train", 3)]
+    assert capsys.readouterr().out.splitlines() == [str(output), *sources]
     made = output.read_bytes()
     assert made.startswith(b"\x89PNG")
     assert cli.main(command) == 2

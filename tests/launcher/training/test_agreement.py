@@ -11,7 +11,7 @@ import pytest
 
 import longstride
 from longstride.data_pipelines.shards import index_tars
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import Run, resolve_steps
 from longstride.launcher.data.run_data import RunData
 from longstride.launcher.output.messages import AgreedError

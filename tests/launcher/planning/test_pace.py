@@ -1,0 +1,114 @@
+"""`longstride plan` in hours: by a rate that is given, and by that of a run; and what it says of a run's length."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longstride.launcher import cli
+from longstride.launcher.config import load_config
+from longstride.launcher.planning.pace import duration, short
+
+Plan = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    """A function of words -> the JSON object of `longstride plan words --json`."""
+
+    def run(*words: str) -> dict[str, Any]:
+        assert cli.main(["plan", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def finished_run(folder: Path, seconds: list[float], world_size: int = 2) -> Path:
+    """A run folder of a preset, with so many logged steps."""
+    (folder / "checkpoints/step-00000004").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(load_config("paper_small").to_json()))
+    (folder / "checkpoints/step-00000004/manifest.json").write_text(json.dumps({"world_size": world_size}))
+    lines = [{"step": number, "split": "train", "seconds": each} for number, each in enumerate(seconds, 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return folder
+
+
+def test_hours_are_operations_over_the_rate(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan("enwik8_fixed", "--tflops", "40", "--processes", "1", "8")
+    flops = sum(found["step"][f"{name}_flops"] for name in ("forward", "backward", "recompute"))
+    for row, processes in zip(found["pace"]["rows"], (1, 8), strict=True):
+        assert row["processes"] == processes
+        assert row["step_seconds"] == pytest.approx(flops / 40e12 / processes)
+        assert row["run_seconds"] == pytest.approx(73_240 * row["step_seconds"])
+    assert cli.main(["plan", "enwik8_fixed", "--tflops", "40"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "hours  at 40 TFLOP/s a process, as given by --tflops" in lines
+    assert "  8 processes: 367 ms a step, 7.5 hours in all" in lines
+    assert plan("enwik8_fixed")["pace"] is None
+
+
+def test_a_run_of_unknown_length_is_told_by_the_step(plan: Plan) -> None:
+    (row,) = plan("imagenet64_strided", "data.path=elsewhere", "--tflops", "1")["pace"]["rows"]
+    assert row["run_seconds"] is None and row["step_seconds"] > 0
+
+
+def test_rate_of_a_run_is_the_median_of_its_warm_steps(plan: Plan, tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run", [9.0, 9.0, 0.5, 0.25, 4.0])
+    (row,) = plan("paper_small", "--rate-of", str(run))["pace"]["rows"]
+    assert (row["processes"], row["step_seconds"]) == (2, pytest.approx(0.5))
+    (row,) = plan("paper_small", "--rate-of", str(run), "--processes", "1")["pace"]["rows"]
+    assert row["step_seconds"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["train.steps=66666", "--contexts", "3"], "  the data is seen 44,444 times: take more data, or fewer steps"),
+        (["--contexts", "9600"], "  50% of the data is seen: take more steps, or a larger batch; "),
+        (["--contexts", "4800000"], "  less than 1% of the data is seen: take more steps, or a larger batch; "),
+        (["--contexts", "480"], None),
+        ([], None),
+    ],
+)
+def test_length_is_judged_in_words(words: list[str], told: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "paper_small", *words]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "data is seen" in line]
+    assert len(lines) == (told is not None)
+    assert told is None or lines[0].startswith(told)
+
+
+def test_times_are_told_in_readable_units() -> None:
+    assert [short(each) for each in (0.0123, 1.5, 250.0)] == ["12.3 ms", "1.50 s", "250 s"]
+    told = [duration(each) for each in (90, 600, 10_000, 10**6)]
+    assert told == ["90 seconds", "10.0 minutes", "2.8 hours", "11.6 days"]
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["--tflops", "fast"], "--tflops=fast: must be a number above 0, of what a process achieves; such as 0.1"),
+        (["--tflops", "0"], "--tflops=0: must be a number above 0"),
+        (["--tflops", "inf"], "--tflops=inf: must be a number above 0"),
+        (["--rate-of", "nowhere"], "--rate-of=nowhere: no such run folder; name one that `longstride train` wrote"),
+        (["--rate-of", "short"], "--rate-of=short: has logged no step behind its first 2; train on, or give --tflops"),
+        (["--rate-of", "lone"], "--rate-of=lone: has no checkpoint, which would say how many processes it has; give"),
+        (["--rate-of", "short", "--tflops", "1"], "argument --tflops: not allowed with argument --rate-of"),
+    ],
+)
+def test_wrong_rate_is_refused_in_one_line(
+    words: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished_run(tmp_path / "short", [1.0, 1.0])
+    (finished_run(tmp_path / "lone", [1.0] * 5) / "checkpoints/step-00000004/manifest.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = cli.main(["plan", "paper_small", *words])
+    except SystemExit as left:  # of argparse
+        code = left.code
+    assert code == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"longstride: error: {line}")
