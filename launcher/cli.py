@@ -12,6 +12,7 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NoReturn
 
 from longstride.launcher.options import misspelt_keys
@@ -90,6 +91,10 @@ def _run(words: list[str]) -> int:
     verb = next((verb for verb in VERBS if words[: len(verb.words.split())] == verb.words.split()), None)
     if verb is None:
         return _help(words)
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # torch ends a process that it imports there, with words about a library
+        return report(AgreedError("the working directory has been removed; change to one that is there"))
     try:
         with ExitStack() as around:
             if verb.words == "train":

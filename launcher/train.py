@@ -41,6 +41,7 @@ from longstride.launcher.output import (
     exit_on_mistake,
     mute_accelerator_warning,
     report,
+    said_where_slow,
     say,
     settle_output,
 )
@@ -76,8 +77,10 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     """Checks everything that this rank can check alone, then trains, or replays a step."""
     launcher_gone = LauncherGone(os.environ)
     stop.add_source(launcher_gone)
+    stop_file = None
     if options.stop_file is not None and os.environ.get("RANK", "0") == "0":
-        stop.add_source(StopFile(options.stop_file), handled_only=options.replay is None)  # a replay handles no stop
+        stop_file = StopFile(options.stop_file)
+        stop.add_source(stop_file, handled_only=options.replay is None)  # a replay handles no stop
     # `longstride train` has said already what the command line changes.
     alone = options.started is None and os.environ.get("RANK", "0") == "0"
     config = load_config(options.config, options.overrides, say if alone else None).with_lasting_data()
@@ -88,11 +91,12 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         stop.add_source(TimeIsUp(config.train.max_seconds, options.started or psutil.Process().create_time()))
 
     # Late: deepspeed takes seconds to import, which a mistake in the file should not cost.
-    from longstride.launcher.data import Run, RunData, check_output, check_replay, profile_steps, resolve_steps
-    from longstride.launcher.engine import check_engine, compile_kernels, prepare_accelerator
-    from longstride.launcher.ranks import Ranks
-    from longstride.launcher.training import check_samples, choose_start, open_initial, replay_step
-    from longstride.sparse_model import Division
+    with said_where_slow("importing torch and DeepSpeed"):
+        from longstride.launcher.data import Run, RunData, check_output, check_replay, profile_steps, resolve_steps
+        from longstride.launcher.engine import check_engine, compile_kernels, prepare_accelerator
+        from longstride.launcher.ranks import Ranks
+        from longstride.launcher.training import check_samples, choose_start, open_initial, replay_step
+        from longstride.sparse_model import Division
 
     ranks = Ranks.from_environment(os.environ)
     config.check_world_size(ranks.world_size)
@@ -120,21 +124,26 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     )
     if options.replay is not None:
         return replay_step(run, int(options.replay))
-    start = choose_start(run)
-    initial = open_initial(run, *start.candidates[:1])
+    with said_where_slow("reading the data and the run folder"):
+        start = choose_start(run)
+        initial = open_initial(run, *start.candidates[:1])
     train, apart = config.train, config.data.apart
     division = Division(ranks.sequence_rank, ranks.sequence_parallel, None, train.sequence_exchange)
-    compile_kernels(
-        config.model, train.micro_batch, config.precision, ranks.device, train=train, apart=apart, division=division
-    )
+    with said_where_slow("compiling kernels"):
+        compile_kernels(
+            config.model, train.micro_batch, config.precision, ranks.device, train=train, apart=apart, division=division
+        )
     stop.listen()
-    return _train(run, initial, stop, launcher_gone)
+    return _train(run, initial, stop, launcher_gone, stop_file)
 
 
-def _train(run: Run, initial: InitialWeights | None, stop: StopFlag, launcher_gone: LauncherGone) -> int:
+def _train(
+    run: Run, initial: InitialWeights | None, stop: StopFlag, launcher_gone: LauncherGone, stop_file: StopFile | None
+) -> int:
     """Joins the other ranks and trains; returns the exit code. ``initial``: where the first weights come from."""
     from longstride.data_pipelines.order import LostWorkerError
     from longstride.launcher.checkpoints import NotSavedError, restore
+    from longstride.launcher.data import discard_start
     from longstride.launcher.engine import build_engine
     from longstride.launcher.ranks import process_group, run_lock
     from longstride.launcher.stops import StopAskedError
@@ -162,8 +171,10 @@ def _train(run: Run, initial: InitialWeights | None, stop: StopFlag, launcher_go
             except ConfigError as error:  # of all ranks: where launchers place them, only the ranks can tell
                 raise AgreedError(str(error)) from None
             initial = agreed_initial(run, initial, checkpoint, watchdog.hosts)
-            engine = build_engine(config, ranks, None if initial is None else initial.fill)
-            state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
+            with said_where_slow("building the engine"):
+                engine = build_engine(config, ranks, None if initial is None else initial.fill)
+            with said_where_slow("loading the checkpoint"):
+                state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
             if initial is not None:
                 initial.check(run, engine)
             if checkpoint is not None:
@@ -176,10 +187,16 @@ def _train(run: Run, initial: InitialWeights | None, stop: StopFlag, launcher_go
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
             plateau = Plateau(run, checkpoint.manifest.plateau if checkpoint else None)
             code, ending = exit_codes.DONE, None
+            if stop_file is not None:
+                stop_file.mark_begun()
             try:
                 Trainer(run, engine, guards, plateau, watchdog).train(state)
             except StopAskedError as stopping:
                 code, ending = exit_codes.REQUEUE, f"stopped by {stopping}; --resume auto goes on"
+                if engine.global_steps == 0:
+                    ending = f"stopped by {stopping} before the first step; nothing is kept"
+                    if ranks.is_first:
+                        discard_start(run.folder)
             except LostWorkerError as lost:
                 code, ending = exit_codes.HUNG, f"lost a process that reads data: {lost}; --resume auto goes on"
             except GuardStopError as stopped:
@@ -191,6 +208,8 @@ def _train(run: Run, initial: InitialWeights | None, stop: StopFlag, launcher_go
                     say(ending)
                 ranks.barrier()  # a launcher ends all ranks once one has ended
             engine.destroy()
+            if stop_file is not None and launcher_gone():
+                stop_file.remove()  # nobody else is left who would
     return code
 
 

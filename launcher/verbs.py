@@ -96,6 +96,15 @@ VERBS = (
         ),
     ),
     Verb(
+        "doctor",
+        "what is missing here for a run",
+        "doctor",
+        "add_doctor_arguments",
+        options="options.training",
+        group="train",
+        examples=("longstride doctor my.json", "longstride doctor my.json --hostfile hosts --json"),
+    ),
+    Verb(
         "train",
         "train, or go on training",
         "cluster.start",

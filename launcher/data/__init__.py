@@ -6,6 +6,7 @@ from longstride.launcher.data.run import (
     check_data,
     check_output,
     check_replay,
+    discard_start,
     profile_steps,
     resolve_steps,
     steps_of,

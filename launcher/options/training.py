@@ -121,3 +121,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     rates.add_argument("--rate-of", type=Path, metavar="RUN", help="tell hours, at the rate that a run has had")
     add("--json", action="store_true", help="print one JSON object in place of tables")
     add_override_arguments(parser)
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride doctor`."""
+    add = parser.add_argument
+    add("config", nargs="?", metavar="CONFIG", help="see too whether this run finds here what it needs")
+    add("--processes", type=int, metavar="N", help="of the run on this machine (default: one a GPU, or 1)")
+    add("--hostfile", type=Path, metavar="FILE", help="ask the hosts of this file too, lines such as `node1 slots=4`")
+    add("--launcher", choices=LAUNCHERS, default="pdsh", help="see whether this one is here, for the hosts (pdsh)")
+    add("--json", action="store_true", help="print one JSON object in place of lines")
+    add_override_arguments(parser)

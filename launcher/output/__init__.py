@@ -14,5 +14,6 @@ from longstride.launcher.output.messages import (
     mistake,
     mute_accelerator_warning,
     report,
+    said_where_slow,
     say,
 )

@@ -255,3 +255,31 @@ def test_a_locale_of_ascii_alone_takes_every_line(place: Path) -> None:
         ended = subprocess.run([*command, *words], cwd=place, env=environment, capture_output=True, timeout=60)
         assert ended.returncode == code and b"Traceback" not in ended.stderr, ended.stderr
     assert ended.stdout.isascii()
+
+
+@pytest.mark.parametrize("words", ["plan run.json", "train --config run.json", "serve model"])
+def test_a_removed_working_directory_is_told(place: Path, tmp_path: Path, words: str) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m longstride.launcher.cli {words}"
+    environment = {**plain_environment(), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    line = "longstride: error: the working directory has been removed; change to one that is there\n"
+    assert (ended.returncode, ended.stderr) == (2, line)
+
+
+def test_a_limit_on_file_sizes_is_told(place: Path, tmp_path: Path) -> None:
+    command = (
+        f"exec {sys.executable} -m longstride.launcher.cli train --config run.json train.output={tmp_path / 'run'}"
+    )
+    environment = {**plain_environment(), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        ["bash", "-c", f"ulimit -f 1; {command}"],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "raise the limit on file sizes" in ended.stderr and "Traceback" not in ended.stderr
