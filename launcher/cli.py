@@ -108,6 +108,7 @@ def _run(words: list[str]) -> int:
             if (
                 not as_they_are
                 and "overrides" in options
+                and options.config is not None  # `doctor` may have none
                 and (lines := misspelt_keys(options.config, options.overrides))
             ):
                 return report(AgreedError("\n".join(lines)))

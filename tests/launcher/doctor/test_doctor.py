@@ -169,6 +169,8 @@ def test_run_that_fits_has_nothing_broken(
     assert code == 0, found
     assert found["attention"]["text"] == "computed by the backend cpu on cpu in fp32"
     assert not (config_file.parent / "run").exists()
+    code, found = told(capsys)
+    assert code == 0 and "memory" not in found and found["python"]["state"] == "ok"
 
 
 def test_what_a_run_lacks_is_broken(
