@@ -84,6 +84,15 @@ VERBS = (
         ),
     ),
     Verb(
+        "new",
+        "a configuration that fits",
+        "planning.new",
+        "add_new_arguments",
+        options="options.configuring",
+        group="train",
+        examples=("longstride new mine", "longstride new photos --data data/photos --size small --processes 8"),
+    ),
+    Verb(
         "plan",
         "what a run will cost",
         "planning.plan",
