@@ -129,7 +129,12 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `longstride doctor`."""
     add = parser.add_argument
     add("config", nargs="?", metavar="CONFIG", help="see too whether this run finds here what it needs")
-    add("--processes", type=int, metavar="N", help="of the run on this machine (default: one a GPU, or 1)")
+    add(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="see to a run of so many processes here (default: one for each GPU, or 1)",
+    )
     add("--hostfile", type=Path, metavar="FILE", help="ask the hosts of this file too, lines such as `node1 slots=4`")
     add("--launcher", choices=LAUNCHERS, default="pdsh", help="see whether this one is here, for the hosts (pdsh)")
     add("--json", action="store_true", help="print one JSON object in place of lines")

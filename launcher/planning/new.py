@@ -18,6 +18,7 @@ from longstride.data_pipelines.durable import write_new
 from longstride.data_pipelines.modalities import MODALITIES
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, load_config
+from longstride.launcher.options import SIZES
 
 SCHEMA_FILE = "longstride.schema.json"  # beside the configurations that name it
 MOST_MICRO_BATCH = {"cpu": 4, "cuda": 64}
