@@ -26,7 +26,7 @@ campaign: $(VENV)/.installed-dev
 cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "cluster and not campaign"
 
-# The served page in Debian's chromium, or what $$CHROMIUM names.
+# Pages in Debian's chromium, or what $$CHROMIUM names.
 browser: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m browser
 

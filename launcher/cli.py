@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import importlib.metadata
+import io
 import os
 import select
 import sys
@@ -14,9 +15,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+from longstride.launcher.options import misspelt_keys
 from longstride.launcher.output import AgreedError, exit_codes, lasting_output, mute_accelerator_warning, report, say
 from longstride.launcher.stops import stopped_at_once
-from longstride.launcher.verbs import GROUPS, VERBS, Verb
+from longstride.launcher.verbs import GROUPS, VERBS, Verb, declare_options
 
 _EXAMPLE_COLUMNS = 45  # of `longstride --help`; a summary stands beside what is shorter
 
@@ -44,10 +46,9 @@ class Parser(argparse.ArgumentParser):
 
 def parser_of(verb: Verb) -> Parser:
     """The parser of a verb's options; imports what declares them."""
-    module = importlib.import_module(f"longstride.launcher.{verb.options or verb.module}")
     summary = f"{verb.summary[0].upper()}{verb.summary[1:]}."
     parser = Parser(prog=f"longstride {verb.words}", description=summary, examples=verb.examples)
-    getattr(module, verb.arguments)(parser)
+    declare_options(verb, parser)
     return parser
 
 
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     words = [word for word in words if not word.startswith("--local_rank=")]  # the deepspeed launcher puts it first
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a stream of another encoding, such as ASCII, is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = exit_codes.UNREAD
     try:
         try:
@@ -102,6 +105,12 @@ def _run(words: list[str]) -> int:
             parser, rest = parser_of(verb), words[len(verb.words.split()) :]
             as_they_are = verb.passes_words and rest not in (["--help"], ["-h"])
             options: Any = rest if as_they_are else parser.parse_intermixed_args(rest)
+            if (
+                not as_they_are
+                and "overrides" in options
+                and (lines := misspelt_keys(options.config, options.overrides))
+            ):
+                return report(AgreedError("\n".join(lines)))
             module = importlib.import_module(f"longstride.launcher.{verb.module}")
             try:
                 return getattr(module, verb.run)(options)

@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         stop.add_source(stop_file, handled_only=options.replay is None)  # a replay handles no stop
     # `longstride train` has said already what the command line changes.
     alone = options.started is None and os.environ.get("RANK", "0") == "0"
-    config = load_config(options.config, options.overrides, say if alone else None)
+    config = load_config(options.config, options.overrides, say if alone else None).with_lasting_data()
     source = FromOptions.of(options, options.resume)
     if config.train.max_seconds is not None:
         import psutil
@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         from longstride.launcher.data import Run, RunData, check_output, check_replay, profile_steps, resolve_steps
         from longstride.launcher.engine import check_engine, compile_kernels, prepare_accelerator
         from longstride.launcher.ranks import Ranks
-        from longstride.launcher.training import choose_start, open_initial, replay_step
+        from longstride.launcher.training import check_samples, choose_start, open_initial, replay_step
         from longstride.sparse_model import Division
 
     ranks = Ranks.from_environment(os.environ)
@@ -110,6 +110,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         check_replay(config, options.resume, options.replay)
     profiled = profile_steps(options.profile, options.replay)
     data = RunData(config, ranks)
+    check_samples(config, data)
     run = Run(
         config=resolve_steps(config, data, ranks),
         ranks=ranks,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 from typing import NamedTuple
 
 
@@ -139,20 +141,47 @@ VERBS = (
         ),
     ),
     Verb(
-        "show",
-        "draw patterns, attention, losses",
+        "show pattern",
+        "draw which positions read which",
         "drawing",
-        "add_show_arguments",
+        "add_pattern_arguments",
+        "run_pattern",
+        options="options.looking",
+        group="look",
+        examples=(
+            "longstride show pattern my.json --output pattern.png",
+            "longstride show pattern enwik8_fixed --query 5000 --html pattern.html",
+        ),
+    ),
+    Verb(
+        "show attention",
+        "draw what a model reads",
+        "drawing",
+        "add_attention_arguments",
+        "run_attention",
+        options="options.looking",
+        group="look",
+        examples=(
+            "longstride show attention runs/mine --output a.png",
+            "longstride show attention model --text my.txt --query 100 200 --output attention.png",
+        ),
+    ),
+    Verb(
+        "show loss",
+        "draw a run's loss over its steps",
+        "drawing",
+        "add_loss_arguments",
+        "run_loss",
         options="options.looking",
         group="look",
         examples=(
             "longstride show loss runs/mine --output loss.png",
-            "longstride show attention runs/mine --query 100 --query 200 --output attention.png",
+            "longstride show loss runs/mine --output ~/pictures/mine.png",
         ),
     ),
     Verb(
         "report",
-        "runs as one page: curves, samples, incidents",
+        "a page of curves and samples",
         "reporting",
         "add_report_arguments",
         options="options.looking",
@@ -246,4 +275,21 @@ VERBS = (
         group="configure",
         examples=("longstride config schema", "longstride config schema --output longstride.schema.json"),
     ),
+    Verb(
+        "completion",
+        "TAB completes verbs and options",
+        "completion",
+        "add_completion_arguments",
+        options="options.configuring",
+        group="configure",
+        examples=(
+            "longstride completion bash",
+            "longstride completion bash > ~/.local/share/bash-completion/completions/longstride",
+        ),
+    ),
 )
+
+
+def declare_options(verb: Verb, parser: argparse.ArgumentParser) -> None:
+    """Adds a verb's options to a parser."""
+    getattr(importlib.import_module(f"longstride.launcher.{verb.options or verb.module}"), verb.arguments)(parser)

@@ -33,7 +33,7 @@ ORDER = {
     "launcher": [
         "options", "output", "stops", "config", "from_options", "pictures", "ranks", "models", "hub", "engine", "data",
         "checkpoints", "exports", "evaluation", "training", "generation", "compression", "serving", "planning",
-        "drawing", "reporting", "train", "cluster", "doctor", "verbs", "cli", "demo",
+        "drawing", "reporting", "train", "cluster", "doctor", "verbs", "completion", "cli", "demo",
     ],
 }  # fmt: skip
 # Big rooms that have one face, and the rooms inside that have another. All others are imported room by room.
@@ -51,6 +51,7 @@ ONLY_IN = {
     "tqdm": ["launcher"],
     "tensorboard": ["launcher/training/monitors.py"],
     "transformers": ["launcher/hub"],
+    "shtab": ["launcher/completion.py"],
     "lm_eval": ["launcher/generation/lm_eval_model.py", "launcher/generation/lm_eval_command.py"],
     "wandb": ["launcher/training/monitors.py"],
     "PIL": ["data_pipelines/modalities/picture.py", "launcher/reporting/verbs.py"],

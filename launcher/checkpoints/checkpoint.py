@@ -56,8 +56,11 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The resolved configuration of the run that saved it; ConfigError where it is not one of this version's."""
-        return read_checkpoint_config(self.folder)
+        """The resolved configuration of the run that saved it, with its data as it is found from here.
+
+        ConfigError where it is not one of this version's.
+        """
+        return read_checkpoint_config(self.folder).with_data_of(self.folder.parents[1])
 
     @property
     def probe(self) -> Probe | None:

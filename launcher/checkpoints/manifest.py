@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from longstride.data_pipelines.durable import naming
+from longstride.data_pipelines.durable import naming, write_over
 from longstride.data_pipelines.plain_files import open_plain, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.probe import ProbeRecord
@@ -207,17 +207,7 @@ def write_json(path: Path, content: object) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a text so that the path holds the old content or the new, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    with naming(path), partial.open("x", encoding="utf-8") as file:  # not into what a link there leads to
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    write_over(path, text.encode())
 
 
 def gigabytes(count: int) -> str:

@@ -18,21 +18,33 @@ _URL = re.compile(r"(?P<protocol>[^/]+://)(?P<user>[^/?#]*@)?(?P<path>[^?]*)(?P<
 class RemoteConfig(StrictModel):
     """How remote shards are fetched. Credentials come from the environment of the store's library, never from here."""
 
-    cache: str | None = Field(default=None, min_length=1, description="folder; null: longstride in the user's cache")
-    cache_bytes: int = Field(default=_REMOTE.cache_bytes, gt=0, description="that the cache may hold")
-    attempts: int = Field(default=_REMOTE.attempts, gt=0, description="in a row that bring nothing")
+    cache: str | None = Field(
+        default=None, min_length=1, description="folder for fetched files; null: longstride in the user's cache"
+    )
+    cache_bytes: int = Field(default=_REMOTE.cache_bytes, gt=0, description="bytes that the cache may hold")
+    attempts: int = Field(
+        default=_REMOTE.attempts, gt=0, description="fetches in a row that bring nothing, until a file is given up"
+    )
     timeout_seconds: float = Field(
-        default=_REMOTE.timeout_seconds, gt=0, le=MOST_SECONDS, description="of one that stalls"
+        default=_REMOTE.timeout_seconds, gt=0, le=MOST_SECONDS, description="until a fetch that stalls counts as failed"
     )
     parallel: int = Field(default=_REMOTE.parallel, gt=0, le=1024, description="files fetched ahead at once")
     most_bytes: int = Field(
-        default=_REMOTE.most_bytes, gt=0, description="of a manifest, or another file whose size is not known before"
+        default=_REMOTE.most_bytes,
+        gt=0,
+        description="of a manifest, or another file whose size is not known before; more is refused",
     )
     least_bytes_per_second: float = Field(
-        default=_REMOTE.least_bytes_per_second, gt=0, le=MOST_SECONDS, description="of a fetch, its attempts together"
+        default=_REMOTE.least_bytes_per_second,
+        gt=0,
+        le=MOST_SECONDS,
+        description="rate below which a fetch is given up, its attempts together",
     )
     window_seconds: float = Field(
-        default=_REMOTE.window_seconds, gt=0, le=MOST_SECONDS, description="that a fetch may fall behind that rate"
+        default=_REMOTE.window_seconds,
+        gt=0,
+        le=MOST_SECONDS,
+        description="for which a fetch may be slower than that rate",
     )
 
 
@@ -48,36 +60,48 @@ class DataConfig(StrictModel):
     """Where the bytes come from."""
 
     path: str = Field(
-        min_length=1, description="folder of `longstride data build` or `index`, or its http(s):// or s3:// URL"
+        min_length=1,
+        description="folder of `longstride data build` or `index`, or its http(s):// or s3:// URL; a path counts from "
+        "the folder in which the run is started",
     )
-    train_split: str = Field(default="train", min_length=1)
-    validation_split: str = Field(default="validation", min_length=1)
+    train_split: str = Field(default="train", min_length=1, description="split that the model learns")
+    validation_split: str = Field(
+        default="validation", min_length=1, description="split that evaluations score; another one"
+    )
     order: Literal["exact", "streaming"] = Field(
-        default="exact", description="streaming: of older runs alone; `longstride data index` takes its place"
+        default="exact",
+        description="leave it out; streaming is of older runs alone: `longstride data index` takes its place",
     )
-    modality: str | None = Field(default=None, description="of older runs alone; a data folder knows its own")
-    extension: str | None = Field(default=None, description="of older runs alone; a data folder knows its own")
+    modality: str | None = Field(default=None, description="leave it out; of older runs alone: a folder knows its own")
+    extension: str | None = Field(default=None, description="leave it out; of older runs alone: a folder knows its own")
     seed: int = Field(default=0, ge=0, lt=2**64, description="of the order of the shards")
-    shuffle_bytes: int = Field(default=SHUFFLE_BYTES, ge=0, description="each lane is shuffled in blocks of this size")
+    shuffle_bytes: int = Field(
+        default=SHUFFLE_BYTES,
+        ge=0,
+        description="each lane (what one row of the batches reads) is shuffled in blocks of this size; 0: in sequence",
+    )
     packing: bool | PackingConfig | None = Field(
         default=None,
-        description="documents laid end to end, and how they meet; null: text yes, pictures and sounds no",
+        description="documents laid end to end (true), with contexts of their own (false), or end to end and apart "
+        "from each other (an object with attend); null: text true, pictures and sounds false",
     )
     separator: int | None = Field(default=None, ge=0, le=255, description="a byte behind each packed document")
     hop: int | None = Field(
         default=None, gt=0, description="bytes between the contexts of a document that is not packed; null: the context"
     )
     on_damage: Literal["abort", "substitute"] = Field(
-        default="abort", description="what becomes of a context that cannot be read"
+        default="abort",
+        description="what becomes of a context that cannot be read; substitute: another one stands in for it",
     )
-    workers: int = Field(default=0, ge=0, le=1024, description="processes a rank that read ahead")
+    workers: int = Field(default=0, ge=0, le=1024, description="processes that read ahead for each rank")
     prefetch: int = Field(default=2, gt=0, le=65_536, description="steps that each worker reads ahead")
     worker_timeout_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="without anything from a worker that is waited for; null: half of train.timeout_seconds",
+        description="without anything from a worker that is waited for and fetches nothing, until the run saves and "
+        "ends; null: half of train.timeout_seconds, and of remote data at least 2 × attempts × remote.timeout_seconds",
     )
-    remote: RemoteConfig = RemoteConfig()
+    remote: RemoteConfig = Field(default=RemoteConfig(), description="how shards behind a URL are fetched")
 
     left_out_at_default = ("worker_timeout_seconds",)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
@@ -14,6 +15,7 @@ from longstride.launcher.config.data_keys import DataConfig
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
 from longstride.launcher.config.extending import EXTENDS, SCHEMA
 from longstride.launcher.config.optimization import AdafactorConfig
+from longstride.launcher.config.places import found_path, lasting_path
 from longstride.launcher.config.train_keys import TrainConfig, batch_problem
 from longstride.sparse_model import ModelConfig, StrictModel
 
@@ -38,10 +40,12 @@ _OF_FILES = {
 class RunConfig(StrictModel):
     """A whole run. ``deepspeed`` is given inline or by name; here it is always the object itself."""
 
-    model: ModelConfig
-    data: DataConfig
-    train: TrainConfig
-    deepspeed: Annotated[dict[str, Any], WithJsonSchema(_NAME_OR_OBJECT)]
+    model: ModelConfig = Field(description="the network: its sizes, its attention, and what came after the paper")
+    data: DataConfig = Field(description="where the bytes come from, and in what order they are read")
+    train: TrainConfig = Field(description="how long, how fast, and what is written when")
+    deepspeed: Annotated[dict[str, Any], WithJsonSchema(_NAME_OR_OBJECT)] = Field(
+        description="a DeepSpeed configuration, or the name of one in ds_configs, such as zero1_bf16"
+    )
     notes: str = Field(default="", description="free text")
 
     @field_validator("deepspeed")
@@ -201,6 +205,17 @@ class RunConfig(StrictModel):
         host = cut.partition(" ")[0]
         rule = f"must divide the processes of every host, or be those of whole hosts; {host} has ranks {found}; {good}"
         raise ConfigError.at("train.sequence_parallel", shared, rule)
+
+    def with_lasting_data(self) -> RunConfig:
+        """As a run saves it, so that its data is found from any folder; see ``places``."""
+        return self._with_data(lasting_path(self.data.path, self.train.output))
+
+    def with_data_of(self, run: Path) -> RunConfig:
+        """As a ``run``'s folder has it, with the data's path as it is found from here."""
+        return self._with_data(found_path(self.data.path, self.train.output, run))
+
+    def _with_data(self, path: str) -> RunConfig:
+        return self.model_copy(update={"data": self.data.model_copy(update={"path": path})})
 
     def to_json(self) -> dict[str, Any]:
         """The resolved configuration as JSON values; ``RunConfig.model_validate`` takes it back."""

@@ -16,32 +16,57 @@ GuardPolicy = Literal["skip", "rewind", "stop"]
 class SpikeConfig(StrictModel):
     """What counts as a spike: a loss above the mean of the last ones by so many standard deviations."""
 
-    deviations: float = Field(default=6.0, gt=0, description="above the mean, in standard deviations")
+    deviations: float = Field(
+        default=6.0, gt=0, description="standard deviations above the mean, from which a loss is a spike"
+    )
     window: int = Field(
         default=100, ge=2, description="steps that mean and deviation are taken of; none is judged before"
     )
-    policy: GuardPolicy = "skip"
+    policy: GuardPolicy = Field(default="skip", description="skip the batch, rewind past it, or stop")
 
 
 class GuardsConfig(StrictModel):
     """What becomes of a step that would spoil the weights."""
 
     non_finite: GuardPolicy = Field(
-        default="stop", description="where the loss, or in bf16 and fp32 a gradient, is no finite number"
+        default="stop", description="policy where the loss, or in bf16 and fp32 a gradient, is no finite number"
     )
-    loss_scale_floor: GuardPolicy = Field(default="stop", description="where fp16 overflows at its lowest loss scale")
-    spike: SpikeConfig | None = Field(default=None, description="null: no loss is too high")
-    max_skips_in_a_row: int = Field(default=10, gt=0, description="that end the run: it would skip for ever")
-    max_rewinds: int = Field(default=3, gt=0, description="that do not get beyond the place; the next stops")
+    loss_scale_floor: GuardPolicy = Field(
+        default="stop", description="policy where fp16 overflows and its loss scale is at its lowest"
+    )
+    spike: SpikeConfig | None = Field(
+        default=None, description="policy where a loss is far above the last ones; null: no loss is too high"
+    )
+    max_skips_in_a_row: int = Field(
+        default=10, gt=0, description="skipped steps in a row; the run stops at the last of them"
+    )
+    max_rewinds: int = Field(
+        default=3, gt=0, description="rewinds that do not get the run beyond the place; the next one stops it"
+    )
 
 
 class StopWhenConfig(StrictModel):
     """When a run is over before its last step: its validation loss has come to a standstill."""
 
-    evaluations: int = Field(gt=0, description="in a row that did not improve")
+    evaluations: int = Field(gt=0, description="evaluations in a row that did not improve")
     by: float = Field(
         default=0.0, ge=0, description="bits per byte, or per pixel of a palette; an evaluation improves by more"
     )
+
+
+class SamplesConfig(StrictModel):
+    """What is sampled from the model in training."""
+
+    prompt: str = Field(default="", description="that the samples of text continue")
+    bytes: int | None = Field(
+        default=None, gt=0, description="to sample behind it; null: 256 of text, a whole picture, a context of sound"
+    )
+    count: int | None = Field(default=None, gt=0, le=64, description="samples at once; null: 4 of pictures, else 1")
+    temperature: float = Field(default=1.0, ge=0, description="of the model's choice; 0 takes the most likely byte")
+    top_p: float | None = Field(
+        default=None, gt=0, le=1, description="sample among the fewest bytes that hold this share; null: among all"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**62, description="with the step it decides what is drawn")
 
 
 class TrainConfig(StrictModel):
@@ -50,29 +75,48 @@ class TrainConfig(StrictModel):
     MOST_CONTEXTS: ClassVar[int] = 65_536  # that are computed at once
     MOST_PROCESSES: ClassVar[int] = 16_384  # of a run: the manifest of more would be longer than what is read of one
 
-    output: str = Field(min_length=1, description="run folder")
+    output: str = Field(min_length=1, description="run folder; one that holds a run is only taken with --resume")
     steps: int | None = Field(
-        default=None, gt=0, le=10**15, description="optimiser steps, skipped ones included; or give epochs"
+        default=None,
+        gt=0,
+        le=10**15,
+        description="optimiser steps of the whole run, skipped ones included; or give epochs",
     )
-    epochs: float | None = Field(default=None, gt=0, description="passes over the train split, in place of steps")
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="in place of steps: passes over the train split; floor(epochs × contexts / global_batch) steps",
+    )
     global_batch: int = Field(gt=0, le=10**9, description="contexts a step, over all processes")
-    micro_batch: int = Field(gt=0, le=MOST_CONTEXTS, description="contexts a process runs at once")
-    learning_rate: float = Field(gt=0, description="at the end of the warm-up")
-    optimizer: OptimizerConfig | None = Field(default=None, description="null: AdamW, with one rate for all parts")
-    warmup_steps: int = Field(default=0, ge=0, description="linear, from 0")
-    schedule: ScheduleConfig = "cosine"
+    micro_batch: int = Field(
+        gt=0, le=MOST_CONTEXTS, description="contexts a process runs at once; the rest of its share is accumulated"
+    )
+    learning_rate: float = Field(gt=0, description="the highest, at the end of the warm-up")
+    optimizer: OptimizerConfig | None = Field(
+        default=None, description="an object with a type; null: AdamW, with one rate for all parts"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="steps in which the learning rate rises from 0, linearly")
+    schedule: ScheduleConfig = Field(
+        default="cosine",
+        description="between the two rates; constant: none; an object with type wsd: constant, then linear",
+    )
     final_learning_rate: float = Field(default=0.0, ge=0, description="at the last step, where the schedule decays")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled, on tensors of two or more dimensions")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.999), strict=False
+        default=(0.9, 0.999), strict=False, description="of AdamW: decay of the mean gradient, and of its square"
     )
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0, description="of AdamW: added to the root of the mean square")
     ema_decay: float | None = Field(
         default=None, gt=0, lt=1, description="of a moving average of the weights, such as 0.999; null: none is kept"
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the initial weights and of dropout")
-    activation_checkpointing: bool = Field(default=False, description="recompute each residual block in backward")
-    compile: bool = Field(default=False, description="the residual blocks by torch.compile, for training steps alone")
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="recompute each residual block in the backward pass; not beside model.reversible",
+    )
+    compile: bool = Field(
+        default=False, description="compile the residual blocks by torch.compile, for training steps alone"
+    )
     sequence_parallel: int | None = Field(
         default=None, gt=0, description="processes that share each context; null: every process has its own"
     )
@@ -80,14 +124,18 @@ class TrainConfig(StrictModel):
         default="auto", description="what attention exchanges between them; auto: in each layer what sends fewer bytes"
     )
     log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")
-    evaluate_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
-    evaluate_contexts: int | None = Field(default=None, gt=0, description="contexts of an evaluation; null: all")
-    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
+    evaluate_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: at the end only")
+    evaluate_contexts: int | None = Field(
+        default=None, gt=0, description="contexts of an evaluation, evenly spread; null: the whole split"
+    )
+    checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: at the end only")
     checkpoint_in_background: bool = Field(
         default=False, description="copy to the host's memory, and write from there while training goes on"
     )
-    keep_last: int | None = Field(default=None, gt=0, description="checkpoints that stay; null: all")
-    keep_every: int | None = Field(default=None, gt=0, description="steps whose checkpoints stay for ever")
+    keep_last: int | None = Field(default=None, gt=0, description="newest checkpoints that stay; null: all")
+    keep_every: int | None = Field(
+        default=None, gt=0, description="checkpoints of every step that this divides stay too"
+    )
     keep_best: int = Field(
         default=0, ge=0, description="checkpoints with the lowest validation losses that are saved and stay"
     )
@@ -95,13 +143,24 @@ class TrainConfig(StrictModel):
         default=True, description="save the loss on one context with every checkpoint, and hold a loaded model to it"
     )
     timeout_seconds: float = Field(
-        default=1800.0, gt=0, description="of a collective: a process that waits longer ends"
+        default=1800.0,
+        gt=0,
+        description="of every collective, and of the meeting at the start: a process that waits longer ends",
     )
-    max_seconds: float | None = Field(default=None, gt=0, description="until the run saves and stops; null: no limit")
+    max_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="since the start, until the run saves and ends, to be gone on with (exit code 75); null: no limit",
+    )
     stop_when: StopWhenConfig | None = Field(
-        default=None, description="the validation loss no longer falls; null: at the last step"
+        default=None,
+        description="end the run once the validation loss has come to a standstill; null: at the last step",
     )
-    guards: GuardsConfig = GuardsConfig()
+    guards: GuardsConfig = Field(
+        default=GuardsConfig(), description="what becomes of a step that would spoil the weights"
+    )
+    samples_every: int = Field(default=0, ge=0, description="steps between samples into the run folder; 0: never")
+    samples: SamplesConfig = Field(default=SamplesConfig(), description="what is sampled then")
 
     left_out_at_default = (
         "optimizer",
@@ -110,6 +169,8 @@ class TrainConfig(StrictModel):
         "sequence_exchange",
         "keep_best",
         "stop_when",
+        "samples_every",
+        "samples",
     )
 
     @model_validator(mode="after")

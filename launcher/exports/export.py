@@ -45,7 +45,7 @@ from longstride.launcher.models import (
     usable_device,
 )
 from longstride.launcher.options import DEFAULT_SHARD_SIZE
-from longstride.launcher.output import file_names, say
+from longstride.launcher.output import WorkCounter, file_names, say
 from longstride.sparse_model import ModelConfig
 
 _PROBE = "probe (a check on random bytes, not the model's score)"  # whose loss is high: none can be learned
@@ -155,7 +155,10 @@ def _write(
     config, manifest = checkpoint.config, checkpoint.manifest
     model, data = config.to_json()["model"], ModelData.of_run(config, run_folder)
     fingerprint = Fingerprint(model)
-    write_weights(folder, shapes.of, tensor, DTYPES[options.dtype], options.shard_bytes, fingerprint, shapes.buffers)
+    counter = WorkCounter("writing", len(shapes.of), "tensors")
+    given = _counted(tensor, counter)
+    write_weights(folder, shapes.of, given, DTYPES[options.dtype], options.shard_bytes, fingerprint, shapes.buffers)
+    counter.close()
     content: dict[str, Any] = {
         "format": Exported.FORMAT,
         "model": model,
@@ -201,9 +204,12 @@ def check_losses(
 
     def loss(tensor: Callable[[str], Tensor], dtype: torch.dtype) -> tuple[float, ModelConfig]:
         """The mean nats of the context, and the configuration that computed them."""
-        model = streamed_model(exported.config, tensor, dtype, device)
+        counter = WorkCounter("checking one context", len(exported.names), "tensors")
+        model = streamed_model(exported.config, _counted(tensor, counter), dtype, device)
         with torch.no_grad():
-            return float(model(content[None].to(device), return_nats=True).double().mean()), model.config
+            mean = float(model(content[None].to(device), return_nats=True).double().mean())
+        counter.close()
+        return mean, model.config
 
     stored = next(name for name, dtype in DTYPES.items() if dtype == exported.dtype)
     compared = probe.precision if kind == AVERAGE or stored in ("fp32", probe.precision) else stored
@@ -224,3 +230,13 @@ def check_losses(
         average, _ = loss(exported.tensor, exported.dtype)
         return f"{_PROBE}: {average:.6f} nats; of the trained weights {nats:.6f}, {trainers}"
     return f"{_PROBE}: {nats:.6f} nats, {trainers}"
+
+
+def _counted(tensor: Callable[[str], Tensor], counter: WorkCounter) -> Callable[[str], Tensor]:
+    """The same function of a name, each of whose tensors is counted."""
+
+    def fetch(name: str) -> Tensor:
+        counter.add(1)
+        return tensor(name)
+
+    return fetch

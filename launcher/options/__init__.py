@@ -4,6 +4,7 @@ Imports neither torch nor deepspeed, so that help, completion and a wrong option
 of verbs, as `longstride --help` lists them.
 """
 
+from longstride.launcher.options.keys import KEYS, misspelt_keys
 from longstride.launcher.options.shared import TRUST_OPTION, add_step_argument, add_trust_argument
 from longstride.launcher.options.training import HOSTFILE, add_rank_arguments
 from longstride.launcher.options.using import DEFAULT_SHARD_SIZE

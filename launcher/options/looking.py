@@ -1,9 +1,10 @@
-"""Options of `longstride evaluate`, `longstride show` and `longstride report`."""
+"""Options of `longstride evaluate`, of the three verbs `longstride show …`, and of `longstride report`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from longstride.launcher.options.shared import (
     PRECISIONS,
@@ -33,24 +34,94 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequence-parallel", type=int, default=1, metavar="U", help=shared)
 
 
-def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride show`."""
-    add = parser.add_argument
-    add("what", choices=("pattern", "attention", "loss"), help="which picture to draw")
-    source = "pattern: a run's JSON, or the name of one of ds_configs/experiments, or with --text a run folder; "
-    add("source", type=Path, metavar="CONFIG|RUN", help=f"{source}attention, loss: a run folder")
-    add("--output", type=Path, required=True, metavar="PNG", help="write the picture here; nothing is written over")
-    view = "show what the query at position P reads; for attention repeatable (default: some far apart)"
-    add("--query", type=int, action="append", metavar="P", help=view)
-    text = "pattern: show what heads that choose their keys by content read of this file"
-    add("--text", type=Path, metavar="FILE", help=text)
-    add_step_argument(parser, "attention: take")
-    context = "attention: feed context K of the validation split (default: 0)"
-    add("--context-number", type=int, metavar="K", help=context)
-    weights = "attention: take weights as trained, or their moving average (default: trained)"
-    add("--weights", choices=WEIGHTS, help=weights)
-    add("--head", type=int, metavar="H", help="attention: show head H alone (default: the mean of all)")
+class _Queries(argparse.Action):
+    """`--query P …`; a word behind the numbers is the source, which may stand there as well as before them."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Adds the numbers to those of the options before."""
+        numbers = list(values)
+        if len(numbers) > 1 and not _is_number(numbers[-1]) and namespace.behind is None:
+            namespace.behind = Path(numbers.pop())
+        if not all(map(_is_number, numbers)):
+            parser.error(f"argument --query: must be positions, such as --query 100 2000; not {' '.join(numbers)}")
+        namespace.query = [*(namespace.query or ()), *map(int, numbers)]
+
+
+def _is_number(word: str) -> bool:
+    return word.removeprefix("-").isdecimal()
+
+
+def _add_source(parser: argparse.ArgumentParser, metavar: str, help_text: str) -> None:
+    # The parser does not ask for it, as it may stand behind the numbers of --query.
+    parser.add_argument("source", type=Path, nargs="?", metavar=metavar, help=help_text)
+    parser.set_defaults(behind=None)
+
+
+def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `show pattern`."""
+    _add_source(
+        parser,
+        "CONFIG|RUN",
+        "a run's JSON file, the name of one of ds_configs/experiments such as demo, or a run's folder",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.png", help="picture to make")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="page to make, which tells what each query reads (one file)"
+    )
+    parser.add_argument(
+        "--query",
+        nargs="+",
+        action=_Queries,
+        metavar="P",
+        help="position whose view is shown, from 0 (default: one below the middle)",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="draw what heads that choose their keys by content read of the first bytes of this file",
+    )
     add_trust_argument(parser)
+
+
+def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `show attention`."""
+    _add_source(parser, "RUN|MODEL", "a run's folder, or an exported model's with --data or --text")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to make")
+    parser.add_argument(
+        "--query",
+        nargs="+",
+        action=_Queries,
+        metavar="P",
+        help="positions whose views are shown, from 0, six at most (default: of pictures four, else a matrix of all)",
+    )
+    add_step_argument(parser, "take")
+    parser.add_argument(
+        "--context-number",
+        type=int,
+        metavar="K",
+        help="context of the validation split that is read, from 0 (default: 0)",
+    )
+    parser.add_argument(
+        "--data", metavar="DIR|URL", help="data folder whose validation split is read (default: the run's)"
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="file whose first bytes are read, in place of data")
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default=WEIGHTS[0],
+        help="take weights as they were trained, or their moving average (default: trained)",
+    )
+    parser.add_argument("--head", type=int, metavar="H", help="one head, from 0 (default: the mean of all)")
+    add_trust_argument(parser)
+
+
+def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `show loss`."""
+    parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to make")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

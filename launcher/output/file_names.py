@@ -7,6 +7,7 @@ DATA = "data.json"  # of a run on pictures with a palette: what its tokens are, 
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"  # of the model in training, by step
 GUARDS = "guards"  # a file for each step that a guard rejected
+SAMPLES = "samples"  # of the model in training
 PROFILE = "profile"  # of some steps
 STACKS = "stacks"  # of ranks whose collective timed out
 OVER = ".over"  # the step after which train.stop_when has ended the run

@@ -21,6 +21,7 @@ LEAST_COLUMNS = 60
 MEAN_SHARE = 40  # a smoothed curve is the mean over this part of a run, up to each step
 _SIDE = 1000
 _EDGE = 0.01  # of the width, left free at both sides
+_FINEST = 1e-6  # of the largest value: a chart shows no smaller differences
 _LOG_FROM = 50.0  # times that the largest value is the smallest, from which a scale may be logarithmic
 
 
@@ -99,12 +100,11 @@ def draw(chart: Chart) -> str:
     low, high, cut = value_range(values, log_y)
     steps = np.concatenate([each.series.steps for each in curves])
     left, right = float(steps.min()), float(steps.max())
-    if left == right:
-        left, right = left - 1, right + 1
-    elif chart.log_x:
-        left, right = left / (room := (right / left) ** _EDGE), right * room
+    if chart.log_x and left < right:
+        left, right = left / (edge := (right / left) ** _EDGE), right * edge
     else:
-        left, right = left - _EDGE * (right - left), right + _EDGE * (right - left)
+        edge = max(_EDGE * (right - left), _FINEST * right, 0.01)
+        left, right = left - edge, right + edge
     x, y = Scale(left, right, chart.log_x), Scale(low, high, log_y)
     notes = [chart.note] if chart.note else []
     if cut:
@@ -157,7 +157,7 @@ def value_range(values: np.ndarray, log: bool = False) -> tuple[float, float, bo
     cut = high - low > 2.5 * (usual - low) > 0
     if cut:
         high = usual + 0.35 * (usual - low)
-    room = 0.05 * (high - low) or abs(high) * 0.1 or 1.0
+    room = max(0.05 * (high - low), _FINEST * abs(high)) if high > low else 0.1 * abs(high) or 1.0
     bottom = max(low - room, 0.0) if low >= 0 else low - room
     return bottom, high + room, cut
 

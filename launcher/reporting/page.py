@@ -70,7 +70,9 @@ def compose(runs: Sequence[RunRecord], given: list[dict[str, Any]], answers: Seq
         "media-src data:; base-uri 'none'; form-action 'none'"
     )
     title = shown(", ".join(name for name, _ in named), 120)
-    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    # And not the time of now: the same runs make the same page.
+    newest = max((run.changed for run in runs), default=0.0)
+    told = datetime.fromtimestamp(newest, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -78,7 +80,8 @@ def compose(runs: Sequence[RunRecord], given: list[dict[str, Any]], answers: Seq
         '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'
         f"<title>{title} · Longstride</title><style>{style}</style></head>\n<body>{head}"
         f'<nav aria-label="parts"><div>{links}</div></nav>\n<main>{body}</main>\n'
-        f"<footer>Made by <code>longstride report</code>, {made}. One file: it asks for nothing else.</footer>"
+        f"<footer>Made by <code>longstride report</code> of what was recorded up to {told}. "
+        "One file: it asks for nothing else.</footer>"
         f"<script>{script}</script></body></html>\n"
     )
 

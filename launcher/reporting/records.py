@@ -32,6 +32,7 @@ _MOST_NAME_CHARACTERS = 100  # of a split
 _MOST_FILES = 1000  # of a kind that are opened
 _MOST_RECORD_BYTES = 2**24
 _MOST_SAMPLE_BYTES = 2**20
+_LEAST, _MOST = 1e-100, 1e100  # of a number
 _SAMPLE = re.compile(r"step-(\d{8,18})\.(txt|png|wav)")
 _INCIDENT = re.compile(r"step-\d{8,18}(-\d+)?\.json")
 
@@ -75,6 +76,7 @@ class RunRecord:
     """All that a report shows of a run."""
 
     folder: Path
+    changed: float = 0.0  # seconds since 1970: when its newest line was written
     unit: str = "bits per byte"
     train: dict[str, Series] = field(default_factory=dict)  # by measure; the loss as "bits"
     evaluations: dict[str, Series] = field(default_factory=dict)  # bits by split
@@ -122,6 +124,7 @@ def read_run(folder: Path) -> RunRecord:
     record = RunRecord(folder)
     try:
         _read_metrics(record)
+        record.changed = (folder / file_names.METRICS).stat().st_mtime
     except OSError as error:
         raise ConfigError(f"{folder / file_names.METRICS}: cannot be read: {error.strerror}") from None
     try:
@@ -147,7 +150,9 @@ def read_positions(path: Path) -> dict[str, Any] | None:
         counts = positions["bytes" if name == "bits_per_byte" else "tokens"]
         rows = zip(positions["first"], positions["end"], counts, positions[name], strict=True)
         bins = [(int(first), int(end), int(count), float(bits)) for first, end, count, bits in rows if bits is not None]
-        good = all(0 <= first < end <= 2**31 and count > 0 and math.isfinite(bits) for first, end, count, bits in bins)
+        good = all(
+            0 <= first < end <= 2**31 and 0 < count < 2**62 and abs(bits) < _MOST for first, end, count, bits in bins
+        )
         step, split = int(content["step"]), str(content["split"])[:_MOST_NAME_CHARACTERS]
     except (OSError, JSONError, KeyError, TypeError, ValueError, OverflowError, StopIteration):
         return None
@@ -216,32 +221,36 @@ def _read_metrics(record: RunRecord) -> None:
 
 
 def _number(value: object) -> float:
-    """A finite number as a float, anything else as nan."""
+    """A number as a float; anything else, and what no run measures, as nan."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
-        return float(value) if math.isfinite(value) else math.nan
+        number = float(value)
     except OverflowError:
         return math.nan
+    if not _LEAST < abs(number) < _MOST:  # what no chart has a scale for
+        return 0.0 if abs(number) <= _LEAST else math.nan
+    return number
 
 
 def _read_incidents(record: RunRecord) -> None:
     """The steps that a guard refused, by the files that it left; they tell more than the lines of the same steps."""
     folder = record.folder / file_names.GUARDS
+    told: set[tuple[int, str]] = set()  # by lines as well
+    incidents = []
     for path in sorted(each for each in folder.glob("*.json") if _INCIDENT.fullmatch(each.name))[:_MOST_FILES]:
         try:
             incident = load_json_object(path)
+            step, outcome = int(incident["step"]), f"{incident['outcome']}: {incident['reason']}"
             back = incident.get("rewound_to")
-            outcome = f"{incident['outcome']}: {incident['reason']}"
             text = outcome if back is None else f"{outcome}; back to step {int(back):,}"
-            event = Event(int(incident["step"]), "guard", text)
         except (ConfigError, KeyError, TypeError, ValueError):
             record.notices.append(f"{file_names.GUARDS}/{path.name}: cannot be read")
             continue
-        record.events = [
-            each for each in record.events if (each.step, each.kind) != (event.step, "guard") or each.text != outcome
-        ]
-        record.events.append(event)
+        told.add((step, outcome))
+        incidents.append(Event(step, "guard", text))
+    lines = [each for each in record.events if each.kind != "guard" or (each.step, each.text) not in told]
+    record.events = lines + incidents
 
 
 def _read_starts(record: RunRecord) -> None:

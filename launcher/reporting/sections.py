@@ -234,7 +234,7 @@ def starts(runs: Runs, room: Room) -> str:
                 shown(str(start.get("time", "")).replace("T", " ").replace("+00:00", " UTC")),
                 f"{start['step']:,}",
                 f'<span class="tag">{shown(start.get("how", ""), 20)}</span>'
-                + (f" {shown(start['from'])}" if "from" in start else ""),
+                + (f" {shown(_listed(start['from'], ' '))}" if "from" in start else ""),
                 _machines(start),
                 shown(_listed(start.get("versions"), " ")),
                 _changes(start.get("changes")),
@@ -311,8 +311,7 @@ def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, 
     rows.append(
         ("peak memory of a process", planned, mebibytes(float(memory.values.max())) if memory is not None else "")
     )
-    expected = plan.get("seconds") if isinstance(plan.get("seconds"), int | float) else None
-    rows.append(("seconds a step, median", duration(expected) if expected else "", f"{median:.3g} s" if median else ""))
+    rows.append(("a step, median", "", duration(median) if median else ""))
     if work:
         rate = f"{flops(work / median)}/s" if median else ""
         rows.append(("operations of a step", flops(work), rate))

@@ -7,3 +7,4 @@ from longstride.launcher.training.loop import Trainer
 from longstride.launcher.training.plateau import Plateau
 from longstride.launcher.training.replay import replay_step
 from longstride.launcher.training.resume import begin, choose_start, prepare_folder
+from longstride.launcher.training.samples import check_samples

@@ -19,14 +19,16 @@ from longstride.launcher.checkpoints import NotSavedError, Saver, Score, error_l
 from longstride.launcher.data import GlobalBatch, Run
 from longstride.launcher.engine import EngineStep, StepPart, weights_are_finite
 from longstride.launcher.evaluation import evaluate_split
-from longstride.launcher.output import AgreedError, file_names, metrics_file
+from longstride.launcher.output import AgreedError, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, Watchdog
 from longstride.launcher.stops import StopAskedError
+from longstride.launcher.training.ending import summary
 from longstride.launcher.training.guards import Guards, GuardStopError, as_number
 from longstride.launcher.training.plateau import Plateau
 from longstride.launcher.training.profile import StepProfiler
 from longstride.launcher.training.recorder import Recorder, device_seconds
 from longstride.launcher.training.resume import GuardResponse
+from longstride.launcher.training.samples import Sampler
 from longstride.launcher.training.utilization import Utilization, peak_memory_bytes
 from longstride.sparse_model import SparseTransformer
 
@@ -39,6 +41,7 @@ class Trainer:
         self._guards, self._plateau = guards, plateau
         self._recorder = Recorder(run.folder, engine, run.ranks.is_first, run.config.train.last_step)
         self._utilization = Utilization(run.config, run.ranks, engine.device)
+        self._sampler = Sampler(run, engine, self._recorder)
         self._saver = Saver(engine, run.config, run.ranks, self._recorder.say, self._recorder.flush)
         self._state: StreamState  # the next batch
         self._batches: Generator[GlobalBatch[Batch]]
@@ -58,7 +61,8 @@ class Trainer:
             GuardStopError: on every rank, where a guard stops the run; what is done before its step is saved.
         """
         run, engine = self._run, self._engine
-        evaluation_is_missing = lacks_evaluation(engine.global_steps, run)
+        first, begin = engine.global_steps, time.monotonic()
+        evaluation_is_missing = lacks_evaluation(first, run)
         self._open_batches(state)
         config, world_size, shared = run.config, run.ranks.world_size, run.ranks.sequence_parallel
         numel = sum(getattr(each, "ds_numel", each.numel()) for each in engine.module.parameters())
@@ -97,6 +101,9 @@ class Trainer:
         finally:
             profiler.close()
             self._recorder.close()
+        if run.ranks.is_first:  # now that no bar is in the way
+            for line in summary(run, engine.global_steps, first, time.monotonic() - begin):
+                say(line)
 
     def _step(self) -> None:
         """One step, and what is due after it; or back to a checkpoint, where a guard asks for that."""
@@ -132,6 +139,9 @@ class Trainer:
             self._saver.save(self._state, self._memory())
         if is_due(step, settings.evaluate_every, settings.last_step):
             self._evaluate()
+        if settings.samples_every and is_due(step, settings.samples_every, settings.last_step):
+            self._watchdog.at(f"samples after step {step}")
+            self._sampler.sample(step)
 
     def _open_batches(self, state: StreamState | None) -> None:
         """Takes the batches from a state on."""

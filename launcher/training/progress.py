@@ -88,7 +88,7 @@ class Progress:
         self._bar: tqdm | None = None
         if stream.isatty():
             size: dict[str, Any] = {"dynamic_ncols": True} if _has_size(stream) else _USUAL_SIZE
-            form = "step {n_fmt}/{total_fmt} {bar:10} {postfix}"
+            form = "step {n_fmt}/{total_fmt} {bar:10} {desc}"
             self._bar = tqdm(total=steps, initial=done, file=stream, bar_format=form, **size)
 
     def advance(self, line: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class Progress:
         step = line["step"]
         self._rates.add(line)
         if self._bar is not None:
-            self._bar.set_postfix_str(self._rates.words(line, self._steps - step), refresh=False)
+            self._bar.set_description_str(self._rates.words(line, self._steps - step), refresh=False)
             self._bar.update(step - self._bar.n)
             return
         now = time.monotonic()
@@ -108,7 +108,7 @@ class Progress:
         """Goes back to a step; what came before counts no more."""
         self._rates = Rates()
         if self._bar is not None:
-            self._bar.set_postfix_str(reason, refresh=False)
+            self._bar.set_description_str(reason, refresh=False)
             self._bar.update(step - self._bar.n)
         else:
             self._last = None

@@ -8,14 +8,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.durable import flush_folder
+from longstride.launcher.models import ModelData
 from longstride.launcher.output import file_names, metrics_file
 from longstride.launcher.training.monitors import Monitors
 from longstride.launcher.training.progress import Progress
@@ -46,6 +48,11 @@ class Recorder:
             return
         self._lines.append(json.dumps(line), f"step {line['step']}")
         self._monitors.write(line)
+
+    def samples(self, step: int, data: ModelData, drawn: np.ndarray, files: Sequence[Path]) -> None:
+        """Hands samples of a step, (S, bytes) uint8, that were written to files, to DeepSpeed's monitors."""
+        if self._is_first:
+            self._monitors.samples(step, data, drawn, files)
 
     def flush(self) -> None:
         """Brings all lines to the disk: a checkpoint that outlives a power cut has those of its steps.

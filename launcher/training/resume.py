@@ -183,7 +183,10 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
         flush_folder(run.folder)
         if chosen is None:
             _flush_name(run.folder)
-        if chosen:
+        if chosen and step >= run.config.train.last_step:
+            longer = f"train.epochs={2 * run.epochs:g}" if run.epochs else f"train.steps={2 * step}"
+            say(f"{run.folder} is finished: {chosen.folder.name} is its last; --resume auto {longer} goes on")
+        elif chosen:
             say(f"going on from {chosen.folder}")
         for path in filter(None, moved):
             say(f"kept what lay beyond as {path}")

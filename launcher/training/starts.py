@@ -35,7 +35,8 @@ def describe_start(run: Run, step: int | None) -> dict[str, Any]:
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "step": step or 0,
-        "how": "new" if step is None else "resume",
+        "how": "resume" if step is not None else "from" if run.origin is not None else "new",
+        **({"from": run.origin} if step is None and run.origin is not None else {}),
         "hosts": list(dict.fromkeys(host for host, _ in places)),
         "processes": run.ranks.world_size,
         "devices": dict(Counter(device for _, device in places)),

@@ -26,6 +26,7 @@ from longstride.sparse_model.part import HeadWidths, Mixed, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 
 ALL_HEADS = slice(None)
+KEY_VALUE_HEADS = "heads of keys and values, each for a group of heads of queries; a divisor of heads; null: as many"
 
 
 class OfQueriesAndKeys:

@@ -257,3 +257,23 @@ def test_values_that_are_no_numbers_leave_gaps(tmp_path: Path) -> None:
     assert [len(record.train[name]) for name in ("bits", "grad_norm", "seconds")] == [30, 29, 29]
     assert "mfu" not in record.train
     assert re.search(r'<path class="pale|<path class="line', report(tmp_path / "report.html", run, "--quick"))
+
+
+@pytest.mark.parametrize("values", [(1e308, -1e308), (5e-324, 1e-99), (1.0, 1.0 + 2**-52), (-3.0, 1e99), (0.0, 0.0)])
+@pytest.mark.parametrize("steps", [(2**62, 2**62 + 1), (0, 2**62), (5, 5)])
+def test_numbers_that_no_run_measures_make_a_page(
+    values: tuple[float, float], steps: tuple[int, int], tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", steps=2)
+    names = ("bits_per_byte", "grad_norm", "loss_scale", "seconds", "tokens_per_second", "learning_rate")
+    lines = [
+        dict.fromkeys(names, value) | {"step": step, "split": "train"}
+        for value, step in zip(values, steps, strict=True)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Page(report(tmp_path / "report.html", run, "--quick"))
+    paths = [attrs["d"] or "" for tag, attrs in page.elements if tag == "path"]
+    assert not [each for each in paths if "n" in each]  # nan, inf
+    for tag, attrs in page.elements:
+        if tag == "text":
+            assert re.fullmatch(r"-?[\d.]+%?", attrs["x"] or "") and re.fullmatch(r"[\d.]+%", attrs["y"] or "")

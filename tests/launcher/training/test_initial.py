@@ -186,6 +186,8 @@ def test_first_loss_is_that_of_the_source_and_a_run_goes_on_from_its_own(
         "run": source.name, "step": 8, "weights": "trained", "manifest_sha256": checkpoint.manifest_digest(),
         "parameters_taken": count,
     }  # fmt: skip
+    (start,) = map(json.loads, (tmp_path / "run/starts.jsonl").read_text().splitlines())
+    assert (start["how"], start["from"]) == ("from", made.manifest.origin)
     assert cli.main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 0
     assert Exported(tmp_path / "out").content["origin"]["from"] == made.manifest.origin
     shutil.rmtree(tmp_path / "out")
@@ -194,6 +196,8 @@ def test_first_loss_is_that_of_the_source_and_a_run_goes_on_from_its_own(
     assert ended.codes == [0, 0], ended.stderr
     assert f"longstride: --from={tmp_path / 'gone'}: not needed, as the run goes on from its own" in ended.stderr[0]
     assert open_checkpoint(tmp_path / "run", None).manifest.origin == made.manifest.origin
+    last = json.loads((tmp_path / "run/starts.jsonl").read_text().splitlines()[-1])
+    assert last["how"] == "resume" and "from" not in last
 
 
 def test_export_in_half_precision_gives_a_longer_context_and_another_pattern(
@@ -233,20 +237,28 @@ def test_damaged_or_foreign_source_is_refused_and_leaves_nothing(
 @pytest.mark.parametrize("tables", [[], [TABLES]], ids=["", "tables"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("shared", [None, 2])
+@pytest.mark.parametrize("processes", [None, 2], ids=["", "shared"])
 def test_first_loss_is_that_of_the_source_in_every_layout(
-    shared: int | None, stage: int, precision: str, tables: list[str], weights: str, trained: Trained,
+    processes: int | None, stage: int, precision: str, tables: list[str], weights: str, trained: Trained,
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Of a run and of its export, which give the same; the source was trained in fp32 by two ranks under ZeRO 2."""
     source = trained(f"source{'-tables' * len(tables)}", 2, "deepspeed=zero2_fp32", *tables)
     given = ["--from", str(source), "--from-weights", weights]
     capsys.readouterr()
-    evaluated = ["evaluate", str(source), "--weights", weights, "--contexts", "6"]
+    evaluated = ["evaluate", str(source), "--weights", weights]
     assert cli.main(evaluated) == 0
     expected = json.loads(capsys.readouterr().out)["loss_nats"]
-    sharing = [] if shared is None else [f"train.sequence_parallel={shared}"]
-    words = ["--config", str(config_file), f"deepspeed=zero{stage}_{precision}", *tables, *STILL, *sharing]
+    sharing = [] if processes is None else [f"train.sequence_parallel={processes}"]
+    words = [
+        "--config",
+        str(config_file),
+        "train.evaluate_contexts=null",
+        f"deepspeed=zero{stage}_{precision}",
+        *tables,
+        *STILL,
+        *sharing,
+    ]
     ended = spawn([*words, *given], 2)
     assert ended.codes == [0, 0], ended.stderr
     rel = 1e-6 if precision == "fp32" else 1e-2
