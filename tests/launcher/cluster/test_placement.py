@@ -18,14 +18,18 @@ from longstride.launcher.cluster.placement import (
 )
 from longstride.launcher.cluster.supervisor import Launch
 from longstride.launcher.config import RunConfig, load_config
+from longstride.launcher.options.training import add_train_arguments
 
-OPTIONS = argparse.Namespace(
-    config="X.json", resume="never", overrides=[], master_port=None, trust_checkpoint=False, replay=None, profile=None
-)
+
+def options() -> argparse.Namespace:
+    """Of `longstride train --config X.json`."""
+    parser = argparse.ArgumentParser()
+    add_train_arguments(parser)
+    return parser.parse_args(["--config", "X.json"])
 
 
 def launch(config: RunConfig, processes: int | None) -> Launch:
-    return LocalRanks(config, OPTIONS, processes, 1.5).launch("auto")
+    return LocalRanks(config, options(), processes, 1.5).launch("auto")
 
 
 @pytest.fixture
@@ -146,7 +150,7 @@ def test_lost_gpu_makes_a_smaller_run(config: RunConfig, monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     counted = iter([4, 3, 0])
     monkeypatch.setattr(placement, "count_accelerators", lambda: next(counted))
-    ranks = LocalRanks(config, OPTIONS, None, 1.5)
+    ranks = LocalRanks(config, options(), None, 1.5)
     assert ranks.shrink() == "with 4 processes"
     assert ranks.shrink() == "with 2 processes, as 3 GPUs are left of 4"
     launched = ranks.launch("auto")
