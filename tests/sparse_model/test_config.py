@@ -144,7 +144,8 @@ def test_the_schema_lists_every_pattern() -> None:
     assert [each["properties"]["type"]["const"] for each in others] == list(MIXERS)
     assert by_head["required"] == ["heads"] and listed["type"] == "array"
     (longnet,) = (each for each in patterns if each["properties"]["type"]["const"] == "longnet")
-    assert longnet["properties"]["segments"] == {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+    segments = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+    assert longnet["properties"]["segments"] == segments | {"description": "positions; each divides the next"}
     assert longnet["required"] == ["type", "segments", "dilations"]
     assert not any("index" in each["properties"] for each in patterns)
     assert model_json().keys() <= ModelConfig.model_json_schema()["properties"].keys()
