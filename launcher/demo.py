@@ -111,7 +111,7 @@ def samples_on_the_way(folder: Path) -> list[str]:
         text = file.read_text(errors="replace").removeprefix(PROMPT).rstrip()
         lines.append(f"  step {int(file.stem.removeprefix('step-'))}:")
         shown = ["".join(each if each.isprintable() else "\ufffd" for each in line) for line in text.splitlines()]
-        lines += [f"      | {line}" for line in shown[:_SHOWN_LINES]]
+        lines += [f"      | {line[:100]}" for line in shown[:_SHOWN_LINES]]
     return lines
 
 

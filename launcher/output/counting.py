@@ -41,7 +41,7 @@ class WorkCounter:
                 self._next = now + _LINE_SECONDS
                 left = (now - self._start) * (self._total / max(1, self._done) - 1)
                 share = f"{self._done:,} of {self._total:,} {self._unit}"
-                say(f"{self._what}: {share}, about {max(0.0, left):.0f} s left")
+                say(f"{self._what}: {share}, about {duration(max(0.0, left))} left")
                 return
             if self._bar is None:
                 from tqdm import tqdm  # late: most work is done sooner
@@ -69,3 +69,19 @@ def _width() -> int:
         return min(os.get_terminal_size(sys.stderr.fileno()))
     except (OSError, ValueError):
         return 0
+
+
+def duration(seconds: float) -> str:
+    """A time as a person says it: 45 s, 3 min 20 s, 25 min, 2 h 13 min, 3 d 4 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 600:
+        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min" if minutes % 60 else f"{minutes // 60} h"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h" if hours % 24 else f"{hours // 24} d"

@@ -6,8 +6,8 @@ import shlex
 
 from longstride.launcher.checkpoints import Score
 from longstride.launcher.data import Run
-from longstride.launcher.output import metrics_file
-from longstride.launcher.training.progress import amount, duration
+from longstride.launcher.output import duration, metrics_file
+from longstride.launcher.training.progress import amount
 
 
 def summary(run: Run, step: int, first: int, seconds: float) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
-from longstride.launcher.output import metrics_file
+from longstride.launcher.output import duration, metrics_file
 
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _WINDOW = 50  # steps of which rates are taken
@@ -132,22 +132,6 @@ def _has_size(stream: TextIO) -> bool:
         return min(os.get_terminal_size(stream.fileno())) > 0
     except (OSError, ValueError):
         return False
-
-
-def duration(seconds: float) -> str:
-    """A time as a person says it: 45 s, 3 min 20 s, 25 min, 2 h 13 min, 3 d 4 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 600:
-        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60} min" if minutes % 60 else f"{minutes // 60} h"
-    hours = round(seconds / 3600)
-    return f"{hours // 24} d {hours % 24} h" if hours % 24 else f"{hours // 24} d"
 
 
 def amount(value: float) -> str:

@@ -21,10 +21,9 @@ from longstride.launcher.checkpoints import error_line
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import Run, RunData
 from longstride.launcher.models import ModelData
-from longstride.launcher.output import file_names
+from longstride.launcher.output import duration, file_names
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
-from longstride.launcher.training.progress import duration
 from longstride.launcher.training.recorder import Recorder
 from longstride.sparse_model import SparseTransformer, generate
 
@@ -67,7 +66,7 @@ class Sampler:
         except OSError as error:
             return f"samples could not be written: {error_line(error, folder)}"
         except (FloatingPointError, RuntimeError) as error:  # of logits, and of memory
-            return f"no samples: {str(error).splitlines()[0]}"
+            return f"no samples: {(str(error).splitlines() or [type(error).__name__])[0]}"
         self._recorder.samples(step, self._data, drawn, paths)
         seconds = time.monotonic() - begin
         took = f", in {duration(seconds)}" if seconds >= 1 else ""

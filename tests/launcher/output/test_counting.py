@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from longstride.launcher.output import WorkCounter, counting
+from longstride.launcher.output import WorkCounter, counting, duration
 
 
 class Terminal(io.StringIO):
@@ -60,3 +60,14 @@ def test_a_terminal_gets_a_bar_that_is_wiped(clock: list[float], monkeypatch: py
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "scoring:  50 % " in shown and "200 of 400 bytes" in shown
     assert shown.rstrip(" ").endswith("\r") and not shown.split("\r")[-2].strip()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (200, "3 min 20 s"), (599.7, "10 min"), (1500, "25 min"),
+        (3599, "1 h"), (7980, "2 h 13 min"), (36000, "10 h"), (1036800, "12 d"), (4 * 3600 + 86400 * 3, "3 d 4 h"),
+    ],
+)  # fmt: skip
+def test_time_is_told_as_a_person_tells_it(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from longstride.launcher.training import progress as module
-from longstride.launcher.training.progress import Progress, Rates, amount, duration, percent
+from longstride.launcher.training.progress import Progress, Rates, amount, percent
 
 
 class Terminal(io.StringIO):
@@ -119,17 +119,6 @@ def test_a_rewind_begins_the_rates_anew(clock: list[float]) -> None:
     progress.rewind(2, "rewound from step 5")
     progress.advance(line(3, bits=2.0))
     assert stream.getvalue().splitlines()[-1].startswith("step 3/10 · 2.000 bits per byte")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (200, "3 min 20 s"), (599.7, "10 min"), (1500, "25 min"),
-        (3599, "1 h"), (7980, "2 h 13 min"), (36000, "10 h"), (1036800, "12 d"), (4 * 3600 + 86400 * 3, "3 d 4 h"),
-    ],
-)  # fmt: skip
-def test_time_is_told_as_a_person_tells_it(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 def test_numbers_are_short() -> None:
