@@ -136,6 +136,11 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         help="see to a run of so many processes here (default: one for each GPU, or 1)",
     )
     add("--hostfile", type=Path, metavar="FILE", help="ask the hosts of this file too, lines such as `node1 slots=4`")
-    add("--launcher", choices=LAUNCHERS, default="pdsh", help="see whether this launcher is here, for the hosts (default: pdsh)")
+    add(
+        "--launcher",
+        choices=LAUNCHERS,
+        default="pdsh",
+        help="see whether this launcher is here, for the hosts (default: pdsh)",
+    )
     add("--json", action="store_true", help="print one JSON object in place of lines")
     add_override_arguments(parser)

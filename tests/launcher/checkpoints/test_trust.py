@@ -194,8 +194,8 @@ def test_disk_and_memory_are_told_apart_from_what_a_file_holds(
 
 
 def test_option_is_asked_of_pictures_that_read_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["show", "loss", str(tmp_path), "--output", str(tmp_path / "x.png"), "--trust-checkpoint"]) == 2
-    assert "--trust-checkpoint: is of `show attention` alone; leave it out" in capsys.readouterr().err
+    assert cli.main(["show", "pattern", "demo", "--output", str(tmp_path / "x.png"), "--trust-checkpoint"]) == 2
+    assert "--trust-checkpoint: only --text FILE reads a checkpoint; leave it out" in capsys.readouterr().err
 
 
 def test_option_reaches_every_rank() -> None:
