@@ -16,9 +16,11 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev openssh-client pdsh \
     && rm -rf /var/lib/apt/lists/*
 
-# First what rarely changes: torch, from the index that has the build for this device.
+# First what rarely changes: torch, from the index that has the build for this device. That index need not have the
+# versions of locks/ of what torch asks for; the package index has them.
 COPY locks /tmp/locks
-RUN pip install --no-cache-dir --constraint /tmp/locks/python${PYTHON}.txt --index-url ${TORCH_INDEX} torch
+RUN pip install --no-cache-dir --constraint /tmp/locks/python${PYTHON}.txt \
+        --index-url ${TORCH_INDEX} --extra-index-url https://pypi.org/simple torch
 
 COPY . /tmp/longstride
 RUN pip install --no-cache-dir --constraint /tmp/locks/python${PYTHON}.txt \

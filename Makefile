@@ -44,7 +44,7 @@ clients: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --editable ".[clients]"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m clients -p tests.harness.clients
 
-# The container of the Dockerfile, for CPUs: built, and asked to plan and to train. Needs a container engine.
+# The container of the Dockerfile, for CPUs: built, and asked to plan and to look at its machine. Needs a container engine.
 image:
 	docker build --tag longstride:cpu .
 	docker run --rm longstride:cpu plan demo

@@ -48,8 +48,8 @@ class FromOptions:
             raise ConfigError(f"--from={path}: {rule}")
         there = path.is_dir() and ((path / file_names.CONFIG).exists() or (path / file_names.CHECKPOINTS).is_dir())
         if not there and not elsewhere and resume != "auto":  # which may not need it
-            rule = "holds no model; name a folder of `longstride export`, or a run folder"
-            raise ConfigError(f"--from={path}: {rule if path.is_dir() else 'no such folder; name one of them'}")
+            what = "holds no model" if path.is_dir() else "no such folder"
+            raise ConfigError(f"--from={path}: {what}; name a folder of `longstride export`, or a run folder")
         return cls(path, *(getattr(arguments, f"from_{name}") for name in ("step", "weights", "positions", "partly")))
 
     def words(self) -> list[str]:

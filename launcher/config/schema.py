@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints or writes the JSON schema of a run's configuration.
 
     Raises:
-        ConfigError: the file exists.
+        ConfigError: the file exists, or its folder does not.
     """
     text = json.dumps(RunConfig.model_json_schema(), indent=2)
     if arguments.output is None:
@@ -52,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.output.exists():
         raise ConfigError(f"--output={arguments.output}: exists already; name a new file, or remove it")
+    if not arguments.output.parent.is_dir():
+        raise ConfigError(f"--output={arguments.output}: its folder does not exist; make it, or name another place")
     write_new(arguments.output, (text + "\n").encode())
     say(f'wrote {arguments.output}; a configuration beside it has "{SCHEMA}": "./{arguments.output.name}"')
     return 0

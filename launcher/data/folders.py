@@ -126,11 +126,13 @@ def _tell_left_out(arguments: argparse.Namespace, left_out: LeftOut) -> None:
     counts = [f"{count:,} {_UNPRINTED.sub('?', ending)}" for ending, count in common]
     rest = endings.total() - sum(count for _, count in common)
     counts += [f"{rest:,} other{'s' if rest > 1 else ''}"] if rest else []
-    advice = [] if arguments.suffix else ["--all-files takes them"]
+    others = []
     for name, kind in MODALITIES.items():
         those = sum(count for ending, count in endings.items() if ending in kind.suffixes)
         if those and name != arguments.modality:
-            advice.append(f"--modality {name} takes {kind.words} ({those:,})")
+            others.append(f"--modality {name} takes {kind.words} ({those:,})")
+    raw = " --raw" if others and arguments.modality == "text" and not arguments.raw else ""  # else they are refused
+    advice = [*([] if arguments.suffix else [f"--all-files{raw} takes them"]), *others]
     if arguments.field is None and arguments.modality == "text" and endings.keys() & set(RECORD_SUFFIXES):
         advice.append("--field NAME takes the records of JSON Lines and Parquet")
     told = f"left out {endings.total():,} of {left_out.looked_at:,} files: {', '.join(counts)}"

@@ -130,4 +130,4 @@ def duration(seconds: float) -> str:
     for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:,.0f} seconds"
+    return f"{seconds:,.0f} seconds" if seconds >= 1 else short(seconds)

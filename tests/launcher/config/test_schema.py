@@ -58,6 +58,8 @@ def test_schema_is_written_whole_and_never_over_another(tmp_path: Path, capsys: 
     rule = "exists already; name a new file, or remove it"
     assert capsys.readouterr() == ("", f"longstride: error: --output={file}: {rule}\n")
     assert file.read_bytes() == before
+    assert cli.main(["config", "schema", "--output", "nowhere/new.json"]) == 2
+    assert "--output=nowhere/new.json: its folder does not exist" in capsys.readouterr().err
 
 
 def test_the_name_of_the_schema_changes_nothing_of_a_run(tmp_path: Path) -> None:

@@ -185,8 +185,8 @@ def test_files_that_are_left_out_are_counted_by_suffix(texts: Path, capsys: pyte
     assert cli.main(["data", "build", *LATER, "--exclude", "e.mp3"]) == 0
     first, made = capsys.readouterr().err.splitlines()
     assert first == (
-        "longstride: left out 7 of 27 files: 2 .rs, 1 .?[31m, 1 .JPG, 1 .jsonl, 2 others; --all-files takes them, "
-        "--modality image takes pictures (2), --field NAME takes the records of JSON Lines and Parquet"
+        "longstride: left out 7 of 27 files: 2 .rs, 1 .?[31m, 1 .JPG, 1 .jsonl, 2 others; --all-files --raw "
+        "takes them, --modality image takes pictures (2), --field NAME takes the records of JSON Lines and Parquet"
     )
     assert made.startswith("data: train ")
     assert cli.main(["data", "build", "texts", "--output", "rust", "--suffix", ".rs"]) == 0

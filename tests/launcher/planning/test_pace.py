@@ -83,6 +83,7 @@ def test_length_is_judged_in_words(words: list[str], told: str | None, capsys: p
 
 def test_times_are_told_in_readable_units() -> None:
     assert [short(each) for each in (0.0123, 1.5, 250.0)] == ["12.3 ms", "1.50 s", "250 s"]
+    assert duration(0.0195) == "19.5 ms"
     told = [duration(each) for each in (90, 600, 10_000, 10**6)]
     assert told == ["90 seconds", "10.0 minutes", "2.8 hours", "11.6 days"]
 
