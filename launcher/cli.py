@@ -37,6 +37,7 @@ VERBS = (
     Verb("data index", "train on tars as they are", "data.folders", "add_index_arguments", "run_index"),
     Verb("data verify", "check a data folder", "data.folders", "add_verify_arguments", "run_verify"),
     Verb("data show", "a few samples of a data folder", "drawing", "add_data_show_arguments", "run_data_show"),
+    Verb("new", "write a configuration that fits the data and this machine", "planning.new"),
     Verb("train", "train, or go on training", "cluster.start"),
     Verb("slurm", "write a batch script that trains under SLURM", "cluster.slurm"),
     Verb("plan", "what a run will cost", "planning"),

@@ -483,6 +483,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: every wrong field, one line each.
     """
     content = load_json_object(find_config(path))
+    content.pop("$schema", None)  # for editors
     parsed = [parse_override(text) for text in overrides]
     # Steps on the command line replace a file's epochs, and epochs its steps. A null replaces nothing.
     train, given = content.get("train"), {".".join(parts): value for parts, value in parsed}

@@ -281,6 +281,9 @@ def _buffer_bytes(num_parameters: int, config: RunConfig, stage: int, gradient_b
         # Stage 2 reduces in the precision of the weights, whatever it accumulates in.
         element = min(gradient_bytes, weight_bytes) if stage == 2 else gradient_bytes
         bucket = element * int(zero.get("reduce_bucket_size", _BUCKET))
+        bucket *= 2 if zero.get("overlap_comm") and stage < 3 else 1
+        if config.model.backend == "cpu":  # whose memory is taken where it is written
+            bucket = min(bucket, element * num_parameters)
     if stage < 3:
-        return bucket * (2 if zero.get("overlap_comm") else 1)
+        return bucket
     return bucket + weight_bytes * min(num_parameters, int(zero.get("stage3_max_live_parameters", 2 * _BUCKET)))

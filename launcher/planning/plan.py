@@ -77,6 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
     if rate is not None:
         seconds = {count: rate.step_seconds(sum_of_flops(plan), count) for count in processes}
         plan["pace"] = pace.told(rate.origin, plan["length"]["steps"], seconds)
+    elif arguments.measure:
+        from longstride.launcher.planning import measuring
+
+        seconds = measuring.step_seconds(config, processes)
+        plan["pace"] = pace.told("by blocks timed on this machine", plan["length"]["steps"], seconds)
     print(json.dumps(plan) if arguments.json else describe(plan))
     return 0
 

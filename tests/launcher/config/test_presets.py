@@ -12,7 +12,8 @@ from longstride.kernels.patterns import Column, Dense, Fixed, Local, Strided
 from longstride.launcher.config.run_config import EXPERIMENTS, RunConfig, load_config
 from longstride.launcher.engine.build import check_section
 from longstride.launcher.planning.costs import dense_pairs, parameter_parts, states, work
-from longstride.launcher.planning.plan import run_length, step_flops
+from longstride.launcher.planning.costs import step_flops
+from longstride.launcher.planning.plan import run_length
 from longstride.launcher.planning.rehearsal import activations
 from longstride.sparse_model import SparseTransformer
 

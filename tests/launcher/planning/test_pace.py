@@ -96,6 +96,8 @@ def test_times_are_told_in_readable_units() -> None:
         (["--rate-of", "nowhere"], "--rate-of=nowhere: no such run folder; name one that `longstride train` wrote"),
         (["--rate-of", "short"], "--rate-of=short: has logged no step behind its first 2; train on, or give --tflops"),
         (["--rate-of", "lone"], "--rate-of=lone: has no checkpoint, which would say how many processes it has; give"),
+        (["--measure", "train.sequence_parallel=2"], "--measure: times processes that have contexts of their own, and"),
+        (["--measure", "model.reversible=true"], "--measure: times blocks one by one, and those of model.reversible"),
         (["--rate-of", "short", "--tflops", "1"], "argument --tflops: not allowed with argument --rate-of"),
     ],
 )

@@ -1,0 +1,274 @@
+"""`longstride new NAME`: a configuration that fits a data folder and a machine, to begin with.
+
+The recipe of docs/recipes.md is fitted to the data (`recipes`). Then the plan is asked what fits the memory of a
+process: the largest micro-batch, with block inputs alone kept where all activations do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longstride.data_pipelines.durable import write_new
+from longstride.data_pipelines.modalities import MODALITIES
+from longstride.kernels import ConfigError
+from longstride.launcher.config import RunConfig, TrainConfig, load_config
+
+SIZES = ("tiny", "small", "base")
+SCHEMA_FILE = "longstride.schema.json"  # beside the configurations that name it
+MOST_MICRO_BATCH = {"cpu": 4, "cuda": 64}
+MOST_POSITIONS = 1 << 15  # of a micro-batch: more of them make no product quicker
+FREE_SHARE = {"cpu": 0.7, "cuda": 0.9}  # of the memory, that a plan may fill: Python and allocators take some
+MOST_CPU_PROCESSES = 8
+_GIB = 2**30
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb."""
+    parser.add_argument("name", metavar="NAME", help="of the run: writes NAME.json, to train into runs/NAME")
+    parser.add_argument(
+        "--data", metavar="DIR", help="folder of `longstride data build` or `index` (default: data/NAME)"
+    )
+    parser.add_argument("--modality", help="what the data is to be; another is refused (default: what the folder says)")
+    parser.add_argument(
+        "--size",
+        default=SIZES[0],
+        help="tiny: minutes of two cores; small: an hour or more of a large card; base: eight of them (default: tiny)",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the configuration (default: NAME.json)")
+    parser.add_argument("--processes", metavar="W", help="that the run is for (default: a GPU each, or by the cores)")
+    parser.add_argument(
+        "--memory", metavar="GIB", help="of each GPU, for a run on another machine (default: as found on this one)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a run is to fit."""
+
+    kind: str  # cpu or cuda
+    processes: int
+    process_bytes: int  # memory of one that a plan may fill
+    precision: str
+    words: str  # what was found, or told
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the verb; returns its exit code.
+
+    Raises:
+        ConfigError: an option is wrong, the name is taken, or nothing fits the data or the machine.
+        DataError: no data folder, or one that lacks a split or is damaged.
+        OSError: the file cannot be written.
+    """
+    from longstride.launcher.data import check_data
+    from longstride.launcher.planning import recipes
+
+    output, location = _check_words(arguments)
+    data = recipes.Data.read(location)
+    if arguments.modality not in (None, data.modality):
+        rule = f"{location} holds {data.modality}; leave --modality out, or name another folder by --data"
+        raise ConfigError(f"--modality={arguments.modality}: {rule}")
+    machine = _machine(arguments)
+    size = recipes.SIZES[arguments.size]
+    model = recipes.model_of(size, data)
+    context = int(model["context"])
+    global_batch = _global_batch(size.step_bytes, context, machine.processes)
+    content: dict[str, Any] = {
+        "notes": "",
+        "model": model,
+        "data": {"path": location, "shuffle_bytes": max(1 << 20, min(1 << 25, data.train_bytes // 64))},
+        "train": {
+            "output": f"runs/{arguments.name}",
+            **recipes.train_of(size, data, context, global_batch),
+            "global_batch": global_batch,
+        },
+        "deepspeed": f"zero1_{machine.precision}",
+    }
+    peak = _fit(content, machine, arguments.size)
+    check_data(_checked(content))
+    words = _words(content, data, machine, arguments.size, peak)
+    content["notes"] = " ".join(words)
+    _write(output, content)
+    print("\n".join([f"wrote {output}", *(f"  {line}" for line in words), "next:"]))
+    processes = f" --processes {machine.processes}" if machine.kind == "cpu" and machine.processes > 1 else ""
+    print(f"  longstride plan {output}{processes} --measure    # memory, operations, hours")
+    print(f"  longstride train --config {output}{processes}")
+    return 0
+
+
+def _check_words(arguments: argparse.Namespace) -> tuple[Path, str]:
+    """The file to write and the place of the data, of options that can be so."""
+    if not _NAME.fullmatch(arguments.name) or len(arguments.name) > 100:
+        rule = "must be letters, digits, dots, dashes and underscores; such as mine. --output names a file elsewhere"
+        raise ConfigError(f"NAME={arguments.name}: {rule}")
+    if arguments.size not in SIZES:
+        raise ConfigError(f"--size={arguments.size}: must be one of {', '.join(SIZES)}; such as tiny")
+    if arguments.modality is not None and arguments.modality not in MODALITIES:
+        raise ConfigError(f"--modality={arguments.modality}: must be one of {', '.join(MODALITIES)}; such as text")
+    output = arguments.output or Path(f"{arguments.name.removesuffix('.json')}.json")
+    if output.suffix != ".json":
+        raise ConfigError(f"--output={output}: must end in .json; such as {output.with_suffix('.json')}")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output={output}: {output.parent} is no folder; make it first, or name another")
+    if os.path.lexists(output):
+        raise ConfigError(f"{output}: exists already; take another NAME, or another file by --output")
+    location = arguments.data or f"data/{arguments.name}"
+    if "://" not in location and not Path(location).is_dir():
+        kind = f" --modality {arguments.modality}" if arguments.modality not in (None, "text") else ""
+        rule = f"build it by `longstride data build FILES{kind} --output {location}`, or name another by --data"
+        raise ConfigError(f"{location}: no such folder; {rule}")
+    return output, location
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    """This machine, or the one that the options tell of."""
+    import torch
+
+    from longstride.kernels import has_bf16_products
+
+    processes = None if arguments.processes is None else _number("--processes", arguments.processes, "8")
+    if processes is not None and (processes != int(processes) or processes > TrainConfig.MOST_PROCESSES):
+        rule = f"must be a whole number from 1 to {TrainConfig.MOST_PROCESSES:,}; such as 8"
+        raise ConfigError(f"--processes={arguments.processes}: {rule}")
+    if arguments.memory is not None:
+        memory = _number("--memory", arguments.memory, "80")
+        count = int(processes or 1)
+        words = f"{count} GPU{'s' if count > 1 else ''} of {memory:g} GiB, as told"
+        return Machine("cuda", count, int(FREE_SHARE["cuda"] * memory * _GIB), "bf16", words)
+    if torch.cuda.is_available():
+        count = int(processes or torch.cuda.device_count())
+        card = torch.cuda.get_device_properties(0)
+        precision = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        words = f"{count} x {card.name} of {card.total_memory / _GIB:.0f} GiB"
+        return Machine("cuda", count, int(FREE_SHARE["cuda"] * card.total_memory), precision, words)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = int(processes or 1 << (min(cores, MOST_CPU_PROCESSES).bit_length() - 1))
+    free = _free_bytes()
+    precision = "bf16" if has_bf16_products() else "fp32"
+    words = f"{cores} core{'s' if cores > 1 else ''}, {free / _GIB:.0f} GiB of memory free, no GPU"
+    return Machine("cpu", count, int(FREE_SHARE["cpu"] * free / count), precision, words)
+
+
+def _number(option: str, text: str, good: str) -> float:
+    """A number from 1 on, within reason."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number <= 10**6:
+        raise ConfigError(f"{option}={text}: must be a number from 1 on; such as {good}")
+    return number
+
+
+def _free_bytes() -> int:
+    """Memory of this machine that is free, or that this process's group may still take of it."""
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    told = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    free = told.get("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()).isdecimal():
+        free = min(free, max(0, int(most) - int(used.read_text())))
+    return free
+
+
+def _global_batch(step_bytes: int, context: int, processes: int) -> int:
+    """Contexts a step: about so many bytes, and as many for each process; a power of two for each."""
+    each = max(1, step_bytes // (context * processes))
+    return processes * (1 << (each.bit_length() - 1))
+
+
+def _checked(content: dict[str, Any], kind: str = "cuda") -> RunConfig:
+    """The configuration as `longstride train` reads it; of a CPU as a plan knows that it is one."""
+    section = load_config("demo", [f"deepspeed={content['deepspeed']}"]).deepspeed  # what the name stands for
+    model = content["model"] | ({"backend": "cpu"} if kind == "cpu" else {})
+    return RunConfig.model_validate(content | {"model": model, "deepspeed": section})
+
+
+def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
+    """Puts the largest micro-batch that fits into the `train` object, recomputed where it must be; returns the peak.
+
+    Raises:
+        ConfigError: not even one context fits.
+    """
+    from longstride.launcher.planning.costs import parameter_parts, states
+    from longstride.launcher.planning.rehearsal import Activations, activations
+    from longstride.sparse_model import Ngrams
+
+    train = content["train"]
+    peak = 0
+    for recomputed in (False, True):
+        most = max(1, min(MOST_MICRO_BATCH[machine.kind], MOST_POSITIONS // content["model"]["context"]))
+        micro_batch = min(train["global_batch"] // machine.processes, 1 << (most.bit_length() - 1))
+        while micro_batch:
+            train |= {"micro_batch": micro_batch, "activation_checkpointing": recomputed}
+            config = _checked(content, machine.kind)
+            parts = parameter_parts(config.model)
+            held = states(sum(parts.values()) - parts.get(Ngrams.part, 0), config, machine.processes, config.zero_stage)
+            peak = held.peak(Activations(0, 0))
+            if peak > machine.process_bytes:  # whatever is computed at once
+                break
+            peak = held.peak(activations(config, recomputed))
+            if peak <= machine.process_bytes:
+                return peak
+            micro_batch //= 2
+    good = "--size tiny, " if size != SIZES[0] else ""
+    rule = f"takes {peak / _GIB:.1f} GiB a process at least, and {machine.process_bytes / _GIB:.1f} are to be had here"
+    raise ConfigError(f"--size={size}: {rule} ({machine.words}); give {good}fewer --processes, or the --memory of GPUs")
+
+
+def _words(content: dict[str, Any], data: Any, machine: Machine, size: str, peak: int) -> list[str]:
+    """What was chosen, and why: one sentence a line."""
+    from longstride.launcher.planning.costs import parameter_parts
+    from longstride.sparse_model import Ngrams
+
+    model, train = content["model"], content["train"]
+    parts = parameter_parts(_checked(content).model)
+    tables = parts.get(Ngrams.part, 0)
+    unit = "pixels" if data.colours is not None else "bytes"
+    seen = train["steps"] * train["global_batch"] * model["context"]
+    epochs = seen / data.train_bytes
+    batch = train["micro_batch"]
+    what = {"image": "a picture is one context", "audio": "no longer than sounds are in the mean"}
+    why = what.get(data.modality, "as long as the size has it, or a sixteenth of the data")
+    recomputed = ", recomputed in the backward pass" if train["activation_checkpointing"] else ""
+    return [
+        f"Data: {data.location}, {data.modality}, {data.train_bytes:,} {unit} to train on.",
+        f"Model: the recipe of docs/recipes.md, size {size}: {sum(parts.values()) - tables:,} parameters and n-gram "
+        f"tables of {tables:,}.",
+        f"Context: {model['context']:,} {unit}, {why}.",
+        f"Length: {train['steps']:,} steps of {train['global_batch'] * model['context']:,} {unit}, "
+        f"{epochs:.3g} times the data; evaluated and saved every {train['evaluate_every']:,}.",
+        f"Machine: {machine.words}; {machine.processes} process{'es' if machine.processes > 1 else ''} in "
+        f"{machine.precision}.",
+        f"Micro-batch: {batch} context{'s' if batch > 1 else ''}{recomputed}, planned at {peak / _GIB:.2f} GiB a "
+        f"process, of {machine.process_bytes / _GIB:.2f}.",
+    ]
+
+
+def _write(output: Path, content: dict[str, Any]) -> None:
+    """Writes the configuration, and beside it the schema that it names, where there is none."""
+    schema = output.parent / SCHEMA_FILE
+    if not os.path.lexists(schema):
+        written = RunConfig.model_json_schema()
+        written["properties"].setdefault("$schema", {"type": "string"})
+        write_new(schema, f"{json.dumps(written, indent=1)}\n".encode())
+    write_new(output, f"{_laid_out({'$schema': f'./{SCHEMA_FILE}'} | content)}\n".encode())
+
+
+def _laid_out(content: dict[str, Any]) -> str:
+    """JSON as a person writes it: a line for each key of the sections, and what is below them in one."""
+    lines = []
+    for name, value in content.items():
+        if isinstance(value, dict):
+            inner = ",\n".join(f"    {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items())
+            lines.append(f"  {json.dumps(name)}: {{\n{inner}\n  }}")
+        else:
+            lines.append(f"  {json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}"

@@ -1,0 +1,198 @@
+"""The recipe of docs/recipes.md in three sizes, fitted to a data folder: what `longstride new` writes.
+
+Sizes follow the presets demo, bytes_small and bytes_base, and `benchmarks/recipe_elsewhere.py` for pictures and sound.
+Nothing here knows the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from longstride.data_pipelines.modalities import CHANNELS
+from longstride.data_pipelines.shards import DataFolder
+from longstride.kernels import ConfigError
+
+LEAST_CONTEXT = 64  # positions, of data that is cut where we like
+LEAST_CONTEXTS = 16  # that a train split is to have at least
+MOST_EPOCHS = 20  # of small data: more is learned by heart
+LEAST_STEPS = 50
+MOST_CONTEXT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A network and its training, before they are fitted."""
+
+    layers: int
+    heads: int
+    width: int
+    feed_forward_ratio: int
+    text_context: int
+    audio_context: int
+    audio_stride: int
+    window: int
+    summary: int
+    table_rows: int  # of each order of n-grams, at most
+    step_bytes: int  # of a batch
+    steps: int
+    rates: tuple[float, float, float]  # of most parts, of matrices, of tables
+    weight_decay: float
+    evaluate_contexts: int
+
+
+SIZES = {
+    "tiny": Size(
+        layers=2, heads=1, width=128, feed_forward_ratio=2, text_context=1_024, audio_context=4_096, audio_stride=64,
+        window=128, summary=8, table_rows=1 << 18, step_bytes=1 << 13, steps=860, rates=(0.01, 0.01, 0.015),
+        weight_decay=0.01, evaluate_contexts=128,
+    ),
+    "small": Size(
+        layers=12, heads=8, width=512, feed_forward_ratio=4, text_context=8_192, audio_context=16_384, audio_stride=128,
+        window=256, summary=16, table_rows=1 << 17, step_bytes=1 << 18, steps=4_000, rates=(0.003, 0.01, 0.02),
+        weight_decay=0.1, evaluate_contexts=128,
+    ),
+    "base": Size(
+        layers=24, heads=16, width=1_024, feed_forward_ratio=4, text_context=16_384, audio_context=65_536,
+        audio_stride=256, window=512, summary=16, table_rows=1 << 18, step_bytes=1 << 20, steps=20_000,
+        rates=(0.002, 0.01, 0.01), weight_decay=0.1, evaluate_contexts=256,
+    ),
+}  # fmt: skip
+ORDERS = (2, 3, 4, 6, 8, 12)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What a data folder says of itself."""
+
+    location: str
+    modality: str
+    train_bytes: int  # tokens, where these are pixels of a palette
+    mean_document_bytes: int  # of the train split
+    picture: tuple[int, int, int] | None  # height, width, channels as the model reads them
+    colours: int | None  # of a palette
+
+    @classmethod
+    def read(cls, location: str) -> Data:
+        """By its manifest alone.
+
+        Raises:
+            DataError: no data folder, or no split to train on.
+        """
+        folder = DataFolder(location)
+        manifest, palette = folder.manifest, folder.palette
+        record, properties = folder.split("train").manifest.splits["train"], manifest.properties
+        picture = None
+        if {"height", "width", "channels"} <= set(properties):
+            channels = 1 if palette is not None else properties["channels"]
+            picture = properties["height"], properties["width"], channels
+        num_bytes = record.content_bytes // (1 if palette is None else CHANNELS)  # a pixel of a palette is one token
+        mean = num_bytes // max(1, record.documents)
+        return cls(location, manifest.modality, num_bytes, mean, picture, len(palette) if palette is not None else None)
+
+
+def model_of(size: Size, data: Data) -> dict[str, Any]:
+    """The `model` object of a run.
+
+    Raises:
+        ConfigError: the data is too short for any context, or its pictures are too large.
+    """
+    shape = _shape(size, data)
+    context = shape["context"]
+    orders = [order for order in ORDERS if order < context]
+    rows = _power_of_two(max(1 << 12, data.train_bytes // 64))
+    model: dict[str, Any] = {
+        "context": context,
+        "layers": size.layers,
+        "heads": size.heads,
+        "width": size.width,
+        **{name: value for name, value in shape.items() if name != "context"},
+    }
+    if data.colours is not None:
+        model["vocabulary"] = data.colours
+    return model | {
+        "ngrams": {"orders": orders, "rows": min(size.table_rows, rows)},
+        "norm": "rms",
+        "bias": False,
+        "feed_forward_ratio": size.feed_forward_ratio,
+        "query_key_norm": True,
+        "convolution": 3,
+        "feed_forward": {"activation": "squared_relu"},
+        "initialization": "zero_outputs",
+    }
+
+
+def _shape(size: Size, data: Data) -> dict[str, Any]:
+    """Context, attention and positions, which go by the kind of data."""
+    if data.picture is not None:
+        height, width, channels = data.picture
+        context = math.prod(data.picture)
+        if context > MOST_CONTEXT:
+            rule = (
+                f"pictures of {height} x {width} are {context:,} positions; build them smaller, by --image-size 64x64"
+            )
+            raise ConfigError(f"--data={data.location}: {rule}")
+        return {
+            "context": context,
+            "attention": {"type": "strided", "stride": min(width * channels, context)},
+            "embedding": {"type": "image", "height": height, "width": width, "channels": channels},
+        }
+    if data.modality == "audio":
+        context = _fitting(size.audio_context, min(data.train_bytes // LEAST_CONTEXTS, data.mean_document_bytes), data)
+        stride = min(size.audio_stride, context // 4)
+        return {
+            "context": context,
+            "attention": {"type": "strided", "stride": stride},
+            "embedding": {"type": "audio", "row_width": stride},
+        }
+    context = _fitting(size.text_context, data.train_bytes // LEAST_CONTEXTS, data)
+    stride = min(128, context // 4)
+    return {
+        "context": context,
+        "attention": [
+            {"type": "local", "window": min(size.window, context // 4)},
+            {"type": "fixed", "stride": stride, "summary": min(size.summary, stride // 4)},
+        ],
+        "embedding": {"type": "tokens"},
+        "rotary": {"base": 100_000} if context > 8_192 else {},
+    }
+
+
+def _fitting(wanted: int, most: int, data: Data) -> int:
+    """A context of at most so many positions, a power of two."""
+    context = min(wanted, _power_of_two(most)) if most else 0
+    if context < LEAST_CONTEXT:
+        rule = f"has {data.train_bytes:,} bytes to train on"
+        if data.mean_document_bytes < LEAST_CONTEXT <= data.train_bytes // LEAST_CONTEXTS:
+            rule += f", in sounds of {data.mean_document_bytes:,} bytes in the mean"
+        need = f"a context takes at least {LEAST_CONTEXT}, and a run at least {LEAST_CONTEXTS} of them"
+        raise ConfigError(f"--data={data.location}: {rule}; {need}; add files")
+    return context
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is at most this."""
+    return 1 << (number.bit_length() - 1)
+
+
+def train_of(size: Size, data: Data, context: int, global_batch: int) -> dict[str, Any]:
+    """The `train` object of a run but for its batches: how long it is, and what follows from that."""
+    step_bytes = global_batch * context
+    steps = max(LEAST_STEPS, min(size.steps, MOST_EPOCHS * data.train_bytes // step_bytes))
+    rate, matrices, tables = size.rates
+    often = max(1, steps // 10)
+    return {
+        "steps": steps,
+        "learning_rate": rate,
+        "optimizer": {"type": "muon", "rates": {"matrices": matrices, "tables": tables}},
+        "betas": [0.9, 0.95],
+        "weight_decay": size.weight_decay,
+        "warmup_steps": max(1, round(0.03 * steps)),
+        "schedule": {"type": "wsd", "decay_fraction": 0.5},
+        "log_every": max(1, min(10, steps // 50)),
+        "evaluate_every": often,
+        "evaluate_contexts": size.evaluate_contexts,
+        "checkpoint_every": often,
+        "keep_last": 2,
+    }

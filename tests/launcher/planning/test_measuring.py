@@ -1,0 +1,37 @@
+"""`longstride plan --measure`: a step from one block of each kind, against the step of the whole by the same engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from longstride.launcher.config.run_config import load_config
+from longstride.launcher.planning.measuring import Timed
+from tests.harness.runs import ROOT, plain_environment
+
+
+def test_a_step_is_made_of_its_parts() -> None:
+    """Blocks by their kinds, what is around them by the micro-batch, the update by the parameters."""
+    config = load_config("demo")
+    first, second = config.model.blocks()
+    timed = Timed({first: 1.0, second: 10.0}, around=100.0, update=1_000.0, parameters=329_216)
+    assert timed.step_seconds(config, 2) == 2 * (1 + 10 + 100) + 1_000
+    deeper = load_config("demo", ["model.layers=6"])
+    assert 2 * (3 * 11 + 100) + 1_000 < timed.step_seconds(deeper, 2) < 2 * (3 * 11 + 100) + 3_000
+
+
+def test_a_plan_is_timed_here(tmp_path: Path, config_file: Path) -> None:
+    """In a process of its own, as DeepSpeed remembers a process's group; on two kinds of blocks, of six."""
+    words = [str(config_file), "model.layers=6", "model.backend=cpu", "--measure", "--json", "--processes", "1", "2"]
+    words += ['model.attention={"type": "fixed", "stride": 8, "summary": 2, "combine": "interleaved"}']
+    command = [sys.executable, "-m", "longstride.launcher.cli", "plan", *words]
+    environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    pace = json.loads(ended.stdout.splitlines()[-1])["pace"]
+    one, two = pace["rows"]
+    assert pace["origin"] == "by blocks timed on this machine"
+    assert 0 < two["step_seconds"] < one["step_seconds"] < 10  # half as many micro-batches each
+    assert one["run_seconds"] == 8 * one["step_seconds"]

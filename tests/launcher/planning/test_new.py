@@ -1,0 +1,185 @@
+"""`longstride new`: what it writes fits the data and the machine and trains, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from longstride.data_pipelines.building import build
+from longstride.launcher import cli
+from longstride.launcher.config.run_config import load_config
+from longstride.launcher.planning import new, recipes
+from tests.harness.runs import files_under, metrics, spawn
+
+KINDS = ("text", "pictures", "palette", "sounds")
+
+
+@pytest.fixture(scope="session")
+def folders(shared: Callable[..., Path]) -> Path:
+    """A folder with a data folder of each kind, and one with too little text."""
+
+    def make(folder: Path) -> None:
+        words, noise = random.Random(0), np.random.default_rng(0)
+        for name in ("text", "pictures", "sounds", "short"):
+            (folder / "source" / name).mkdir(parents=True)
+        for number in range(20):
+            text = " ".join(words.choice(["sparse", "dense", "stride"]) for _ in range(200))
+            (folder / "source/text" / f"{number}.txt").write_text(text)
+            (folder / "source/short" / f"{number}.txt").write_text("few")
+            Image.fromarray(noise.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(
+                folder / "source/pictures" / f"{number}.png"
+            )
+        build([folder / "source/text"], folder / "text", validation_fraction=0.2)
+        build([folder / "source/short"], folder / "short", validation_fraction=0.2)
+        pictures = [folder / "source/pictures"]
+        build(pictures, folder / "pictures", modality="image", validation_fraction=0.2)
+        build(pictures, folder / "palette", modality="image", palette=16, validation_fraction=0.2)
+        for number in range(10):
+            with wave.open(str(folder / "source/sounds" / f"{number}.wav"), "wb") as file:
+                file.setparams((1, 2, 8_000, 0, "NONE", None))
+                tone = np.sin(np.arange(1_000) * (0.1 + 0.02 * number))
+                file.writeframes((20_000 * tone).astype("<i2").tobytes())
+        build([folder / "source/sounds"], folder / "sounds", modality="audio", validation_fraction=0.2)
+
+    return shared("new", make)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(place: Path, *words: str) -> dict[str, Any]:
+    """What `longstride new mine` writes."""
+    assert cli.main(["new", "mine", *words]) == 0
+    return json.loads((place / "mine.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["text", *(pytest.param(kind, marks=pytest.mark.campaign) for kind in KINDS[1:])])
+def test_a_new_run_trains_on_its_data(kind: str, folders: Path, place: Path) -> None:
+    content = written(place, "--data", str(folders / kind), "--processes", "1")
+    rows = [f"model.ngrams.rows={min(1024, content['model']['ngrams']['rows'])}"]
+    rows += ["train.steps=2", "train.warmup_steps=1", f"train.output={place / 'runs/mine'}"]
+    ended = spawn(["--config", str(place / "mine.json"), *rows], 1)
+    assert ended.codes == [0], ended.stderr
+    lines = [line for line in metrics(place / "runs/mine") if line["split"] == "train"]
+    assert [line["step"] for line in lines] == [1, 2]
+
+
+SMALL = [("text", "tiny"), ("palette", "tiny")]
+MORE = [(kind, size) for kind in KINDS for size in recipes.SIZES if (kind, size) not in SMALL]
+
+
+@pytest.mark.parametrize("kind, size", [*SMALL, *(pytest.param(*each, marks=pytest.mark.campaign) for each in MORE)])
+def test_every_size_is_planned_for_every_kind(
+    kind: str, size: str, folders: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = written(place, "--data", str(folders / kind), "--size", size, "--processes", "8", "--memory", "80")
+    config = load_config(place / "mine.json")
+    assert config.precision == "bf16" and config.train.global_batch % (8 * config.train.micro_batch) == 0
+    assert config.model.vocabulary == (16 if kind == "palette" else 256)
+    assert content["train"]["steps"] * content["train"]["global_batch"] * config.model.context > 0
+    assert config.train.warmup_steps < config.train.steps
+    capsys.readouterr()
+    assert cli.main(["plan", "mine.json", "--processes", "8", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (row,) = (row for row in plan["memory"] if row["stage"] == 1)
+    peak = row["peak_recomputed" if config.train.activation_checkpointing else "peak_kept"]
+    assert peak < new.FREE_SHARE["cuda"] * 80 * 2**30
+    assert f"planned at {peak / 2**30:.2f} GiB a process" in content["notes"]
+
+
+def test_what_fits_the_data_is_chosen(folders: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = written(place, "--data", str(folders / "text"), "--modality", "text")
+    told = capsys.readouterr().out
+    assert text["train"]["output"] == "runs/mine"
+    assert all(f"  {sentence}" in told for sentence in ("Data: ", "Model: ", "Context: ", "Length: ", "Machine: "))
+    assert "  longstride train --config mine.json" in told and "  longstride plan mine.json" in told
+    data = recipes.Data.read(str(folders / "text"))
+    assert text["model"]["context"] * recipes.LEAST_CONTEXTS <= data.train_bytes < 2**21
+    seen = text["train"]["steps"] * text["train"]["global_batch"] * text["model"]["context"]
+    assert seen <= recipes.MOST_EPOCHS * data.train_bytes or text["train"]["steps"] == recipes.LEAST_STEPS
+    for name, kind, context in (("a", "pictures", 192), ("b", "palette", 64), ("c", "sounds", 256)):
+        assert cli.main(["new", name, "--data", str(folders / kind)]) == 0
+        assert load_config(place / f"{name}.json").model.context == context
+
+
+def test_less_memory_takes_smaller_batches_and_then_recomputes(
+    folders: Path, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(new.MOST_MICRO_BATCH, "cuda", 16)
+    words = ["--data", str(folders / "pictures"), "--size", "small", "--memory"]
+    assert cli.main(["new", "none", *words, "1"]) == 2
+    least = float(re.search(r"takes ([0-9.]+) GiB a process at least", capsys.readouterr().err)[1])
+    assert cli.main(["new", "much", *words, "80"]) == 0
+    much = load_config(place / "much.json").train
+    peak = float(re.search(r"planned at ([0-9.]+) GiB", (place / "much.json").read_text())[1])
+    assert cli.main(["new", "less", *words, f"{0.97 * peak / new.FREE_SHARE['cuda']}"]) == 0
+    assert load_config(place / "less.json").train.micro_batch < much.micro_batch
+    assert cli.main(["new", "little", *words, f"{(least + 0.06) / new.FREE_SHARE['cuda']}"]) == 0
+    little = load_config(place / "little.json").train
+    assert little.micro_batch < much.micro_batch and not much.activation_checkpointing
+    assert little.global_batch == much.global_batch and peak > least
+
+
+def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
+    content = written(place, "--data", str(folders / "text"))
+    schema = place / content["$schema"]
+    properties = json.loads(schema.read_text())["properties"]
+    assert set(content) <= set(properties)
+    schema.write_text("{}")
+    assert cli.main(["new", "other", "--data", str(folders / "text")]) == 0
+    assert schema.read_text() == "{}"  # nothing is written over
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["mine"], "data/mine: no such folder; build it by `longstride data build FILES --output data/mine`, or name"),
+        (
+            ["mine", "--modality", "image"],
+            "data/mine: no such folder; build it by `longstride data build FILES --modal",
+        ),
+        (["mine", "--modality", "video"], "--modality=video: must be one of text, image, audio; such as text"),
+        (["mine", "--data", "{text}", "--modality", "audio"], "--modality=audio: {text} holds text; leave --modality"),
+        (["mine", "--size", "huge"], "--size=huge: must be one of tiny, small, base; such as tiny"),
+        (["taken", "--data", "{text}"], "taken.json: exists already; take another NAME, or another file by --output"),
+        (["a/b", "--data", "{text}"], "NAME=a/b: must be letters, digits, dots, dashes and underscores; such as mine"),
+        (["mine", "--data", "{short}"], "--data={short}: has "),
+        (
+            ["mine", "--data", "taken.d"],
+            "taken.d: the folder is empty: it lacks manifest.json, so it is no data folder;",
+        ),
+        (["mine", "--data", "{text}", "--output", "no/a.json"], "--output=no/a.json: no is no folder; make it first"),
+        (["mine", "--data", "{text}", "--output", "a.txt"], "--output=a.txt: must end in .json; such as a.json"),
+        (["mine", "--data", "{text}", "--processes", "two"], "--processes=two: must be a number from 1 on; such as 8"),
+        (
+            ["mine", "--data", "{text}", "--processes", "1.5"],
+            "--processes=1.5: must be a whole number from 1 to 16,384",
+        ),
+        (["mine", "--data", "{text}", "--memory", "0"], "--memory=0: must be a number from 1 on; such as 80"),
+        (["mine", "--data", "{text}", "--size", "base", "--memory", "1"], "--size=base: takes "),
+    ],
+)
+def test_wrong_words_are_refused_in_one_line(
+    words: list[str], line: str, folders: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "taken.json").write_text("{}")
+    (place / "taken.d").mkdir()
+    places = {"text": folders / "text", "short": folders / "short"}
+    before = files_under(place)
+    assert cli.main(["new", *(word.format(**places) for word in words)]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"longstride: error: {line.format(**places)}")
+    assert files_under(place) == before
