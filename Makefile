@@ -1,11 +1,14 @@
 # `make demo` and `make test` start from a bare checkout: Python 3.10 to 3.13, git and a C compiler.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 # Two processes on two cores: one thread each, or they get in each other's way.
 WORKERS ?= 2
+TESTS ?= tests
+# The exact versions that this Python is tested with; `make locks` makes all of them anew.
+LOCK = locks/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: demo test campaign cluster browser hostile clients lint format clean
+.PHONY: demo test campaign cluster browser hostile clients image locks pages lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m longstride.launcher.demo
@@ -14,7 +17,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 campaign: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not cluster and not browser and not clients"
@@ -23,9 +26,14 @@ campaign: $(VENV)/.installed-dev
 cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "cluster and not campaign"
 
-# The served page in Debian's chromium, or what $$CHROMIUM names.
+# Pages in Debian's chromium, or what $$CHROMIUM names.
 browser: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m browser
+
+# What README and docs/tutorial show, run by the wheel in empty folders.
+pages: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --editable ".[serve]"
+	$(BIN)/python -m pytest -m pages tests/test_pages.py
 
 # Files, servers and accidents that mean harm, and wrong inputs: a sample of each class. `make campaign` has all of them.
 hostile: $(VENV)/.installed-dev
@@ -35,6 +43,16 @@ hostile: $(VENV)/.installed-dev
 clients: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --editable ".[clients]"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m clients -p tests.harness.clients
+
+# The container of the Dockerfile, for CPUs: built, and asked to plan and to train. Needs a container engine.
+image:
+	docker build --tag longstride:cpu .
+	docker run --rm longstride:cpu plan demo
+	docker run --rm longstride:cpu doctor
+
+locks: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python locks/make.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/pre-commit run --all-files
@@ -47,11 +65,11 @@ clean:
 	rm -rf $(VENV) build *.egg-info
 
 # Installing again is due whenever what is to be installed changed. The checkout itself is installed in place.
-$(VENV)/.installed: setup.py pyproject.toml
+$(VENV)/.installed: setup.py pyproject.toml $(wildcard locks/*.txt)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --editable .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --editable ".[dev]"
 	touch $@

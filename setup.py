@@ -11,6 +11,8 @@ REMOTE = [*SERVE, "s3fs>=2024.6"]
 AUDIO = ["soundfile>=0.12.1,<1", "soxr>=0.3.7,<2"]
 # What `data build` reads beside plain files: zstd (gzip, bzip2 and xz come with Python), and Parquet by a column.
 FORMATS = ["zstandard>=0.22,<1", "pyarrow>=15,<27"]
+# Scripts by which shells complete verbs and options: plain ones, so that a TAB starts no Python.
+COMPLETION = ["shtab>=1.7,<2"]
 
 setup(
     name="longstride",
@@ -35,6 +37,9 @@ setup(
         "longstride.ds_configs": ["*.json", "experiments/*.json"],
         "longstride.kernels.backends.triton": ["tuned/*.json"],
         "longstride.launcher.cluster": ["sbatch.sh"],
+        "longstride.launcher.drawing": ["pattern.html", "pattern.css", "pattern.js"],
+        "longstride.launcher.options": ["keys.json"],
+        "longstride.launcher.reporting": ["report.css", "report.js"],
         "longstride.launcher.serving": ["serve.*"],
     },
     install_requires=[
@@ -59,6 +64,7 @@ setup(
         "formats": FORMATS,
         "serve": SERVE,
         "transformers": ["transformers>=5.23,<6"],
+        "completion": COMPLETION,
         "lm_eval": ["lm_eval>=0.4.13,<0.5"],
         "onnx": ["onnx>=1.19,<2", "onnxscript>=0.5,<1", "onnxruntime>=1.22,<2"],  # `longstride export --format onnx`
         "clients": [
@@ -87,6 +93,7 @@ setup(
             *REMOTE,
             *AUDIO,
             *FORMATS,
+            *COMPLETION,
             "setuptools>=77",  # tests build the wheel
             "pytest>=8,<10",
             "pytest-xdist>=3.5,<4",

@@ -6,6 +6,7 @@ A document is a row of bytes that can be read in pieces: a file of the input (``
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Protocol, TypeVar, overload
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities import Content, Modality, Properties
+from longstride.data_pipelines.modalities import MODALITIES, Content, Modality, Properties
 from longstride.data_pipelines.plain_files import open_plain, plain_status
 from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.records import RecordReader, Records, find_records, record_reader
@@ -232,7 +233,9 @@ class LeftOut:
     symlinks: int = 0
     no_files: int = 0  # pipes, sockets and devices
     records: dict[str, int] | None = None  # that are null or empty; None: the documents are no records
-    endings: set[str] = field(default_factory=set)  # of names that were not asked for; for messages
+    # For messages alone: the data folder stays what it is where files of other kinds lie beside those it is made of.
+    endings: Counter[str] = field(default_factory=Counter)  # files whose names were not asked for, by suffix
+    looked_at: int = 0  # files of folders, those among them
 
 
 def find_documents(
@@ -261,7 +264,7 @@ def find_documents(
         documents.append(replace(file, occurrence=occurrence, size=size))
         occurrences[file.relative] = occurrence + 1
     if not documents or properties is None:
-        raise _nothing_found(inputs, suffixes, left_out)
+        raise _nothing_found(inputs, suffixes, modality.name, left_out)
     return documents, properties, left_out
 
 
@@ -286,20 +289,24 @@ def find_record_files(
         found.append((replace(file, occurrence=occurrence), records))
         occurrences[file.relative] = occurrence + 1
     if not any(len(records) for _, records in found):
-        raise _nothing_found(inputs, suffixes, left_out)
+        raise _nothing_found(inputs, suffixes, "text", left_out)
     return found, left_out
 
 
-def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], left_out: LeftOut) -> DataError:
+def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], modality: str, left_out: LeftOut) -> DataError:
+    endings = {ending or "names without a suffix" for ending in left_out.endings}
     counts = {"empty": left_out.empty, "symlinks": left_out.symlinks}
     counts |= {"pipes, sockets or devices": left_out.no_files} if left_out.no_files else {}
     counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items() if count}
     rule = "name other suffixes or folders"
-    if left_out.endings:
+    if endings:
         rule = "name those to take by --suffix"
-        if left_out.records is None and left_out.endings & set(RECORD_SUFFIXES):
+        for name, kind in MODALITIES.items():
+            if name != modality and endings & set(kind.suffixes):
+                rule = f"take {kind.words} by --modality {name}, or name those to take by --suffix"
+        if left_out.records is None and endings & set(RECORD_SUFFIXES):
             rule = "name what holds the text of their records by --field, or those to take as they are by --suffix"
-        rule = f"there are {', '.join(sorted(left_out.endings)[:9])}: {rule}"
+        rule = f"there are {', '.join(sorted(endings)[:9])}: {rule}"
     return DataError(
         f"{', '.join(map(str, inputs))}: no file to take (suffixes: {' '.join(suffixes) or 'any'}; left out: "
         f"{', '.join(f'{count} {name}' for name, count in counts.items())}); {rule}"
@@ -353,10 +360,11 @@ def _files_of(
         for name in files:
             if name.startswith(".") or name in passed_over:
                 continue
-            if suffixes and not name.endswith(suffixes):
-                left_out.endings.add(PurePath(name).suffix or name)
-                continue
             path = Path(folder, name)
+            left_out.looked_at += 1
+            if suffixes and not name.endswith(suffixes):
+                left_out.endings[PurePath(name).suffix] += 1
+                continue
             if path.is_symlink():
                 left_out.symlinks += 1
             elif path.is_file():

@@ -146,6 +146,22 @@ def write_new(path: Path, content: bytes) -> None:
             partial.unlink()
 
 
+def write_over(path: Path, content: bytes) -> None:
+    """Writes a file that holds the old content or the new, never a part; OSError where it cannot."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        with naming(path), partial.open("xb") as file:  # not into what a link there leads to
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        with naming(path):
+            partial.replace(path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Puts a name into an OSError that has none, as those of writing and flushing have."""

@@ -16,6 +16,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from longstride.kernels import plan
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.op import attention_op
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json, pattern_to_json
@@ -116,6 +117,28 @@ def check_backend(
             for width in (head_width, head_width, value_width)
         )
         choose_backend(name, BACKENDS, (q, k, v), ADVICE)
+
+
+def num_pairs(pattern: Pattern, context: int, visited_by: Tensor | None = None, backend: str = "auto") -> int:
+    """Pairs of a query and a key that a pattern allows: (N + 1) N / 2 where it is dense.
+
+    Args:
+        pattern: that of one head (``for_head``).
+        context: N.
+        visited_by: count the pairs instead whose scores a forward pass computes for heads of this empty tensor's last
+            size, in its dtype, on its device: all those of the tiles that kernels visit, masked ones included.
+        backend: that visits them, as ``sparse_attention`` takes it.
+
+    Raises:
+        ConfigError: the backend is unknown or cannot run there.
+    """
+    if visited_by is None:
+        return plan.num_pairs(pattern, context)
+    rows = visited_by.new_empty(0, 1, context, visited_by.shape[-1])
+    module = load(choose_backend(backend, BACKENDS, (rows, rows, rows), ADVICE))
+    # Reference and flex compute every pair and mask.
+    visited: int = module.visited_pairs(rows, pattern) if hasattr(module, "visited_pairs") else context**2
+    return visited
 
 
 def head_patterns(pattern: Pattern | Sequence[Pattern], heads: int) -> tuple[Pattern, ...]:

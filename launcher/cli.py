@@ -1,4 +1,4 @@
-"""`longstride VERB …`: one line a verb; the verb's module is imported when the verb is called."""
+"""`longstride VERB …`: help, options and mistakes; a verb's module is imported when its words are understood."""
 
 from __future__ import annotations
 
@@ -6,64 +6,50 @@ import argparse
 import difflib
 import importlib
 import importlib.metadata
+import io
 import os
 import select
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
+from longstride.launcher.options import misspelt_keys
 from longstride.launcher.output import AgreedError, exit_codes, lasting_output, mute_accelerator_warning, report, say
 from longstride.launcher.stops import stopped_at_once
+from longstride.launcher.verbs import GROUPS, VERBS, Verb, declare_options
 
-
-class Verb(NamedTuple):
-    """A verb, and the module whose functions declare its options and run it.
-
-    The module is a string, so that `longstride --help` imports no verb. It is a room of ``longstride.launcher``, or a
-    module of one where the room's face must stay light.
-    """
-
-    words: str
-    summary: str
-    module: str
-    arguments: str = "add_arguments"
-    run: str = "run"
-    passes_words: bool = False  # ``run`` takes all but --help as it is: the options are another program's
-
-
-VERBS = (
-    Verb("data build", "make shards from files", "data.folders", "add_build_arguments", "run_build"),
-    Verb("data index", "train on tars as they are", "data.folders", "add_index_arguments", "run_index"),
-    Verb("data verify", "check a data folder", "data.folders", "add_verify_arguments", "run_verify"),
-    Verb("data show", "a few samples of a data folder", "drawing", "add_data_show_arguments", "run_data_show"),
-    Verb("new", "write a configuration that fits the data and this machine", "planning.new"),
-    Verb("train", "train, or go on training", "cluster.start"),
-    Verb("slurm", "write a batch script that trains under SLURM", "cluster.slurm"),
-    Verb("plan", "what a run will cost", "planning"),
-    Verb("evaluate", "bits per byte over a split", "evaluation.evaluate"),
-    Verb("export", "a checkpoint as safetensors", "exports.export"),
-    Verb("sample", "write with an exported model, or score a file", "generation"),
-    Verb(
-        "lm-eval",
-        "run lm_eval, with exports as `--model longstride`",
-        "generation.lm_eval_command",
-        passes_words=True,
-    ),
-    Verb("compress", "shrink a file without loss", "compression", "add_compress_arguments", "run_compress"),
-    Verb("decompress", "get it back", "compression", "add_decompress_arguments", "run_decompress"),
-    Verb("serve", "an exported model behind HTTP, with a page to try it", "serving"),
-    Verb("show", "draw a pattern, a run's attention or its loss", "drawing"),
-    Verb("config schema", "the JSON schema of a run", "config.run_config"),
-)
+_EXAMPLE_COLUMNS = 45  # of `longstride --help`; a summary stands beside what is shorter
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as any other mistake: in one line, without the usage."""
+    """Begins its help with examples, and reports a wrong command line as any other mistake: in one line."""
+
+    def __init__(self, *, examples: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(**settings)
+        self.examples = examples
+
+    def format_help(self) -> str:
+        """What the verb does, examples, and its options."""
+        about, self.description = self.description, None
+        try:
+            first = [f"{about}\n"] if about else []
+            return "\n".join([*first, *(f"  {example}" for example in self.examples), "", super().format_help()])
+        finally:
+            self.description = about
 
     def error(self, message: str) -> NoReturn:
         """Reports the mistake and exits by code 2."""
         sys.exit(report(AgreedError(f"{' '.join(message.split())}; `{self.prog} --help` tells the options")))
+
+
+def parser_of(verb: Verb) -> Parser:
+    """The parser of a verb's options; imports what declares them."""
+    summary = f"{verb.summary[0].upper()}{verb.summary[1:]}."
+    parser = Parser(prog=f"longstride {verb.words}", description=summary, examples=verb.examples)
+    declare_options(verb, parser)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     words = [word for word in words if not word.startswith("--local_rank=")]  # the deepspeed launcher puts it first
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a stream of another encoding, such as ASCII, is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = exit_codes.UNREAD
     try:
         try:
@@ -104,19 +92,27 @@ def _run(words: list[str]) -> int:
     if verb is None:
         return _help(words)
     try:
+        Path.cwd()
+    except FileNotFoundError:  # torch ends a process that it imports there, with words about a library
+        return report(AgreedError("the working directory has been removed; change to one that is there"))
+    try:
         with ExitStack() as around:
             if verb.words == "train":
                 around.enter_context(lasting_output())
                 # The imports take seconds. A signal meanwhile is a stop of the run, with the exit code of one.
                 around.enter_context(stopped_at_once())
             mute_accelerator_warning()
-            module = importlib.import_module(f"longstride.launcher.{verb.module}")
-            rest = words[len(verb.words.split()) :]
-            summary = f"{verb.summary[0].upper()}{verb.summary[1:]}."
-            parser = Parser(prog=f"longstride {verb.words}", description=summary)
-            getattr(module, verb.arguments)(parser)
+            parser, rest = parser_of(verb), words[len(verb.words.split()) :]
             as_they_are = verb.passes_words and rest not in (["--help"], ["-h"])
             options: Any = rest if as_they_are else parser.parse_intermixed_args(rest)
+            if (
+                not as_they_are
+                and "overrides" in options
+                and options.config is not None  # `doctor` may have none
+                and (lines := misspelt_keys(options.config, options.overrides))
+            ):
+                return report(AgreedError("\n".join(lines)))
+            module = importlib.import_module(f"longstride.launcher.{verb.module}")
             try:
                 return getattr(module, verb.run)(options)
             except (OSError, ValueError) as error:
@@ -139,21 +135,32 @@ def _versions() -> str:
     return f"{version('longstride')} ({', '.join(map(version, ('torch', 'triton', 'deepspeed')))})"
 
 
+def _listed(verb: Verb) -> list[str]:
+    """An example of a verb and its summary: one line of `longstride --help`, or two where the example is long."""
+    example = verb.examples[0].removeprefix("longstride ")
+    if len(example) > _EXAMPLE_COLUMNS:
+        return [f"  {example}", f"  {'':{_EXAMPLE_COLUMNS}} {verb.summary}"]
+    return [f"  {example:{_EXAMPLE_COLUMNS}} {verb.summary}"]
+
+
 def _help(words: list[str]) -> int:
     """Lists the verbs that begin as the words do, where that is asked; else says that there is no such verb."""
-    group = [word for word in words if word not in ("-h", "--help")]
-    verbs = [verb for verb in VERBS if verb.words.split()[: len(group)] == group]
-    prefix = " ".join(["longstride", *group])
-    if verbs and (len(group) < len(words) or not words):
-        lines = [f"usage: {prefix} VERB …", "", *(f"  {verb.words:<15}{verb.summary}" for verb in verbs)]
-        lines += ["", f"{prefix} VERB --help tells the options of one."]
+    first = [word for word in words if word not in ("-h", "--help")]
+    verbs = [verb for verb in VERBS if verb.words.split()[: len(first)] == first]
+    prefix = " ".join(["longstride", *first])
+    if verbs and (len(first) < len(words) or not words):
+        lines = [f"usage: {prefix} VERB …"]
+        for group, title in GROUPS.items():
+            its = [verb for verb in verbs if verb.group == group]
+            lines += ["", f"{title}:", *(line for verb in its for line in _listed(verb))] if its else []
+        lines += ["", f"{prefix} VERB --help tells the options of one, with examples."]
         print("\n".join(lines))
         return exit_codes.DONE
     names = [verb.words for verb in VERBS]
     close = [each for typed in (" ".join(words[:2]), words[0]) for each in difflib.get_close_matches(typed, names, n=1)]
     meant = [verb.words for verb in verbs] or close[:1]
     hint = f"; there is {', '.join(meant)}" if meant else ""
-    return report(AgreedError(f"no verb {' '.join(group[:2]) or words[0]}{hint}; `longstride --help` lists all"))
+    return report(AgreedError(f"no verb {' '.join(first[:2]) or words[0]}{hint}; `longstride --help` lists all"))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 from longstride.data_pipelines.order import split_bytes
 from longstride.data_pipelines.shards import sample_documents
 from longstride.kernels import has_bf16_products
-from longstride.launcher.output import say
+from longstride.launcher.output import file_names, say
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "ds_configs" / "experiments" / "demo.json"
@@ -31,6 +31,8 @@ DATA = ROOT / "data" / "python-sources"
 CPU_PROCESSES = 2
 PROMPT = "def read_lines(path):\n    "
 MIN_CONTEXT = 128  # bytes that a scored byte sees at least, as a compressor sees all before it
+SAMPLE_BYTES = 160  # of each evaluation's sample
+_SHOWN_LINES = 6  # of it
 FILES, FILE_BYTES = 3, 20_000  # that are compressed, and about how long they are
 
 
@@ -65,7 +67,9 @@ def run_stages(folder: Path) -> str:
     processes = () if torch.cuda.is_available() else ("--processes", CPU_PROCESSES)
     precision = () if torch.cuda.is_available() or has_bf16_products() else ("deepspeed=zero0_fp32",)
     begin = time.monotonic()
-    stage("train", "--config", CONFIG, *processes, f"train.output={trained}", f"data.path={DATA}", *precision)
+    samples = json.dumps({"prompt": PROMPT, "bytes": SAMPLE_BYTES, "temperature": 0.7})
+    places = (f"train.output={trained}", f"data.path={DATA}")
+    stage("train", "--config", CONFIG, *processes, *places, f"train.samples={samples}", *precision)
     training_seconds = time.monotonic() - begin
     with ThreadPoolExecutor() as pool:
         learned = pool.submit(xz_that_has_read, DATA)  # a minute of one core, beside what else is to be done
@@ -73,27 +77,42 @@ def run_stages(folder: Path) -> str:
         words = ("--batch", 16, "--min-context", MIN_CONTEXT, "--positions", positions)
         held_out = json.loads(stage("evaluate", trained, *words, capture=True))
         stage("export", trained, "--output", exported, "--dtype", "bf16")
-        stage("sample", exported, "--prompt", PROMPT, "--bytes", 600, "--temperature", 0.7)
         table = compressed_files(folder / "compressed", exported)
         stage("show", "loss", trained, "--output", folder / "loss.png")
-        stage("show", "pattern", CONFIG, "--output", folder / "pattern.png")
+        stage("show", "attention", trained, "--output", folder / "attention.png")
+        stage("sample", exported, "--prompt", PROMPT, "--bytes", 400, "--temperature", 0.7)
         sizes = compressors() | {"xz -9 that has read the train split": learned.result()}
+    sizes["this model"] = held_out["bits_per_byte"]
     parts = by_position(json.loads(positions.with_suffix(".json").read_text()))
     return "\n".join(
         [
-            f"\nHeld-out files: {held_out['bits_per_byte']:.3f} bits per byte (8 before training). On the same bytes:",
+            f"\nHeld-out files, in bits per byte (8 before training; it has trained for {training_seconds:.0f} s):",
             *(f"  {name:<36}{bits:.3f}" for name, bits in sizes.items()),
-            "\nBits per byte by position in the context:",
-            *parts,
             "\nThree of them, compressed, in bytes:",
             *table,
+            "\nThe more it has seen of a file, the better it guesses. Bits per byte by position in the context:",
+            *parts,
+            "\nHow it learned to write. The same prompt, after so many steps:",
+            *samples_on_the_way(trained / file_names.SAMPLES),
             "\nMade:",
             f"  shards            {DATA}",
-            f"  run, checkpoints  {trained}  (trained for {training_seconds:.0f} s)",
+            f"  run, samples      {trained}",
             f"  model             {exported}",
-            f"  pictures          {folder}/loss.png, by-position.png, pattern.png",
+            f"  pictures          {folder}/attention.png (what it reads), loss.png, by-position.png",
+            f"\nTry it in a browser:\n\n  longstride serve {exported}\n",
         ]
     )
+
+
+def samples_on_the_way(folder: Path) -> list[str]:
+    """Lines of the run's samples: the step of each, and what it wrote behind the prompt."""
+    lines = []
+    for file in sorted(folder.glob("step-*.txt")):
+        text = file.read_text(errors="replace").removeprefix(PROMPT).rstrip()
+        lines.append(f"  step {int(file.stem.removeprefix('step-'))}:")
+        shown = ["".join(each if each.isprintable() else "\ufffd" for each in line) for line in text.splitlines()]
+        lines += [f"      | {line}" for line in shown[:_SHOWN_LINES]]
+    return lines
 
 
 def compressors() -> dict[str, float]:

@@ -1,9 +1,11 @@
-"""How verbs write a picture: by matplotlib without a screen, and never over a file."""
+"""How verbs write a picture: by matplotlib without a screen, in one style, and never over a file."""
 
 from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,58 @@ from matplotlib import pyplot as plt
 from longstride.data_pipelines.durable import write_new
 from longstride.kernels import ConfigError
 
+DOTS_PER_INCH = 160
+INK, FAINT = "#24292f", "#8c959f"  # of text, and of what stands behind it
+# Of lines, told apart by whoever sees fewer colours, too (Okabe & Ito 2008).
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_STYLE: dict[str, Any] = {
+    "font.size": 9,
+    "figure.titlesize": 10,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.linewidth": 0.8,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "axes.grid": False,
+    "grid.color": "#d0d7de",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.5,
+    "hatch.linewidth": 0.6,
+    "axes.prop_cycle": plt.cycler(color=LINES),
+}
 
-def check_output(output: Path, option: str = "--output") -> None:
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """The style of all pictures, while a figure is drawn. It decorates a function, too."""
+    with plt.rc_context(_STYLE):
+        yield
+
+
+def curves(size: tuple[float, float] = (6.4, 3.8)) -> tuple[Any, Any]:
+    """A figure with one panel of curves, on a grid and without a frame above and to the right: (figure, axis)."""
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    axis.grid(visible=True)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure, axis
+
+
+def check_output(output: Path, option: str = "--output", suffix: str = ".png") -> None:
     """Raise ConfigError where a picture cannot be written. Called before it is drawn."""
     if output.exists():
         raise ConfigError(f"{option}={output}: exists already; nothing is overwritten")
-    if output.suffix != ".png" or not output.parent.is_dir():
-        raise ConfigError(f"{option}={output}: must be a .png in a folder that exists")
+    if output.suffix != suffix or not output.parent.is_dir():
+        raise ConfigError(f"{option}={output}: must be a {suffix} in a folder that exists")
     if not os.access(output.parent, os.W_OK):
         raise ConfigError(f"{option}={output}: {output.parent} cannot be written; name another folder")
 
@@ -34,9 +81,15 @@ def save_picture(figure: Any, output: Path, option: str = "--output") -> None:
         ConfigError: the file cannot be written.
     """
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
+    with styled():
+        figure.savefig(picture, format="png", dpi=DOTS_PER_INCH)
     plt.close(figure)
+    save_content(picture.getvalue(), output, option)
+
+
+def save_content(content: bytes, output: Path, option: str) -> None:
+    """Write a new file, which appears whole; ConfigError where it cannot be written."""
     try:
-        write_new(output, picture.getvalue())
+        write_new(output, content)
     except OSError as error:
         raise ConfigError(f"{option}={output}: cannot be written: {error.strerror}") from None

@@ -32,13 +32,16 @@ if __name__ == "__main__":
     _stop.listen()  # the imports below take seconds
 
 from longstride.kernels import ConfigError
-from longstride.launcher.config import add_trust_argument, load_config
+from longstride.launcher.config import load_config
+from longstride.launcher.from_options import FromOptions
+from longstride.launcher.options import add_rank_arguments
 from longstride.launcher.output import (
     AgreedError,
     exit_codes,
     exit_on_mistake,
     mute_accelerator_warning,
     report,
+    said_where_slow,
     say,
     settle_output,
 )
@@ -47,42 +50,13 @@ from longstride.launcher.stops import LauncherGone
 
 if TYPE_CHECKING:
     from longstride.launcher.data import Run
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that training has however it is started."""
-    parser.add_argument(
-        "--config", required=True, metavar="X.json|NAME", help="the run, or the name of one in ds_configs/experiments"
-    )
-    parser.add_argument(
-        "--resume",
-        default="never",
-        metavar="auto|best|never|STEP",
-        help="go on from the newest checkpoint if there is one, from the one with the lowest validation loss, never, "
-        "or from that of a step (default: never)",
-    )
-    add_trust_argument(parser)
-    parser.add_argument(
-        "--replay",
-        default=None,
-        metavar="STEP",
-        help="feed the batch of a step of the run again, print what it gives, and write nothing",
-    )
-    parser.add_argument(
-        "--profile",
-        default=None,
-        metavar="N",
-        help="record N steps: a table, and in the run folder a trace (profile/trace.json) and the seconds of each part",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration; values are JSON"
-    )
+    from longstride.launcher.training import InitialWeights
 
 
 def main(arguments: list[str], stop: StopFlag | None = None) -> int:
     """One rank's whole run; returns its exit code. ``stop`` may listen already."""
     parser = argparse.ArgumentParser(prog="launcher/train.py", description=__doc__.splitlines()[0])
-    add_arguments(parser)
+    add_rank_arguments(parser)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # set by the deepspeed launcher
     # Set by `longstride train`: the file by which it asks for a stop, and the time at which it began, by the clock.
     parser.add_argument("--stop-file", type=Path, default=None, help=argparse.SUPPRESS)
@@ -103,20 +77,26 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     """Checks everything that this rank can check alone, then trains, or replays a step."""
     launcher_gone = LauncherGone(os.environ)
     stop.add_source(launcher_gone)
+    stop_file = None
     if options.stop_file is not None and os.environ.get("RANK", "0") == "0":
-        stop.add_source(StopFile(options.stop_file), handled_only=options.replay is None)  # a replay handles no stop
-    config = load_config(options.config, options.overrides)
+        stop_file = StopFile(options.stop_file)
+        stop.add_source(stop_file, handled_only=options.replay is None)  # a replay handles no stop
+    # `longstride train` has said already what the command line changes.
+    alone = options.started is None and os.environ.get("RANK", "0") == "0"
+    config = load_config(options.config, options.overrides, say if alone else None).with_lasting_data()
+    source = FromOptions.of(options, options.resume)
     if config.train.max_seconds is not None:
         import psutil
 
         stop.add_source(TimeIsUp(config.train.max_seconds, options.started or psutil.Process().create_time()))
 
     # Late: deepspeed takes seconds to import, which a mistake in the file should not cost.
-    from longstride.launcher.data import Run, RunData, check_output, check_replay, profile_steps, resolve_steps
-    from longstride.launcher.engine import check_engine, compile_kernels, prepare_accelerator
-    from longstride.launcher.ranks import Ranks
-    from longstride.launcher.training import choose_start, replay_step
-    from longstride.sparse_model import Division
+    with said_where_slow("importing torch and DeepSpeed"):
+        from longstride.launcher.data import Run, RunData, check_output, check_replay, profile_steps, resolve_steps
+        from longstride.launcher.engine import check_engine, compile_kernels, prepare_accelerator
+        from longstride.launcher.ranks import Ranks
+        from longstride.launcher.training import check_samples, choose_start, open_initial, replay_step
+        from longstride.sparse_model import Division
 
     ranks = Ranks.from_environment(os.environ)
     config.check_world_size(ranks.world_size)
@@ -130,6 +110,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         check_replay(config, options.resume, options.replay)
     profiled = profile_steps(options.profile, options.replay)
     data = RunData(config, ranks)
+    check_samples(config, data)
     run = Run(
         config=resolve_steps(config, data, ranks),
         ranks=ranks,
@@ -139,23 +120,30 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         epochs=config.train.epochs,
         trusted=options.trust_checkpoint,
         profile_steps=profiled,
+        source=source,
     )
     if options.replay is not None:
         return replay_step(run, int(options.replay))
-    choose_start(run)
+    with said_where_slow("reading the data and the run folder"):
+        start = choose_start(run)
+        initial = open_initial(run, *start.candidates[:1])
     train, apart = config.train, config.data.apart
     division = Division(ranks.sequence_rank, ranks.sequence_parallel, None, train.sequence_exchange)
-    compile_kernels(
-        config.model, train.micro_batch, config.precision, ranks.device, train=train, apart=apart, division=division
-    )
+    with said_where_slow("compiling kernels"):
+        compile_kernels(
+            config.model, train.micro_batch, config.precision, ranks.device, train=train, apart=apart, division=division
+        )
     stop.listen()
-    return _train(run, stop, launcher_gone)
+    return _train(run, initial, stop, launcher_gone, stop_file)
 
 
-def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
-    """Joins the other ranks and trains; returns the exit code."""
+def _train(
+    run: Run, initial: InitialWeights | None, stop: StopFlag, launcher_gone: LauncherGone, stop_file: StopFile | None
+) -> int:
+    """Joins the other ranks and trains; returns the exit code. ``initial``: where the first weights come from."""
     from longstride.data_pipelines.order import LostWorkerError
     from longstride.launcher.checkpoints import NotSavedError, restore
+    from longstride.launcher.data import discard_start
     from longstride.launcher.engine import build_engine
     from longstride.launcher.ranks import process_group, run_lock
     from longstride.launcher.stops import StopAskedError
@@ -164,6 +152,7 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
         GuardStopError,
         Plateau,
         Trainer,
+        agreed_initial,
         begin,
         check_agreement,
         prepare_folder,
@@ -181,16 +170,33 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
                 config.check_hosts(watchdog.hosts)
             except ConfigError as error:  # of all ranks: where launchers place them, only the ranks can tell
                 raise AgreedError(str(error)) from None
-            engine = build_engine(config, ranks)
-            state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
+            initial = agreed_initial(run, initial, checkpoint, watchdog.hosts)
+            with said_where_slow("building the engine"):
+                engine = build_engine(config, ranks, None if initial is None else initial.fill)
+            with said_where_slow("loading the checkpoint"):
+                state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
+            if initial is not None:
+                initial.check(run, engine)
+            if checkpoint is not None:
+                run = replace(run, origin=checkpoint.manifest.origin)
+            elif initial is not None:
+                run = replace(run, origin=initial.record)
             prepare_folder(run, checkpoint)
+            for line in initial.lines() if initial is not None and ranks.is_first else ():
+                say(line)
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
             plateau = Plateau(run, checkpoint.manifest.plateau if checkpoint else None)
             code, ending = exit_codes.DONE, None
+            if stop_file is not None:
+                stop_file.mark_begun()
             try:
                 Trainer(run, engine, guards, plateau, watchdog).train(state)
             except StopAskedError as stopping:
                 code, ending = exit_codes.REQUEUE, f"stopped by {stopping}; --resume auto goes on"
+                if engine.global_steps == 0:
+                    ending = f"stopped by {stopping} before the first step; nothing is kept"
+                    if ranks.is_first:
+                        discard_start(run.folder)
             except LostWorkerError as lost:
                 code, ending = exit_codes.HUNG, f"lost a process that reads data: {lost}; --resume auto goes on"
             except GuardStopError as stopped:
@@ -202,6 +208,8 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
                     say(ending)
                 ranks.barrier()  # a launcher ends all ranks once one has ended
             engine.destroy()
+            if stop_file is not None and launcher_gone():
+                stop_file.remove()  # nobody else is left who would
     return code
 
 

@@ -27,8 +27,8 @@ MOST_ROWS = (1 << 31) - 1  # of all n-gram tables: their numbers fit in 32 bits
 class FoldedEmbedding(StrictModel):
     """Two position tables: row and column of the sequence folded to rows of ``row_width`` (section 5.1)."""
 
-    type: Literal["text", "audio"] = "text"  # the same tables for both
-    row_width: Annotated[int, POSITIVE]  # positions; usually the attention's stride
+    type: Literal["text", "audio"] = Field(default="text", description="the sequence folded to rows, alike for both")
+    row_width: Annotated[int, POSITIVE] = Field(description="positions of a row; usually the attention's stride")
 
     @property
     def modality(self) -> str:
@@ -43,10 +43,10 @@ class FoldedEmbedding(StrictModel):
 class ImageEmbedding(StrictModel):
     """Three position tables: row, column and channel of a picture stored row by row, channels last (section 5.1)."""
 
-    type: Literal["image"]
-    height: Annotated[int, POSITIVE]
-    width: Annotated[int, POSITIVE]
-    channels: Annotated[int, POSITIVE] = 3
+    type: Literal["image"] = Field(description="a picture stored row by row, channels last")
+    height: Annotated[int, POSITIVE] = Field(description="pixels")
+    width: Annotated[int, POSITIVE] = Field(description="pixels; height x width x channels is the context")
+    channels: Annotated[int, POSITIVE] = Field(default=3, description="tokens of a pixel: 1 of grey and of a palette")
 
     @property
     def modality(self) -> str:
@@ -61,7 +61,7 @@ class ImageEmbedding(StrictModel):
 class LearnedEmbedding(StrictModel):
     """One position table with a row for each position of the context (Radford et al. 2018, GPT; Image GPT)."""
 
-    type: Literal["learned"]
+    type: Literal["learned"] = Field(description="one table with a row for each position; it fits all data")
 
     @property
     def modality(self) -> str:
@@ -76,7 +76,7 @@ class LearnedEmbedding(StrictModel):
 class TokenEmbedding(StrictModel):
     """No position tables: positions come from ``rotary``, convolutions and the patterns themselves."""
 
-    type: Literal["tokens"]
+    type: Literal["tokens"] = Field(description="no position tables: for rotary")
 
     @property
     def modality(self) -> str:
@@ -95,9 +95,9 @@ class NgramTables(StrictModel):
     """
 
     orders: tuple[Annotated[int, Field(ge=2, le=MOST_ORDER)], ...] = Field(
-        default=(2, 3, 4, 5, 6), min_length=1, strict=False
+        default=(2, 3, 4, 5, 6), min_length=1, strict=False, description="tokens of an n-gram, ascending: a table each"
     )
-    rows: Annotated[int, Field(gt=0)]  # of each order
+    rows: int = Field(gt=0, description="of each order's table; n-grams may share one")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -137,12 +137,19 @@ class ModelConfig(NetworkConfig):
         ConfigError: by ``model_validate``; every wrong field, one line each.
     """
 
-    attention: Annotated[Any, WithJsonSchema(attention_schema())]
-    embedding: FoldedEmbedding | ImageEmbedding | LearnedEmbedding | TokenEmbedding = Field(discriminator="type")
-    feed_forward: Annotated[Any, WithJsonSchema(feed_forward_schema()), BeforeValidator(_with_defaults)] = (
-        DenseFeedForward().model_dump(mode="json")
+    attention: Annotated[Any, WithJsonSchema(attention_schema())] = Field(
+        description="a pattern, an object with heads, another mixer, or a list of these that the layers take in turn"
     )
-    ngrams: NgramTables | None = None  # added to the token embedding
+    embedding: FoldedEmbedding | ImageEmbedding | LearnedEmbedding | TokenEmbedding = Field(
+        discriminator="type", description="the tables of positions that are added to the tokens'"
+    )
+    feed_forward: Annotated[Any, WithJsonSchema(feed_forward_schema()), BeforeValidator(_with_defaults)] = Field(
+        default=DenseFeedForward().model_dump(mode="json"),
+        description="what computes each row by itself, or a list of objects that the feed-forwards take in turn",
+    )
+    ngrams: NgramTables | None = Field(
+        default=None, description="tables of the last tokens, added to the token embedding; null: none"
+    )
 
     left_out_at_default: ClassVar[tuple[str, ...]] = (*NetworkConfig.left_out_at_default, "feed_forward", "ngrams")
 

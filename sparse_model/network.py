@@ -34,32 +34,77 @@ MOST_SUBLAYERS = 2 * MOST_LAYERS
 class RotaryPositions(StrictModel):
     """Queries and keys turned by their positions (Su et al. 2021)."""
 
-    base: Annotated[float, Field(gt=1)] = 10_000.0  # the slowest pair of channels turns once in about 2π·base positions
+    base: float = Field(default=10_000.0, gt=1, description="the slowest channels turn once in about 2π·base positions")
 
 
 class NetworkConfig(StrictModel):
     """Sizes and options of a network, whatever its mixers, feed-forwards and embedding are."""
 
-    context: Annotated[int, POSITIVE]  # positions
-    layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]  # mixers; the paper's N
-    heads: Annotated[int, Field(gt=0, le=MOST_HEADS)]
-    width: Annotated[int, Field(gt=0, le=MOST_WIDTH)]  # the paper's d
-    vocabulary: Annotated[int, Field(gt=0, le=MOST_TOKENS)] = 256
-    feed_forward_ratio: Annotated[float, POSITIVE] = 4.0  # of width; the paper's "half-size" is 2
-    query_key_ratio: Annotated[float, POSITIVE] = 1.0  # of width; the paper's "half-size" is 0.5
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # after attention and after feed-forward
-    initialization: Literal["paper", "released", "zero_outputs"] = "released"
-    backend: Literal["auto", "triton", "cpu", "reference", "flex"] = "auto"  # of attention
+    context: Annotated[int, POSITIVE] = Field(description="positions that the model reads and predicts at once")
+    layers: int = Field(
+        gt=0, le=MOST_LAYERS, description="mixers, such as attention; in the usual order so many residual blocks"
+    )
+    heads: int = Field(
+        gt=0, le=MOST_HEADS, description=f"of each attention, with {MOST_HEADS_IN_ALL:,} in all layers as the limit"
+    )
+    width: int = Field(gt=0, le=MOST_WIDTH, description="channels of a position's row; the paper's d")
+    vocabulary: int = Field(
+        default=256,
+        gt=0,
+        le=MOST_TOKENS,
+        description="tokens: 256 for any bytes, fewer for data that never has the rest, or the colours of a palette",
+    )
+    feed_forward_ratio: Annotated[float, POSITIVE] = Field(
+        default=4.0, description="channels inside the feed-forward, times width; the paper's half-size is 2"
+    )
+    query_key_ratio: Annotated[float, POSITIVE] = Field(
+        default=1.0, description="channels of all queries, and of all keys, times width; the paper's half-size is 0.5"
+    )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="after attention and after feed-forward, never inside attention"
+    )
+    initialization: Literal["paper", "released", "zero_outputs"] = Field(
+        default="released",
+        description="the paper's 0.125/√d as a variance (released, as the authors' later code has it) or as a standard "
+        "deviation (paper); zero_outputs: as released, and what writes into the stream begins at 0",
+    )
+    backend: Literal["auto", "triton", "cpu", "reference", "flex"] = Field(
+        default="auto",
+        description="what computes attention; auto: triton on GPUs, cpu on CPUs; one that cannot run is an error",
+    )
     # What follows came later than the paper. Each is off where it is left out.
-    order: str | None = None  # of mixers (s) and feed-forwards (f), such as "s6 (sf)10 f6"; null is (sf) x layers
-    norm: Literal["layer", "rms"] = "layer"
-    norm_epsilon: Annotated[float, POSITIVE] | None = None  # null: layer 1e-5, as torch has it; rms 1e-6
-    bias: bool = True  # of linear layers
-    rotary: RotaryPositions | None = None
-    query_key_norm: bool = False
-    # Positions that a row reads before attention, its own too.
-    convolution: Annotated[int, Field(ge=2, le=MOST_CONVOLVED)] | None = None
-    reversible: bool = False  # two streams: the backward pass computes each block's input from its output
+    order: str | None = Field(
+        default=None,
+        description="of mixers (s) and feed-forwards (f), such as s6 (sf)10 f6; null: (sf), as often as layers says",
+    )
+    norm: Literal["layer", "rms"] = Field(
+        default="layer",
+        description="before each part and before the logits; rms: without mean and bias (Zhang & Sennrich 2019)",
+    )
+    norm_epsilon: Annotated[float, POSITIVE] | None = Field(
+        default=None, description="what a norm adds to the variance or mean square; null: 1e-5 of layer, 1e-6 of rms"
+    )
+    bias: bool = Field(default=True, description="of linear layers; false: they have none")
+    rotary: RotaryPositions | None = Field(
+        default=None,
+        description="queries and keys are turned by their positions (Su et al. 2021), channels 2i and 2i + 1 as a "
+        "pair; a head of queries has an even number of channels; null: not",
+    )
+    query_key_norm: bool = Field(
+        default=False,
+        description="each head's queries and keys to a root mean square of 1, without weights; scores are still "
+        "divided by √D (Henry et al. 2020; Dehghani et al. 2023)",
+    )
+    convolution: Annotated[int, Field(ge=2, le=MOST_CONVOLVED)] | None = Field(
+        default=None,
+        description="positions: before attention each channel of a row adds a weighted sum of its last values, its own "
+        "too, by weights that begin at 0 (So et al. 2021); null: none",
+    )
+    reversible: bool = Field(
+        default=False,
+        description="two streams, of which the backward pass computes each block's input from its output: memory does "
+        "not grow with depth",
+    )
 
     left_out_at_default: ClassVar[tuple[str, ...]] = (
         "order",

@@ -12,6 +12,7 @@ import torch
 
 from longstride.kernels import sparse_attention
 from longstride.kernels.patterns import PATTERNS
+from longstride.launcher.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -19,8 +20,9 @@ TOUR = ROOT / "docs" / "tour.md"
 MADE_BY_THE_READER = {"kernels/patterns/dilated.py", "benchmarks/results/paper-mine.json"}
 
 
-def drawing_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "draw.py")
+def script(name: str) -> ModuleType:
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -28,7 +30,7 @@ def drawing_script() -> ModuleType:
 
 
 def test_drawings_are_up_to_date() -> None:
-    drawings = drawing_script().drawings()
+    drawings = script("draw").drawings()
     for name, drawing in drawings.items():
         assert (ROOT / "docs/pictures" / name).read_text() == drawing, f"{name}: run python docs/draw.py"
 
@@ -58,7 +60,7 @@ def test_stops_of_the_tour_are_where_it_says() -> None:
 
 
 def test_pattern_of_the_tour_computes_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern_class = drawing_script().pattern_of_the_tour()
+    pattern_class = script("draw").pattern_of_the_tour()
     monkeypatch.setitem(PATTERNS, "dilated", pattern_class)
     pattern, context = pattern_class(window=5, dilation=4), 96
     torch.manual_seed(0)
@@ -74,3 +76,18 @@ def test_pattern_of_the_tour_computes_its_mask(monkeypatch: pytest.MonkeyPatch) 
 def test_pages_import_by_one_name() -> None:
     bare = re.compile(r"(?:from|import) (?:launcher|kernels|sparse_model|data_pipelines)\b")
     assert not [page.name for page in PAGES if bare.search(page.read_text())]
+
+
+def test_tables_of_the_configuration_are_up_to_date() -> None:
+    made = script("configuration_tables").page()
+    assert (ROOT / "docs/configuration.md").read_text() == made, "run python docs/configuration_tables.py"
+
+
+def test_configurations_that_the_page_shows_are_taken(tmp_path: Path) -> None:
+    """Those that extend another one: all else is a part of a file."""
+    blocks = re.findall(r"```json\n(\{.*?\})\n```", (ROOT / "docs/configuration.md").read_text(), flags=re.DOTALL)
+    shown = [block for block in blocks if '"extends"' in block]
+    assert len(shown) == 2
+    for block in shown:
+        (tmp_path / "shown.json").write_text(block)
+        load_config(tmp_path / "shown.json")

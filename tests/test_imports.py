@@ -31,9 +31,9 @@ ORDER = {
         "shards", "documents", "datasets", "order", "building",
     ],
     "launcher": [
-        "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints", "exports",
-        "evaluation", "training", "generation", "compression", "serving", "planning", "drawing", "train", "cluster",
-        "cli", "demo",
+        "options", "output", "stops", "config", "from_options", "pictures", "ranks", "models", "hub", "engine", "data",
+        "checkpoints", "exports", "evaluation", "training", "generation", "compression", "serving", "planning",
+        "drawing", "reporting", "train", "cluster", "doctor", "verbs", "completion", "cli", "demo",
     ],
 }  # fmt: skip
 # Big rooms that have one face, and the rooms inside that have another. All others are imported room by room.
@@ -43,7 +43,7 @@ ONLY_IN = {
     "deepspeed": ["launcher"],
     "triton": ["kernels/backends/triton"],
     "webdataset": ["data_pipelines"],
-    "mpi4py": ["data_pipelines"],
+    "mpi4py": ["data_pipelines", "launcher/doctor/answer.py"],  # which tells whether it finds its library
     "fsspec": ["data_pipelines"],
     "aiohttp": ["data_pipelines", "launcher/serving"],
     "matplotlib": ["launcher"],
@@ -51,9 +51,10 @@ ONLY_IN = {
     "tqdm": ["launcher"],
     "tensorboard": ["launcher/training/monitors.py"],
     "transformers": ["launcher/hub"],
+    "shtab": ["launcher/completion.py"],
     "lm_eval": ["launcher/generation/lm_eval_model.py", "launcher/generation/lm_eval_command.py"],
     "wandb": ["launcher/training/monitors.py"],
-    "PIL": ["data_pipelines/modalities/picture.py"],
+    "PIL": ["data_pipelines/modalities/picture.py", "launcher/reporting/verbs.py"],
     "soundfile": ["data_pipelines/modalities/decoder.py"],
     "soxr": ["data_pipelines/modalities/audio.py"],
     "zstandard": ["data_pipelines/formats.py"],
@@ -61,7 +62,7 @@ ONLY_IN = {
 }
 MOST_NAMES = 15  # of a face
 # Modules that a face hands out without importing them, as they are heavy.
-LATE = {"longstride.data_pipelines.stores.remote"}
+LATE = {"longstride.data_pipelines.stores.remote", "longstride.launcher.cluster.hosts"}
 FILES = [path for room in BIG_ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 

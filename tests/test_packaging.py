@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import email
 import json
+import re
 import shutil
-import subprocess
-import sys
 import zipfile
 from email.message import Message
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from longstride.launcher.cli import VERBS
-from tests.harness.installations import ROOMS, Installation, bare, copy_checkout, foreign_kernels, watch
+from tests.harness.installations import ROOMS, Installation, bare, built, copy_checkout, foreign_kernels, watch
 from tests.harness.runs import ROOT, configuration
 from tests.harness.tiny_models import add_hub_files, tiny_export
 
 WAYS = ("wheel", "editable", "checkout")
-BUILD = "from setuptools import build_meta; import sys; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 SEVERAL_VERBS = """
 from longstride.launcher import cli
 
@@ -103,14 +104,6 @@ def installation(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) ->
         made.pip("install", wheel)
     else:
         made.pip("install", "--editable", copy_checkout(tmp_path / "checkout"))
-    return made
-
-
-def built(hook: str, source: Path, target: Path) -> Path:
-    """The one file that a build hook of the project makes."""
-    target.mkdir(exist_ok=True)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", BUILD, hook, str(target)], cwd=source, check=True)
-    (made,) = (path for path in target.iterdir() if path.is_file())
     return made
 
 
@@ -219,3 +212,30 @@ def test_transformers_generates_with_and_without_the_registrys_kernels(
     assert generate() == str(installation.packages / "kernels" / "__init__.py")
     installation.pip("uninstall", "kernels")
     assert generate() == "no kernels"
+
+
+@pytest.mark.parametrize("lock", sorted((ROOT / "locks").glob("python3.*.txt")), ids=lambda lock: lock.stem)
+def test_locks_have_a_version_in_range_of_every_package(wheel: Path, lock: Path) -> None:
+    made_for = re.fullmatch(
+        r"# Made by `make locks` for Python (3\.\d+): .*, with (.*)\.", lock.read_text().splitlines()[0]
+    )
+    assert made_for and lock.stem == f"python{made_for[1]}"
+    pins = {requirement.name: requirement for requirement in map(Requirement, lock.read_text().splitlines()[1:])}
+    asked = [Requirement(text) for text in metadata(wheel).get_all("Requires-Dist", [])]
+    for extra in ("", *made_for[2].split(", ")):
+        here = {"extra": extra, "python_version": made_for[1], "python_full_version": f"{made_for[1]}.0"}
+        for requirement in asked:
+            if requirement.marker is None or requirement.marker.evaluate(here):
+                (pin,) = pins[canonicalize_name(requirement.name)].specifier
+                assert requirement.specifier.contains(pin.version), (
+                    f"{lock.name}: {pin} is not {requirement}: make locks"
+                )
+
+
+def test_locks_and_image_are_of_the_pythons_that_the_package_allows(wheel: Path) -> None:
+    locks = {path.stem.removeprefix("python") for path in (ROOT / "locks").glob("python3.*.txt")}
+    assert locks == {
+        f"3.{minor}" for minor in range(20) if f"3.{minor}" in SpecifierSet(metadata(wheel)["Requires-Python"])
+    }
+    image = re.search(r"^ARG PYTHON=(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert image and image[1] in locks

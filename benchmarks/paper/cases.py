@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from longstride.launcher.config.run_config import TrainConfig
+from longstride.launcher.config import TrainConfig
 from longstride.sparse_model import ModelConfig
 
 PATTERNS = ("dense", "fixed", "strided")  # in the order of the paper's Table 2

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, message_bytes, num_calls
 from benchmarks.scaling.divided import exchanges
 from benchmarks.scaling.zero_communication import Run
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "benchmarks/scaling/communication_worker.py"

@@ -26,7 +26,7 @@ from deepspeed.comm.comm import comms_logger
 
 from benchmarks.scaling.counted import Counted, logged
 from benchmarks.training.planned_memory import noise
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 from longstride.launcher.data.run_data import together
 from longstride.launcher.engine.build import build_engine
 from longstride.launcher.engine.device import prepare_accelerator

@@ -27,7 +27,7 @@ import torch
 from benchmarks.scaling.collectives import OURS, Collective, sent_bytes
 from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Column, Pattern
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 EVENLY, LISTED = "evenly", "listed"  # a U-th for every process, the own one too; or what is for others alone

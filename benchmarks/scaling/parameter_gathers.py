@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 from longstride.sparse_model import Division, ModelConfig, SparseTransformer
 
 FETCH, RELEASE = "fetch", "release"

@@ -37,7 +37,7 @@ from benchmarks.scaling.zero_communication import Run
 from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import rows_sent
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.planning import costs as plan_memory
 from longstride.launcher.planning.rehearsal import activations
 

@@ -39,8 +39,8 @@ from benchmarks.scaling.parameter_gathers import Limits, Trace, gathers, persist
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
 from longstride.kernels import ConfigError
+from longstride.launcher.config import RunConfig
 from longstride.launcher.config.deepspeed_keys import precision
-from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.data import run_data as batches
 from longstride.launcher.engine.optimizer import parameter_groups
 from longstride.launcher.planning.costs import STAGES

@@ -31,7 +31,7 @@ from safetensors import safe_open
 
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
-from longstride.launcher.config.run_config import load_config
+from longstride.launcher.config import load_config
 from longstride.launcher.models import DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]

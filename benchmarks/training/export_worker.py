@@ -18,7 +18,7 @@ import torch
 
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.launcher.checkpoints.saving import Saver
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 from longstride.launcher.engine.build import build_engine
 from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.engine.step import EngineStep

@@ -26,7 +26,7 @@ from benchmarks.training.divided_memory import resident_bytes
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
 from longstride.kernels import ConfigError
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run_data import together
 from longstride.launcher.engine.build import build_engine, check_engine
 from longstride.launcher.engine.device import prepare_accelerator

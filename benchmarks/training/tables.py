@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, rounded, write_json
-from longstride.launcher.config.run_config import TrainConfig
+from longstride.launcher.config import TrainConfig
 from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.engine.tables import Tables
 from longstride.launcher.ranks.processes import Ranks

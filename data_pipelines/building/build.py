@@ -24,7 +24,7 @@ from longstride.data_pipelines.building.folders import (
 from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings, DatasetSettings, FileSettings
 from longstride.data_pipelines.building.shard_writer import Piece, write_shard
 from longstride.data_pipelines.datasets import dataset_named, default_input, fetched_input
-from longstride.data_pipelines.documents import Document, OpenInput
+from longstride.data_pipelines.documents import Document, LeftOut, OpenInput
 from longstride.data_pipelines.durable import durable_file
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Properties, modality_named
@@ -52,6 +52,7 @@ def build(
     seed: int = 0,
     palette: int | Palette | None = None,
     progress: Progress | None = None,
+    found: Callable[[LeftOut], None] | None = None,
     crew: Crew | None = None,
 ) -> DataManifest:
     """Writes the files under ``inputs`` as shards into the folder ``output``, which appears only when whole.
@@ -63,7 +64,8 @@ def build(
     taken whatever its name. ``palette``: by which pictures will be read, or the number of its colours, which are then
     found from pixels of the train split, drawn by ``seed``. An identical data folder that is already there is left as
     it is. ``crew``: the processes that build together, all with the same arguments (None: the processes of the MPI job,
-    if there is one). The first rank's arguments count, and ``progress`` is called there alone.
+    if there is one). The first rank's arguments count, and ``progress`` is called there alone, as is
+    ``found``, once, with what was left out when the files are known and nothing is written yet.
 
     Raises DataError, on all ranks, for an input that is missing, unreadable or changes meanwhile, for inputs and an
     output that overlap, where nothing or only one split is found, for an output that holds anything else or cannot be
@@ -85,7 +87,14 @@ def build(
             field=field,
         )
         paths = [Path(path) for path in inputs]
-        return _Coordinator(paths, Path(output), settings, lambda: settings.plan(paths))
+
+        def plan() -> BuildPlan:
+            made = settings.plan(paths)
+            if found is not None:
+                found(made.left_out)
+            return made
+
+        return _Coordinator(paths, Path(output), settings, plan)
 
     return _build(coordinate, progress, crew)
 

@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings
@@ -287,10 +288,13 @@ class UnfinishedBuild:
         if palette is not None:
             with durable_file(self.place.data / Palette.FILE_NAME, self.place.partial) as file:
                 file.write(palette.to_ppm())
+        assert self._plan is not None  # a build that ends has begun
         if manifest.pieces is not None:
-            assert self._plan is not None
             with durable_file(self.place.data / manifest.pieces.name, self.place.partial) as file:
                 file.writelines(self._plan.piece_lines())
+        if first := next(lines := self._plan.source_lines(), None):
+            with durable_file(self.place.data / DataManifest.SOURCES_NAME, self.place.partial) as file:
+                file.writelines(chain((first,), lines))
         with durable_file(self.place.data / DataManifest.FILE_NAME, self.place.partial) as file:
             file.write(manifest.to_json().encode())
         with os_errors_as_data_errors(self._output):

@@ -272,6 +272,14 @@ class BuildPlan:
                     }
                     yield json.dumps(line).encode() + b"\n"
 
+    def source_lines(self) -> Iterator[bytes]:
+        """The lines of ``sources.jsonl``: which sample is of which file. None of records and of published datasets."""
+        for name, pieces in self.shards() if isinstance(self.settings, FileSettings) else ():
+            for number, piece in enumerate(pieces):
+                if isinstance(piece.document, FileDocument):
+                    line = {"key": ShardRecord.key_in(name, number), "source": piece.document.source}
+                    yield json.dumps(line).encode() + b"\n"
+
     @cached_property
     def pieces_file(self) -> StoredFile | None:
         """What ``piece_lines`` make; None where there are none."""

@@ -58,12 +58,14 @@ class Audio(Modality):
     asks = ("rate",)
     may_ask = ("pcm_bits",)
     build_options = (
-        Option("--rate", "HZ", "bring all sounds to it (default: all have one rate)"),
-        Option("--wav", "mulaw|pcm", "members are WAV files of 8-bit mu-law (default), or of 16-bit PCM"),
+        Option("--rate", "HZ", "bring sounds to this rate, in samples a second (default: all must have one)"),
+        Option("--wav", "mulaw|pcm", "write samples as WAV of 8-bit mu-law or 16-bit PCM (default: mulaw)"),
     )
     packing = False
-    prompt_help = "a sound to continue"
-    keep_option = Option("--keep-seconds", "S", "of --prompt-audio (default: half a context)", float)
+    prompt_help = "sound to continue"
+    keep_option = Option(
+        "--keep-seconds", "S", "continue the first S seconds of --prompt-audio (default: half a context)", float
+    )
     output_suffix = ".wav"
     shown_as = "waveform"
     words = "sounds"

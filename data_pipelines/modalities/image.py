@@ -40,14 +40,16 @@ class Image(Modality):
     extension = "ppm"
     suffixes = both_cases(".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
     asks = ("height", "width")
-    build_options = (Option("--image-size", "HxW", "crop and resize pictures (default: all have one size)"),)
+    build_options = (
+        Option("--image-size", "HxW", "crop and resize pictures to this height and width (default: all must have one)"),
+    )
     packing = False
     divisible = False
     has_palettes = True
     unit = "dimension"  # a byte is the value of one channel
     prompt_help = "pictures to complete"
     prompt_files = "+"
-    keep_option = Option("--keep-rows", "R", "of each --prompt-image (default: half)", int)
+    keep_option = Option("--keep-rows", "R", "complete the first R rows of each --prompt-image (default: half)", int)
     output_suffix = ".png"
     one_output = True
     shown_as = "picture"

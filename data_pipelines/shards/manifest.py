@@ -6,6 +6,7 @@
     validation-00000.tar    ...
     palette.ppm             where pictures are read by a palette: its colours
     pieces.jsonl            where texts are several samples: a line a piece, by its key, with its source
+    sources.jsonl           of files: a line a sample, by its key, with the file's path under the input
 
     {"format": "longstride-shards", "format_version": 2, "modality": "text", "properties": {},
      "made": how it was built, "splits": {"train": {"documents": 12, "shards": [a line a shard, ...]}, ...},
@@ -16,6 +17,8 @@ another shard is never mistaken for it. A member is a file that other programs o
 *payload* is the *content*, the bytes of contexts, behind the header that such a file needs.
 
 A text that is no UTF-8 has the extension .bin. What ``pieces.jsonl`` is stands under "made": nothing reads it here.
+Of ``sources.jsonl`` the manifest says nothing, so that the same files have the fingerprint that they had before there
+was one. People read it, and `data show`.
 
 A folder with a palette has format_version 4, and ``"palette"`` with the file's name, size and SHA-256.
 
@@ -199,6 +202,7 @@ class DataManifest:
 
     FILE_NAME: ClassVar[str] = "manifest.json"
     PIECES_NAME: ClassVar[str] = "pieces.jsonl"
+    SOURCES_NAME: ClassVar[str] = "sources.jsonl"
     FORMAT: ClassVar[str] = "longstride-shards"
     FORMAT_VERSION: ClassVar[int] = 2  # of a folder that holds its shards
     INDEXED_VERSION: ClassVar[int] = 3  # of an index of other people's tars

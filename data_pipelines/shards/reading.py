@@ -34,6 +34,7 @@ from longstride.data_pipelines.shards.manifest import (
     load_palette,
     member_ends,
 )
+from longstride.data_pipelines.shards.sources import sources_of
 from longstride.data_pipelines.shards.tar_stream import TarStream, shown
 from longstride.data_pipelines.stores import open_store
 
@@ -457,6 +458,7 @@ class Sample(NamedTuple):
     content: np.ndarray  # (n,) uint8
     properties: Mapping[str, int]  # of all documents of the set
     place: str  # its member and the shard, in words
+    source: str | None = None  # the file's path under the input of the build, where the folder has it
 
 
 def sample_documents(location: str | Path | DataFolder, split: str, count: int, seed: int = 0) -> Iterator[Sample]:
@@ -467,20 +469,27 @@ def sample_documents(location: str | Path | DataFolder, split: str, count: int, 
     """
     if count < 1:
         raise DataError(f"count={count}: must be at least 1")
-    opened = DataFolder.at(location).split(split)
+    folder = DataFolder.at(location)
+    opened = folder.split(split)
     reader = SampleReader(opened)
     ends = list(accumulate(shard.samples for shard in opened.shards))
     count = min(count, ends[-1])
+    chosen = []
     for part in range(count):
         # The split has ``count`` equal parts, and a sample of each is drawn.
         first, end = part * ends[-1] // count, (part + 1) * ends[-1] // count
         drawn = int.from_bytes(hashlib.sha256(f"{seed}\0{part}".encode()).digest()[:8], "big")
         number = first + drawn % (end - first)
         shard = int(np.searchsorted(ends, number, side="right"))
-        sample = number - (ends[shard - 1] if shard else 0)
+        chosen.append((shard, number - (ends[shard - 1] if shard else 0)))
+    sources = {}
+    if folder.manifest.tars is None:
+        sources = sources_of(folder.store, {opened.shards[shard].key(sample) for shard, sample in chosen})
+    for shard, sample in chosen:
         edges = opened.open(shard).edges
         content = np.empty(int(edges[sample + 1] - edges[sample]), dtype=np.uint8)
         reader.fill(shard, int(edges[sample]), content)
         name = opened.sample_name(shard, sample)
         key = opened.shards[shard].key(sample) if opened.manifest.tars is None else name
-        yield Sample(key, content, opened.manifest.properties, f"{name} of {opened.shards[shard].name}")
+        place = f"{name} of {opened.shards[shard].name}"
+        yield Sample(key, content, opened.manifest.properties, place, sources.get(key))

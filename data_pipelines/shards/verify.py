@@ -6,6 +6,7 @@ import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import closing
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from longstride.data_pipelines.shards.manifest import (
     member_ends,
 )
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
+from longstride.data_pipelines.shards.sources import source_in, source_lines
 from longstride.data_pipelines.stores import StoredFile, open_store, reading_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -75,6 +77,8 @@ def _verify_folder(folder: DataFolder, progress: Progress | None) -> list[str]:
             findings.append(str(error))
     if folder.manifest.pieces is not None:
         findings += _verify_pieces(folder, folder.manifest.pieces)
+    if DataManifest.SOURCES_NAME in (folder.store.sizes() or ()):  # of a remote folder it is not fetched
+        findings += _verify_sources(folder)
     for name in folder.manifest.splits:
         split = folder.split(name)
         for number, shard in enumerate(split.shards):
@@ -100,6 +104,20 @@ def _verify_pieces(folder: DataFolder, file: StoredFile) -> list[str]:
     except DataError as error:
         return [str(error)]
     return [] if is_whole else [f"{name}: the list of pieces is damaged (its SHA-256 is not the manifest's); {REBUILD}"]
+
+
+def _verify_sources(folder: DataFolder) -> list[str]:
+    """Whether the list of sources, where there is one, has every sample in order."""
+    path = folder.store.path_for_messages(DataManifest.SOURCES_NAME)
+    keys = (shard.key(number) for shard in folder.manifest.shards() for number in range(shard.samples))
+    try:
+        with reading_file(path):
+            for key, line in zip_longest(keys, source_lines(Path(path))):
+                if key is None or line is None or source_in(line, key) is None:
+                    return [f"{path}: the list of sources is damaged (at {key or 'its end'}); remove it, or rebuild"]
+    except DataError as error:
+        return [str(error)]
+    return []
 
 
 def _sha256_of(path: Path) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
+from typing_extensions import Doc
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Intervals, Order
@@ -33,11 +35,11 @@ class BigBird(PatternDefaults):
     backward pass, 8 more for generation. With 3 draws, 12,288 positions take 1.4 MiB a head and 1,048,576 take 120 MiB.
     """
 
-    block: int  # positions
-    window: int  # blocks, the query's own among them
-    globals: int  # blocks
-    random: int  # blocks
-    seed: int = 0
+    block: Annotated[int, Doc("positions")]
+    window: Annotated[int, Doc("blocks, the query's own among them")]
+    globals: Annotated[int, Doc("blocks at the beginning that all later ones read")]
+    random: Annotated[int, Doc("blocks that are drawn, once, of those between")]
+    seed: Annotated[int, Doc("of the draw")] = 0
     index: int | None = None  # the head; None: not chosen yet, or nothing is drawn
 
     def __post_init__(self) -> None:

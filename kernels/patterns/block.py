@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
+from typing_extensions import Doc
 
 from longstride.kernels.forms import Bound, Bounds, constant, whole
 from longstride.kernels.patterns.base import SinglePart, require_divides, require_positive
@@ -14,7 +16,7 @@ from longstride.kernels.patterns.base import SinglePart, require_divides, requir
 class Block(SinglePart):
     """Earlier positions of the query's own block, self included (section 4.3, first fixed factor)."""
 
-    stride: int  # positions in a block; the paper's l
+    stride: Annotated[int, Doc("positions in a block; the paper's l")]
 
     def __post_init__(self) -> None:
         require_positive("stride", self.stride)

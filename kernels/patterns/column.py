@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
+from typing_extensions import Doc
 
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, positions_of
 from longstride.kernels.patterns.base import PatternDefaults, PatternPart, require_divides, require_positive
@@ -25,7 +27,7 @@ def column_order(context: int, stride: int) -> Order:
 class Column(PatternDefaults):
     """Every ``stride``-th earlier position, self included (Child et al. 2019, section 4.3, second strided factor)."""
 
-    stride: int  # positions; the paper's l
+    stride: Annotated[int, Doc("positions from one key to the next; the paper's l")]
 
     def __post_init__(self) -> None:
         require_positive("stride", self.stride)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from torch import Tensor
+from typing_extensions import Doc
 
 from longstride.kernels.patterns.base import Pattern, PatternDefaults, PatternPart, require_divides
 from longstride.kernels.patterns.block import Block
@@ -18,9 +20,9 @@ class Fixed(PatternDefaults):
     ``num_summaries`` and ``index`` are those of Summary: heads take distinct summary sub-blocks in turn.
     """
 
-    stride: int  # positions in a block; the paper's l
-    summary: int  # positions in a summary sub-block; the paper's c
-    num_summaries: int = 1
+    stride: Annotated[int, Doc("positions in a block; the paper's l")]
+    summary: Annotated[int, Doc("positions at a block's end that later blocks read; the paper's c")]
+    num_summaries: Annotated[int, Doc("summary sub-blocks that heads take in turn")] = 1
     index: int | None = None
 
     def __post_init__(self) -> None:

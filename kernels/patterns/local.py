@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
+from typing_extensions import Doc
 
 from longstride.kernels.forms import Bound, Bounds, ramp, whole
 from longstride.kernels.patterns.base import (
@@ -25,8 +27,8 @@ class Local(PatternDefaults):
     2020, section 3.1, causal).
     """
 
-    window: int  # keys, the query itself among them
-    dilation: int = 1  # positions from one to the next
+    window: Annotated[int, Doc("keys, the query itself among them")]
+    dilation: Annotated[int, Doc("positions from one key to the next")] = 1
 
     left_out_at_default = ("dilation",)
 

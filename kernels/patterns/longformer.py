@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
+from typing_extensions import Doc
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bound, Bounds, Fold, Order, constant, whole
@@ -24,9 +26,9 @@ class Longformer(PatternDefaults):
     a position: those of its keys, and where the dilation does not divide ``globals`` also those of its queries.
     """
 
-    window: int  # keys, the query itself among them
-    dilation: int = 1  # positions from one to the next
-    globals: int = 1  # positions
+    window: Annotated[int, Doc("keys, the query itself among them")]
+    dilation: Annotated[int, Doc("positions from one key to the next")] = 1
+    globals: Annotated[int, Doc("positions at the beginning that all later ones read")] = 1
 
     def __post_init__(self) -> None:
         for name in ("window", "dilation", "globals"):

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
+from typing import Annotated
 
 import torch
 from torch import Tensor
+from typing_extensions import Doc
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, positions_of, whole
@@ -35,8 +37,11 @@ class LongNet(PatternDefaults):
     counts a key as often as members hold it. Here there is one softmax over the union, and every key counts once.
     """
 
-    segments: tuple[int, ...]  # positions; each divides the next
-    dilations: tuple[int, ...]  # positions; each divides the next, and the segment before its own
+    segments: Annotated[tuple[int, ...], Doc("positions; each divides the next")]
+    dilations: Annotated[
+        tuple[int, ...],
+        Doc("positions from key to key; each divides the next, and the segment before its own"),
+    ]
     index: int | None = None  # of this head; None: not chosen yet, or heads are alike
 
     def __post_init__(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
+from typing_extensions import Doc
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.patterns.base import (
@@ -36,9 +37,9 @@ class Strided(PatternDefaults):
     the stride is the p-th root of N, that is O(N · ᵖ√N) pairs; p layers, a factor each, reach every earlier position.
     """
 
-    stride: int  # positions; the paper's l
-    span: Literal["paper", "released"] = "released"
-    num_factors: int = 2  # the paper's p
+    stride: Annotated[int, Doc("positions of the window, and from one key of the column to the next; the paper's l")]
+    span: Annotated[Literal["paper", "released"], Doc("paper: the window counts one position more")] = "released"
+    num_factors: Annotated[int, Doc("factors that reach every earlier position together; the paper's p")] = 2
 
     left_out_at_default = ("num_factors",)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from torch import Tensor
+from typing_extensions import Doc
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
@@ -28,10 +30,10 @@ class Summary(PatternDefaults):
     have no key, so their output is 0, unless ``include_self``.
     """
 
-    stride: int  # positions in a block; the paper's l
-    summary: int  # positions in a sub-block; the paper's c
-    num_summaries: int = 1  # sub-blocks that heads take in turn
-    include_self: bool = False
+    stride: Annotated[int, Doc("positions in a block; the paper's l")]
+    summary: Annotated[int, Doc("positions at a block's end that later blocks read; the paper's c")]
+    num_summaries: Annotated[int, Doc("summary sub-blocks that heads take in turn")] = 1
+    include_self: Annotated[bool, Doc("a query reads itself too")] = False
     index: int | None = None  # the sub-block of this head; None: not chosen yet, or there is only one
 
     def __post_init__(self) -> None:

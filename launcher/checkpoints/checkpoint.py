@@ -56,8 +56,11 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The resolved configuration of the run that saved it; ConfigError where it is not one of this version's."""
-        return read_checkpoint_config(self.folder)
+        """The resolved configuration of the run that saved it, with its data as it is found from here.
+
+        ConfigError where it is not one of this version's.
+        """
+        return read_checkpoint_config(self.folder).with_data_of(self.folder.parents[1])
 
     @property
     def probe(self) -> Probe | None:
@@ -80,6 +83,10 @@ class Checkpoint:
         who = _processes(manifest.world_size, manifest.sequence_parallel)
         what = f"{who} in ZeRO {manifest.zero_stage}, {manifest.precision}"
         return f"step {manifest.step} was saved by {what}"
+
+    def manifest_digest(self) -> str:
+        """SHA-256 of its manifest, which has those of all its files."""
+        return hashlib.sha256(read_plain(self.folder / MANIFEST, MOST_JSON_BYTES, follow_links=False)).hexdigest()
 
     def newer_refusals(self) -> list[str]:
         """One line for each newer folder of its run that is named like a checkpoint and is none."""

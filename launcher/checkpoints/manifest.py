@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from longstride.data_pipelines.durable import naming
+from longstride.data_pipelines.durable import naming, write_over
 from longstride.data_pipelines.plain_files import open_plain, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.probe import ProbeRecord
@@ -58,9 +58,10 @@ class CheckpointManifest(StrictModel):
     files: dict[str, FileRecord]
     probe: ProbeRecord | None = None  # the model's loss on one context when it was saved
     plateau: dict[str, Any] | None = None  # training.plateau.PlateauMemory: what the next evaluation is held against
+    origin: dict[str, Any] | None = None  # training.initial.InitialWeights.record: what the run's first weights are of
     best: list[Score] | None = None  # of the run's checkpoints when it was saved, with train.keep_best; best first
 
-    left_out_at_default = ("sequence_parallel", "plateau", "best")
+    left_out_at_default = ("sequence_parallel", "plateau", "origin", "best")
 
     @model_validator(mode="after")
     def _check_sharing(self) -> Self:
@@ -206,17 +207,7 @@ def write_json(path: Path, content: object) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a text so that the path holds the old content or the new, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    with naming(path), partial.open("x", encoding="utf-8") as file:  # not into what a link there leads to
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    write_over(path, text.encode())
 
 
 def gigabytes(count: int) -> str:

@@ -37,8 +37,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import FileRecord
-from longstride.launcher.config import TRUST_OPTION
 from longstride.launcher.models import write_tensors
+from longstride.launcher.options import TRUST_OPTION
 from longstride.launcher.output import AgreedError
 
 FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying

@@ -15,7 +15,6 @@ Format 1, `checkpoints/.step-00001000.universal/`, made from `step-00001000/` fo
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import time
 from collections.abc import Iterator
@@ -30,7 +29,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longstride.data_pipelines.durable import flush_folder
-from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import (
@@ -143,7 +141,7 @@ def open_universal(checkpoint: Checkpoint) -> Universal | None:
     whole = manifest.files.keys() <= {_BUFFERS, *map(_file_name, KINDS)} and _file_name(MASTER) in manifest.files
     whole = whole and sorted(manifest.numbers) == sorted(COUNTERS) and sorted(manifest.schedule) == sorted(SCHEDULE)
     whole = whole and manifest.numbers["global_steps"] == checkpoint.manifest.step
-    if not whole or manifest.source_sha256 != _source_sha256(checkpoint):
+    if not whole or manifest.source_sha256 != checkpoint.manifest_digest():
         return None
     return Universal(folder, manifest)
 
@@ -172,7 +170,7 @@ def _make_unless_there(checkpoint: Checkpoint) -> bool:
             files[_BUFFERS] = FileRecord(bytes=size, sha256=sha256)
         manifest = UniversalManifest(
             format_version=UNIVERSAL_VERSION,
-            source_sha256=_source_sha256(checkpoint),
+            source_sha256=checkpoint.manifest_digest(),
             adam_step=state.adam_step,
             numbers=state.numbers,
             schedule=state.schedule,
@@ -201,7 +199,3 @@ def _all_tensors(state: SavedState, checkpoint: Checkpoint) -> Iterator[Tensor]:
 
 def _file_name(kind: str) -> str:
     return f"{kind}.safetensors"
-
-
-def _source_sha256(checkpoint: Checkpoint) -> str:
-    return hashlib.sha256(read_plain(checkpoint.folder / MANIFEST, MOST_JSON_BYTES, follow_links=False)).hexdigest()

@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longstride.kernels import ConfigError
+from longstride.launcher.options import HOSTFILE
 from longstride.launcher.ranks import is_loopback, source_address
 
-HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
-LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
 Slots = dict[str, list[int]]  # the slots of each host, in the order of the file
 
 _ENTRY = re.compile(r"(?P<host>[A-Za-z0-9][\w.:@-]*)(?:\s+slots=(?P<slots>\d+))?", re.ASCII)
 _GOOD_LINE = "such as `node1 slots=4`"
+SSH_FAILED = 255  # ssh's exit code for an error of its own, such as a lost host
 _SSH_SECONDS = 30
 _SSH_AT_ONCE = 32  # hosts
 
@@ -58,27 +58,6 @@ class Hosts:
     def only(self, slots: Slots) -> Hosts:
         """These slots alone."""
         return replace(self, slots=slots, filtered=self.filtered or slots != self.slots)
-
-
-def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that spread a run over hosts."""
-    parser.add_argument(
-        "--hostfile",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help=f"lines such as `node1 slots=4` (default: {HOSTFILE} if it is there, or this host alone)",
-    )
-    parser.add_argument("--launcher", choices=LAUNCHERS, default=None, help="of several hosts (default: pdsh)")
-    parser.add_argument(
-        "--include", default="", metavar="HOST[:SLOT,…][@…]", help="of the hostfile; these alone (pdsh, slurm)"
-    )
-    parser.add_argument("--exclude", default="", metavar="HOST[:SLOT,…][@…]", help="of the hostfile (pdsh, slurm)")
-    parser.add_argument("--master-addr", default=None, metavar="ADDRESS", help="of the first host (default: asked for)")
-    parser.add_argument("--master-port", type=int, default=None, metavar="PORT", help="there (default: a free one)")
-    parser.add_argument(
-        "--launcher-args", default="", metavar="WORDS", help="for pdsh, mpirun or srun; one text: --launcher-args='-v'"
-    )
 
 
 def find_hosts(arguments: argparse.Namespace) -> Hosts | None:
@@ -269,13 +248,10 @@ def unreachable(hosts: Sequence[str], files: Sequence[str]) -> dict[str, str]:
     """The hosts that do not answer or lack a file, each with the line that says so."""
     script = "; ".join(f"test -e {shlex.quote(file)} || echo missing {shlex.quote(file)}" for file in files)
 
-    def problem(host: str) -> str | None:
+    def problem(host: str, answer: subprocess.CompletedProcess[str] | str) -> str | None:
         remedy = f"`ssh {host} true` must work without a password"
-        try:
-            answer = _ssh(host, script)
-        except (subprocess.TimeoutExpired, FileNotFoundError) as error:
-            cause = "no answer" if isinstance(error, subprocess.TimeoutExpired) else "ssh is not on PATH"
-            return f"--hostfile: {host}: {cause}; {remedy}"
+        if isinstance(answer, str):
+            return f"--hostfile: {host}: {answer}; {remedy}"
         missing = [line.removeprefix("missing ") for line in answer.stdout.splitlines() if line.startswith("missing ")]
         if missing:
             return f"--hostfile: {host}: has no {missing[0]}; share the folder, or install at the same path"
@@ -284,8 +260,23 @@ def unreachable(hosts: Sequence[str], files: Sequence[str]) -> dict[str, str]:
             return f"--hostfile: {host}: {cause}; {remedy}"
         return None
 
+    lines = {host: problem(host, answer) for host, answer in ask(hosts, script, 3 * _SSH_SECONDS).items()}
+    return {host: line for host, line in lines.items() if line is not None}
+
+
+def ask(hosts: Sequence[str], script: str, seconds: float) -> dict[str, subprocess.CompletedProcess[str] | str]:
+    """Runs a line in a shell on all hosts at once; of each how that ended, or in words why it has no answer."""
+
+    def answer(host: str) -> subprocess.CompletedProcess[str] | str:
+        try:
+            return _ssh(host, script, seconds)
+        except subprocess.TimeoutExpired:
+            return "no answer"
+        except FileNotFoundError:
+            return "ssh is not on PATH"
+
     with ThreadPoolExecutor(_SSH_AT_ONCE) as pool:
-        return {host: line for host, line in zip(hosts, pool.map(problem, hosts), strict=True) if line is not None}
+        return dict(zip(hosts, pool.map(answer, hosts), strict=True))
 
 
 def launch_pattern(master_addr: str, master_port: int) -> str:
@@ -304,16 +295,16 @@ def end_launches(hosts: Sequence[str], pattern: str) -> None:
 
     def end(host: str) -> None:
         with suppress(subprocess.TimeoutExpired, FileNotFoundError):
-            _ssh(host, line)
+            _ssh(host, line, 3 * _SSH_SECONDS)
 
     with ThreadPoolExecutor(_SSH_AT_ONCE) as pool:
         list(pool.map(end, hosts))
 
 
-def _ssh(host: str, script: str) -> subprocess.CompletedProcess[str]:
+def _ssh(host: str, script: str, seconds: float) -> subprocess.CompletedProcess[str]:
     """Runs a line in a shell on a host."""
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *options, host, script]
     return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3 * _SSH_SECONDS, check=False
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
     )

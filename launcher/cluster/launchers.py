@@ -24,7 +24,8 @@ import torch
 from longstride.kernels import ConfigError
 from longstride.launcher import train
 from longstride.launcher.cluster.hosts import Hosts
-from longstride.launcher.config import TRUST_OPTION
+from longstride.launcher.from_options import FromOptions
+from longstride.launcher.options import TRUST_OPTION
 from longstride.launcher.output import say
 
 SLURM_WAIT_SECONDS = 60  # that the other ranks may take to end after the first has
@@ -68,6 +69,8 @@ def launcher_command(
         command += ["--num_gpus", str(processes)]  # of processes, on a CPU too
     command += [TRAINING_SCRIPT, "--config", str(arguments.config), "--resume", resume]
     command += [TRUST_OPTION] if arguments.trust_checkpoint else []
+    source = FromOptions.of(arguments, "auto", elsewhere=True)  # checked already
+    command += [] if source is None else source.words()
     if arguments.replay is not None:
         command += ["--replay", arguments.replay]
     if arguments.profile is not None:

@@ -64,6 +64,10 @@ class LocalRanks:
             if os.environ.get(VISIBLE):
                 self._take(processes or self._accelerators)
 
+    def __str__(self) -> str:
+        """How many there are."""
+        return _counted(self._processes or self._accelerators) if self._processes or self._accelerators else "processes"
+
     def launch(self, resume: str) -> Launch:
         """What starts the ranks, with a value for --resume."""
         command = launcher_command(self._arguments, resume, self._processes)
@@ -116,6 +120,10 @@ class HostRanks:
         if self._by_ssh:
             check_reachable(self._answering, NEEDED_FILES)
 
+    def __str__(self) -> str:
+        """How many there are, and where."""
+        return f"{_counted(len(self._hosts.of_ranks))} on {', '.join(self._hosts.slots)}"
+
     def launch(self, resume: str) -> Launch:
         """What starts the ranks, with a value for --resume; they meet at a port of their own."""
         port = self._arguments.master_port or free_port()
@@ -123,7 +131,7 @@ class HostRanks:
         self._pattern = launch_pattern(hosts.master_addr, hosts.master_port)
         environment = launcher_environment(write_hosts_environment(hosts, self._run))
         command = launcher_command(self._arguments, resume, None, hosts)
-        return _launch(command, environment, self._run, self._started)
+        return replace(_launch(command, environment, self._run, self._started), elsewhere=True)
 
     def shrink(self) -> str:
         """Takes the hosts that still answer; says how many processes that makes.

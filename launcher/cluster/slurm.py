@@ -16,6 +16,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS, TRAINING_SCRIPT
 from longstride.launcher.config import RunConfig, find_config, load_config
 from longstride.launcher.data import check_data, check_output
+from longstride.launcher.from_options import FromOptions
 from longstride.launcher.output import exit_codes
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
@@ -25,40 +26,6 @@ _RESERVED = {
     *("account", "chdir", "cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks", "ntasks-per-node"),
     *("open-mode", "output", "partition", "requeue", "signal", "time"),
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("--config", required=True, metavar="X.json|NAME", help="the run, as for `longstride train`")
-    parser.add_argument("--nodes", required=True, type=int, metavar="N", help="hosts")
-    parser.add_argument("--processes-per-node", required=True, type=int, metavar="M", help="ranks on each host")
-    parser.add_argument("--time", required=True, metavar="[D-]HH:MM:SS", help="after which SLURM ends the job")
-    parser.add_argument("--partition", metavar="P")
-    parser.add_argument("--account", metavar="A")
-    parser.add_argument("--gpus", action="store_true", help="ask for a GPU for each process")
-    parser.add_argument(
-        "--cpus-per-process", type=int, metavar="C", help="cores for a rank and its loader workers (default: SLURM's)"
-    )
-    parser.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="a line #SBATCH --OPTION more, such as qos=long or mem=0; may be repeated",
-    )
-    parser.add_argument("--job-name", metavar="NAME", help="of the job and the script (default: the run folder's name)")
-    parser.add_argument(
-        "--stop-seconds",
-        type=int,
-        default=120,
-        metavar="S",
-        help="save and stop so long before the time is up (default: 120)",
-    )
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="of script and logs (default: the run folder)")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--submit", action="store_true", help="hand the script to sbatch")
-    action.add_argument("--print", action="store_true", dest="print_only", help="print the script, and write nothing")
-    parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -113,7 +80,9 @@ def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str
     # Since SLURM 22.05 srun does not inherit this from the job.
     command = [] if arguments.cpus_per_process is None else [f"--cpus-per-task={arguments.cpus_per_process}"]
     command += [sys.executable, "-u", TRAINING_SCRIPT]
-    command += ["--config", str(find_config(arguments.config).absolute()), "--resume", "auto", *arguments.overrides]
+    command += ["--config", str(find_config(arguments.config).absolute()), "--resume", "auto"]
+    source = FromOptions.of(arguments, "auto")
+    command += [*([] if source is None else source.words()), *arguments.overrides]
     ranks = arguments.nodes * arguments.processes_per_node
     values = {
         "title": f"Trains {find_config(arguments.config).name} as {ranks} ranks on {arguments.nodes} hosts.",

@@ -10,30 +10,15 @@ from pathlib import Path
 import torch
 
 from longstride.kernels import ConfigError
-from longstride.launcher import train
-from longstride.launcher.cluster.hosts import add_host_arguments, find_hosts
+from longstride.launcher.cluster.hosts import find_hosts
 from longstride.launcher.cluster.placement import HostRanks, LocalRanks
-from longstride.launcher.cluster.restarts import is_done, run_with_restarts
-from longstride.launcher.cluster.supervisor import StopRequest, orphan_seconds, supervise
+from longstride.launcher.cluster.restarts import is_done, run_with_restarts, saved_steps
+from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest, orphan_seconds, supervise
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data import check_data, check_output, check_replay, profile_steps
+from longstride.launcher.data import check_data, check_output, check_replay, discard_start, profile_steps
+from longstride.launcher.from_options import FromOptions
+from longstride.launcher.output import say
 from longstride.launcher.ranks import check_unlocked
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride train`."""
-    train.add_arguments(parser)
-    parser.add_argument(
-        "--processes", type=int, default=None, metavar="N", help="on this host (default: one a GPU, or one on a CPU)"
-    )
-    add_host_arguments(parser)
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start again, from the newest checkpoint on what is left, after a process or host died (default: 0)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,20 +29,26 @@ def run(arguments: argparse.Namespace) -> int:
         DataError: the data folder is wrong.
     """
     started = time.time()
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides, say)
+    FromOptions.of(arguments, arguments.resume, elsewhere=arguments.hostfile is not None)
     ranks = _checked_ranks(config, arguments, started)
     output, timeout = Path(config.train.output).absolute(), config.train.timeout_seconds
     with closing(StopRequest()) as request:
-        return run_with_restarts(
-            output,
-            arguments.resume,
-            arguments.max_restarts,
-            ranks,
-            request,
-            lambda launch: supervise(
+
+        def attempt(launch: Launch) -> Outcome:
+            ended = supervise(
                 launch, request, timeout, lambda: arguments.replay is not None or is_done(output, config.train.steps)
-            ),
-            orphan_seconds(timeout),
+            )
+            if ended.unbegun and request.signal is not None:
+                kept = "nothing is kept" if discard_start(output) else "nothing is added to the run"
+                if steps := saved_steps(output):
+                    kept = f"--resume auto goes on from step {max(steps)}"
+                say(f"stopped by {request.signal.name} before the first step; {kept}")
+            return ended
+
+        say(f"starting {ranks} …")
+        return run_with_restarts(
+            output, arguments.resume, arguments.max_restarts, ranks, request, attempt, orphan_seconds(timeout)
         )
 
 

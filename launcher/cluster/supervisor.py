@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from longstride.launcher.cluster import bound_process
+from longstride.launcher.cluster.hosts import SSH_FAILED
 from longstride.launcher.output import exit_codes, say
 from longstride.launcher.stops import LEAVE_AT_ONCE, SIGNALS, SignalPipe, StopFile
 
@@ -28,7 +29,6 @@ _SAME_STOP_SECONDS = 0.5  # a shell and a scheduler may both send a signal for o
 _LAUNCHER_END_SECONDS = 10.0  # for a launcher to end what it started on other hosts
 _KILL_SECONDS = 30.0  # for the system to end processes that were killed
 _LARGEST_SIGNAL = 64
-_SSH_FAILED = 255  # ssh's exit code for an error of its own, such as a lost host
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 # One of these is in a rank's environment. SLURM's variables are not among them: its batch scripts have them too.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -41,6 +41,7 @@ class Launch:
     command: list[str]
     environment: dict[str, str]
     stop_file: Path
+    elsewhere: bool = False  # on other hosts, whose processes end by the launcher's means alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Outcome:
 
     code: int  # one of exit_codes
     description: str
+    unbegun: bool = False  # a stop came before the first step of the launch
 
 
 class StopRequest:
@@ -104,9 +106,10 @@ def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_d
     child = subprocess.Popen(command, env=launch.environment, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         while child.poll() is None and not request.at_once:
-            _attend(1.0, request, file, child.pid)
+            if _attend(1.0, request, file, child.pid):
+                return _end_unbegun(launch, child, file)
         if request.at_once:
-            _end_launcher(child, file)
+            _end_launcher(child, file, "leaving at once")
             return Outcome(exit_codes.STOPPED, "left at once")
         # With an exit code above 0 the launcher has ended its ranks itself.
         orphaned = child.returncode <= 0 and bool(local_ranks())
@@ -114,7 +117,8 @@ def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_d
             say("the launcher was killed; the processes save and end by themselves")
             end = time.monotonic() + orphan_seconds(timeout_seconds)
             while local_ranks() and time.monotonic() < end and not request.at_once:
-                _attend(0.5, request, file, child.pid)
+                if _attend(0.5, request, file, child.pid):
+                    return _end_unbegun(launch, child, file)
         if request.at_once:
             return Outcome(exit_codes.STOPPED, "left at once")
         return outcome_of(child.returncode, request.signal, whole=not orphaned and is_done(), orphaned=orphaned)
@@ -145,7 +149,7 @@ def outcome_of(code: int, stopped_by: signal.Signals | None, *, whole: bool, orp
         return Outcome(code, "a process was lost, or a collective took too long")
     if code in exit_codes.DOCUMENTED:
         return Outcome(code, f"code {code}")
-    if code == _SSH_FAILED:  # 256 - 1, for SIGHUP, is the same number
+    if code == SSH_FAILED:  # 256 - 1, for SIGHUP, is the same number
         return Outcome(exit_codes.HUNG, f"code {code}: a host was lost, or a process was ended by SIGHUP")
     killed_by = next((number for number in (256 - code, code - 128) if 0 < number <= _LARGEST_SIGNAL), None)
     if killed_by is None:
@@ -156,18 +160,31 @@ def outcome_of(code: int, stopped_by: signal.Signals | None, *, whole: bool, orp
     return Outcome(exit_codes.HUNG, f"code {code}: a process was ended by {name}")
 
 
-def _attend(seconds: float, request: StopRequest, file: StopFile, child_pid: int) -> None:
-    """Waits for a signal; forwards a stop to the ranks. Leaving at once is up to ``_end_launcher``."""
+def _attend(seconds: float, request: StopRequest, file: StopFile, child_pid: int) -> bool:
+    """Waits for a signal; forwards a stop to the ranks. Leaving at once is up to ``_end_launcher``.
+
+    Returns whether a stop came before the first step: then it forwards nothing, as no rank has anything to save.
+    """
     if request.listen(seconds) and request.signal is not None and not request.at_once:
+        if not file.has_begun():
+            return True
         file.write(request.signal.name)
         for rank in local_ranks():
             with suppress(psutil.Error):
                 rank.send_signal(request.signal)
         request.tell()
     _reap_adopted(child_pid)
+    return False
 
 
-def _end_launcher(child: subprocess.Popen[bytes], file: StopFile) -> None:
+def _end_unbegun(launch: Launch, child: subprocess.Popen[bytes], file: StopFile) -> Outcome:
+    """Ends a launch that has taken no step yet. Imports and compilers hear no wish, and nothing is lost by a kill."""
+    if launch.elsewhere:
+        _end_launcher(child, file, "stopping before the first step")
+    return Outcome(exit_codes.REQUEUE, "stopped before the first step", unbegun=True)
+
+
+def _end_launcher(child: subprocess.Popen[bytes], file: StopFile, told: str) -> None:
     """Has everything leave without saving: rank 0 by the stop file, other hosts by the launcher's own means."""
     file.write(LEAVE_AT_ONCE)
     ranks = {rank.pid for rank in local_ranks()}
@@ -175,7 +192,7 @@ def _end_launcher(child: subprocess.Popen[bytes], file: StopFile) -> None:
         if process.pid not in ranks:
             with suppress(psutil.Error):
                 process.terminate()
-    say("leaving at once")
+    say(told)
     end = time.monotonic() + _LAUNCHER_END_SECONDS
     while child.poll() is None and time.monotonic() < end:
         time.sleep(0.05)

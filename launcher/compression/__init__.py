@@ -2,10 +2,3 @@
 
 Needs no deepspeed.
 """
-
-from longstride.launcher.compression.compress import (
-    add_compress_arguments,
-    add_decompress_arguments,
-    run_compress,
-    run_decompress,
-)

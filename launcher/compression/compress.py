@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 import zlib
-from pathlib import Path
 
 from longstride.kernels import ConfigError
 from longstride.launcher.compression.coding import DamagedError, decode, encode, rows_for
@@ -14,20 +13,6 @@ from longstride.launcher.compression.compressed_file import Compressed, NotReada
 from longstride.launcher.generation import check_bytes, check_new, naming, read_file, write_new
 from longstride.launcher.models import Exported, computing_numbers, load_model, usable_device
 from longstride.launcher.output import ByteCounter
-
-
-def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `compress`."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="of any kind")
-    _add_common(parser, "FILE.lsz")
-
-
-def add_decompress_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `decompress`."""
-    parser.add_argument("file", type=Path, metavar="FILE.lsz", help="written by `longstride compress`")
-    _add_common(parser, "FILE")
-    rule = "try it on another machine or version of torch than it was compressed on"
-    parser.add_argument("--elsewhere", action="store_true", help=rule)
 
 
 def run_compress(arguments: argparse.Namespace) -> int:
@@ -92,9 +77,3 @@ def run_decompress(arguments: argparse.Namespace) -> int:
     write_new(arguments.output, content)
     print(f"{arguments.output}: {len(content):,} bytes", file=sys.stderr)
     return 0
-
-
-def _add_common(parser: argparse.ArgumentParser, output: str) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="written by `longstride export`")
-    parser.add_argument("--output", type=Path, required=True, metavar=output, help="file to make")
-    parser.add_argument("--device", default="cpu", help="the same both ways (default: cpu)")

@@ -2,317 +2,50 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any
 
-from pydantic import (
-    Field,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from longstride.data_pipelines.settings import MOST_SECONDS, SHUFFLE_BYTES, RemoteSettings
-from longstride.kernels import ConfigError, Problem, nearest
+from longstride.kernels import ConfigError, Problem
+from longstride.launcher.config.data_keys import DataConfig
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
-from longstride.launcher.config.json_file import load_json_object, parse_override, put
-from longstride.launcher.config.optimization import AdafactorConfig, OptimizerConfig, ScheduleConfig
+from longstride.launcher.config.extending import EXTENDS, SCHEMA
+from longstride.launcher.config.optimization import AdafactorConfig
+from longstride.launcher.config.places import found_path, lasting_path
+from longstride.launcher.config.train_keys import TrainConfig, batch_problem
 from longstride.sparse_model import ModelConfig, StrictModel
-
-DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
-EXPERIMENTS = DEEPSPEED_CONFIGS / "experiments"
-TRUST_OPTION = "--trust-checkpoint"
 
 _NAME_OR_OBJECT = {
     "anyOf": [{"type": "string", "description": "a file of ds_configs/, without .json"}, {"type": "object"}],
     "description": "a DeepSpeed configuration, or the name of one",
 }
-_REMOTE = RemoteSettings()
-_URL = re.compile(r"(?P<protocol>[^/]+://)(?P<user>[^/?#]*@)?(?P<path>[^?]*)(?P<query>\?.*)?")
-
-
-class RemoteConfig(StrictModel):
-    """How remote shards are fetched. Credentials come from the environment of the store's library, never from here."""
-
-    cache: str | None = Field(default=None, min_length=1, description="folder; null: longstride in the user's cache")
-    cache_bytes: int = Field(default=_REMOTE.cache_bytes, gt=0, description="that the cache may hold")
-    attempts: int = Field(default=_REMOTE.attempts, gt=0, description="in a row that bring nothing")
-    timeout_seconds: float = Field(
-        default=_REMOTE.timeout_seconds, gt=0, le=MOST_SECONDS, description="of one that stalls"
-    )
-    parallel: int = Field(default=_REMOTE.parallel, gt=0, le=1024, description="files fetched ahead at once")
-    most_bytes: int = Field(
-        default=_REMOTE.most_bytes, gt=0, description="of a manifest, or another file whose size is not known before"
-    )
-    least_bytes_per_second: float = Field(
-        default=_REMOTE.least_bytes_per_second, gt=0, le=MOST_SECONDS, description="of a fetch, its attempts together"
-    )
-    window_seconds: float = Field(
-        default=_REMOTE.window_seconds, gt=0, le=MOST_SECONDS, description="that a fetch may fall behind that rate"
-    )
-
-
-class PackingConfig(StrictModel):
-    """How packed documents meet in a context."""
-
-    attend: Literal["context", "document"] = Field(
-        description="document: each is computed as in a context of its own; context: they are one text, as with true"
-    )
-
-
-class DataConfig(StrictModel):
-    """Where the bytes come from."""
-
-    path: str = Field(
-        min_length=1, description="folder of `longstride data build` or `index`, or its http(s):// or s3:// URL"
-    )
-    train_split: str = Field(default="train", min_length=1)
-    validation_split: str = Field(default="validation", min_length=1)
-    order: Literal["exact", "streaming"] = Field(
-        default="exact", description="streaming: of older runs alone; `longstride data index` takes its place"
-    )
-    modality: str | None = Field(default=None, description="of older runs alone; a data folder knows its own")
-    extension: str | None = Field(default=None, description="of older runs alone; a data folder knows its own")
-    seed: int = Field(default=0, ge=0, lt=2**64, description="of the order of the shards")
-    shuffle_bytes: int = Field(default=SHUFFLE_BYTES, ge=0, description="each lane is shuffled in blocks of this size")
-    packing: bool | PackingConfig | None = Field(
-        default=None,
-        description="documents laid end to end, and how they meet; null: text yes, pictures and sounds no",
-    )
-    separator: int | None = Field(default=None, ge=0, le=255, description="a byte behind each packed document")
-    hop: int | None = Field(
-        default=None, gt=0, description="bytes between the contexts of a document that is not packed; null: the context"
-    )
-    on_damage: Literal["abort", "substitute"] = Field(
-        default="abort", description="what becomes of a context that cannot be read"
-    )
-    workers: int = Field(default=0, ge=0, le=1024, description="processes a rank that read ahead")
-    prefetch: int = Field(default=2, gt=0, le=65_536, description="steps that each worker reads ahead")
-    worker_timeout_seconds: float | None = Field(
-        default=None,
-        gt=0,
-        description="without anything from a worker that is waited for; null: half of train.timeout_seconds",
-    )
-    remote: RemoteConfig = RemoteConfig()
-
-    left_out_at_default = ("worker_timeout_seconds",)
-
-    @field_validator("packing", mode="before")
-    @classmethod
-    def _packing_object(cls, value: Any) -> Any:
-        """An object is told by its own rules alone, and not by those of a bool too."""
-        return PackingConfig.model_validate(value) if isinstance(value, dict) else value
-
-    @model_validator(mode="after")
-    def _check_together(self) -> DataConfig:
-        problems = []
-        url = _URL.fullmatch(self.path)
-        if url and (url["user"] or url["query"]):
-            rule = "has a user or a query, which would be saved with the run: leave them out, and give credentials by "
-            rule += "the environment (~/.netrc, AWS_PROFILE)"
-            problems.append(Problem("path", rule, f"{url['protocol']}***{url['path']}"))
-        if self.train_split == self.validation_split:
-            rule = (
-                "must be another split than train_split, or the score would be of what was learned; such as validation"
-            )
-            problems.append(Problem("validation_split", rule, self.validation_split))
-        for name, value in (("modality", self.modality), ("extension", self.extension)):
-            if self.order == "exact" and value is not None:
-                rule = f"a data folder knows its own; leave it out, and give --{name} to `longstride data index`"
-                problems.append(Problem(name, rule, value))
-        if problems:
-            raise ConfigError(*problems)
-        return self
-
-    @property
-    def packed(self) -> bool | None:
-        """Whether documents are laid end to end; None: as the modality has it."""
-        return True if isinstance(self.packing, PackingConfig) else self.packing
-
-    @property
-    def apart(self) -> bool:
-        """Whether packed documents do not see each other."""
-        return isinstance(self.packing, PackingConfig) and self.packing.attend == "document"
-
-    def check_order(self) -> None:
-        """Whether the data can be read; the order "streaming" is known only so that older runs can be exported.
-
-        Raises:
-            ConfigError: it is "streaming", with the command that converts.
-        """
-        if self.order == "exact":
-            return
-        options = [f"--{name} {value}" for name in ("modality", "extension") if (value := getattr(self, name))]
-        command = " ".join(["longstride data index", self.path, "--output DIR", *options])
-        rule = f"is read no longer: run `{command}`, set data.path to DIR, leave out order, modality and extension"
-        raise ConfigError.at("data.order", self.order, f"{rule}; such as exact, in a new run")
-
-
-# The data room's settings by their names there, and their paths in the configuration.
-DATA_PATHS = {
-    **{name: f"data.{name}" for name in DataConfig.model_fields},
-    **{name: f"data.remote.{name}" for name in RemoteConfig.model_fields},
+# Keys that a file may have beside a run's; see ``extending``.
+_OF_FILES = {
+    SCHEMA: {
+        "type": "string",
+        "description": "the JSON schema by which an editor completes and checks; read by none else",
+    },
+    EXTENDS: {
+        "type": "string",
+        "minLength": 1,
+        "description": "the configuration that this one changes: a path from this file's folder, or a preset's name",
+    },
 }
-GuardPolicy = Literal["skip", "rewind", "stop"]
-
-
-class SpikeConfig(StrictModel):
-    """What counts as a spike: a loss above the mean of the last ones by so many standard deviations."""
-
-    deviations: float = Field(default=6.0, gt=0, description="above the mean, in standard deviations")
-    window: int = Field(
-        default=100, ge=2, description="steps that mean and deviation are taken of; none is judged before"
-    )
-    policy: GuardPolicy = "skip"
-
-
-class GuardsConfig(StrictModel):
-    """What becomes of a step that would spoil the weights."""
-
-    non_finite: GuardPolicy = Field(
-        default="stop", description="where the loss, or in bf16 and fp32 a gradient, is no finite number"
-    )
-    loss_scale_floor: GuardPolicy = Field(default="stop", description="where fp16 overflows at its lowest loss scale")
-    spike: SpikeConfig | None = Field(default=None, description="null: no loss is too high")
-    max_skips_in_a_row: int = Field(default=10, gt=0, description="that end the run: it would skip for ever")
-    max_rewinds: int = Field(default=3, gt=0, description="that do not get beyond the place; the next stops")
-
-
-class StopWhenConfig(StrictModel):
-    """When a run is over before its last step: its validation loss has come to a standstill."""
-
-    evaluations: int = Field(gt=0, description="in a row that did not improve")
-    by: float = Field(
-        default=0.0, ge=0, description="bits per byte, or per pixel of a palette; an evaluation improves by more"
-    )
-
-
-class TrainConfig(StrictModel):
-    """How long, how fast, and what is written when."""
-
-    MOST_CONTEXTS: ClassVar[int] = 65_536  # that are computed at once
-    MOST_PROCESSES: ClassVar[int] = 16_384  # of a run: the manifest of more would be longer than what is read of one
-
-    output: str = Field(min_length=1, description="run folder")
-    steps: int | None = Field(
-        default=None, gt=0, le=10**15, description="optimiser steps, skipped ones included; or give epochs"
-    )
-    epochs: float | None = Field(default=None, gt=0, description="passes over the train split, in place of steps")
-    global_batch: int = Field(gt=0, le=10**9, description="contexts a step, over all processes")
-    micro_batch: int = Field(gt=0, le=MOST_CONTEXTS, description="contexts a process runs at once")
-    learning_rate: float = Field(gt=0, description="at the end of the warm-up")
-    optimizer: OptimizerConfig | None = Field(default=None, description="null: AdamW, with one rate for all parts")
-    warmup_steps: int = Field(default=0, ge=0, description="linear, from 0")
-    schedule: ScheduleConfig = "cosine"
-    final_learning_rate: float = Field(default=0.0, ge=0, description="at the last step, where the schedule decays")
-    weight_decay: float = Field(default=0.01, ge=0, description="decoupled, on tensors of two or more dimensions")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.999), strict=False
-    )
-    eps: float = Field(default=1e-8, gt=0)
-    ema_decay: float | None = Field(
-        default=None, gt=0, lt=1, description="of a moving average of the weights, such as 0.999; null: none is kept"
-    )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="of the initial weights and of dropout")
-    activation_checkpointing: bool = Field(default=False, description="recompute each residual block in backward")
-    compile: bool = Field(default=False, description="the residual blocks by torch.compile, for training steps alone")
-    sequence_parallel: int | None = Field(
-        default=None, gt=0, description="processes that share each context; null: every process has its own"
-    )
-    sequence_exchange: Literal["heads", "keys", "auto"] = Field(
-        default="auto", description="what attention exchanges between them; auto: in each layer what sends fewer bytes"
-    )
-    log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")
-    evaluate_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
-    evaluate_contexts: int | None = Field(default=None, gt=0, description="contexts of an evaluation; null: all")
-    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
-    checkpoint_in_background: bool = Field(
-        default=False, description="copy to the host's memory, and write from there while training goes on"
-    )
-    keep_last: int | None = Field(default=None, gt=0, description="checkpoints that stay; null: all")
-    keep_every: int | None = Field(default=None, gt=0, description="steps whose checkpoints stay for ever")
-    keep_best: int = Field(
-        default=0, ge=0, description="checkpoints with the lowest validation losses that are saved and stay"
-    )
-    probe: bool = Field(
-        default=True, description="save the loss on one context with every checkpoint, and hold a loaded model to it"
-    )
-    timeout_seconds: float = Field(
-        default=1800.0, gt=0, description="of a collective: a process that waits longer ends"
-    )
-    max_seconds: float | None = Field(default=None, gt=0, description="until the run saves and stops; null: no limit")
-    stop_when: StopWhenConfig | None = Field(
-        default=None, description="the validation loss no longer falls; null: at the last step"
-    )
-    guards: GuardsConfig = GuardsConfig()
-
-    left_out_at_default = (
-        "optimizer",
-        "compile",
-        "sequence_parallel",
-        "sequence_exchange",
-        "keep_best",
-        "stop_when",
-    )
-
-    @model_validator(mode="after")
-    def _check_together(self) -> TrainConfig:
-        problems = []
-        if self.steps is None and self.epochs is None:
-            problems.append(Problem("steps", "required, and missing; or give epochs"))
-        elif self.steps is not None and self.epochs is not None:
-            problems.append(Problem("epochs", f"must be left out where steps {self.steps} says the same", self.epochs))
-        elif self.steps is not None and self.warmup_steps > self.steps:
-            problems.append(Problem("warmup_steps", f"must be at most steps {self.steps}", self.warmup_steps))
-        if self.final_learning_rate > self.learning_rate:
-            rule = f"must be at most learning_rate {self.learning_rate}"
-            problems.append(Problem("final_learning_rate", rule, self.final_learning_rate))
-        for name in ("keep_every", "keep_best"):
-            if getattr(self, name) and self.keep_last is None:
-                rule = "says what stays beside the last ones: give keep_last too, such as 2; without it all stay"
-                problems.append(Problem(name, rule, getattr(self, name)))
-        rule = "goes by evaluations on the way, and evaluate_every is 0: give it, such as 1000"
-        if self.keep_best and not self.evaluate_every:
-            problems.append(Problem("keep_best", rule, self.keep_best))
-        if self.stop_when and not self.evaluate_every:
-            problems.append(Problem("stop_when.evaluations", rule, self.stop_when.evaluations))
-        if self.sequence_parallel is None and self.sequence_exchange != "auto":
-            rule = (
-                "says what processes exchange that share a context: give sequence_parallel too, such as 2, or leave out"
-            )
-            problems.append(Problem("sequence_exchange", rule, self.sequence_exchange))
-        if self.global_batch % self.micro_batch:
-            divisor = f"micro_batch {self.micro_batch}"
-            problems.append(_batch_problem("global_batch", self.global_batch, self.micro_batch, divisor))
-        if problems:
-            raise ConfigError(*problems)
-        return self
-
-    def rate_of(self, part: str | None) -> float:
-        """The learning rate of a part of the network, one of the fields of ``RatesConfig``; None: of all of it."""
-        rate: float | None = getattr(self.optimizer.rates, part) if self.optimizer and part else None
-        return self.learning_rate if rate is None else rate
-
-    @property
-    def last_step(self) -> int:
-        """Optimiser steps of the run, which must be known: see the data room's ``resolve_steps``."""
-        assert self.steps is not None, "epochs are steps only once the data is known"
-        return self.steps
 
 
 class RunConfig(StrictModel):
     """A whole run. ``deepspeed`` is given inline or by name; here it is always the object itself."""
 
-    model: ModelConfig
-    data: DataConfig
-    train: TrainConfig
-    deepspeed: Annotated[dict[str, Any], WithJsonSchema(_NAME_OR_OBJECT)]
+    model: ModelConfig = Field(description="the network: its sizes, its attention, and what came after the paper")
+    data: DataConfig = Field(description="where the bytes come from, and in what order they are read")
+    train: TrainConfig = Field(description="how long, how fast, and what is written when")
+    deepspeed: Annotated[dict[str, Any], WithJsonSchema(_NAME_OR_OBJECT)] = Field(
+        description="a DeepSpeed configuration, or the name of one in ds_configs, such as zero1_bf16"
+    )
     notes: str = Field(default="", description="free text")
 
     @field_validator("deepspeed")
@@ -352,6 +85,24 @@ class RunConfig(StrictModel):
                 "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
             )
         return self
+
+    @classmethod
+    def model_json_schema(cls, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """The JSON schema of a configuration file, whose keys are a run's and two that only a file has.
+
+        What a run must have is asked for only of a file that extends none.
+        """
+        made = super().model_json_schema(*arguments, **options)
+        needed = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
+        parts = {name: {"required": made["$defs"][part.__name__].pop("required")} for name, part in needed.items()}
+        whole = {"required": made.pop("required"), "properties": parts}
+        return {
+            SCHEMA: "https://json-schema.org/draft/2020-12/schema",
+            **made,
+            "properties": {**_OF_FILES, **made["properties"]},
+            "if": {"not": {"required": [EXTENDS]}},
+            "then": whole,
+        }
 
     @property
     def worker_timeout_seconds(self) -> float:
@@ -415,7 +166,7 @@ class RunConfig(StrictModel):
         divisor = f"micro_batch {train.micro_batch} × {world_size} processes"
         if shared > 1:
             divisor += f" / {shared} that share a context"
-        problem = _batch_problem("train.global_batch", train.global_batch, unit, divisor)
+        problem = batch_problem("train.global_batch", train.global_batch, unit, divisor)
         # A resumed run cannot take another batch, but other processes can share the one it has.
         shares = train.global_batch // train.micro_batch
         fitting = [count * shared for count in range(1, shares + 1) if shares % count == 0]
@@ -455,50 +206,20 @@ class RunConfig(StrictModel):
         rule = f"must divide the processes of every host, or be those of whole hosts; {host} has ranks {found}; {good}"
         raise ConfigError.at("train.sequence_parallel", shared, rule)
 
+    def with_lasting_data(self) -> RunConfig:
+        """As a run saves it, so that its data is found from any folder; see ``places``."""
+        return self._with_data(lasting_path(self.data.path, self.train.output))
+
+    def with_data_of(self, run: Path) -> RunConfig:
+        """As a ``run``'s folder has it, with the data's path as it is found from here."""
+        return self._with_data(found_path(self.data.path, self.train.output, run))
+
+    def _with_data(self, path: str) -> RunConfig:
+        return self.model_copy(update={"data": self.data.model_copy(update={"path": path})})
+
     def to_json(self) -> dict[str, Any]:
         """The resolved configuration as JSON values; ``RunConfig.model_validate`` takes it back."""
         return self.model_dump(mode="json")
-
-
-def find_config(text: str | Path) -> Path:
-    """The file of a path, or of the bare name of one of ds_configs/experiments.
-
-    Raises:
-        ConfigError: a bare name that is neither. A path is checked by whoever reads it.
-    """
-    path = Path(text)
-    if path.is_file() or len(path.parts) != 1 or path.suffix:
-        return path
-    known = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
-    if path.name not in known:
-        rule = f"no such file, and none of that name in ds_configs/experiments; {nearest(str(text), known)}"
-        raise ConfigError(f"{text}: {rule}")
-    return EXPERIMENTS / f"{path.name}.json"
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a file (see ``find_config``), with ``path.to.key=value`` overrides applied in order.
-
-    Raises:
-        ConfigError: every wrong field, one line each.
-    """
-    content = load_json_object(find_config(path))
-    content.pop("$schema", None)  # for editors
-    parsed = [parse_override(text) for text in overrides]
-    # Steps on the command line replace a file's epochs, and epochs its steps. A null replaces nothing.
-    train, given = content.get("train"), {".".join(parts): value for parts, value in parsed}
-    for length, other in (("steps", "epochs"), ("epochs", "steps")):
-        if isinstance(train, dict) and given.get(f"train.{length}") is not None and f"train.{other}" not in given:
-            train.pop(other, None)
-    for parts, value in parsed:
-        # An override below a named DeepSpeed configuration changes a copy of what the name stands for.
-        if parts[0] == "deepspeed" and len(parts) > 1:
-            _resolve_deepspeed(content)
-        put(content, parts, value)
-    _resolve_deepspeed(content)
-    config = RunConfig.model_validate(content)
-    config.data.check_order()
-    return config
 
 
 def _cut_host(hosts: Sequence[str], shared: int) -> str | None:
@@ -507,40 +228,3 @@ def _cut_host(hosts: Sequence[str], shared: int) -> str | None:
     for rank, host in enumerate(hosts):
         groups.setdefault(host, Counter())[rank // shared] += 1
     return next((host for host, own in groups.items() if len(own) > 1 and min(own.values()) < shared), None)
-
-
-def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:
-    """The rule that a batch is a multiple, with the nearest that are."""
-    below = value // unit * unit
-    good = ", ".join(str(multiple) for multiple in (below, below + unit) if multiple)
-    return Problem(path, f"must be a multiple of {divisor}; nearest {good}", value)
-
-
-def _resolve_deepspeed(content: dict[str, Any]) -> None:
-    """Replaces the name of a DeepSpeed configuration by what it stands for, in place."""
-    name = content.get("deepspeed")
-    if not isinstance(name, str):
-        return
-    known = sorted(path.stem for path in DEEPSPEED_CONFIGS.glob("*.json"))
-    if name not in known:
-        raise ConfigError.at("deepspeed", name, f"no such file in ds_configs; {nearest(name, known)}")
-    content["deepspeed"] = load_json_object(DEEPSPEED_CONFIGS / f"{name}.json")
-
-
-def add_trust_argument(parser: argparse.ArgumentParser) -> None:
-    """`--trust-checkpoint`, of every verb that reads a checkpoint: the user's word that it may run code."""
-    parser.add_argument(
-        TRUST_OPTION,
-        action="store_true",
-        help="open files of the checkpoint that hold more than tensors and numbers, and run the code that they ask for",
-    )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`longstride config schema` has no options."""
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """`longstride config schema`: prints the JSON schema of a run's configuration, for editors."""
-    print(json.dumps(RunConfig.model_json_schema(), indent=2))
-    return 0

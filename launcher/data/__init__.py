@@ -3,10 +3,10 @@
 from longstride.launcher.data.folders import check_location
 from longstride.launcher.data.run import (
     Run,
-    add_step_argument,
     check_data,
     check_output,
     check_replay,
+    discard_start,
     profile_steps,
     resolve_steps,
     steps_of,

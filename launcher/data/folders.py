@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,17 @@ from tqdm import tqdm
 
 from longstride.data_pipelines.building import Crew, build, build_dataset, join_crew, kept_folder
 from longstride.data_pipelines.datasets import DATASETS
+from longstride.data_pipelines.documents import LeftOut
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
 from longstride.data_pipelines.palette import Palette
+from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.shards import DataFolder, DataManifest, index_tars, verify
 from longstride.data_pipelines.stores import open_store
-from longstride.launcher.output import exit_codes, mistake, report
+from longstride.launcher.output import exit_codes, mistake, report, say
 
+_SHOWN_SUFFIXES = 4  # of files that are left out
+_UNPRINTED = re.compile(r"[^ -~]")
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _SETTINGS = {  # of `build` and `index`, and their options
     "validation_fraction": "--validation-fraction",
@@ -34,30 +40,14 @@ _SETTINGS = {  # of `build` and `index`, and their options
 }
 _OPTIONS = [(name, option) for name, kind in MODALITIES.items() for option in kind.build_options]  # of one alone
 # Of files alone: a dataset has its own. Parsed as None where they are not given: an option in vain is refused.
-_DEFAULTS: dict[str, Any] = {"modality": "text", "suffix": None, "exclude": [], "validation_fraction": 0.05, "seed": 0}
-
-
-def add_build_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data build`."""
-    parser.add_argument("inputs", nargs="*", metavar="PATH", help="files and folders")
-    parser.add_argument("--output", required=True, metavar="DIR", help="data folder to make")
-    parser.add_argument("--modality", choices=sorted(MODALITIES), help="of the files (default: text)")
-    for _, option in _OPTIONS:
-        parser.add_argument(option.name, metavar=option.metavar, help=option.help)
-    palette = parser.add_mutually_exclusive_group()
-    palette.add_argument("--palette", type=int, metavar="K", help="a token a pixel: one of K colours of the pictures")
-    palette.add_argument("--palette-from", metavar="DIR|URL", help="the same by the palette of another data folder")
-    parser.add_argument("--field", metavar="NAME", help="of JSON Lines or Parquet: a line or row is a document")
-    parser.add_argument("--raw", action="store_true", default=None, help="take files of any format byte by byte")
-    parser.add_argument("--suffix", action="append", help="of files to take, such as .py (repeatable)")
-    parser.add_argument("--exclude", action="append", metavar="NAME", help="file or folder (repeatable)")
-    parser.add_argument("--validation-fraction", type=float, help="of the files or records (default: 0.05)")
-    parser.add_argument("--shard-bytes", type=int, default=None)
-    parser.add_argument("--seed", type=int, help="of the split by file, and of the order of documents (default: 0)")
-    parser.add_argument("--dataset", metavar="NAME", help=f"a published one instead: {', '.join(sorted(DATASETS))}")
-    parser.add_argument("--input", metavar="PATH", help="the dataset as it is distributed: its archive or its folder")
-    parser.add_argument("--download", action="store_true", help="fetch the dataset where it is missing")
-    parser.add_argument("--unpublished", action="store_true", help="take other content in the dataset's form")
+_DEFAULTS: dict[str, Any] = {
+    "modality": "text",
+    "suffix": None,
+    "all_files": None,
+    "exclude": [],
+    "validation_fraction": 0.05,
+    "seed": 0,
+}
 
 
 def run_build(arguments: argparse.Namespace) -> int:
@@ -115,14 +105,36 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
             modality=arguments.modality,
             properties=asked_properties(arguments),
             field=arguments.field,
-            suffixes=arguments.suffix,
+            suffixes=[] if arguments.all_files else arguments.suffix,
             exclude=arguments.exclude,
             validation_fraction=arguments.validation_fraction,
             seed=arguments.seed,
             progress=show,
+            found=partial(_tell_left_out, arguments),
             crew=crew,
             **sizes,
         )
+
+
+def _tell_left_out(arguments: argparse.Namespace, left_out: LeftOut) -> None:
+    """A line about files that were not asked for, by suffix, and how they would be taken."""
+    endings = left_out.endings
+    if not endings:
+        return
+    order = sorted((ending for ending in endings if ending), key=lambda ending: (-endings[ending], ending))
+    common = [(ending, endings[ending]) for ending in order[:_SHOWN_SUFFIXES]]
+    counts = [f"{count:,} {_UNPRINTED.sub('?', ending)}" for ending, count in common]
+    rest = endings.total() - sum(count for _, count in common)
+    counts += [f"{rest:,} other{'s' if rest > 1 else ''}"] if rest else []
+    advice = [] if arguments.suffix else ["--all-files takes them"]
+    for name, kind in MODALITIES.items():
+        those = sum(count for ending, count in endings.items() if ending in kind.suffixes)
+        if those and name != arguments.modality:
+            advice.append(f"--modality {name} takes {kind.words} ({those:,})")
+    if arguments.field is None and arguments.modality == "text" and endings.keys() & set(RECORD_SUFFIXES):
+        advice.append("--field NAME takes the records of JSON Lines and Parquet")
+    told = f"left out {endings.total():,} of {left_out.looked_at:,} files: {', '.join(counts)}"
+    say("; ".join([told, *([", ".join(advice)] if advice else [])]))
 
 
 def _check_kind(arguments: argparse.Namespace) -> None:
@@ -139,6 +151,10 @@ def _check_kind(arguments: argparse.Namespace) -> None:
         for name, default in _DEFAULTS.items():
             if getattr(arguments, name) is None:
                 setattr(arguments, name, default)
+        if arguments.all_files and arguments.suffix is not None:
+            raise DataError(
+                f"--suffix={arguments.suffix[0]}: --all-files takes files of any name; leave one of them out"
+            )
         return
     if arguments.inputs:
         rule = "goes without --dataset; name the dataset's archive or folder by --input"
@@ -183,23 +199,6 @@ def _by_option(error: DataError | OSError) -> Exception:
     """The error with the option that the user wrote in place of the setting's name."""
     setting, equals, rest = str(error).partition("=")
     return DataError(f"{_SETTINGS[setting]}={rest}") if equals and setting in _SETTINGS else error
-
-
-def add_index_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data index`."""
-    parser.add_argument("places", nargs="+", metavar="DIR|URL|TAR", help="tars: folders, names or patterns of them")
-    parser.add_argument("--output", required=True, metavar="DIR", help="for manifest and indexes; may be the tars' own")
-    parser.add_argument("--modality", choices=sorted(MODALITIES), default="text", help="(default: text)")
-    parser.add_argument("--extension", metavar="EXT", help="of the members that hold content (default: the modality's)")
-    parser.add_argument(
-        "--split", action="append", metavar="NAME=PATTERN", help="which tars belong to a split (repeatable)"
-    )
-    parser.add_argument(
-        "--validation-fraction", type=float, help="of the tars, where none is named validation* (default: 0.05)"
-    )
-    parser.add_argument("--complete", action="store_true", help="refuse a sample that lacks the member")
-    parser.add_argument("--raw", action="store_true", help="take members of text as they are, compressed ones too")
-    parser.add_argument("--unpack", action="store_true", help="copy the tars into DIR, compressed ones as plain ones")
 
 
 def run_index(arguments: argparse.Namespace) -> int:
@@ -252,11 +251,6 @@ def _raw(arguments: argparse.Namespace) -> dict[str, int]:
     if arguments.raw and arguments.modality != "text":
         raise DataError(f"--raw: goes with --modality text, and this is {arguments.modality}")
     return {"raw": 1} if arguments.raw else {}
-
-
-def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data verify`."""
-    parser.add_argument("location", metavar="DIR|URL", help="data folder")
 
 
 def run_verify(arguments: argparse.Namespace) -> int:

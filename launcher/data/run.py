@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,10 +17,13 @@ from longstride.data_pipelines.order import Batch
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data.run_data import GlobalBatch, RunData, together, within_vocabulary
+from longstride.launcher.from_options import FromOptions
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
 
+# What a start writes before its first step, beside an empty folder of checkpoints and metrics without a line.
+_OF_A_START = re.compile(r"config\.json|data\.json|starts\.jsonl|\.lock|hosts-\d+\.env|\.(?:stop|start)-.*")
 _NUMBER = re.compile("[0-9]{1,18}")  # of a step or of steps: more digits than any run has
 
 
@@ -35,6 +39,8 @@ class Run:
     epochs: float | None = None  # where the steps were given so
     profile_steps: int = 0  # that are recorded by torch's profiler
     trusted: bool = False  # whether checkpoints may hold more than tensors and numbers
+    source: FromOptions | None = None  # of the first weights; None: they are drawn
+    origin: dict[str, Any] | None = None  # what became of it, as manifests of checkpoints have it
 
     @property
     def folder(self) -> Path:
@@ -106,21 +112,34 @@ def check_output(output: str, resume: str) -> None:
         raise ConfigError.at("train.output", output, f"{nearest} cannot be written; name another folder")
     contents = (file_names.CONFIG, file_names.METRICS, file_names.CHECKPOINTS)
     taken = [name for name in contents if (run / name).exists()]
-    if resume == "never" and taken:
+    if resume == "never" and taken and not _is_only_started(run):
         rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
         raise ConfigError.at("train.output", output, rule)
 
 
-def add_step_argument(parser: argparse.ArgumentParser, what: str = "checkpoint") -> None:
-    """`--step`, of every verb that reads a run: a number, "best", or None for the newest checkpoint."""
+def _is_only_started(run: Path) -> bool:
+    """Whether a run folder holds what a start writes, and no step: it ended before its first one."""
+    # Without a lock no run was ever there, and a config.json is somebody else's, such as an export's.
+    if not (run / file_names.LOCK).exists():
+        return False
+    for path in run.iterdir():
+        if path.name == file_names.METRICS and path.stat().st_size == 0:
+            continue
+        if path.name == file_names.CHECKPOINTS and path.is_dir() and not any(path.iterdir()):
+            continue
+        if not _OF_A_START.fullmatch(path.name):
+            return False
+    return True
 
-    def step(text: str) -> int | str:
-        if text != "best" and not _NUMBER.fullmatch(text):
-            raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
-        return text if text == "best" else int(text)
 
-    which = "best: that with the lowest validation loss; default: the newest"
-    parser.add_argument("--step", type=step, metavar="N|best", help=f"{what} ({which})")
+def discard_start(run: Path) -> bool:
+    """Removes a run folder that holds no step yet; returns whether none is there. Nothing may write there any more."""
+    with suppress(OSError):
+        if run.is_dir() and (_is_only_started(run) or not any(run.iterdir())):
+            for path in run.iterdir():
+                path.rmdir() if path.is_dir() else path.unlink()
+            run.rmdir()
+    return not run.exists()
 
 
 def check_replay(config: RunConfig, resume: str, replay: str) -> None:

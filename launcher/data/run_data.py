@@ -32,7 +32,7 @@ from longstride.data_pipelines.order import (
     evaluation_contexts,
     read_context,
 )
-from longstride.data_pipelines.palette import Palette
+from longstride.data_pipelines.palette import CHANNELS, Palette
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, check_split
 from longstride.kernels import ConfigError
@@ -212,6 +212,11 @@ class RunData:
         splits = self._folder.manifest.splits
         lines = {name: "\n".join(shard.line() for shard in split.shards) for name, split in splits.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in lines.items()}
+
+    def split_tokens(self, split: str) -> int:
+        """How many tokens the documents of a split have together."""
+        num_bytes = self._folder.manifest.splits[split].content_bytes
+        return num_bytes if self.palette is None else num_bytes // CHANNELS
 
     @property
     def palette(self) -> Palette | None:

@@ -1,7 +1,7 @@
-"""Pictures of patterns, of a run's attention and loss, and of samples: `longstride show` and `data show`.
+"""Pictures of patterns, of a model's attention, of a run's loss and of samples: `longstride show …` and `data show`.
 
 Matplotlib is imported where a picture is drawn.
 """
 
-from longstride.launcher.drawing.samples import add_data_show_arguments, run_data_show
-from longstride.launcher.drawing.show import add_arguments, run
+from longstride.launcher.drawing.samples import run_data_show
+from longstride.launcher.drawing.show import run_attention, run_loss, run_pattern

@@ -1,4 +1,4 @@
-"""`longstride show attention RUN`: what a trained model attends to, layer by layer (Child et al. 2019, figure 2).
+"""`longstride show attention RUN|MODEL`: what a trained model attends to, by layer (Child et al. 2019, figure 2).
 
 The weights come from the running model by hooks that change nothing: each head's softmax over a query's allowed keys,
 from the model's own queries and keys.
@@ -8,24 +8,35 @@ Letters: H heads, N positions of the context, P queries that are shown, D head w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.patches import Patch
 from torch import Tensor
 
 from longstride.data_pipelines.palette import Palette
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import master_weights, open_checkpoint
-from longstride.launcher.config import RunConfig
-from longstride.launcher.data import RunData
-from longstride.launcher.drawing.pattern import VIEW_COLUMNS, VIEW_ROWS, Grid, check_number, draw_around, grid_of
+from longstride.launcher.drawing.kinds import words_of
+from longstride.launcher.drawing.pattern import (
+    VIEW_COLUMNS,
+    VIEW_ROWS,
+    Grid,
+    check_number,
+    draw_around,
+    grid_of,
+    view_inches,
+)
+from longstride.launcher.drawing.subject import Step, of_export, of_run
 from longstride.launcher.models import TRAINED
-from longstride.launcher.pictures import plt
-from longstride.launcher.ranks import Ranks
+from longstride.launcher.output import file_names
+from longstride.launcher.pictures import FAINT, plt, styled
 from longstride.sparse_model import SparseTransformer
 
 MOST_QUERIES = 6  # one below the other
@@ -33,53 +44,71 @@ DEFAULT_QUERIES = 4
 MOST_LAYERS = 6  # side by side, of views
 MOST_MATRICES = 8
 MATRIX_CELLS = 256  # along an edge of a matrix
+_FRAME = "#19b8ff"
 SCORES_IN_WORK = 1 << 24  # at once: queries are taken so many at a time
-Keep = Callable[[np.ndarray], np.ndarray]  # what is kept of some rows (p, N) float64
-_SCALE = "colour: {} root of the weight, from 0 to the largest of each panel"
+DECADES = 3  # of weights below the largest that colours tell apart
+HEAT = "inferno"  # from the least weight, nearly black, to the largest
+Keep = Callable[[np.ndarray], np.ndarray]  # what is kept of some rows (p, N) float64; of keys that are not read, NaN
 
 
+@styled()
 def draw_attention(
-    run: Path,
-    step: int | Literal["best"] | None,
-    context_number: int,
-    head: int | None,
-    queries: Sequence[int] | None,
+    source: Path,
+    step: Step = None,
+    context_number: int | None = None,
+    head: int | None = None,
+    queries: Sequence[int] | None = None,
     weights: str = TRAINED,
     *,
+    data: str | None = None,
+    text: Path | None = None,
     trusted: bool = False,
 ) -> Any:
-    """The figure of a run's checkpoint on one context of its validation split.
+    """The figure of a run's checkpoint or of an exported model, on one context.
 
     Pictures, and other data where ``queries`` are given: each query's view, over the layers. Other data without: a
     matrix of queries and keys for each layer.
 
+    Args:
+        source: a run's folder, or one that `longstride export` wrote.
+        step: of the run's checkpoint; None: the newest.
+        context_number: of the validation split; None: the first.
+        head: one head; None: the mean of all.
+        queries: positions.
+        weights: of the run: as trained, or their moving average.
+        data: a data folder; None: the run's.
+        text: a file whose first bytes are read, in place of data.
+        trusted: a checkpoint that may be read though it could be anybody's.
+
     Raises:
-        ConfigError: no such checkpoint, head or query, or a damaged one.
+        ConfigError: no such checkpoint, head or query, or a damaged one; what is to be read is missing.
         DataError: no such context, or data that cannot be read.
     """
-    checkpoint = open_checkpoint(run, step, trusted=trusted)
-    config = checkpoint.config
+    if text is not None and (data is not None or context_number is not None):
+        other = f"--data={data}" if data is not None else f"--context-number={context_number}"
+        raise ConfigError(f"{other}: --text names all that is read; leave one of them out")
+    exported = any((source / name).exists() for name in (file_names.WEIGHTS, file_names.WEIGHTS_INDEX))
+    if exported:
+        for option, given in (("--step", step), ("--weights", None if weights == TRAINED else weights)):
+            if given is not None:
+                raise ConfigError(f"{option}={given}: {source} is an export, which has its own weights; leave it out")
+        subject = of_export(source, context_number or 0, data, text)
+    else:
+        subject = of_run(source, step, context_number or 0, weights, data, text, trusted)
+    model, tokens, unit, palette, name = subject
     if head is not None:
-        check_number("--head", head, config.model.heads, "a head of the model")
-    data = RunData(config, Ranks())
-    tokens, unit = data.context(context_number), "byte" if data.palette is None else data.unit
+        check_number("--head", head, model.config.heads, "a head of the model")
     for query in queries or ():
         check_number("--query", query, len(tokens), f"a {unit} of the context")
     if queries and len(queries) > MOST_QUERIES:
         raise ConfigError(f"--query={queries[-1]}: one picture has room for {MOST_QUERIES} queries; leave some out")
-    # On the CPU, whatever trained it: only the model's queries and keys are taken, and the rows are computed here.
-    state = master_weights(checkpoint, weights)
-    model = SparseTransformer(config.model.model_copy(update={"backend": "auto"}))
-    model.load_state_dict(state)
-    name = f"{run.resolve().name}, step {checkpoint.manifest.step}, {config.data.validation_split}"
     who = "mean of all heads" if head is None else f"head {head}"
-    who += "" if weights == TRAINED else "; moving average of the weights"
-    title = f"{name}: context {context_number}, {len(tokens):,} {unit}s; {who}"
-    if config.model.embedding.type == "image" or queries:
-        grid = grid_of(config.model)
+    title = f"{name}, {len(tokens):,} {unit}s; {who}{'' if weights == TRAINED else '; moving average of the weights'}"
+    if model.config.embedding.type == "image" or queries:
+        grid = grid_of(model.config)
         places = list(queries or [query for query in default_queries(grid) if query < len(tokens)] or [len(tokens) - 1])
-        return draw_views(model.eval(), tokens, places, head, grid, title, data.palette)
-    return draw_matrices(model.eval(), tokens, head, title, config)
+        return draw_views(model, tokens, places, head, grid, title, palette)
+    return draw_matrices(model, tokens, head, title, unit)
 
 
 def spread(length: int, count: int) -> list[int]:
@@ -104,31 +133,55 @@ def draw_views(
     """A row for each query, a column for each layer: its weights on the picture or on the folded sequence."""
     layers = chosen_layers(len(model.mixers), MOST_LAYERS)
     rows = attention_rows(
-        model, tokens, queries, layers=layers, head=head, keep=lambda weights: by_cell(weights, grid)
+        model, tokens, queries, layers=layers, head=head, keep=lambda weights: by_cell(weights, grid), unread=math.nan
     )  # a layer: (P, rows x columns)
-    shape = min(grid.rows, VIEW_ROWS) / min(grid.columns, VIEW_COLUMNS)
+    scale = _scale(rows)
     behind = backdrop(tokens, grid, palette)
     pictures = int(grid.name == "pixel")  # the picture itself comes first in a row
     columns = pictures + len(layers)
-    width = 2.4 if columns > 2 else 3.6
+    width = 2.5 if columns > 2 else 3.8
+    shape = min(grid.rows, VIEW_ROWS) / min(grid.columns, VIEW_COLUMNS)
+    height = max(width * shape, 0.7) if pictures else view_inches(grid, width)
     figure, axes = plt.subplots(
         len(queries),
         columns,
-        figsize=(max(6.0, width * columns), 0.6 + (0.35 + width * max(shape, 0.2)) * len(queries)),
+        figsize=(max(6.0, width * columns + 0.9), 1.2 + (0.55 + height) * len(queries)),
         squeeze=False,
-        layout="constrained",
+        layout="compressed",
     )
     for line, query in enumerate(queries):
         cell = query // grid.channels
         if pictures:
             draw_cells(axes[line, 0], faded(behind, cell), cell, grid)
-            axes[line, 0].set_title(f"the picture, query {query:,}", fontsize=7)
+            axes[line, 0].set_title(f"the picture, query {query:,}")
         for axis, layer in zip(axes[line, pictures:], layers, strict=True):
-            draw_cells(axis, overlay(behind, rows[layer][line], cell), cell, grid)
-            axis.set_title(f"layer {layer}, query {query:,}", fontsize=7)
-    what = "framed: the query; faded: what comes after it"
-    figure.suptitle(f"{title}{of_layers(layers, model)}\n{what}; {_SCALE.format('square')}", fontsize=8)
+            draw_cells(axis, overlay(behind, scale(rows[layer][line]), cell), cell, grid)
+            axis.set_title(f"layer {layer}, query {query:,}")
+    of_pixel = " (sum over its channels)" if grid.channels > 1 else ""
+    _add_colour_bar(figure, axes, scale, f"weight of a {grid.name}{of_pixel}")
+    figure.legend(
+        handles=[
+            Patch(fill=False, edgecolor=_FRAME, label="the query"),
+            Patch(facecolor="0.5", label="not read"),
+            Patch(facecolor="0.93", edgecolor=FAINT, label="still to come"),
+        ],
+        loc="outside lower center",
+        ncols=3,
+    )
+    figure.suptitle(f"{title}{of_layers(layers, model)}")
     return figure
+
+
+def _scale(rows: dict[int, np.ndarray]) -> LogNorm:
+    """The logarithmic scale that all panels share, up to the largest weight."""
+    largest = max([float(np.nanmax(each, initial=0.0)) for each in rows.values()])
+    largest = largest if largest > 0 else 1.0
+    return LogNorm(largest / 10**DECADES, largest, clip=True)
+
+
+def _add_colour_bar(figure: Any, axes: Any, scale: LogNorm, label: str) -> None:
+    bar = figure.colorbar(ScalarMappable(scale, HEAT), ax=axes, fraction=0.05, pad=0.02, aspect=30, extend="min")
+    bar.set_label(f"{label}; below {scale.vmin:.2g} like zero")
 
 
 def default_queries(grid: Grid) -> list[int]:
@@ -141,10 +194,17 @@ def default_queries(grid: Grid) -> list[int]:
 
 
 def by_cell(weights: np.ndarray, grid: Grid) -> np.ndarray:
-    """(P, N) weights to (P, cells): a pixel's are the sum over its channels; cells beyond the context have 0."""
-    whole = np.zeros((len(weights), grid.rows * grid.columns * grid.channels))
+    """(P, N) weights to (P, cells): a pixel's are the sum over its channels; NaN where none of them is read."""
+    whole = np.full((len(weights), grid.rows * grid.columns * grid.channels), math.nan)
     whole[:, : weights.shape[1]] = weights
-    return whole.reshape(len(weights), -1, grid.channels).sum(-1)
+    cells = whole.reshape(len(weights), -1, grid.channels)
+    return np.where(np.isnan(cells).all(-1), math.nan, np.nansum(cells, axis=-1))
+
+
+def by_run(weights: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """(P, N) weights to (P, runs): the sum over the keys from each bound to the next; NaN where none is read."""
+    read = np.logical_or.reduceat(~np.isnan(weights), bounds, axis=1)
+    return np.where(read, np.add.reduceat(np.nan_to_num(weights), bounds, axis=1), math.nan)
 
 
 def backdrop(tokens: Tensor, grid: Grid, palette: Palette | None = None) -> np.ndarray:
@@ -166,25 +226,26 @@ def faded(colours: np.ndarray, cell: int) -> np.ndarray:
     return shown
 
 
-def overlay(colours: np.ndarray, weights: np.ndarray, cell: int) -> np.ndarray:
-    """(cells, 3): a query's weights (cells,) in colour, over the colours as grey of medium contrast."""
+def overlay(colours: np.ndarray, strength: np.ndarray, cell: int) -> np.ndarray:
+    """(cells, 3): how strongly cells are read, (cells,) from 0 to 1, in colour over the colours as medium grey.
+
+    A cell that is not read, NaN, keeps its grey; one of weight 0 has the colour of the scale's lower end.
+    """
     grey = colours.mean(-1, keepdims=True)
-    spread_out = 0.3 + 0.4 * (grey - grey.min()) / max(float(np.ptp(grey)), 1e-9)
+    spread_out = 0.35 + 0.35 * (grey - grey.min()) / max(float(np.ptp(grey)), 1e-9)
     shown = faded(spread_out.repeat(3, axis=1), cell)
-    strength = np.sqrt(weights / max(float(weights.max()), 1e-300))[:, None]
-    opacity = np.where(weights[:, None] > 0, 0.25 + 0.75 * strength, 0.0)
-    heat = plt.get_cmap("inferno")(0.3 + 0.65 * strength[:, 0])[:, :3]
-    return (1 - opacity) * shown + opacity * heat
+    read = ~np.isnan(np.ma.filled(strength, math.nan))
+    shown[read] = plt.get_cmap(HEAT)(np.asarray(strength)[read])[:, :3]
+    return shown
 
 
 def draw_cells(axis: Any, colours: np.ndarray, cell: int, grid: Grid) -> None:
     """(cells, 3) colours around a query's cell, which is framed."""
     picture = colours.reshape(grid.rows, grid.columns, 3)
-    draw_around(axis, cell, grid, "#19b8ff", lambda rows, columns: picture[np.ix_(rows, columns)])
-    axis.tick_params(labelsize=5)
+    draw_around(axis, cell, grid, _FRAME, lambda rows, columns: picture[np.ix_(rows, columns)])
 
 
-def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, title: str, config: RunConfig) -> Any:
+def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, title: str, unit: str = "byte") -> Any:
     """A matrix for each layer: rows are queries evenly apart, columns the sums over runs of keys."""
     length = len(tokens)
     layers = chosen_layers(len(model.mixers), MOST_MATRICES)
@@ -192,29 +253,35 @@ def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, ti
     queries = spread(length, cells)
     bounds = np.arange(cells) * length // cells
     rows = attention_rows(
-        model, tokens, queries, layers=layers, head=head, keep=lambda weights: np.add.reduceat(weights, bounds, axis=1)
+        model, tokens, queries, layers=layers, head=head, keep=lambda weights: by_run(weights, bounds), unread=math.nan
     )
+    scale = _scale(rows)
     columns = min(4, len(layers))
     lines = -(-len(layers) // columns)
     figure, axes = plt.subplots(
-        lines, columns, figsize=(max(6.0, 3.4 * columns), 0.9 + 3.5 * lines), squeeze=False, layout="constrained"
+        lines, columns, figsize=(max(6.0, 3.2 * columns + 1.0), 1.0 + 3.4 * lines), squeeze=False, layout="compressed"
     )
     for axis in axes.flat:
         axis.set_axis_off()
-    patterns = config.model.layer_patterns()
+    patterns = model.config.layer_patterns()
     for axis, layer in zip(axes.flat, layers, strict=False):
         axis.set_axis_on()
-        strength = np.cbrt(rows[layer] / max(float(rows[layer].max()), 1e-300))
-        axis.imshow(strength, cmap="magma", vmin=0, vmax=1, interpolation="nearest", extent=(0, length, length, 0))
-        kinds = dict.fromkeys(type(pattern).__name__ for pattern in patterns[layer])
+        axis.patch.set(facecolor="#f0f2f4", edgecolor="#c9ced4", hatch="////")
+        axis.imshow(rows[layer], cmap=HEAT, norm=scale, interpolation="nearest", extent=(0, length, length, 0))
+        kinds = dict.fromkeys(words_of(pattern) for pattern in patterns[layer])
         if len(patterns[layer]) < model.config.heads:  # the others choose by content
             kinds[type(model.mixers[layer]).__name__] = None
-        axis.set_title(f"layer {layer}: {', '.join(kinds)}", fontsize=8)
-        axis.set_xlabel("key position", fontsize=7)
-        axis.set_ylabel("query position", fontsize=7)
-        axis.tick_params(labelsize=6)
-    pooled = f"{cells} queries; keys summed by {length / cells:.4g}; " if length > cells else ""
-    figure.suptitle(f"{title}{of_layers(layers, model)}\n{pooled}{_SCALE.format('cube')}", fontsize=8)
+        more = f" and {len(kinds) - 1} more" if len(kinds) > 1 else ""
+        axis.set_title(f"layer {layer}\n{next(iter(kinds))}{more}")
+        axis.set_xlabel("key position")
+        axis.set_ylabel("query position")
+        axis.locator_params(nbins=5)
+    of_run = f"weight of {length / cells:.4g} keys" if length > cells else "weight of a key"
+    _add_colour_bar(figure, axes, scale, of_run)
+    handle = Patch(facecolor="#f0f2f4", edgecolor="#c9ced4", hatch="////", label="not read: outside the pattern")
+    figure.legend(handles=[handle], loc="outside lower center")
+    pooled = f"\n{cells} of {length:,} queries; weights are summed over {length / cells:.4g} keys a cell"
+    figure.suptitle(f"{title}{of_layers(layers, model)}{pooled if length > cells else ''}")
     return figure
 
 
@@ -232,6 +299,7 @@ def attention_rows(
     layers: Sequence[int],
     head: int | None = None,
     keep: Keep = np.asarray,
+    unread: float = 0.0,
 ) -> dict[int, np.ndarray]:
     """The weights of some queries in some layers, while the model reads one context.
 
@@ -242,36 +310,46 @@ def attention_rows(
         layers: which layers, by number.
         head: one head; None is the mean over all that have a key for the query.
         keep: what is kept of each row, such as its sums over bins of keys: all (P, N) are never held at once.
+        unread: what stands for the weight of a key that no head may read.
 
     Returns:
         What was kept of each layer's rows, (P, …) float64. A row sums to 1, or to 0 where a query has no key.
     """
     kept: dict[int, np.ndarray] = {}
     heads = range(model.config.heads) if head is None else [head]
+    patterns = model.config.layer_patterns()
+    position = torch.arange(len(tokens))
     with ExitStack() as hooks, torch.no_grad():
         for layer in layers:
 
             def take(mixer: Any, inputs: tuple[Any, ...], layer: int = layer) -> None:
-                kept[layer] = _rows_of(mixer.weights(inputs[0]), inputs[0].shape[1], heads, queries, keep)
+                weights_of, rows = mixer.weights(inputs[0]), []
+                count = max(1, SCORES_IN_WORK // len(tokens))
+                for start in range(0, len(queries), count):
+                    some = torch.tensor(queries[start : start + count])
+                    mean = _mean_over_heads(weights_of, heads, some)
+                    if not math.isclose(unread, 0.0):
+                        read = torch.zeros_like(mean, dtype=torch.bool)
+                        for each in heads:
+                            if each < len(patterns[layer]):
+                                read |= patterns[layer][each].mask(some[:, None], position)
+                            else:  # content decides
+                                read |= mixer.reads(inputs[0], each)(some)
+                        mean[~read] = unread
+                    rows.append(keep(mean.numpy()))
+                kept[layer] = np.concatenate(rows)
 
             hooks.callback(model.mixers[layer].register_forward_pre_hook(take).remove)
         model(tokens[None], return_nats=True)  # without the logits of the whole context
     return kept
 
 
-def _rows_of(
-    weights_of: Callable[[Tensor, int], Tensor], length: int, heads: Sequence[int], queries: Sequence[int], keep: Keep
-) -> np.ndarray:
-    """What is kept of a layer's rows over ``length`` positions, from a mixer's ``weights``."""
-    count = max(1, SCORES_IN_WORK // length)
-    kept = []
-    for start in range(0, len(queries), count):
-        rows = torch.tensor(queries[start : start + count])
-        total = torch.zeros(len(rows), length, dtype=torch.float64)
-        counted = torch.zeros(len(rows), 1)  # heads that have a key for the query
-        for head in heads:
-            weights = weights_of(rows, head)
-            total += weights
-            counted += weights.any(-1, keepdim=True)
-        kept.append(keep((total / counted.clamp_min(1)).numpy()))
-    return np.concatenate(kept)
+def _mean_over_heads(weights_of: Callable[[Tensor, int], Tensor], heads: Sequence[int], queries: Tensor) -> Tensor:
+    """(P, N) float64: the mean over all heads that have a key for the query."""
+    several = (weights_of(queries, head) for head in heads)
+    total = next(several).double()
+    counted = total.any(-1, keepdim=True).float()
+    for weights in several:
+        total += weights
+        counted += weights.any(-1, keepdim=True)
+    return total / counted.clamp_min(1)

@@ -1,7 +1,7 @@
 """`longstride show pattern CONFIG`: what reads what (Child et al. 2019, figure 3), for any context in seconds.
 
 Each distinct pattern of a configuration has two panels. Above: one query's view of the picture, or of the sequence
-folded into rows. Below: the matrix of queries and keys over a few strides.
+folded into rows. Below: the matrix of queries and keys over a few strides. A colour is a kind of keys (``kinds``).
 
 Letters: N positions of the context.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,15 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from matplotlib.colors import ListedColormap
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from longstride.data_pipelines.plain_files import open_plain
-from longstride.kernels import ConfigError
+from longstride.kernels import ConfigError, num_pairs
 from longstride.kernels.patterns import Pattern
-from longstride.launcher.config import find_config, load_json_object
+from longstride.launcher.config import find_config, load_content
+from longstride.launcher.drawing.kinds import KINDS, kind_of, places_of, words_of
 from longstride.launcher.models import TRAINED
-from longstride.launcher.pictures import plt
+from longstride.launcher.output import file_names
+from longstride.launcher.pictures import plt, styled
 from longstride.sparse_model import ImageEmbedding, ModelConfig, SparseTransformer
 
 SHOWN_PATTERNS = 8
@@ -35,10 +37,13 @@ SHOWN_STRIDES = 4  # that a matrix covers
 LEAST_POSITIONS, MOST_POSITIONS = 192, 4096  # of a matrix
 MATRIX_CELLS = 192  # along an edge, as many as can be told apart
 VIEW_ROWS, VIEW_COLUMNS = 64, 128  # of a view, around its query
-NOTHING, FIRST, LATER, SELF, FUTURE = range(5)  # what a cell shows
-COLOURS = ListedColormap(["white", "#8fb8de", "#d9874b", "#1f3b57", "#dddddd"])
-SCALE: dict[str, Any] = {"cmap": COLOURS, "vmin": NOTHING, "vmax": FUTURE}
-LEGEND = "framed: the query, dark where it reads itself; blue: first part; orange: later parts; grey: still to come"
+NOTHING, SELF, FUTURE = 0, len(KINDS) + 1, len(KINDS) + 2  # what a cell shows; between them, 1 + a kind's number
+_SELF_COLOUR, _FUTURE_COLOUR, _FRAME = "#1f3b57", "#e3e6ea", "#c4262e"
+SCALE: dict[str, Any] = {
+    "cmap": ListedColormap(["white", *(kind.colour for kind in KINDS), _SELF_COLOUR, _FUTURE_COLOUR]),
+    "vmin": NOTHING,
+    "vmax": FUTURE,
+}
 
 
 class Grid(NamedTuple):
@@ -71,11 +76,12 @@ class Chosen:
         return "chosen by content"
 
 
+@styled()
 def draw_pattern(source: Path, query: int | None = None, text: Path | None = None, *, trusted: bool = False) -> Any:
-    """The figure of a configuration: a path, or the bare name of a file in ds_configs/experiments.
+    """The figure of a configuration: a path, the bare name of a file in ds_configs/experiments, or a run's folder.
 
     Args:
-        source: the configuration, or with a ``text`` a run's folder too.
+        source: the configuration.
         query: the position whose view is shown, by default one below the middle.
         text: a file, for heads whose keys content decides: what they read of its first bytes, by the weights of the
             run's last checkpoint, or by the first weights of a configuration.
@@ -86,22 +92,18 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
             choose by content, and there is no text; or the text does not fit.
     """
     model = None if text is None else _model_of(source, trusted)
-    config = _model_config(source) if model is None else model.config
+    config = model_config(source) if model is None else model.config
     if query is not None:
         check_number("--query", query, config.context, "a position")
-    users: dict[Pattern | Chosen, list[str]] = {}  # in the order of the layers
-    chosen = 0  # heads that choose by content
-    for layer, heads in enumerate(config.layer_patterns()):
-        for head, pattern in enumerate(heads):
-            users.setdefault(pattern, []).append(f"{layer}.{head}")
-        chosen += config.heads - len(heads)
+    patterns, chosen = users_of(config)
+    users: dict[Pattern | Chosen, list[tuple[int, int]]] = dict(patterns.items())
     if model is not None and text is not None:
         if not chosen:
             raise ConfigError(f"--text={text}: no head of {source} chooses its keys by content; leave it out")
         users = dict(_choices(model, text))
     elif not users:
         raise ConfigError(f"{source}: its heads choose their keys by content; give --text FILE")
-    shown: list[tuple[Pattern | Chosen, list[str]]] = list(users.items())[:SHOWN_PATTERNS]
+    shown = list(users.items())[:SHOWN_PATTERNS]
     size = matrix_size([pattern for pattern, _ in shown], config.context)
     grid = grid_of(config)
     position = default_query(grid, config.context) if query is None else query
@@ -109,37 +111,67 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
         position = min(position, max(pattern.length for pattern in users if isinstance(pattern, Chosen)) - 1)
     columns = min(COLUMNS, len(shown))
     bands = -(-len(shown) // columns)
-    # Inches of a view that is 3.4 inches wide, with its title.
-    height = 0.7 + min(3.4 * min(grid.rows, VIEW_ROWS) / min(grid.columns, VIEW_COLUMNS), 3.6)
+    height = 1.0 + view_inches(grid, 3.2)
     figure, axes = plt.subplots(
         2 * bands,
         columns,
-        figsize=(max(5.6, 3.6 * columns), 0.8 + (height + 4.0) * bands),
-        height_ratios=[height, 4.0] * bands,
+        figsize=(max(6.0, 3.7 * columns), 0.6 + (height + 3.8) * bands),
+        height_ratios=[height, 3.8] * bands,
         squeeze=False,
-        layout="constrained",
+        layout="compressed",
     )
     for axis in axes.flat:
         axis.set_axis_off()
     for number, (drawn, places) in enumerate(shown):
         band, column = divmod(number, columns)
         draw_view(axes[2 * band, column], drawn, position, grid, config.context)
-        shown_places = ", ".join(places) if len(places) <= 4 else f"{places[0]} … {places[-1]} ({len(places)})"
-        title = f"{textwrap.fill(str(drawn), 36)}\nlayer.head {shown_places}"
-        axes[2 * band, column].set_title(title, fontsize=8)
+        lines = [textwrap.fill(words_of(drawn), 40), places_of(places, config.heads)]
+        if not isinstance(drawn, Chosen):
+            lines.append(f"{share_of_pairs(drawn, config.context):.3g} % of the pairs")
+        axes[2 * band, column].set_title("\n".join(lines))
         draw_matrix(axes[2 * band + 1, column], drawn, size)
     left = len(users) - len(shown)
     more = f"; {left} more {'heads' if text else 'patterns'} are not shown" if left else ""
     if chosen and text is None:
         more += f"; {chosen} heads choose by content: --text FILE"
-    name = f"{source.stem}: {config.context:,} positions, query {position:,}{more}"
-    figure.suptitle("\n".join([name, *textwrap.wrap(LEGEND, 34 * max(columns, 2))]), fontsize=9)
+    figure.suptitle(f"{source.stem}: what query {position:,} of {config.context:,} positions reads{more}")
+    handles = legend_of(pattern for pattern, _ in shown)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 3 * max(columns, 2)))
     return figure
 
 
-def _model_config(source: Path) -> ModelConfig:
-    path = find_config(source)
-    content = load_json_object(path)
+def users_of(config: ModelConfig) -> tuple[dict[Pattern, list[tuple[int, int]]], int]:
+    """The (layer, head) pairs of each distinct pattern, by layers; and how many heads choose by content."""
+    users: dict[Pattern, list[tuple[int, int]]] = {}
+    chosen = 0
+    for layer, heads in enumerate(config.layer_patterns()):
+        for head, pattern in enumerate(heads):
+            users.setdefault(pattern, []).append((layer, head))
+        chosen += config.heads - len(heads)
+    return users, chosen
+
+
+def share_of_pairs(pattern: Pattern, context: int) -> float:
+    """Per cent of the pairs of dense causal attention."""
+    return 200 * num_pairs(pattern, context) / (context * (context + 1))
+
+
+def legend_of(patterns: Iterable[Pattern | Chosen]) -> list[Patch]:
+    """A key of each colour that panels of patterns have."""
+    kinds = sorted({kind_of(part) for pattern in patterns for part in pattern.parts()})
+    return [
+        *(Patch(facecolor=KINDS[kind].colour, label=KINDS[kind].word) for kind in kinds),
+        Patch(facecolor=_SELF_COLOUR, label="itself"),
+        Patch(facecolor=_FUTURE_COLOUR, label="still to come"),
+        Patch(facecolor="white", edgecolor="#8c959f", label="not read"),
+        Patch(fill=False, edgecolor=_FRAME, label="the query"),
+    ]
+
+
+def model_config(source: Path) -> ModelConfig:
+    """Of a configuration or of a run's folder; ConfigError where it cannot be read, or no model fits it."""
+    path = source / file_names.CONFIG if source.is_dir() else find_config(source)
+    content = load_content(path)
     if "model" not in content:
         raise ConfigError(f"{path}: has no model")
     try:
@@ -153,7 +185,7 @@ def _model_of(source: Path, trusted: bool) -> SparseTransformer:
     if not source.is_dir():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return SparseTransformer(_model_config(source).model_copy(update={"backend": "auto"})).eval()
+            return SparseTransformer(model_config(source).model_copy(update={"backend": "auto"})).eval()
     from longstride.launcher.checkpoints import master_weights, open_checkpoint
 
     checkpoint = open_checkpoint(source, None, trusted=trusted)
@@ -163,24 +195,29 @@ def _model_of(source: Path, trusted: bool) -> SparseTransformer:
     return model.eval()
 
 
-def _choices(model: SparseTransformer, text: Path) -> list[tuple[Chosen, list[str]]]:
-    """What each head that chooses by content reads of a text, and which head it is, as "layer.head"."""
-    with open_plain(text) as file:
-        content = file.read(model.config.context)
-    if len(content) < 2 or max(content) >= model.config.vocabulary:
-        limit = f"two bytes at least, all below {model.config.vocabulary}"
-        raise ConfigError(f"--text={text}: must have {limit}")
-    found: list[tuple[Chosen, list[str]]] = []
+def _choices(model: SparseTransformer, text: Path) -> list[tuple[Chosen, list[tuple[int, int]]]]:
+    """What each head that chooses by content reads of a text, and which head it is, as (layer, head)."""
+    tokens = read_text(text, model.config.context, model.config.vocabulary)
+    found: list[tuple[Chosen, list[tuple[int, int]]]] = []
     with ExitStack() as hooks, torch.no_grad():
         for layer, (mixer, heads) in enumerate(zip(model.mixers, model.config.layer_patterns(), strict=True)):
 
             def take(mixer: Any, inputs: tuple[Any, ...], layer: int = layer, first: int = len(heads)) -> None:
                 for head in range(first, model.config.heads):
-                    found.append((Chosen(mixer.reads(inputs[0], head), len(content)), [f"{layer}.{head}"]))
+                    found.append((Chosen(mixer.reads(inputs[0], head), len(tokens)), [(layer, head)]))
 
             hooks.callback(mixer.register_forward_pre_hook(take).remove)
-        model(torch.frombuffer(bytearray(content), dtype=torch.uint8)[None], return_nats=True)
+        model(tokens[None], return_nats=True)
     return found
+
+
+def read_text(text: Path, context: int, vocabulary: int) -> Tensor:
+    """The first bytes of a file, (N,) uint8, as many as a context has; ConfigError where a model cannot read them."""
+    with open_plain(text) as file:
+        content = file.read(context)
+    if len(content) < 2 or max(content) >= vocabulary:
+        raise ConfigError(f"--text={text}: must have two bytes at least, all below {vocabulary}")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def check_number(option: str, number: int, count: int, what: str) -> None:
@@ -207,15 +244,20 @@ def default_query(grid: Grid, context: int) -> int:
     return min((row * grid.columns + column) * grid.channels, context - 1)
 
 
+def view_inches(grid: Grid, width: float) -> float:
+    """How high a view of some width is: a pixel is square, and rows of a sequence are as high as can be told apart."""
+    rows, columns = min(grid.rows, VIEW_ROWS), min(grid.columns, VIEW_COLUMNS)
+    return min(width * rows / columns, 3.6) if grid.name == "pixel" else min(max(0.12 * rows, 0.8), 2.4)
+
+
 def draw_view(axis: Any, pattern: Pattern | Chosen, query: int, grid: Grid, context: int) -> None:
     """One query's view: which of the cells around it are read."""
     cell = query // grid.channels
     axis.set_axis_on()
     picture = functools.partial(view, pattern, cell, grid, context=context)
-    draw_around(axis, cell, grid, "#c4262e", picture, **SCALE)
-    axis.set_xlabel(f"column of {grid.columns:,}", fontsize=7)
-    axis.set_ylabel(f"row of {grid.rows:,}", fontsize=7)
-    axis.tick_params(labelsize=6)
+    draw_around(axis, cell, grid, _FRAME, picture, **SCALE)
+    axis.set_xlabel(f"column of {grid.columns:,}")
+    axis.set_ylabel(f"row of {grid.rows:,}")
 
 
 def draw_around(
@@ -226,8 +268,11 @@ def draw_around(
     rows = window(row, grid.rows, VIEW_ROWS, VIEW_ROWS * 7 // 8)
     columns = window(column, grid.columns, VIEW_COLUMNS, VIEW_COLUMNS // 2)
     extent = (columns.start - 0.5, columns.stop - 0.5, rows.stop - 0.5, rows.start - 0.5)
-    axis.imshow(picture(rows, columns), interpolation="nearest", extent=extent, **colours)
+    aspect = "equal" if grid.name == "pixel" else "auto"
+    axis.imshow(picture(rows, columns), interpolation="nearest", extent=extent, aspect=aspect, **colours)
     axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=edge, linewidth=1.2))
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True)
 
 
 def window(place: int, size: int, shown: int, before: int) -> range:
@@ -245,9 +290,9 @@ def view(pattern: Pattern | Chosen, cell: int, grid: Grid, rows: range, columns:
     channel = torch.arange(grid.channels)
     queries = cell * grid.channels + channel
     keys = (first[..., None] + channel)[..., None, :]  # (rows, columns, 1, channels)
-    for number, part in reversed(list(enumerate(pattern.parts()))):
+    for part in reversed(pattern.parts()):
         read = part.mask(queries[:, None], keys) & (keys < context)
-        picture[read.flatten(2).any(-1).numpy()] = FIRST if number == 0 else LATER
+        picture[read.flatten(2).any(-1).numpy()] = 1 + kind_of(part)
     picture[(first > cell * grid.channels).numpy()] = FUTURE
     itself = (first == cell * grid.channels).numpy()
     picture[itself & (picture != NOTHING)] = SELF
@@ -275,10 +320,10 @@ def draw_matrix(axis: Any, pattern: Pattern | Chosen, size: int) -> None:
     edge = len(picture) * cell - 0.5
     extent = (-0.5, edge, edge, -0.5)
     axis.imshow(picture, interpolation="nearest", extent=extent, **SCALE)
-    axis.set_title(f"the first {size:,} positions" + (f", {cell} x {cell} a cell" if cell > 1 else ""), fontsize=7)
-    axis.set_xlabel("key position", fontsize=7)
-    axis.set_ylabel("query position", fontsize=7)
-    axis.tick_params(labelsize=6)
+    axis.set_title(f"the first {size:,} positions" + (f", {cell} × {cell} a cell" if cell > 1 else ""))
+    axis.set_xlabel("key position")
+    axis.set_ylabel("query position")
+    axis.locator_params(nbins=5)
 
 
 def pooled_connectivity(pattern: Pattern | Chosen, size: int, cell: int) -> np.ndarray:
@@ -295,11 +340,11 @@ def pooled_connectivity(pattern: Pattern | Chosen, size: int, cell: int) -> np.n
 
 
 def connectivity(pattern: Pattern | Chosen, size: int, rows: range | None = None) -> np.ndarray:
-    """(rows, size): 0 where query (row) does not read key (column), 1 first part, 2 later parts, 3 self."""
+    """(rows, size): 0 where query (row) does not read key (column), 1 + the kind of key, or SELF."""
     rows = range(size) if rows is None else rows
     query, key = torch.tensor(rows)[:, None], torch.arange(size)
     picture = torch.zeros(len(rows), size, dtype=torch.int64)
-    for number, part in enumerate(pattern.parts()):
-        picture[part.mask(query, key)] = min(number + 1, LATER)
+    for part in pattern.parts():
+        picture[part.mask(query, key)] = 1 + kind_of(part)
     picture[(query == key) & (picture > 0)] = SELF
     return picture.numpy()

@@ -8,7 +8,6 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -24,18 +23,11 @@ SHOWN_BYTES = 2000  # of a text
 _COUNTS = {"text": (3, None), "picture": (16, 100), "waveform": (4, 20)}
 TILE_INCHES = 1.5
 TILE_PIXELS = 180  # of a tile in the file; smaller pictures are shown with their pixels as squares
+FRAME = "#d0d7de"
+KEY_POINTS = 6.5  # of a sample's key
 WAVEFORM_COLUMNS = 1500  # a longer waveform is drawn as the range of each column
 # Control characters but for line ends and tabs, and those that turn the direction of writing: they command a terminal.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
-def add_data_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data show`."""
-    parser.add_argument("location", metavar="DIR|URL", help="data folder")
-    parser.add_argument("--split", default="train")
-    parser.add_argument("--count", type=int, metavar="N", help="samples (default: 3 texts, 16 pictures, 4 sounds)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="picture to make, of pictures and sounds")
 
 
 def run_data_show(arguments: argparse.Namespace) -> int:
@@ -75,6 +67,9 @@ def run_data_show(arguments: argparse.Namespace) -> int:
         title += "" if palette is None else f", in {len(palette):,} colours"
         save_picture(draw_samples(drawn, name, title), arguments.output)
         print(arguments.output)
+        for each in drawn:
+            if each.source is not None:
+                print(_UNSAFE.sub("?", f"{each.key}: {each.source}"))
         return 0
     print_texts(samples, sys.stdout)
     return 0
@@ -82,9 +77,10 @@ def run_data_show(arguments: argparse.Namespace) -> int:
 
 def print_texts(samples: Iterable[Sample], stream: TextIO) -> None:
     """A line that names each sample's member and shard, its text, and an empty line."""
-    for _, content, _, place in samples:
+    for _, content, _, place, source in samples:
         left = len(content) - SHOWN_BYTES
-        lines = [f"=== {_UNSAFE.sub('?', place)}: {len(content):,} bytes ==="]
+        origin = place if source is None else f"{place}, from {source}"
+        lines = [f"=== {_UNSAFE.sub('?', origin)}: {len(content):,} bytes ==="]
         lines.append(safe_text(content[:SHOWN_BYTES].tobytes(), final=left <= 0).removesuffix("\n"))
         lines += [f"=== {left:,} more bytes ==="] if left > 0 else []
         text = "\n".join(lines) + "\n\n"
@@ -114,51 +110,64 @@ def draw_samples(samples: Sequence[Sample], modality: str, title: str) -> Any:
 
 def _draw_pictures(pictures: Sequence[np.ndarray], keys: Sequence[str], title: str) -> Any:
     """A grid of pictures (height, width, channels), each under its key."""
-    from longstride.launcher.pictures import plt
+    from longstride.launcher.pictures import plt, styled
 
     height, width, _ = pictures[0].shape
     columns = math.ceil(math.sqrt(len(pictures)))
     rows = math.ceil(len(pictures) / columns)
     tile = TILE_INCHES * min(2.0, max(0.5, height / width))
-    figure, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(max(4.8, TILE_INCHES * columns), 0.5 + (tile + 0.13) * rows),
-        squeeze=False,
-        layout="constrained",
-    )
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for axis, picture, key in zip(axes.flat, pictures, keys, strict=False):
-        squares = max(height, width) <= TILE_PIXELS
-        axis.imshow(picture, interpolation="nearest" if squares else "antialiased")
-        axis.set_title(key, fontsize=6, color="0.35", pad=2)
-    figure.suptitle(f"{title}\n{height} x {width} pixels", fontsize=9)
+    with styled():
+        figure, axes = plt.subplots(
+            rows,
+            columns,
+            figsize=(max(4.8, TILE_INCHES * columns), 0.5 + (tile + 0.13) * rows),
+            squeeze=False,
+            layout="compressed",
+        )
+        for axis in axes.flat:
+            axis.set_axis_off()
+        for axis, picture, key in zip(axes.flat, pictures, keys, strict=False):
+            squares = max(height, width) <= TILE_PIXELS
+            axis.imshow(picture, interpolation="nearest" if squares else "antialiased")
+            axis.set_axis_on()
+            axis.set(xticks=[], yticks=[])
+            axis.spines[:].set(color=FRAME, linewidth=0.5)  # a picture may be as white as the paper
+            axis.set_title(key, fontsize=KEY_POINTS, pad=2)
+        figure.suptitle(f"{title} of {height} × {width} pixels")
     return figure
 
 
 def _draw_waveforms(waveforms: Sequence[np.ndarray], keys: Sequence[str], rate: int, title: str) -> Any:
-    """A waveform a row, over its seconds; full scale, -1 to 1, is the row's height."""
-    from longstride.launcher.pictures import plt
+    """A waveform a row, over its seconds, from -1 to 1; all rows have one axis, so that lengths can be compared."""
+    from longstride.launcher.pictures import FAINT, LINES, plt, styled
 
-    figure, axes = plt.subplots(
-        len(waveforms), 1, figsize=(9, 0.8 + 1.25 * len(waveforms)), squeeze=False, layout="constrained"
-    )
-    for axis, values, key in zip(axes.flat, waveforms, keys, strict=True):
-        seconds = len(values) / rate
-        low, high = envelope(values, WAVEFORM_COLUMNS)
-        places = np.linspace(0, seconds, len(low), endpoint=False)
-        axis.axhline(0, linewidth=0.4, color="0.8")
-        if len(low) == len(values):
-            axis.plot(places, low, linewidth=0.7, color="C0")
-        else:
-            axis.fill_between(places, low, high, linewidth=0.3, color="C0")
-        axis.set(xlim=(0, seconds), ylim=(-1, 1), yticks=[])
-        axis.tick_params(labelsize=7)
-        axis.spines[["top", "right", "left"]].set_visible(False)
-        axis.set_title(f"{key}, {seconds:.4g} s", fontsize=7, color="0.35", loc="left", pad=2)
-    axes[-1, 0].set_xlabel("seconds", fontsize=8)
-    figure.suptitle(f"{title}\n{rate:,} Hz; a row is full scale high", fontsize=9)
+    with styled():
+        figure, axes = plt.subplots(
+            len(waveforms),
+            1,
+            figsize=(7.5, 0.8 + 0.95 * len(waveforms)),
+            squeeze=False,
+            sharex=True,
+            sharey=True,
+            layout="constrained",
+        )
+        for axis, values, key in zip(axes.flat, waveforms, keys, strict=True):
+            seconds = len(values) / rate
+            low, high = envelope(values, WAVEFORM_COLUMNS)
+            places = np.linspace(0, seconds, len(low), endpoint=False)
+            axis.axhline(0, linewidth=0.5, color=FAINT)
+            if len(low) == len(values):
+                axis.plot(places, low, linewidth=0.7, color=LINES[0])
+            else:
+                axis.fill_between(places, low, high, linewidth=0.3, color=LINES[0])
+            axis.set(ylim=(-1, 1), yticks=[-1, 0, 1])
+            axis.tick_params(labelsize=KEY_POINTS)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.set_title(f"{key}, {seconds:.4g} s", fontsize=KEY_POINTS, loc="left", pad=2)
+        axes[0, 0].set_xlim(0, max(map(len, waveforms)) / rate)
+        axes[-1, 0].set_xlabel("seconds")
+        figure.supylabel("amplitude, of full scale", fontsize=9)
+        figure.suptitle(f"{title} at {rate:,} Hz")
     return figure
 
 

@@ -1,8 +1,9 @@
-"""`longstride show pattern CONFIG|attention RUN|loss RUN --output PNG`: what attends to what, and how a run went."""
+"""`longstride show pattern CONFIG`, `show attention RUN|MODEL`, `show loss RUN`: the verbs, and a loss drawn."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,120 +11,146 @@ import numpy as np
 
 from longstride.data_pipelines.plain_files import parse_json, read_plain
 from longstride.kernels import ConfigError
-from longstride.launcher.config import TRUST_OPTION, add_trust_argument
-from longstride.launcher.data import add_step_argument
-from longstride.launcher.models import AVERAGE, TRAINED
+from longstride.launcher.options import TRUST_OPTION
 from longstride.launcher.output import file_names, metrics_file
 
 MOST_METRICS_BYTES = 1 << 29  # three million lines
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
-_PICTURES_WITH = {  # the options that not every picture has
-    "query": ("pattern", "attention"),
-    "text": ("pattern",),
-    **dict.fromkeys(("step", "context_number", "head", "weights"), ("attention",)),
-}
+LEAST_MEAN = 3  # lines that a running mean is over, at least: a shorter run has none
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("what", choices=("pattern", "attention", "loss"))
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="CONFIG|RUN",
-        help="pattern: a run's JSON, or the name of one of ds_configs/experiments, or with --text a run folder; "
-        "attention, loss: a run folder",
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="picture to make")
-    parser.add_argument(
-        "--query",
-        type=int,
-        action="append",
-        metavar="P",
-        help="position whose view is shown; for attention repeatable (default: some far apart)",
-    )
-    parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="pattern: what heads that choose their keys by content read of it"
-    )
-    add_step_argument(parser, "attention: checkpoint")
-    parser.add_argument(
-        "--context-number", type=int, metavar="K", help="attention: of the validation split (default: 0)"
-    )
-    parser.add_argument(
-        "--weights",
-        choices=(TRAINED, AVERAGE),
-        help="attention: as trained, or their moving average (default: trained)",
-    )
-    parser.add_argument("--head", type=int, metavar="H", help="attention: one head (default: the mean of all)")
-    add_trust_argument(parser)
+def _source(arguments: argparse.Namespace, metavar: str) -> Path:
+    """The source, from where it stands; ConfigError unless there is one."""
+    given: list[Path] = [each for each in (arguments.source, arguments.behind) if each is not None]
+    if len(given) != 1:
+        many = "is missing" if not given else f"is given twice, {given[0]} and {given[1]}"
+        raise ConfigError(f"{metavar} {many}; give it once")
+    return given[0]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb; returns its exit code."""
+def run_pattern(arguments: argparse.Namespace) -> int:
+    """Runs `show pattern`; returns its exit code.
+
+    Raises:
+        ConfigError: the configuration, the query or the text does not fit, or a file cannot be written.
+    """
+    source = _source(arguments, "CONFIG")
+    if arguments.output is None and arguments.html is None:
+        raise ConfigError("--output: is missing; such as --output pattern.png, or --html pattern.html for a page")
+    if arguments.query is not None and len(arguments.query) > 1:
+        raise ConfigError(f"--query={arguments.query[1]}: a pattern is shown for one query; give one number")
+    if arguments.trust_checkpoint and arguments.text is None:
+        raise ConfigError(f"{TRUST_OPTION}: only --text FILE reads a checkpoint; leave it out")
+    if arguments.html is not None and arguments.text is not None:
+        raise ConfigError(f"--text={arguments.text}: a page has no text; draw --output FILE.png, and leave out --html")
+    from longstride.launcher.drawing.pattern import draw_pattern
+    from longstride.launcher.drawing.pattern_page import pattern_page
+    from longstride.launcher.pictures import check_output, save_content, save_picture
+
+    if arguments.output is not None:
+        check_output(arguments.output)
+    if arguments.html is not None:
+        check_output(arguments.html, "--html", ".html")
+    query = arguments.query[0] if arguments.query else None
+    if arguments.html is not None:
+        save_content(pattern_page(source, query).encode(), arguments.html, "--html")
+        print(arguments.html)
+    if arguments.output is not None:
+        figure = draw_pattern(source, query, arguments.text, trusted=arguments.trust_checkpoint)
+        save_picture(figure, arguments.output)
+        print(arguments.output)
+    return 0
+
+
+def run_attention(arguments: argparse.Namespace) -> int:
+    """Runs `show attention`; returns its exit code.
+
+    Raises:
+        ConfigError: there is no such checkpoint, head or query, nothing to read, or a file cannot be written.
+        DataError: there is no such context, or data cannot be read.
+    """
+    from longstride.launcher.drawing.attention import draw_attention
     from longstride.launcher.pictures import check_output, save_picture
 
+    source = _source(arguments, "RUN|MODEL")
     check_output(arguments.output)
-    check_options(arguments)
-    if arguments.what == "loss":
-        figure = draw_loss(arguments.source)
-    elif arguments.what == "pattern":
-        from longstride.launcher.drawing.pattern import draw_pattern
-
-        query = arguments.query[0] if arguments.query else None
-        figure = draw_pattern(arguments.source, query, arguments.text, trusted=arguments.trust_checkpoint)
-    else:
-        from longstride.launcher.drawing.attention import draw_attention
-
-        figure = draw_attention(
-            arguments.source,
-            arguments.step,
-            arguments.context_number or 0,
-            arguments.head,
-            arguments.query,
-            arguments.weights or TRAINED,
-            trusted=arguments.trust_checkpoint,
-        )
+    figure = draw_attention(
+        source,
+        arguments.step,
+        arguments.context_number,
+        arguments.head,
+        arguments.query,
+        arguments.weights,
+        data=arguments.data,
+        text=arguments.text,
+        trusted=arguments.trust_checkpoint,
+    )
     save_picture(figure, arguments.output)
     print(arguments.output)
     return 0
 
 
-def check_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError where an option is given that the picture does not have."""
-    for name, pictures in _PICTURES_WITH.items():
-        value = getattr(arguments, name)
-        if value is not None and arguments.what not in pictures:
-            given = value[0] if isinstance(value, list) else value
-            option = f"--{name.replace('_', '-')}={given}"
-            raise ConfigError(f"{option}: is of `show {'` and `show '.join(pictures)}` alone; leave it out")
-    if arguments.trust_checkpoint and arguments.what != "attention" and not arguments.text:
-        raise ConfigError(f"{TRUST_OPTION}: is of `show attention` alone; leave it out")
-    if arguments.what == "pattern" and arguments.query is not None and len(arguments.query) > 1:
-        raise ConfigError(f"--query={arguments.query[1]}: a pattern is shown for one query; give it once")
+def run_loss(arguments: argparse.Namespace) -> int:
+    """Runs `show loss`; returns its exit code.
+
+    Raises:
+        ConfigError: the run has no measurements yet, or a file cannot be written.
+    """
+    from longstride.launcher.pictures import check_output, save_picture
+
+    check_output(arguments.output)
+    save_picture(draw_loss(arguments.source), arguments.output)
+    print(arguments.output)
+    return 0
 
 
 def draw_loss(run_folder: Path) -> Any:
     """Bits per byte over the steps of a run, training and held-out, from its metrics.jsonl."""
-    from longstride.launcher.pictures import plt
+    from longstride.launcher.pictures import LINES, curves, styled
 
     lines = read_metrics(run_folder / file_names.METRICS)
-    figure, axis = plt.subplots(figsize=(7, 4.2))
-    for split in dict.fromkeys(line["split"] for line in lines):
-        # A step whose loss was no number has null there.
-        points = [line for line in lines if line["split"] == split and line["bits"] is not None]
-        steps, bits = [line["step"] for line in points], [line["bits"] for line in points]
-        if split == "train":  # single batches are noisy: they stand pale behind their running mean
-            axis.plot(steps, bits, linewidth=0.6, alpha=0.3, color="C0")
-            axis.plot(steps, running_mean(bits, len(bits) // MEAN_SHARE), color="C0", label="train, running mean")
-        else:
-            axis.plot(steps, bits, marker="o", markersize=4, color="C1", label=split)
-    axis.set_xlabel("step")
-    axis.set_ylabel(lines[-1]["unit"])
-    axis.set_title(f"{run_folder.name}: loss", fontsize=10)
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.tight_layout()
+    ends: list[str] = []  # what each split ended at
+    drawn: list[float] = []
+    with styled():
+        figure, axis = curves()
+        for split in dict.fromkeys(line["split"] for line in lines):
+            # A step whose loss was no number has null there.
+            points = [line for line in lines if line["split"] == split and line["bits"] is not None]
+            if not points:
+                continue
+            steps, bits = [line["step"] for line in points], [line["bits"] for line in points]
+            drawn += bits
+            if split != "train":
+                ends.append(f"{split} {bits[-1]:.3f} at step {steps[-1]:,}")
+                axis.plot(steps, bits, marker="o", markersize=4, color=LINES[1], label=split)
+                continue
+            window = len(bits) // MEAN_SHARE
+            if window < LEAST_MEAN:
+                axis.plot(steps, bits, color=LINES[0], label="train")
+                continue
+            # Single batches are noisy: they stand pale behind their running mean.
+            axis.plot(steps, bits, linewidth=0.6, alpha=0.35, color=LINES[0], label="train")
+            axis.plot(steps, running_mean(bits, window), color=LINES[0], label=f"train, mean of {window} lines")
+        _scale(axis, drawn)
+        axis.set(xlabel="step", ylabel=lines[-1]["unit"])
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.set_title(" · ".join([run_folder.resolve().name, *ends]))
+        if drawn:
+            axis.legend()
     return figure
+
+
+def _scale(axis: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis, on which late progress shows, where values allow it and lie far enough apart."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    if not values or min(values) <= 0 or max(values) < 2 * min(values):
+        return
+    axis.set_yscale("log", base=2)
+    subs = (1.0, 1.5) if max(values) > 4 * min(values) else (1.0, 1.25, 1.5, 1.75)
+    axis.yaxis.set_major_locator(LogLocator(base=2, subs=subs))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -55,13 +55,19 @@ _ONLY_ON_GPUS = {
 }
 
 
-def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
+def build_engine(
+    config: RunConfig, ranks: Ranks, fill: Callable[[SparseTransformer], None] | None = None
+) -> deepspeed.DeepSpeedEngine:
     """The engine around a freshly initialised model; the process group must stand.
+
+    ``fill`` may give the model other first weights, the same on all ranks.
 
     The weights are equal on all ranks, being drawn from the seed before the ranks part; dropout is not.
     """
     torch.manual_seed(config.train.seed)
     model = SparseTransformer(config.model)
+    if fill is not None:
+        fill(model)
     tables = None
     if model.embedding.ngrams is not None:
         tables = Tables(model.embedding.ngrams, config.train, ranks, sharded=config.zero_stage == 3)

@@ -29,6 +29,7 @@ from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import Ngrams, add_rows
 
 DECAY = 0.95  # of the second moment, at each touch
+_GATHERED_ROWS = 1 << 16  # at once
 _TINY = 1e-12  # beside the root of the second moment, of gradients that no batch makes so small
 
 
@@ -132,6 +133,20 @@ class Tables:
         asked, expected = self._ranks.swap(keys % share, counts)
         rows, _ = self._ranks.swap(self.rows.index_select(0, asked), expected, counts)
         return rows, places
+
+    def whole(self) -> dict[str, Tensor]:
+        """All rows by the name of the parameter that they were, on every rank. All ranks must call."""
+        if self._parts == 1:
+            return {"rows": self.rows}
+        rows, share = self.rows.new_empty(self.shape), -(-self.shape[0] // self._parts)
+        for first in range(0, share, _GATHERED_ROWS):
+            own = self.rows[first : first + _GATHERED_ROWS]
+            count = min(share - first, _GATHERED_ROWS)  # the last ranks may have one row less
+            everyone = self._ranks.gather(F.pad(own, (0, 0, 0, count - len(own))))
+            for part, of_part in enumerate(everyone):
+                places = rows[part :: self._parts][first : first + count]
+                places.copy_(of_part[: len(places)])
+        return {"rows": rows}
 
     def _tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps of each row held here, by its name there."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -26,49 +25,22 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from longstride.data_pipelines.durable import write_new
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, master_weights, open_checkpoint
-from longstride.launcher.config import RunConfig, TrainConfig, add_trust_argument
-from longstride.launcher.data import Run, RunData, add_step_argument, together
+from longstride.launcher.config import RunConfig, TrainConfig
+from longstride.launcher.data import Run, RunData, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.models import DTYPES, ModelData, add_weights_argument
-from longstride.launcher.output import exit_on_mistake, metrics_file, say
+from longstride.launcher.evaluation.positions import bin_numbers, check_positions, position_edges, write_positions
+from longstride.launcher.models import DTYPES, ModelData
+from longstride.launcher.output import WorkCounter, exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import Division, SparseTransformer
 
-MOST_BINS = 1024  # of positions in the JSON
-DRAWN_BINS = 48
 _MOST_THREADS = 8
 _MOST_ROWS = 1 << 19  # positions in work at a time: each thread holds the activations of a batch of its own
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    add_step_argument(parser)
-    parser.add_argument("--split", default=None, help="split to score (default: the run's validation split)")
-    parser.add_argument("--data", default=None, metavar="DIR|URL", help="data folder (default: the run's)")
-    parser.add_argument("--batch", type=int, default=None, help="contexts at once (default: the run's micro_batch)")
-    parser.add_argument("--precision", choices=sorted(DTYPES), default=None, help="default: the run's")
-    add_weights_argument(parser)
-    add_trust_argument(parser)
-    parser.add_argument(
-        "--min-context",
-        type=int,
-        default=0,
-        metavar="M",
-        help="earlier bytes that every scored byte sees, where there are so many (default: 0)",
-    )
-    parser.add_argument(
-        "--positions", type=Path, metavar="FILE.png", help="draw the loss by position, with its numbers in FILE.json"
-    )
-    parser.add_argument(
-        "--sequence-parallel", type=int, default=1, metavar="U", help="processes that share each context (default: 1)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,7 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
+    path = config.data.path
+    if arguments.data is None and "://" not in path and not Path(path).exists():
+        raise ConfigError.at(
+            "data.path", path, f"of the run {arguments.run} is not found from here; give --data FOLDER"
+        )
     data = RunData(config, ranks, arguments.data)
+    if data.oddity and ranks.is_first:
+        say(f"notice: {data.oddity}")
     if data.palette != ModelData.of_run(config, arguments.run).palette:
         rule = "its pixels are told by another palette than the run's: build it with --palette-from the run's data"
         raise ConfigError(f"--data={arguments.data or config.data.path}: {rule}")
@@ -121,7 +100,18 @@ def run(arguments: argparse.Namespace) -> int:
             threads = max(1, min(torch.get_num_threads(), _MOST_THREADS, at_once))
         watchdog.at("evaluation")
         with exit_on_mistake(ranks.barrier):
-            sums = score(model, contexts, batch_size, ranks, ranks.device, edges=edges, threads=threads)
+            counter = WorkCounter(f"evaluating {split}", data.split_tokens(split), "tokens", shown=ranks.is_first)
+            sums = score(
+                model,
+                contexts,
+                batch_size,
+                ranks,
+                ranks.device,
+                edges=edges,
+                threads=threads,
+                scored_bytes=lambda count: counter.add(count * ranks.world_size),
+            )
+            counter.close()
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.unit)
     line |= {"min_context": arguments.min_context, "weights": arguments.weights}
     if ranks.is_first:
@@ -189,17 +179,19 @@ def score(
     edges: np.ndarray | None = None,
     threads: int = 0,
     stop: StopFlag | None = None,
+    scored_bytes: Callable[[int], None] = lambda _: None,
 ) -> ExactSums:
     """The nats of all ranks' scored bytes, summed without rounding: over all, or by the bins of positions ``edges``.
 
     Batches hold the same rows for any number of ranks, and the sum has no order: so its bits do not depend on the
     number of ranks. ``threads`` above 0 compute a batch each, at the same time, by one thread of torch: the bits of a
     matrix product may depend on how many threads share it. All ranks must call, with equally many batches.
+    ``scored_bytes`` is told of each batch how many tokens this rank has scored.
 
     Raises:
         StopAskedError: on every rank, where any rank has been asked to stop.
     """
-    sums = ExactSums(1 if edges is None else len(edges) - 1)
+    sums = ExactSums() if edges is None else ExactSums(len(edges) - 1, squares=True)
     bins = None if edges is None else bin_numbers(edges)
 
     def nats_of(batch: EvaluationBatch) -> Tensor:
@@ -212,6 +204,7 @@ def score(
         first = ranks.sequence_rank * nats.shape[1]
         own = slice(first, first + nats.shape[1])  # the positions that this rank has
         scored = batch.scored[:, own]  # (B, n)
+        scored_bytes(int(scored.sum()))
         sums.add(nats[scored].numpy(), None if bins is None else bins[own][scored.nonzero()[:, 1].numpy()])
     sums.gather(ranks, device)
     return sums
@@ -236,74 +229,3 @@ def _in_turn(
             yield from ((batch, computed.result()) for batch, computed in pending)
     finally:
         torch.set_num_threads(before)
-
-
-def position_edges(context: int, most: int = MOST_BINS) -> np.ndarray:
-    """The first position of each bin, and N: every position by itself, or bins that grow with it, at most ``most``."""
-    if context <= most:
-        return np.arange(context + 1)
-    return np.concatenate([[0], np.unique(np.geomspace(1, context, most).astype(np.int64))])
-
-
-def bin_numbers(edges: np.ndarray) -> np.ndarray:
-    """The bin of each position, (N,) int64, from the bins' edges."""
-    return np.repeat(np.arange(len(edges) - 1), np.diff(edges))
-
-
-def check_positions(output: Path) -> None:
-    """Raise ConfigError where the picture, or the JSON beside it, cannot be written. Comes before any score."""
-    from longstride.launcher.pictures import check_output  # with matplotlib, which a score does without
-
-    check_output(output, "--positions")
-    beside = output.with_suffix(".json")
-    if beside.exists():
-        raise ConfigError(f"--positions={output}: {beside} beside it exists already; nothing is overwritten")
-
-
-def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run: Path) -> None:
-    """Write FILE.png and FILE.json, of sums by the bins that ``edges`` separate and the printed ``line``.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
-    from longstride.launcher.pictures import save_picture
-
-    means = [None if math.isnan(mean) else metrics_file.bits_per_byte(mean) for mean in sums.means()]
-    name = metrics_file.bits_of(line)[0].replace(" ", "_")
-    count = "bytes" if name == "bits_per_byte" else "tokens"
-    bins = {"first": edges[:-1].tolist(), "end": edges[1:].tolist(), count: sums.counts(), name: means}
-    beside = output.with_suffix(".json")
-    content = json.dumps({"run": str(run), **line, "positions": bins}) + "\n"
-    try:
-        write_new(beside, content.encode())
-    except OSError as error:
-        raise ConfigError(f"--positions={output}: {beside} cannot be written: {error.strerror}") from None
-    save_picture(draw_positions(sums, edges, line, run), output, "--positions")
-
-
-def draw_positions(sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run: Path) -> Any:
-    """Bits per byte over the position, the mean of a bin each; bins grow with the position."""
-    from longstride.launcher.pictures import plt
-
-    joined = np.unique(np.searchsorted(edges, position_edges(int(edges[-1]), DRAWN_BINS)))
-    bits = np.array([metrics_file.bits_per_byte(mean) for mean in sums.means(joined)])
-    bounds = edges[joined] + 1  # positions from 1 on: a logarithm has no place for 0
-    figure, axis = plt.subplots(figsize=(7, 4.2))
-    unit, mean = metrics_file.bits_of(line)
-    unit = "bits per dimension" if "bits_per_dimension" in line else unit
-    axis.stairs(bits, bounds, baseline=None, linewidth=1.6)
-    axis.axhline(mean, color="0.5", linewidth=0.8, linestyle="--", label=f"mean {mean:.4f}")
-    axis.set_xscale("log", base=2)
-    axis.set_xlim(1, bounds[-1])
-    axis.set_xlabel("position in the context, from 1")
-    axis.set_ylabel(unit)
-    context = f", at least {line['min_context']:,} earlier bytes" if line["min_context"] else ""
-    title = f"{run.resolve().name}, step {line['step']}, {line['split']}: loss by position"
-    axis.set_title(
-        f"{title}\n{line['tokens']:,} {'bytes' if unit != 'bits per pixel' else 'pixels'}; mean of each bin{context}",
-        fontsize=9,
-    )
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.tight_layout()
-    return figure

@@ -6,6 +6,7 @@ are only so many powers: a sum takes 2 KiB however many numbers it has.
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -21,10 +22,11 @@ _MOST_AT_ONCE = 2**29  # whose integers bincount adds in float64 without loss; a
 
 
 class ExactSums:
-    """One sum for each of ``num_bins`` bins."""
+    """One sum for each of ``num_bins`` bins; with ``squares`` those of the squares too, for standard errors."""
 
-    def __init__(self, num_bins: int = 1) -> None:
+    def __init__(self, num_bins: int = 1, *, squares: bool = False) -> None:
         self._table = np.zeros((num_bins, _POWERS + 2), dtype=np.int64)
+        self._squares = ExactSums(num_bins) if squares else None
 
     def add(self, values: np.ndarray, bins: np.ndarray | None = None) -> None:
         """Add (n,) float32 numbers, each to its bin, (n,) integers; all to the first one where there are no bins."""
@@ -39,10 +41,15 @@ class ExactSums:
         table[:, _COUNT] = np.bincount(rows, minlength=len(table))
         table[:, _UNBOUNDED] = np.bincount(rows[~finite], minlength=len(table))
         self._table += table
+        if self._squares is not None:
+            with np.errstate(over="ignore"):
+                self._squares.add(np.square(values), bins)
 
     def gather(self, ranks: Ranks, device: torch.device) -> None:
         """Make these the sums over all ranks. All ranks must call."""
         self._table = ranks.sum_int64(torch.from_numpy(self._table), device).numpy()
+        if self._squares is not None:
+            self._squares.gather(ranks, device)
 
     @property
     def count(self) -> int:
@@ -60,6 +67,17 @@ class ExactSums:
     def means(self, edges: np.ndarray | None = None) -> list[float]:
         """The mean of each bin, or of each run of bins between ``edges``, as ``mean`` has it."""
         return [_mean(row) for row in (self._table if edges is None else np.add.reduceat(self._table, edges[:-1]))]
+
+    def standard_errors(self, edges: np.ndarray | None = None) -> list[float]:
+        """Of each of the ``means``, as if all numbers were independent; NaN for fewer than two, or without squares."""
+        table = self._table if edges is None else np.add.reduceat(self._table, edges[:-1])
+        if self._squares is None:
+            return [float("nan")] * len(table)
+        counts, means, squares = table[:, _COUNT].tolist(), self.means(edges), self._squares.means(edges)
+        return [
+            math.sqrt(max(square - mean * mean, 0.0) / (count - 1)) if count > 1 else float("nan")
+            for count, mean, square in zip(counts, means, squares, strict=True)
+        ]
 
 
 def _mean(row: np.ndarray) -> float:

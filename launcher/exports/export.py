@@ -28,11 +28,9 @@ from longstride.launcher.checkpoints import (
     write_json,
     write_text,
 )
-from longstride.launcher.config import add_trust_argument
-from longstride.launcher.data import add_step_argument
 from longstride.launcher.exports.for_hubs import hub_fields, hub_files, model_card, refresh_stub
 from longstride.launcher.exports.licenses import license_fields
-from longstride.launcher.exports.programs import FORMATS, export_program
+from longstride.launcher.exports.programs import export_program
 from longstride.launcher.exports.weight_files import parse_size, write_weights
 from longstride.launcher.exports.whole_folder import check_free
 from longstride.launcher.models import (
@@ -43,14 +41,14 @@ from longstride.launcher.models import (
     Fingerprint,
     ModelData,
     Shapes,
-    add_weights_argument,
     streamed_model,
     usable_device,
 )
-from longstride.launcher.output import file_names, say
+from longstride.launcher.options import DEFAULT_SHARD_SIZE
+from longstride.launcher.output import WorkCounter, file_names, say
 from longstride.sparse_model import ModelConfig
 
-DEFAULT_SHARD_SIZE = "5GB"
+_PROBE = "probe (a check on random bytes, not the model's score)"  # whose loss is high: none can be learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +62,6 @@ class Options:
     device: str = "cpu"  # of the check
     trusted: bool = False
     license: str | None = None  # for the card, as ``license_fields`` takes it
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    what = "run folder; with --format or --refresh, an exported folder"
-    parser.add_argument("run", type=Path, metavar="RUN", help=what)
-    add_step_argument(parser, "checkpoint to export")
-    add_weights_argument(parser)
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="fp32", help="of the weights (default: fp32, exact)")
-    size = f"weights above it are cut into several files (default: {DEFAULT_SHARD_SIZE})"
-    parser.add_argument("--shard-size", default=DEFAULT_SHARD_SIZE, metavar="SIZE", help=size)
-    parser.add_argument("--no-check", action="store_true", help="leave out the loss on the checkpoint's probe")
-    parser.add_argument("--device", default="cpu", help="that computes the check (default: cpu)")
-    add_trust_argument(parser)
-    license_help = "for the card: an identifier of Hugging Face's hub such as apache-2.0, or other:NAME"
-    parser.add_argument("--license", metavar="ID", help=license_help)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to make")
-    program = "instead, the forward pass of an exported folder for other runtimes: ONNX, or a program of torch.export"
-    parser.add_argument("--format", choices=FORMATS, help=program)
-    refresh = "write an old export's file for transformers anew, and change nothing else"
-    parser.add_argument("--refresh", action="store_true", help=refresh)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -178,7 +155,10 @@ def _write(
     config, manifest = checkpoint.config, checkpoint.manifest
     model, data = config.to_json()["model"], ModelData.of_run(config, run_folder)
     fingerprint = Fingerprint(model)
-    write_weights(folder, shapes.of, tensor, DTYPES[options.dtype], options.shard_bytes, fingerprint, shapes.buffers)
+    counter = WorkCounter("writing", len(shapes.of), "tensors")
+    given = _counted(tensor, counter)
+    write_weights(folder, shapes.of, given, DTYPES[options.dtype], options.shard_bytes, fingerprint, shapes.buffers)
+    counter.close()
     content: dict[str, Any] = {
         "format": Exported.FORMAT,
         "model": model,
@@ -195,6 +175,7 @@ def _write(
             "precision": manifest.precision,
             "versions": manifest.versions,
             "notes": config.notes,
+            **({} if manifest.origin is None else {"from": manifest.origin}),
         },
     }
     write_json(folder / file_names.CONFIG, content)
@@ -223,9 +204,12 @@ def check_losses(
 
     def loss(tensor: Callable[[str], Tensor], dtype: torch.dtype) -> tuple[float, ModelConfig]:
         """The mean nats of the context, and the configuration that computed them."""
-        model = streamed_model(exported.config, tensor, dtype, device)
+        counter = WorkCounter("checking one context", len(exported.names), "tensors")
+        model = streamed_model(exported.config, _counted(tensor, counter), dtype, device)
         with torch.no_grad():
-            return float(model(content[None].to(device), return_nats=True).double().mean()), model.config
+            mean = float(model(content[None].to(device), return_nats=True).double().mean())
+        counter.close()
+        return mean, model.config
 
     stored = next(name for name, dtype in DTYPES.items() if dtype == exported.dtype)
     compared = probe.precision if kind == AVERAGE or stored in ("fp32", probe.precision) else stored
@@ -244,5 +228,15 @@ def check_losses(
         trainers += f" ({difference:.1e} apart, where {tolerance:.0e} is rounding)"
     if kind == AVERAGE:
         average, _ = loss(exported.tensor, exported.dtype)
-        return f"probe: {average:.6f} nats; of the trained weights {nats:.6f}, {trainers}"
-    return f"probe: {nats:.6f} nats, {trainers}"
+        return f"{_PROBE}: {average:.6f} nats; of the trained weights {nats:.6f}, {trainers}"
+    return f"{_PROBE}: {nats:.6f} nats, {trainers}"
+
+
+def _counted(tensor: Callable[[str], Tensor], counter: WorkCounter) -> Callable[[str], Tensor]:
+    """The same function of a name, each of whose tensors is counted."""
+
+    def fetch(name: str) -> Tensor:
+        counter.add(1)
+        return tensor(name)
+
+    return fetch

@@ -55,7 +55,7 @@ class NextTokens(nn.Module):
         return logits.masked_fill((following >= network.config.context)[:, None], torch.nan)
 
 
-def traced_program(folder: Path, format: str = "pt2") -> ExportedProgram:
+def traced_program(folder: str | Path, format: str = "pt2") -> ExportedProgram:
     """The forward pass of an exported model by `torch.export`: ``NextTokens``, in fp32 on the CPU.
 
     Its input is ``input_ids`` (B, n) int64 for any B from 1 and any n from 1 to context - 1, its output (B, n, V) fp32.

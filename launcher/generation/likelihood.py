@@ -17,7 +17,7 @@ import torch
 from longstride.data_pipelines.modalities import modality_named
 from longstride.kernels import ConfigError
 from longstride.launcher.config import TrainConfig
-from longstride.launcher.output import metrics_file
+from longstride.launcher.output import WorkCounter, metrics_file
 from longstride.sparse_model import SparseTransformer
 
 MOST_POSITIONS = 1 << 16  # computed at once by default
@@ -78,8 +78,15 @@ def likelihood(
         batch_size = max(1, min(count, MOST_POSITIONS // context))
     else:  # all batches have one shape, an evaluation's
         pieces = (piece._replace(width=context) for piece in pieces)
-    nats = (nat for _, scores in piece_nats(model, pieces, batch_size) for nat in scores.tolist())
-    mean = math.fsum(nats) / len(content)  # exact but for two roundings, as an evaluation's
+    counter = WorkCounter("scoring", len(content), "tokens")
+
+    def nats() -> Iterator[float]:
+        for _, scores in piece_nats(model, pieces, batch_size):
+            counter.add(len(scores))
+            yield from scores.tolist()
+
+    mean = math.fsum(nats()) / len(content)  # exact but for two roundings, as an evaluation's
+    counter.close()
     if not math.isfinite(mean):
         raise FloatingPointError("logits that are no numbers")
     return {
@@ -89,6 +96,12 @@ def likelihood(
         "min_context": min_context,
         "seconds": time.perf_counter() - start,
     }
+
+
+def nats_by_piece(model: SparseTransformer, content: bytes, min_context: int) -> Iterator[list[float]]:
+    """The nats of each byte, one context's at a time, cut as ``likelihood`` cuts them."""
+    pieces = Piece.cut(np.frombuffer(content, dtype=np.uint8), model.config.context, min_context)
+    return (nats.tolist() for _, nats in piece_nats(model, pieces, 1))
 
 
 def check_bytes(content: bytes, model: SparseTransformer) -> None:

@@ -5,19 +5,10 @@ lm_eval has a list of models and no entry points, so that its bare command canno
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from longstride.kernels import ConfigError
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None of its own."""
-    parser.epilog = (
-        "All words are lm_eval's, such as `--model longstride --model_args path=model --tasks wikitext`; "
-        "`longstride lm-eval run --help` tells them. model_args: path, batch_size, device, dtype, min_context."
-    )
 
 
 def run(words: Sequence[str]) -> int:

@@ -36,41 +36,9 @@ _OF_SAMPLES = ("prompt", "prompt_file", "count", "bytes", "seconds", "slide", "t
 _OF_SCORES = ("decoded", "min_context", "batch")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("model", type=Path, metavar="DIR", help="folder written by `longstride export`")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", default=None, metavar="TEXT", help="what to continue (default: nothing)")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the same from a file, as its bytes stand")
-    for modality in _prompted():
-        option, count = f"--prompt-{modality.name}", modality.prompt_files
-        prompt.add_argument(option, type=Path, nargs=count, metavar="FILE", help=modality.prompt_help)
-    for modality in _prompted():
-        if (keep := modality.keep_option) is not None:
-            parser.add_argument(keep.name, type=keep.type, metavar=keep.metavar, help=keep.help)
-    parser.add_argument("--count", type=int, metavar="N", help="samples of each prompt, in one batch (default: 1)")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--bytes", type=int, metavar="N", help="to sample (default: of text 256, or what fits)")
-    length.add_argument("--seconds", type=float, metavar="S", help="the same of sound")
-    parser.add_argument("--slide", action="store_true", help="go on beyond the model's context, with what fits of it")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely byte (default: 1)")
-    parser.add_argument("--top-k", type=int, default=None, metavar="K", help="sample among the K most likely bytes")
-    parser.add_argument("--top-p", type=float, default=None, metavar="P", help="among the fewest that hold P")
-    parser.add_argument("--seed", type=int, default=0, help="the same command gives the same samples (default: 0)")
-    parser.add_argument("--modality", choices=sorted(MODALITIES), help="of the output (default: the model's)")
-    parser.add_argument("--rate", type=int, metavar="HZ", help="of sounds (default: the model's)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help=".png of pictures, .wav of sounds, any of text")
-    score = parser.add_argument_group("a file's score, instead of samples")
-    score.add_argument("--likelihood", type=Path, metavar="FILE", help="bits per byte of a file's bytes")
-    score.add_argument("--decoded", action="store_true", help="its pixels or its sound, as the model writes them")
-    score.add_argument("--min-context", type=int, metavar="M", help="earlier bytes that every byte sees (default: 0)")
-    score.add_argument("--batch", type=int, metavar="B", help="contexts at once (default: what is quick)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code. Everything is checked before the first byte is written."""
-    usable_device(arguments.device)
+    arguments.device = str(usable_device(arguments.device))
     scored = arguments.likelihood is not None
     prompts = [f"prompt_{modality.name}" for modality in _prompted()]
     keeps = [modality.keep_option.attribute for modality in _prompted() if modality.keep_option]

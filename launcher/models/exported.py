@@ -39,8 +39,8 @@ class Exported:
 
     FORMAT = 1
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = folder = Path(folder)
         if not os.path.lexists(folder / file_names.CONFIG):
             raise ConfigError(f"{folder}: has no {file_names.CONFIG}; {_ADVICE}")
         self.content = load_json_object(folder / file_names.CONFIG)
@@ -151,7 +151,9 @@ class Exported:
         return types[stored.pop()]
 
 
-def load_model(folder: Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> SparseTransformer:
+def load_model(
+    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> SparseTransformer:
     """An exported model in evaluation mode, on a device.
 
     Args:
@@ -199,8 +201,9 @@ def streamed_model(
     return model.eval()
 
 
-def usable_device(name: str) -> torch.device:
-    """The device that `--device` names; ConfigError where torch cannot use it."""
+def usable_device(name: str | None) -> torch.device:
+    """The device that `--device` names, or for None a GPU where there is one; ConfigError where torch cannot use it."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

@@ -5,6 +5,7 @@ Imports neither torch nor deepspeed nor numpy: every verb starts here.
 """
 
 from longstride.launcher.output import exit_codes, file_names, hub_stub, metrics_file
+from longstride.launcher.output.counting import WorkCounter
 from longstride.launcher.output.lasting import lasting_output, settle_output
 from longstride.launcher.output.messages import (
     AgreedError,
@@ -13,5 +14,6 @@ from longstride.launcher.output.messages import (
     mistake,
     mute_accelerator_warning,
     report,
+    said_where_slow,
     say,
 )

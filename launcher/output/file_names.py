@@ -2,9 +2,12 @@
 
 CONFIG = "config.json"  # in a run, in each of its checkpoints and in an exported model
 METRICS = "metrics.jsonl"
+STARTS = "starts.jsonl"  # a line for each start of a run
 DATA = "data.json"  # of a run on pictures with a palette: what its tokens are, wherever its data folder goes
 CHECKPOINTS = "checkpoints"
+SAMPLES = "samples"  # of the model in training, by step
 GUARDS = "guards"  # a file for each step that a guard rejected
+SAMPLES = "samples"  # of the model in training
 PROFILE = "profile"  # of some steps
 STACKS = "stacks"  # of ranks whose collective timed out
 OVER = ".over"  # the step after which train.stop_when has ended the run

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,8 @@ from contextlib import contextmanager, suppress
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 
 _FIRST_RANK_SECONDS = 30.0  # long enough for a slow start of rank 0
-_NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors of a write, which names no file
+_NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # errors of a write, which names no file
+_SLOW_SECONDS = 5.0
 _COUNTER_SECONDS = 0.2
 _MOST_CHARACTERS = 900  # of a line: what it quotes may be of any length
 
@@ -22,6 +24,19 @@ def say(text: str) -> None:
     """Writes ``longstride: text`` to standard error; a closed terminal or a full disk costs the line and no more."""
     with suppress(OSError):
         print(f"longstride: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def said_where_slow(what: str) -> Iterator[None]:
+    """Says what the block does, where that takes more than five seconds; of several ranks the first one does."""
+    timer = threading.Timer(_SLOW_SECONDS, say, [f"{what} …"])
+    timer.daemon = True
+    if os.environ.get("RANK", "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def mute_accelerator_warning() -> None:
@@ -44,6 +59,9 @@ def mistake(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         if error.strerror is None or (error.filename is None and error.errno not in _NAMELESS):
             return None
+        if error.errno == errno.EFBIG:
+            name = _printable(str(error.filename or "a file"))
+            return f"{name}: is larger than this process may write; raise the limit on file sizes (`ulimit -f`)"
         return f"{_printable(str(error.filename))}: {error.strerror}" if error.filename else str(error)
     # Looked up in modules that are loaded already: importing them here would cost every verb their time.
     families = (("longstride.kernels.errors", "ConfigError"), ("longstride.data_pipelines.errors", "DataError"))

@@ -47,6 +47,15 @@ def check_metrics(run: Path) -> None:
         open_plain(run / METRICS).close()
 
 
+def read_lines(run: Path) -> Iterator[dict[str, Any]]:
+    """What each line holds, in their order; empty for one that is torn, damaged or holds what no run writes.
+
+    Raises:
+        OSError: the file is no plain one, or cannot be read.
+    """
+    return (line for _, line in _read_lines(run / METRICS))
+
+
 def find_lines(run: Path, split: str) -> dict[int, dict[str, Any]]:
     """A split's whole lines by their step; without metrics.jsonl there are none."""
     return {line["step"]: line for _, line in _read_lines(run / METRICS) if line.get("split") == split}

@@ -2,5 +2,3 @@
 
 `costs` has what is counted: parameters, operations, memory. It imports torch, and is not imported with the verb.
 """
-
-from longstride.launcher.planning.plan import add_arguments, run

@@ -19,7 +19,6 @@ from longstride.data_pipelines.modalities import MODALITIES
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, load_config
 
-SIZES = ("tiny", "small", "base")
 SCHEMA_FILE = "longstride.schema.json"  # beside the configurations that name it
 MOST_MICRO_BATCH = {"cpu": 4, "cuda": 64}
 MOST_POSITIONS = 1 << 15  # of a micro-batch: more of them make no product quicker
@@ -27,25 +26,6 @@ FREE_SHARE = {"cpu": 0.7, "cuda": 0.9}  # of the memory, that a plan may fill: P
 MOST_CPU_PROCESSES = 8
 _GIB = 2**30
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("name", metavar="NAME", help="of the run: writes NAME.json, to train into runs/NAME")
-    parser.add_argument(
-        "--data", metavar="DIR", help="folder of `longstride data build` or `index` (default: data/NAME)"
-    )
-    parser.add_argument("--modality", help="what the data is to be; another is refused (default: what the folder says)")
-    parser.add_argument(
-        "--size",
-        default=SIZES[0],
-        help="tiny: minutes of two cores; small: an hour or more of a large card; base: eight of them (default: tiny)",
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the configuration (default: NAME.json)")
-    parser.add_argument("--processes", metavar="W", help="that the run is for (default: a GPU each, or by the cores)")
-    parser.add_argument(
-        "--memory", metavar="GIB", help="of each GPU, for a run on another machine (default: as found on this one)"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +236,7 @@ def _write(output: Path, content: dict[str, Any]) -> None:
     """Writes the configuration, and beside it the schema that it names, where there is none."""
     schema = output.parent / SCHEMA_FILE
     if not os.path.lexists(schema):
-        written = RunConfig.model_json_schema()
-        written["properties"].setdefault("$schema", {"type": "string"})
-        write_new(schema, f"{json.dumps(written, indent=1)}\n".encode())
+        write_new(schema, f"{json.dumps(RunConfig.model_json_schema(), indent=1)}\n".encode())
     write_new(output, f"{_laid_out({'$schema': f'./{SCHEMA_FILE}'} | content)}\n".encode())
 
 

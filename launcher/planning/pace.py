@@ -22,16 +22,6 @@ MANY_EPOCHS = 200  # from here on a word is said; the published runs see their d
 WARM_STEPS = 2  # of a run, which also compile and allocate
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say how fast a process is; one of them at most."""
-    rates = parser.add_mutually_exclusive_group()
-    reached = "tell hours, at so many TFLOP/s that a process achieves; 40 %% of what a card promises is good"
-    rates.add_argument("--tflops", metavar="X", help=reached)
-    timed = "tell hours, by timing a block of each kind on this machine; takes a minute"
-    rates.add_argument("--measure", action="store_true", help=timed)
-    rates.add_argument("--rate-of", type=Path, metavar="RUN", help="tell hours, at the rate that a run has had")
-
-
 @dataclass(frozen=True, slots=True)
 class Rate:
     """What a process achieves."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, load_config
+from longstride.launcher.output import say
 from longstride.launcher.planning import pace
 
 Kind = TypeVar("Kind")
@@ -30,24 +31,6 @@ PUBLISHED_TRAIN_BYTES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("config", metavar="CONFIG", help="a run's JSON, or the name of one in ds_configs/experiments")
-    parser.add_argument(
-        "--processes",
-        nargs="+",
-        default=[],
-        metavar="W",
-        help=f"plan for so many processes (default: as many as the batch allows, at most {USUAL_PROCESSES})",
-    )
-    parser.add_argument("--contexts", type=int, metavar="N", help="of the train split, where the data is not here")
-    pace.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration; values are JSON"
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code.
 
@@ -59,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *(word for word in arguments.processes if "=" in word)]
     if arguments.contexts is not None and arguments.contexts < 1:
         raise ConfigError(f"--contexts={arguments.contexts}: must be at least 1")
-    config = load_config(arguments.config, overrides)
+    config = load_config(arguments.config, overrides, say)
     words = [word for word in arguments.processes if "=" not in word]
     for word in words:
         if not (

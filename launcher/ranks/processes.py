@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 
 from longstride.kernels import ConfigError, Problem
-from longstride.launcher.output import file_names, say
+from longstride.launcher.output import file_names, said_where_slow, say
 from longstride.launcher.ranks.hangs import Watchdog
 from longstride.launcher.ranks.rank_environment import choose_interface
 from longstride.launcher.ranks.waiting import Result, first_works
@@ -203,8 +203,9 @@ def process_group(
                 store = torch.distributed.HashStore()
                 backend = get_accelerator().communication_backend_name()
                 torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-            watchdog.meet(ranks.gather_objects(watchdog.address))
+            with said_where_slow("waiting for the other processes"):
+                deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+                watchdog.meet(ranks.gather_objects(watchdog.address))
             watchdog.at("starting")
             yield watchdog
     finally:

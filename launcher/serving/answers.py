@@ -31,8 +31,8 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _ERRORS = {
-    404: "nothing is here; take /, /sample, /model, /v1/completions, /v1/models, /metrics or /health",
-    405: "not by this method: /sample and /v1/completions take POST, everything else GET",
+    404: "nothing is here; take /, /sample, /likelihood, /model, /v1/completions, /v1/models, /metrics or /health",
+    405: "not by this method: /sample, /likelihood and /v1/completions take POST, everything else GET",
     413: "the body is larger than the prompts that a request may have: give shorter ones, or fewer",
 }
 _SMALL_BYTES = 1 << 16  # of a body that always has room, and is parsed at once

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Collection, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -20,6 +21,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.serving.answers import (
     OPENAI,
     Bodies,
+    Parsed,
     Refused,
     add_headers,
     answer,
@@ -38,7 +40,14 @@ from longstride.launcher.serving.completion_request import (
 )
 from longstride.launcher.serving.completions import Completion
 from longstride.launcher.serving.metrics import CONTENT_TYPE
-from longstride.launcher.serving.request import MalformedError, SampleRequest, largest_body, parse_request
+from longstride.launcher.serving.request import (
+    MalformedError,
+    SampleRequest,
+    ScoreRequest,
+    largest_body,
+    parse_request,
+    parse_score,
+)
 from longstride.launcher.serving.sampler import Busy, End, Job, Piece, Sampler
 from longstride.sparse_model import ModelConfig
 
@@ -48,6 +57,7 @@ _PAGES = {
     "/serve.css": ("serve.css", "text/css"),
     "/serve.js": ("serve.js", "text/javascript"),
 }
+_NATS_DIGITS = 6  # behind the point, of a byte's
 _LAST_WORD_SECONDS = 1.0  # for a client to read the line that says it was too late
 
 
@@ -78,6 +88,7 @@ class Service:
         application.router.add_get("/metrics", self.metrics)
         application.router.add_get("/model", self.model)
         application.router.add_post("/sample", self.sample)
+        application.router.add_post("/likelihood", self.likelihood)
         application.router.add_get(f"{OPENAI}models", self.models)
         application.router.add_get(f"{OPENAI}models/{{id:.+}}", self.models)
         application.router.add_post(f"{OPENAI}completions", self.completions)
@@ -121,20 +132,38 @@ class Service:
 
     async def sample(self, request: web.Request) -> web.StreamResponse:
         """Samples, and streams bytes as they come."""
-        deadline = asyncio.get_running_loop().time() + self.limits.seconds
+        deadline = _now() + self.limits.seconds
         most = self.limits.max_bytes
+        sample = await self._parsed(request, lambda body: parse_request(body, self._config, most))
+        async with self._sampled([sample]) as (jobs, events):
+            first = await self._first(events, deadline)
+            return await self._stream(_Lines(request, sample), jobs, first, events, deadline)
+
+    async def likelihood(self, request: web.Request) -> web.Response:
+        """The nats of each byte of a text."""
+        deadline = _now() + self.limits.seconds
+        asked = await self._parsed(request, lambda body: parse_score(body, self._config))
+        events = await self._all([asked], deadline)
+
+        def whole() -> bytes:
+            scores = [score for _, event in events if isinstance(event, Piece) for score in event.scores]
+            nats = [-score.logprob for score in scores if score is not None]
+            bits = math.fsum(nats) / math.log(2) / len(nats)
+            rounded = [round(each, _NATS_DIGITS) for each in nats]
+            return _line({"bytes": len(nats), "bits_per_byte": bits, "min_context": asked.min_context, "nats": rounded})
+
+        body = await asyncio.get_running_loop().run_in_executor(None, whole)
+        return web.Response(body=body, content_type="application/json")
+
+    async def _parsed(self, request: web.Request, parse: Callable[[bytes], Parsed]) -> Parsed:
+        """What a request's body asks for; Refused where that is wrong."""
         try:
-            sample = await self._bodies.parsed(
-                request, self.limits.seconds, lambda body: parse_request(body, self._config, most)
-            )
+            return await self._bodies.parsed(request, self.limits.seconds, parse)
         except MalformedError as error:
             raise Refused(400, str(error)) from None
         except ConfigError as error:
             problems = [{"field": problem.path, "rule": problem.rule} for problem in error.problems]
             raise Refused(422, "; ".join(map(str, error.problems)), problems=problems) from None
-        async with self._sampled([sample]) as (jobs, events):
-            first = await self._first(events, deadline)
-            return await self._stream(_Lines(request, sample), jobs, first, events, deadline)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Samples as OpenAI's clients ask for them: whole, or streamed."""
@@ -157,18 +186,10 @@ class Service:
             async with self._sampled(asked.samples) as (jobs, events):
                 first = await self._first(events, deadline)
                 return await self._stream(_Chunks(request, completion), jobs, first, events, deadline)
-        pieces: list[Event] = []
-        async with self._sampled(asked.samples, pieces) as (jobs, ends):
-            try:
-                for _ in jobs:
-                    number, end = await asyncio.wait_for(ends.get(), deadline - _now())
-                    self._check(end)
-                    pieces.append((number, end))
-            except asyncio.TimeoutError:
-                raise Refused(503, f"took longer than {self.limits.seconds:g} s; ask for less, or stream") from None
+        all_events = await self._all(asked.samples, deadline, "ask for less, or stream")
 
         def whole() -> bytes:
-            for number, event in pieces:
+            for number, event in all_events:
                 completion.add(number, event)
             return _line(completion.whole())
 
@@ -176,9 +197,24 @@ class Service:
         body = await asyncio.get_running_loop().run_in_executor(None, whole)
         return web.Response(body=body, content_type="application/json")
 
+    async def _all(
+        self, asked: Sequence[SampleRequest | ScoreRequest], deadline: float, advice: str = "ask for less"
+    ) -> list[Event]:
+        """All that comes of a request, once it is whole; Refused where it fails or takes too long."""
+        events: list[Event] = []
+        async with self._sampled(asked, events) as (jobs, ends):
+            try:
+                for _ in jobs:
+                    number, end = await asyncio.wait_for(ends.get(), deadline - _now())
+                    self._check(end)
+                    events.append((number, end))
+            except asyncio.TimeoutError:
+                raise Refused(503, f"took longer than {self.limits.seconds:g} s; {advice}") from None
+        return events
+
     @asynccontextmanager
     async def _sampled(
-        self, samples: Sequence[SampleRequest], pieces: list[Event] | None = None
+        self, samples: Sequence[SampleRequest | ScoreRequest], pieces: list[Event] | None = None
     ) -> AsyncIterator[tuple[list[Job], asyncio.Queue[Event]]]:
         """Contexts that are sampled, and what comes of them; at the end, whatever it is, their sampling ends too.
 
@@ -186,7 +222,7 @@ class Service:
         """
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
-        def job(number: int, sample: SampleRequest) -> Job:
+        def job(number: int, sample: SampleRequest | ScoreRequest) -> Job:
             def deliver(event: Piece | End) -> None:
                 """From the sampling thread to the loop's. A closed loop needs nothing any more."""
                 if pieces is not None and isinstance(event, Piece):

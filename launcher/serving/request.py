@@ -14,6 +14,8 @@ from longstride.kernels import ConfigError, Problem
 from longstride.sparse_model import ModelConfig, wrong_settings
 
 _FIELDS = ("prompt", "prompt_base64", "bytes", "temperature", "top_k", "top_p", "seed")
+_SCORE_FIELDS = ("text", "text_base64", "min_context")
+MOST_CONTEXTS = 4  # of the model's, that a text to score may have
 
 
 class MalformedError(ValueError):
@@ -39,6 +41,14 @@ class SampleRequest:
     frequency_penalty: float = 0.0  # the same, for each time
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A text whose likelihood is asked for."""
+
+    content: bytes
+    min_context: int  # earlier bytes that each byte sees, where there are so many
+
+
 def largest_body(config: ModelConfig, prompts: int) -> int:
     """Bytes of a body: so many of the longest prompts, each byte as \\u00xx or in a list, and room for other fields.
 
@@ -61,10 +71,9 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
         ConfigError: a problem for each wrong field.
     """
     content = load_object(body)
-    unknown = [name for name in content if name not in _FIELDS][:5]
-    problems = [Problem(name[:80], f"no such field; take {', '.join(_FIELDS)}") for name in unknown]
+    problems = _unknown_fields(content, _FIELDS)
     try:
-        prompt = _prompt(content, config)
+        prompt = _bytes(content, "prompt", config, config.context - 1, f"as the context has {config.context}")
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems, *_setting_problems(content)) from None
     problems += _setting_problems(content)
@@ -88,6 +97,26 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
     )
 
 
+def parse_score(body: bytes, config: ModelConfig) -> ScoreRequest:
+    """A request for a text's likelihood from its JSON body; raises as ``parse_request``."""
+    content = load_object(body)
+    problems = _unknown_fields(content, _SCORE_FIELDS)
+    most = MOST_CONTEXTS * config.context
+    try:
+        text = _bytes(content, "text", config, most, f"{MOST_CONTEXTS} contexts of {config.context}")
+        if not text:
+            problems.append(Problem("text", "holds no bytes; give some to score"))
+    except ConfigError as error:
+        problems += error.problems
+    min_context = content.get("min_context", config.context // 2)
+    if type(min_context) is not int or not 0 <= min_context <= config.context // 2:
+        rule = f"must be a whole number from 0 to {config.context // 2}, half the context"
+        problems.append(Problem("min_context", rule, min_context))
+    if problems:
+        raise ConfigError(*problems)
+    return ScoreRequest(text, min_context)
+
+
 def load_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body, of bounded numbers and of keys that stand once. Raises MalformedError."""
     try:
@@ -100,27 +129,36 @@ def load_object(body: bytes) -> dict[str, Any]:
     return content
 
 
-def _prompt(content: dict[str, Any], config: ModelConfig) -> bytes:
-    """The prompt's bytes; ConfigError where it cannot be read, is too long, or has bytes that are not the model's."""
-    if "prompt" in content and "prompt_base64" in content:
-        raise ConfigError(Problem("prompt_base64", "stands beside prompt; give one of them"))
-    name = "prompt_base64" if "prompt_base64" in content else "prompt"
+def _unknown_fields(content: dict[str, Any], fields: tuple[str, ...]) -> list[Problem]:
+    unknown = [name for name in content if name not in fields][:5]
+    return [Problem(name[:80], f"no such field; take {', '.join(fields)}") for name in unknown]
+
+
+def _bytes(content: dict[str, Any], field: str, config: ModelConfig, most: int, why: str) -> bytes:
+    """The bytes of a field, or of its base64; no more than ``most``, and ``why`` so many.
+
+    Raises:
+        ConfigError: they cannot be read, are too many, or are not the model's.
+    """
+    encoded = f"{field}_base64"
+    if field in content and encoded in content:
+        raise ConfigError(Problem(encoded, f"stands beside {field}; give one of them"))
+    name = encoded if encoded in content else field
     given = content.get(name, "")
     if not isinstance(given, str):
         raise ConfigError.at(name, given, "must be a string")
     try:
-        prompt = given.encode() if name == "prompt" else base64.b64decode(given, validate=True)
+        found = given.encode() if name == field else base64.b64decode(given, validate=True)
     except UnicodeEncodeError:
-        raise ConfigError(Problem(name, "holds half a character (a surrogate); give bytes as prompt_base64")) from None
+        raise ConfigError(Problem(name, f"holds half a character (a surrogate); give bytes as {encoded}")) from None
     except (binascii.Error, ValueError):
         raise ConfigError(Problem(name, "must be base64, with its padding")) from None
-    if len(prompt) >= config.context:
-        rule = f"has {len(prompt)} bytes; give at most {config.context - 1}, as the context has {config.context}"
+    if len(found) > most:
+        raise ConfigError(Problem(name, f"has {len(found)} bytes; give at most {most}, {why}"))
+    if found and max(found) >= config.vocabulary:
+        rule = f"has a byte of {max(found)}; this model knows 0 to {config.vocabulary - 1}"
         raise ConfigError(Problem(name, rule))
-    if prompt and max(prompt) >= config.vocabulary:
-        rule = f"has a byte of {max(prompt)}; this model knows 0 to {config.vocabulary - 1}"
-        raise ConfigError(Problem(name, rule))
-    return prompt
+    return found
 
 
 def _setting_problems(content: dict[str, Any]) -> list[Problem]:

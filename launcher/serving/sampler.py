@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longstride.launcher.generation import nats_by_piece
 from longstride.launcher.serving.metrics import Metrics
-from longstride.launcher.serving.request import SampleRequest
+from longstride.launcher.serving.request import SampleRequest, ScoreRequest
 from longstride.sparse_model import SparseTransformer, generate
 
 _GATHERING_SECONDS = 0.005  # that a request waits for others to be a batch with, where none is sampled
@@ -60,18 +61,29 @@ class End:
 
 @dataclass(eq=False)
 class Job:
-    """One context on its way: ``deliver`` is called from the sampling thread with each piece, then with an End."""
+    """One context, or a text to score, on its way.
 
-    request: SampleRequest
+    ``deliver`` is called from the sampling thread with each piece, then with an End.
+    """
+
+    request: SampleRequest | ScoreRequest
     deliver: Callable[[Piece | End], None]
     stopped: bool = False  # nobody wants the rest: sampling ends before its next byte
     sampled: bytearray = field(default_factory=bytearray)
     begun: float = field(default_factory=time.monotonic)
 
     @property
+    def sample(self) -> SampleRequest:
+        """The request, of a context that is sampled."""
+        assert isinstance(self.request, SampleRequest)
+        return self.request
+
+    @property
     def shape(self) -> tuple[object, ...]:
         """Contexts with an equal one can be sampled in one batch."""
         request = self.request
+        if isinstance(request, ScoreRequest):
+            return (id(self),)  # none: it is computed alone
         return len(request.prompt), request.count, request.temperature, request.top_k, request.top_p
 
     def end(self, end: End) -> None:
@@ -149,7 +161,7 @@ class Sampler:
             self._queue = deque(left for each in self._queue if (left := [job for job in each if not job.stopped]))
 
     def _work(self) -> None:
-        groups: list[_Group] = []
+        groups: list[_Group | _Scoring] = []
         while True:
             with self._changed:
                 self._running = [job for group in groups for job in group.jobs]
@@ -162,7 +174,9 @@ class Sampler:
                 taken = self._take()
                 self._running += taken
             begun = time.monotonic()
-            if taken:
+            if taken and isinstance(taken[0].request, ScoreRequest):
+                groups.append(_Scoring(self._model, taken, self.metrics))
+            elif taken:
                 groups.append(_Group(self._model, self._device, taken, self.metrics))
             groups = [group for group in groups if self._goes_on(group)]
             self.metrics.sampling_seconds += time.monotonic() - begun
@@ -177,8 +191,8 @@ class Sampler:
         self._queue = deque(left for jobs in self._queue if (left := [job for job in jobs if job not in taken]))
         return taken
 
-    def _goes_on(self, group: _Group) -> bool:
-        """Whether there is more of a group after one more byte of each of its contexts."""
+    def _goes_on(self, group: _Group | _Scoring) -> bool:
+        """Whether there is more of a group after one more byte of each of its contexts, or one more piece of a text."""
         try:
             if group.step():
                 return True
@@ -192,6 +206,30 @@ class Sampler:
             job.end(end)
         self._last_seconds = time.monotonic() - group.begun
         return False
+
+
+class _Scoring:
+    """A text to score, cut as ``likelihood`` cuts it; between its pieces others take their turns."""
+
+    def __init__(self, model: SparseTransformer, jobs: list[Job], metrics: Metrics) -> None:
+        self.jobs, self.begun = jobs, time.monotonic()
+        (job,) = jobs
+        assert isinstance(job.request, ScoreRequest)
+        text = job.request.content
+        metrics.prompt_bytes += len(text)
+        self._text, self._nats = text, nats_by_piece(model, text, job.request.min_context)
+
+    def step(self) -> bool:
+        """One more piece; whether there may be more."""
+        (job,) = self.jobs
+        nats = None if job.stopped else next(self._nats, None)
+        if nats is None:
+            return False
+        if not all(map(math.isfinite, nats)):
+            raise FloatingPointError("logits that are no numbers")
+        piece, self._text = self._text[: len(nats)], self._text[len(nats) :]
+        job.deliver(Piece(piece, [Score(-nat, {}) for nat in nats], is_prompt=True))
+        return True
 
 
 class _Group:
@@ -211,7 +249,7 @@ class _Group:
         elif any(job.stopped for job in self.jobs):
             left = [row for row, job in enumerate(self.jobs) if not job.stopped]
             self.jobs = [self.jobs[row] for row in left]
-        if not self.jobs or not self.jobs[0].request.count:
+        if not self.jobs or not self.jobs[0].sample.count:
             return False
         try:
             chosen = self._tokens.send(left)
@@ -223,7 +261,7 @@ class _Group:
         return True
 
     def _deliver(self, row: int, job: Job, token: int) -> None:
-        request = job.request
+        request = job.sample
         if not job.sampled:
             self._metrics.first_byte_seconds.add(time.monotonic() - job.begun)
         self._metrics.sampled_bytes += 1
@@ -237,21 +275,21 @@ class _Group:
         """Echoes prompts, and begins to sample."""
         known: dict[tuple[bytes, int | None], list[Score | None]] = {}  # several choices have one prompt
         for job in self.jobs:
-            request = job.request
+            request = job.sample
             self._metrics.prompt_bytes += len(request.prompt)
             if request.echo:
                 key = request.prompt, request.logprobs
                 known[key] = known[key] if key in known else self._prompt_scores(*key)
                 job.deliver(Piece(request.prompt, known[key], is_prompt=True))
-        request = self.jobs[0].request
+        request = self.jobs[0].sample
         return generate(
             self._model,
-            torch.tensor([list(job.request.prompt) for job in self.jobs], dtype=torch.int64, device=self._device),
+            torch.tensor([list(job.sample.prompt) for job in self.jobs], dtype=torch.int64, device=self._device),
             request.count,
             temperature=request.temperature,
             top_k=request.top_k,
             top_p=request.top_p,
-            generator=[torch.Generator(self._device).manual_seed(job.request.seed) for job in self.jobs],
+            generator=[torch.Generator(self._device).manual_seed(job.sample.seed) for job in self.jobs],
             adjust=self._adjusted,
             alone=True,
         )
@@ -275,7 +313,7 @@ class _Group:
         """Logits (B, V) as each request wants them. Log-probabilities are kept for those that ask for them."""
         adjusted = None
         for row, (job, total) in enumerate(zip(self.jobs, logits.sum(-1).tolist(), strict=True)):
-            request = job.request
+            request = job.sample
             if not math.isfinite(total):
                 job.end(End(_NO_NUMBERS))
                 adjusted = logits.clone() if adjusted is None else adjusted

@@ -14,6 +14,7 @@ class TextView {
     // Keeps half a character until the rest comes; what is no UTF-8 becomes U+FFFD.
     this.decoder = new TextDecoder("utf-8", { ignoreBOM: true });
     $("text").hidden = false;
+    $("scored").hidden = true;
     $("given").textContent = this.decoder.decode(prompt, { stream: true });
     $("sampled").textContent = "";
   }
@@ -23,7 +24,7 @@ class TextView {
 
 class PictureView {
   begin(prompt) {
-    const { width, height, channels } = model.embedding;
+    const { width, height, channels } = pictureSize();
     const canvas = $("canvas");
     Object.assign(canvas, { width, height, hidden: false });
     canvas.style.width = `${width * Math.max(1, Math.round(384 / width))}px`;
@@ -64,6 +65,9 @@ class SoundView {
   }
 }
 
+// Positions that are no picture's leave it to the data.
+function pictureSize() { return { ...model.data?.properties, ...model.embedding }; }
+
 // ---- Bytes ----
 
 function joined(parts) {
@@ -101,14 +105,14 @@ function wav(bytes, rate) {
 // ---- The prompt ----
 
 async function readPrompt() {
-  if (model.embedding.type === "text") return new TextEncoder().encode($("prompt").value);
-  if (model.embedding.type === "image") return $("picture").files.length ? readPicture($("picture").files[0]) : new Uint8Array();
+  if (model.modality === "text") return new TextEncoder().encode($("prompt").value);
+  if (model.modality === "image") return $("picture").files.length ? readPicture($("picture").files[0]) : new Uint8Array();
   return $("file").files.length ? new Uint8Array(await $("file").files[0].arrayBuffer()) : new Uint8Array();
 }
 
 // The upper rows of a picture, scaled to the model's size.
 async function readPicture(file) {
-  const { width, height, channels } = model.embedding;
+  const { width, height, channels } = pictureSize();
   const canvas = Object.assign(document.createElement("canvas"), { width, height });
   const context = canvas.getContext("2d");
   context.drawImage(await createImageBitmap(file), 0, 0, width, height);
@@ -136,8 +140,7 @@ async function sample(event) {
   event.preventDefault();
   tell("");
   stopper = new AbortController();
-  $("sample").disabled = true;
-  $("stop").disabled = false;
+  busy(true);
   $("status").textContent = "waiting …";
   try {
     prompt = await readPrompt();
@@ -162,8 +165,7 @@ async function sample(event) {
       tell(error.message);
     }
   }
-  $("sample").disabled = false;
-  $("stop").disabled = true;
+  busy(false);
 }
 
 // The lines of an answer, each a JSON object; a piece may end within one.
@@ -196,13 +198,90 @@ async function follow(reader) {
   if (!ended) throw new Error("the server broke off");
 }
 
+// ---- The likelihood of a text ----
+
+const MOST_BITS = 8; // of a character, beyond which colours are the same
+let chosen = null; // the character that is read out
+
+async function score() {
+  tell("");
+  stopper = new AbortController();
+  busy(true);
+  $("status").textContent = "waiting …";
+  try {
+    const text = $("prompt").value;
+    const response = await fetch("/likelihood", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ text_base64: toBase64(new TextEncoder().encode(text)) }),
+      signal: stopper.signal,
+    });
+    const found = await response.json();
+    if (!response.ok) throw new Error(found.error);
+    showScores(text, found);
+    $("status").textContent = "";
+  } catch (error) {
+    $("status").textContent = error.name === "AbortError" ? "stopped" : "";
+    if (error.name !== "AbortError") tell(error.message);
+  }
+  busy(false);
+}
+
+// A span a character, with the bits of all of its bytes.
+function showScores(text, found) {
+  const encoder = new TextEncoder();
+  const spans = document.createDocumentFragment();
+  let place = 0;
+  for (const character of text) {
+    const size = encoder.encode(character).length;
+    const nats = found.nats.slice(place, place + size);
+    const bits = nats.reduce((sum, each) => sum + each, 0) / Math.LN2;
+    const span = document.createElement("span");
+    span.textContent = character;
+    if (character === "\n") span.className = "line-end";
+    span.style.setProperty("--share", Math.min(1, bits / MOST_BITS).toFixed(3));
+    const shown = { "\n": "line end", "\t": "tab", " ": "space" }[character] ?? character;
+    const each = size > 1 ? ` (${nats.map((nat) => (nat / Math.LN2).toFixed(2)).join(" + ")})` : "";
+    span.dataset.reading = `${size > 1 ? `bytes ${place + 1} to ${place + size}` : `byte ${place + 1}`}: ${shown}, ${bits.toFixed(2)} bits${each}`;
+    spans.append(span);
+    place += size;
+  }
+  chosen = null;
+  $("reading").textContent = "Point at a character, or choose one by the arrow keys, to read its bits.";
+  $("characters").replaceChildren(spans);
+  $("total").textContent = `${found.bits_per_byte.toFixed(3)} bits per byte over ${found.bytes.toLocaleString("en")} bytes`;
+  $("text").hidden = true;
+  $("scored").hidden = false;
+}
+
+function choose(span) {
+  if (!span?.dataset.reading) return;
+  chosen?.classList.remove("chosen");
+  chosen = span;
+  chosen.classList.add("chosen");
+  $("reading").textContent = chosen.dataset.reading;
+}
+
+function chooseByKey(event) {
+  const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  choose(chosen ? chosen[step] : $("characters").firstElementChild);
+  chosen?.scrollIntoView({ block: "nearest" });
+}
+
 // ---- The page ----
+
+function busy(is) {
+  $("sample").disabled = $("score").disabled = is;
+  $("stop").disabled = !is;
+}
 
 async function start() {
   const response = await fetch("/model");
   if (!response.ok) throw new Error((await response.json()).error);
   model = await response.json();
-  const kind = model.embedding.type;
+  const kind = model.modality;
   document.title = $("name").textContent = model.name;
   $("about").textContent = `${{ text: "Text", image: "Pictures", audio: "Sound" }[kind]}, ${model.parameters.toLocaleString("en")} parameters, ` +
     `context of ${model.context.toLocaleString("en")} bytes`;
@@ -210,10 +289,14 @@ async function start() {
   $("text-prompt").hidden = kind !== "text";
   $("picture-prompt").hidden = kind !== "image";
   $("file-prompt").hidden = $("rate-setting").hidden = kind !== "audio";
-  if (kind === "image") $("rows").value = Math.floor(model.embedding.height / 2);
+  if (kind === "image") $("rows").value = Math.floor(pictureSize().height / 2);
   if (model.data?.properties?.rate) $("rate").value = model.data.properties.rate;
   if (kind === "text") $("bytes").placeholder = "256, or what fits";
   $("form").addEventListener("submit", sample);
+  $("score").hidden = kind !== "text";
+  $("score").addEventListener("click", score);
+  $("characters").addEventListener("pointerover", (event) => choose(event.target));
+  $("characters").addEventListener("keydown", chooseByKey);
   $("stop").addEventListener("click", () => stopper.abort());
   document.body.dataset.ready = "true";
 }

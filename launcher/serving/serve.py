@@ -16,10 +16,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.models import Exported, load_model, usable_device
@@ -36,25 +33,6 @@ if TYPE_CHECKING:
 _SHUTDOWN_SECONDS = 5.0  # for answers under way to end
 _LAST_STEP_SECONDS = 30.0  # for the byte, or the prompt, that is being computed
 _HOST_NAME = re.compile(r"[\w.-]+|[\da-fA-F:.]+:[\da-fA-F:.]*")  # or an address
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("model", type=Path, metavar="DIR", help="folder written by `longstride export`")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, loopback)")
-    names = "of this server, that requests may name as their host, beside addresses; may stand several times"
-    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=names)
-    parser.add_argument("--port", type=int, default=8000, help="0 takes any that is free (default: 8000)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--name", help="of the model, for clients of /v1 (default: the folder's)")
-    most = "that one request may sample, of each choice (default: the context)"
-    parser.add_argument("--max-bytes", type=int, metavar="N", help=most)
-    contexts = "contexts sampled side by side, of all requests (default: 8)"
-    parser.add_argument("--contexts", type=int, default=8, metavar="N", help=contexts)
-    waiting = "requests that may wait beside those (default: 8)"
-    parser.add_argument("--queue", type=int, default=8, metavar="N", help=waiting)
-    seconds = "seconds from a request to its last byte (default: 300)"
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help=seconds)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     wrong = (each for each in arguments.allow_host if not _HOST_NAME.fullmatch(each))
     if problems := [*problems, *(Problem("--allow-host", rule, each) for each in wrong)]:
         raise ConfigError(*problems)
-    usable_device(arguments.device)
+    device = str(usable_device(arguments.device))
     exported = Exported(arguments.model)
     config = exported.config
     if config.vocabulary > 256:
@@ -93,12 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
         rule = "writes pixels of a palette, and serve is for models of bytes; `longstride sample` draws them"
         raise ConfigError(f"{arguments.model}: {rule}")
     limits = Limits(min(most or config.context, config.context), queue, timeout, contexts)
-    model = load_model(arguments.model, arguments.device)
-    about = described(exported, model, arguments.device)
+    model = load_model(arguments.model, device)
+    about = described(exported, model, device)
     about["name"] = name or about["name"]
     told = {"bytes": limits.max_bytes, "waiting": queue, "seconds": timeout, "contexts": contexts}
     about["limits"] = told
-    sampler = Sampler(model, arguments.device, limits.waiting, limits.contexts)
+    sampler = Sampler(model, device, limits.waiting, limits.contexts)
     service = Service(config, about, sampler, limits)
     names = [arguments.host, *arguments.allow_host]
     if asyncio.run(_serve(service, sampler, arguments.host, port, names, str(arguments.model))) == signal.SIGINT:

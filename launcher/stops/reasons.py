@@ -40,6 +40,7 @@ class StopFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._begun = path.with_name(f"{path.name}.begun")
         self._made_folder = False
 
     def __call__(self) -> str | None:
@@ -62,9 +63,22 @@ class StopFile:
         except OSError as error:
             say(f"{self.path}: {error.strerror}; only processes on this host are told to stop")
 
+    def mark_begun(self) -> None:
+        """Tells whoever started this rank that its run now takes steps, so that a stop has something to save."""
+        with suppress(OSError):  # a full disk: a stop may then cost the steps that no checkpoint has
+            self._begun.touch()
+
+    def has_begun(self) -> bool:
+        """Whether the run has said so, on whatever host."""
+        try:
+            return self._begun in self.path.parent.iterdir()  # as above: a server is asked for a listing
+        except OSError:
+            return False
+
     def remove(self) -> None:
         """Removes the file, and the run folder too if ``write`` made it and it is still empty."""
         with suppress(OSError):  # a run has begun in the folder
+            self._begun.unlink(missing_ok=True)
             self.path.unlink(missing_ok=True)
             if self._made_folder:
                 self.path.parent.rmdir()

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import longstride
 from longstride.kernels import Problem
 from longstride.launcher.config import flattened
 from longstride.launcher.data import Run
 from longstride.launcher.engine import package_versions
 from longstride.launcher.output import AgreedError
+from longstride.launcher.ranks import code_digest
 
 _DATA = "data.path"  # where it lies may differ; what lies there may not
 _CODE = "longstride"
@@ -56,6 +54,7 @@ def check_agreement(run: Run, hosts: Sequence[str], replay: int | None = None) -
         _CODE: f"code {code_digest()[:12]}",
         _DATA: data.fingerprint,  # before the steps, which may follow from it
         "--resume": run.resume,
+        "--from": None if run.source is None else run.source.words()[2:],  # the folder may lie elsewhere
         "--replay": replay,
         "--profile": run.profile_steps,
     }
@@ -69,22 +68,6 @@ def check_agreement(run: Run, hosts: Sequence[str], replay: int | None = None) -
     for given, name in zip(everyone, names, strict=True):
         if problem := difference(everyone[0], given, names[0], name):
             raise AgreedError(str(problem))
-
-
-def code_digest() -> str:
-    """SHA-256 (hexadecimal) over the Python files of this package, their places below it included.
-
-    A version would not do: a checkout has none, and an older one of the same version is the usual mistake.
-    """
-    root, digest = Path(longstride.__file__).parent, hashlib.sha256()
-    for parent, folders, names in os.walk(root, followlinks=True):  # in a checkout the rooms are links
-        folders.sort()
-        for name in sorted(names):
-            if name.endswith(".py") and not name.startswith("."):  # with a dot: an editor's
-                content = Path(parent, name).read_bytes()
-                place = Path(parent, name).relative_to(root).as_posix()
-                digest.update(f"{place}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
 
 
 def difference(first: Given, second: Given, first_name: str, second_name: str) -> Problem | None:

@@ -19,14 +19,17 @@ from longstride.launcher.checkpoints import NotSavedError, Saver, Score, error_l
 from longstride.launcher.data import GlobalBatch, Run
 from longstride.launcher.engine import EngineStep, StepPart, weights_are_finite
 from longstride.launcher.evaluation import evaluate_split
-from longstride.launcher.output import AgreedError, file_names, metrics_file
+from longstride.launcher.output import AgreedError, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, Watchdog
 from longstride.launcher.stops import StopAskedError
+from longstride.launcher.training.ending import summary
 from longstride.launcher.training.guards import Guards, GuardStopError, as_number
 from longstride.launcher.training.plateau import Plateau
 from longstride.launcher.training.profile import StepProfiler
 from longstride.launcher.training.recorder import Recorder, device_seconds
 from longstride.launcher.training.resume import GuardResponse
+from longstride.launcher.training.samples import Sampler
+from longstride.launcher.training.utilization import Utilization, peak_memory_bytes
 from longstride.sparse_model import SparseTransformer
 
 
@@ -37,6 +40,8 @@ class Trainer:
         self._run, self._engine, self._watchdog = run, engine, watchdog
         self._guards, self._plateau = guards, plateau
         self._recorder = Recorder(run.folder, engine, run.ranks.is_first, run.config.train.last_step)
+        self._utilization = Utilization(run.config, run.ranks, engine.device)
+        self._sampler = Sampler(run, engine, self._recorder)
         self._saver = Saver(engine, run.config, run.ranks, self._recorder.say, self._recorder.flush)
         self._state: StreamState  # the next batch
         self._batches: Generator[GlobalBatch[Batch]]
@@ -56,7 +61,8 @@ class Trainer:
             GuardStopError: on every rank, where a guard stops the run; what is done before its step is saved.
         """
         run, engine = self._run, self._engine
-        evaluation_is_missing = lacks_evaluation(engine.global_steps, run)
+        first, begin = engine.global_steps, time.monotonic()
+        evaluation_is_missing = lacks_evaluation(first, run)
         self._open_batches(state)
         config, world_size, shared = run.config, run.ranks.world_size, run.ranks.sequence_parallel
         numel = sum(getattr(each, "ds_numel", each.numel()) for each in engine.module.parameters())
@@ -95,6 +101,9 @@ class Trainer:
         finally:
             profiler.close()
             self._recorder.close()
+        if run.ranks.is_first:  # now that no bar is in the way
+            for line in summary(run, engine.global_steps, first, time.monotonic() - begin):
+                say(line)
 
     def _step(self) -> None:
         """One step, and what is due after it; or back to a checkpoint, where a guard asks for that."""
@@ -109,6 +118,8 @@ class Trainer:
             )
             line["seconds"] = device_seconds(engine.device) - start
             line["tokens_per_second"] = batch.num_bytes / line["seconds"]
+            line |= self._utilization.fields(line["seconds"])
+            line["peak_memory_bytes"] = peak_memory_bytes(engine.device)
             self._report(line, batch)
         rewound = False
         if verdict := self._guards.verdict:
@@ -128,6 +139,9 @@ class Trainer:
             self._saver.save(self._state, self._memory())
         if is_due(step, settings.evaluate_every, settings.last_step):
             self._evaluate()
+        if settings.samples_every and is_due(step, settings.samples_every, settings.last_step):
+            self._watchdog.at(f"samples after step {step}")
+            self._sampler.sample(step)
 
     def _open_batches(self, state: StreamState | None) -> None:
         """Takes the batches from a state on."""
@@ -141,9 +155,7 @@ class Trainer:
         # Replaced contexts are recorded whatever the interval. A step that a guard refuses is recorded by the response.
         if not self._guards.verdict and (batch.substitutions or is_due(step, settings.log_every, settings.last_step)):
             self._recorder.write(line)
-        unit, bits = metrics_file.bits_of(line)
-        loss = "no loss" if bits is None else f"{bits:.3f} {unit}"
-        self._recorder.advance(step, loss)
+        self._recorder.advance(line)
         for substitution in batch.substitutions:
             self._recorder.say(f"step {step}: {substitution}")
         epoch = batch.part.state.epoch
@@ -174,8 +186,8 @@ class Trainer:
                 self._recorder.say(error_line(error, self._run.folder))
 
     def _memory(self) -> dict[str, Any]:
-        """What a checkpoint keeps of guards and evaluations."""
-        return {"guards": self._guards.memory(), "plateau": self._plateau.memory()}
+        """What a checkpoint keeps of guards and evaluations, and what the run's first weights are of."""
+        return {"guards": self._guards.memory(), "plateau": self._plateau.memory(), "origin": self._run.origin}
 
     def _save_what_is_done(self) -> bool:
         """Saves the engine's step where a run ends early; returns whether it is saved."""

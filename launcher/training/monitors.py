@@ -7,11 +7,20 @@ does that is rewound, the monitors begin anew, as they do in a process that resu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import html
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.monitor.monitor import MonitorMaster
+
+from longstride.launcher.models import ModelData
+
+_MOST_CHARACTERS = 200  # of a monitor's own words
 
 
 class Monitors:
@@ -19,7 +28,7 @@ class Monitors:
 
     def __init__(self, engine: DeepSpeedEngine, say: Callable[[str], None]) -> None:
         self._engine, self._say = engine, say
-        self._has_failed = False
+        self._failed: set[str] = set()
         if engine.monitor.enabled:
             self._begin(engine.global_steps)
 
@@ -29,12 +38,46 @@ class Monitors:
             return
         numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
         x = self._contexts(line["step"])
+        self._engine.monitor.write_events([(f"{line['split']}/{key}", float(v), x) for key, v in numbers.items()])
+
+    def samples(self, step: int, data: ModelData, drawn: np.ndarray, files: Sequence[Path]) -> None:
+        """Samples of a step, (S, bytes) uint8, and the files that hold them: texts, pictures or sounds."""
+        monitor, x = self._engine.monitor, self._contexts(step)
+        if not monitor.enabled:
+            return
+        kind = data.modality.shown_as
+        if (board := monitor.tb_monitor) is not None:
+            self._trying(board, lambda: _to_tensorboard(board.summary_writer, data, drawn, x))
+        if (wandb_monitor := monitor.wandb_monitor) is not None:
+            self._trying(wandb_monitor, lambda: wandb_monitor.log({"samples": _for_wandb(kind, files)}, step=x))
+        if (table := monitor.csv_monitor) is not None:
+            self._trying(table, lambda: table.write_events([("samples/file", str(file), x) for file in files]))
+        if (comet := monitor.comet_monitor) is not None:
+            log = {"text": "log_text", "picture": "log_image", "waveform": "log_audio"}[kind]
+            given = [file.read_text(errors="replace") if kind == "text" else str(file) for file in files]
+            self._trying(comet, lambda: [getattr(comet.experiment, log)(each, step=x) for each in given])
+
+    def _guard(self) -> None:
+        """Has what a monitor cannot do end no step: DeepSpeed writes to them in the middle of its own."""
+        monitor = self._engine.monitor
+
+        def write_events(events: list[tuple[str, float, int]]) -> None:
+            for one in (monitor.tb_monitor, monitor.wandb_monitor, monitor.csv_monitor, monitor.comet_monitor):
+                if one is not None:
+                    self._trying(one, functools.partial(one.write_events, events))
+
+        monitor.write_events = write_events
+
+    def _trying(self, monitor: Any, write: Callable[[], object]) -> None:
+        """Writes to one of DeepSpeed's monitors; of what fails, the first time is told."""
+        name = type(monitor).__name__
         try:
-            self._engine.monitor.write_events([(f"{line['split']}/{key}", float(v), x) for key, v in numbers.items()])
-        except OSError as error:
-            if not self._has_failed:
-                self._say(f"step {line['step']}: a monitor of DeepSpeed's could not write: {error}; the run goes on")
-            self._has_failed = True
+            write()
+        except Exception as error:  # of packages, networks and disks, in the middle of a run
+            if name not in self._failed:
+                reason = " ".join(str(error).split())[:_MOST_CHARACTERS] or type(error).__name__
+                self._say(f"step {self._engine.global_steps}: {name} could not write: {reason}; the run goes on")
+            self._failed.add(name)
 
     def rewind(self, step: int) -> None:
         """Begins anew behind a step: W&B and Comet with another run, TensorBoard and CSV in the same files."""
@@ -44,6 +87,7 @@ class Monitors:
         try:
             self._end()
             self._engine.monitor = MonitorMaster(monitor.monitor_config)
+            self._failed.clear()
             self._begin(step)
         except Exception as error:  # of packages and networks of others, in the middle of a run
             monitor.enabled = self._engine.monitor.enabled = False
@@ -69,7 +113,8 @@ class Monitors:
             monitor.comet_monitor.experiment.end()
 
     def _begin(self, step: int) -> None:
-        """Has TensorBoard forget what an earlier start wrote behind this step, as metrics.jsonl has."""
+        """Guards the monitors, and has TensorBoard forget what an earlier start wrote behind this step."""
+        self._guard()
         monitor = self._engine.monitor.tb_monitor
         if monitor is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -82,3 +127,29 @@ class Monitors:
         engine = self._engine
         contexts: int = engine.global_samples + (step - engine.global_steps) * engine.train_batch_size()
         return contexts
+
+
+def _to_tensorboard(writer: Any, data: ModelData, drawn: np.ndarray, x: int) -> None:
+    """Texts as they are, pictures in one strip, sounds that can be played."""
+    shown = [data.modality.shown(each, data.file_properties) for each in drawn]
+    if data.modality.shown_as == "picture":
+        writer.add_images("samples", np.stack(shown), x, dataformats="NHWC")
+    for number, each in enumerate(shown):
+        name = f"samples/{number + 1}"
+        if data.modality.shown_as == "text":
+            # Markdown shows a text as it is where each of its lines begins with four spaces.
+            lines = each.tobytes().decode(errors="replace").splitlines()
+            writer.add_text(name, "\n".join(f"    {line}" for line in lines), x)
+        elif data.modality.shown_as == "waveform":
+            writer.add_audio(name, torch.from_numpy(each.astype(np.float32))[None], x, data.file_properties["rate"])
+    writer.flush()
+
+
+def _for_wandb(kind: str, files: Sequence[Path]) -> list[Any]:
+    import wandb
+
+    if kind == "text":
+        texts = [html.escape(file.read_text(errors="replace")) for file in files]
+        return [wandb.Html(f"<pre>{text}</pre>", inject=False) for text in texts]
+    made = wandb.Image if kind == "picture" else wandb.Audio
+    return [made(str(file)) for file in files]

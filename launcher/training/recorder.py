@@ -1,27 +1,27 @@
-"""What a training run reports: metrics.jsonl and the progress bar; its lines go to DeepSpeed's monitors too."""
+"""What a training run reports: metrics.jsonl and its progress; its lines go to DeepSpeed's monitors too."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
-import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
-from tqdm import tqdm
 
 from longstride.data_pipelines.durable import flush_folder
+from longstride.launcher.models import ModelData
 from longstride.launcher.output import file_names, metrics_file
 from longstride.launcher.training.monitors import Monitors
+from longstride.launcher.training.progress import Progress
 
-_PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _MOST_WAITING = 100_000  # lines of some 500 bytes
 
 
@@ -49,6 +49,11 @@ class Recorder:
         self._lines.append(json.dumps(line), f"step {line['step']}")
         self._monitors.write(line)
 
+    def samples(self, step: int, data: ModelData, drawn: np.ndarray, files: Sequence[Path]) -> None:
+        """Hands samples of a step, (S, bytes) uint8, that were written to files, to DeepSpeed's monitors."""
+        if self._is_first:
+            self._monitors.samples(step, data, drawn, files)
+
     def flush(self) -> None:
         """Brings all lines to the disk: a checkpoint that outlives a power cut has those of its steps.
 
@@ -60,11 +65,17 @@ class Recorder:
             except OSError as error:
                 self.say(f"{error.filename}: {error.strerror}; a power cut now may cost lines")
 
-    def advance(self, step: int, text: str) -> None:
-        """Moves the bar to a step."""
+    def advance(self, line: dict[str, Any]) -> None:
+        """Shows how far the run is after the step of a line."""
         if self._is_first:
             with contextlib.suppress(OSError):  # a log on a disk that is full
-                self._progress.advance(step, text)
+                self._progress.advance(line)
+
+    def go_back(self, step: int, reason: str) -> None:
+        """Shows that the run goes on from an earlier step."""
+        if self._is_first:
+            with contextlib.suppress(OSError):
+                self._progress.rewind(step, reason)
 
     def say(self, text: str) -> None:
         """A line of its own above the bar."""
@@ -168,38 +179,3 @@ class LineFile:
         except OSError as error:
             reason = error.strerror or str(error)
         return reason
-
-
-class Progress:
-    """How far a run is: a tqdm bar on a terminal, and a line now and then elsewhere, for logs."""
-
-    def __init__(self, steps: int, done: int, stream: TextIO) -> None:
-        self._steps, self._first, self._stream = steps, done, stream
-        self._start, self._last = time.monotonic(), -math.inf
-        self._bar: tqdm | None = None
-        if stream.isatty():
-            self._bar = tqdm(total=steps, initial=done, file=stream, unit="step", dynamic_ncols=True)
-
-    def advance(self, step: int, text: str) -> None:
-        """Moves to a step, with its figures. Lines are for the first and last step, and every few seconds between."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-            return
-        now = time.monotonic()
-        if step == self._steps or now - self._last >= _PLAIN_SECONDS:
-            self._last = now
-            left = (now - self._start) / max(1, step - self._first) * (self._steps - step)
-            self.say(f"step {step}/{self._steps} · {text} · {left:.0f} s left")
-
-    def say(self, text: str) -> None:
-        """A line at once, above the bar."""
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
-        else:
-            print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Ends the bar; its last state stays on the screen."""
-        if self._bar is not None:
-            self._bar.close()

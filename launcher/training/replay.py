@@ -27,6 +27,7 @@ from longstride.launcher.ranks import process_group
 from longstride.launcher.training import loop
 from longstride.launcher.training.agreement import check_agreement
 from longstride.launcher.training.guards import Guards, Incident, as_number, read_incidents
+from longstride.launcher.training.initial import agreed_initial, open_initial
 
 _COMPARED = ("loss_nats", "grad_norm", "sample_ids_crc32")
 Batches = Generator[GlobalBatch[Batch]]
@@ -74,10 +75,14 @@ def replay_step(run: Run, step: int) -> int:
         if checkpoint is None and incident and incident.origin.step:
             way = f"from step {incident.origin.step} to {step - 1} is whole, from which to come to it"
             raise ConfigError(f"{run.folder}: no checkpoint {way}")
+        if checkpoint is None and run.source is None and any(each.manifest.origin for each in listed):
+            raise ConfigError(f"--replay={step}: the run began from other weights; give its --from too")
         if checkpoint is None and incident:
             check_processes(incident, ranks.world_size, config.train.sequence_parallel)
         with exit_on_mistake(ranks.barrier):
-            engine = build_engine(config, ranks)
+            initial = open_initial(run, checkpoint)
+            initial = agreed_initial(run, initial, checkpoint, watchdog.hosts)
+            engine = build_engine(config, ranks, None if initial is None else initial.fill)
             if checkpoint is not None:
                 checkpoint.load(engine, config, ranks)
                 apply_settings(engine, config.train)

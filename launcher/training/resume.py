@@ -47,6 +47,7 @@ from longstride.launcher.training.guards import (
 )
 from longstride.launcher.training.plateau import Plateau, PlateauMemory
 from longstride.launcher.training.recorder import Recorder
+from longstride.launcher.training.starts import describe_start, write_start
 
 _MARK = ".start-"  # of the file by which all ranks check that they share the run folder
 
@@ -162,10 +163,11 @@ def _check_shared(run: Path, ranks: Ranks) -> None:
 
 
 def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
-    """Writes config.json, and moves aside whatever lies beyond the step that the run starts from.
+    """Writes config.json and the start, and moves aside whatever lies beyond the step that the run starts from.
 
     All that was there stays, under another name. All ranks must call.
     """
+    start = describe_start(run, chosen.manifest.step if chosen else None)
     if run.ranks.is_first:
         step = chosen.manifest.step if chosen else 0
         (run.folder / file_names.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
@@ -177,10 +179,14 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
         if run.data.palette is not None:
             told = ModelData(modality_named(run.data.modality), run.data.properties, run.data.palette)
             write_json(run.folder / file_names.DATA, told.to_json())
+        write_start(run.folder, start)
         flush_folder(run.folder)
         if chosen is None:
             _flush_name(run.folder)
-        if chosen:
+        if chosen and step >= run.config.train.last_step:
+            longer = f"train.epochs={2 * run.epochs:g}" if run.epochs else f"train.steps={2 * step}"
+            say(f"{run.folder} is finished: {chosen.folder.name} is its last; --resume auto {longer} goes on")
+        elif chosen:
             say(f"going on from {chosen.folder}")
         for path in filter(None, moved):
             say(f"kept what lay beyond as {path}")
@@ -267,7 +273,7 @@ class GuardResponse:
         self._guards.rewound(step, checkpoint.manifest.guards)
         self._plateau.recall(checkpoint.manifest.plateau)
         self._origin = Origin(step=back, stream=after.to_json())
-        self._recorder.advance(back, f"rewound from step {step}")
+        self._recorder.go_back(back, f"rewound from step {step}")
         self._recorder.say(f"step {back}: going on from {checkpoint.folder} with the batch behind that of step {step}")
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -64,8 +65,10 @@ ACTIVATIONS = {
 class DenseFeedForward(FeedForwardConfig):
     """Two projections around an activation (section 5.2)."""
 
-    type: Literal["dense"] = "dense"
-    activation: Literal["sigmoid_gelu", "squared_relu"] = "sigmoid_gelu"  # the paper's; So et al. 2021
+    type: Literal["dense"] = Field(default="dense", description="two projections around an activation")
+    activation: Literal["sigmoid_gelu", "squared_relu"] = Field(
+        default="sigmoid_gelu", description="sigmoid_gelu is the paper's, squared_relu that of So et al. 2021"
+    )
 
     def make(self, network: NetworkConfig) -> FeedForward:
         """The module."""

@@ -30,13 +30,19 @@ MOST_EXPERTS = 1 << 16
 class ExpertsConfig(FeedForwardConfig):
     """Experts, each as wide as a dense feed-forward of the network."""
 
-    type: Literal["experts"]
-    count: Annotated[int, Field(ge=1, le=MOST_EXPERTS)]
-    top: Annotated[int, Field(ge=1, le=2)] = 2  # experts for a row: 2 as GShard, 1 as Switch
-    activation: Literal["sigmoid_gelu", "squared_relu"] = "sigmoid_gelu"
-    balance: Annotated[float, Field(ge=0)] = 0.01  # weight of the auxiliary loss, which is 1 where all are used alike
-    # In training, an expert takes at most this times its even share of a context's choices. null: all that choose it.
-    capacity: Annotated[float, Field(gt=0, le=MOST_EXPERTS)] | None = None
+    type: Literal["experts"] = Field(description="experts, each as wide as a dense feed-forward")
+    count: int = Field(ge=1, le=MOST_EXPERTS, description="experts")
+    top: int = Field(default=2, ge=1, le=2, description="experts for a row: 2 as GShard has it, 1 as Switch")
+    activation: Literal["sigmoid_gelu", "squared_relu"] = Field(
+        default="sigmoid_gelu", description="of each expert, as of a dense feed-forward"
+    )
+    balance: float = Field(
+        default=0.01, ge=0, description="weight of the auxiliary loss, which is 1 where all experts are used alike"
+    )
+    capacity: Annotated[float, Field(gt=0, le=MOST_EXPERTS)] | None = Field(
+        default=None,
+        description="in training an expert takes at most this times its even share of a context's choices; null: all",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

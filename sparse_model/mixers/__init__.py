@@ -11,10 +11,12 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import Doc
+
 from longstride.kernels import ConfigError, Problem
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
 from longstride.sparse_model.mixers.adaptive_span import AdaptiveSpanConfig
-from longstride.sparse_model.mixers.attention import Attention, HeadPatterns
+from longstride.sparse_model.mixers.attention import KEY_VALUE_HEADS, Attention, HeadPatterns
 from longstride.sparse_model.mixers.entmax import EntmaxConfig
 from longstride.sparse_model.mixers.lsh import LshConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
@@ -185,10 +187,12 @@ def _shared_out(factors: Sequence[Pattern], entry: dict[str, Any], heads: int) -
 
 def attention_schema() -> dict[str, Any]:
     """JSON schema of `model.attention`, from the fields of the registered patterns and mixers."""
-    combine = {"combine": {"enum": list(COMBINATIONS)}}
-    shared: dict[str, Any] = {SHARED: {"type": ["integer", "null"], "minimum": 1}}
-    count = {"count": {"type": "integer", "minimum": 1}}
-    groups = {"type": "array", "items": {"anyOf": _pattern_schemas(combine | count, "count")}, "minItems": 1}
+    how = "how a pattern's factors meet: in one softmax (merged), a factor a layer, or heads split over them"
+    combine = {"combine": {"enum": list(COMBINATIONS), "default": COMBINATIONS[0], "description": how}}
+    shared: dict[str, Any] = {SHARED: {"type": ["integer", "null"], "minimum": 1, "description": KEY_VALUE_HEADS}}
+    count = {"count": {"type": "integer", "minimum": 1, "description": "heads that have this pattern"}}
+    items = {"anyOf": _pattern_schemas(combine | count, "count")}
+    groups = {"type": "array", "items": items, "minItems": 1, "description": "a pattern for some heads each"}
     properties = {"heads": groups, **shared}
     by_head = {"type": "object", "properties": properties, "required": ["heads"], "additionalProperties": False}
     mixers = [_whole(mixer.model_json_schema()) for mixer in MIXERS.values()]
@@ -215,22 +219,29 @@ def _pattern_schemas(more: dict[str, Any], *required: str) -> list[dict[str, Any
     kinds = {int: {"type": "integer"}, bool: {"type": "boolean"}, str: {"type": "string"}}
     schemas = []
     for kind, cls in PATTERNS.items():
-        hints = typing.get_type_hints(cls)
-        properties: dict[str, Any] = {"type": {"const": kind}, **more}
+        hints, told_hints = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
+        told = (cls.__doc__ or kind).partition("\n")[0].rstrip(".").replace("`", "")
+        properties: dict[str, Any] = {"type": {"const": kind, "description": told}, **more}
         needed = ["type", *required]
         for field in dataclasses.fields(cls):
             if field.name in RESOLVED_BY_HEAD:
                 continue
             if typing.get_origin(hints[field.name]) is tuple:  # of any number of one type
                 items = kinds[typing.get_args(hints[field.name])[0]]
-                properties[field.name] = {"type": "array", "items": items, "minItems": 1}
-                needed.append(field.name)
-                continue
-            options = [t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None)]
-            literal = isinstance(options[0], str)
-            properties[field.name] = {"enum": options} if literal else kinds[options[0]]
+                entry: dict[str, Any] = {"type": "array", "items": items, "minItems": 1}
+            else:
+                options = [
+                    t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None)
+                ]
+                entry = {"enum": options} if isinstance(options[0], str) else dict(kinds[options[0]])
+            for note in getattr(told_hints[field.name], "__metadata__", ()):
+                if isinstance(note, Doc):
+                    entry["description"] = note.documentation
             if field.default is dataclasses.MISSING:
                 needed.append(field.name)
+            else:
+                entry["default"] = field.default
+            properties[field.name] = entry
         schemas.append({"type": "object", "properties": properties, "required": needed, "additionalProperties": False})
     return schemas
 

@@ -30,7 +30,13 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, Problem, num_pairs, selected_attention
 from longstride.kernels.patterns import Dense, Local, Pattern
 from longstride.kernels.selections import Part, Selection
-from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys, check_key_value_heads
+from longstride.sparse_model.mixers.attention import (
+    ALL_HEADS,
+    KEY_VALUE_HEADS,
+    Attention,
+    OfQueriesAndKeys,
+    check_key_value_heads,
+)
 from longstride.sparse_model.mixers.cache import KeptRows
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Mixed, Work
@@ -46,12 +52,19 @@ SCORES_IN_WORK = 1 << 22  # of the ramp, at once: in fp32 16 MiB
 class AdaptiveSpanConfig(OfQueriesAndKeys, StrictModel):
     """Adaptive spans as the configuration asks for them."""
 
-    type: Literal["adaptive_span"]
-    ramp: Annotated[int, Field(ge=2, le=MOST_RAMP)] = 32  # the paper's R; of 1, a whole span would have no slope
-    penalty: Annotated[float, Field(ge=0)]  # the paper's λ: nats that a position of the mean span costs
-    initial: Annotated[float, Field(ge=0)] = 0.0  # span of every head before training
-    limit: Annotated[int, POSITIVE] | None = None  # the most that a span becomes; null: the context
-    key_value_heads: Annotated[int, POSITIVE] | None = None  # null: as many as heads
+    type: Literal["adaptive_span"] = Field(description="each head learns how far it reads")
+    ramp: int = Field(  # of 1, a whole span would have no slope
+        default=32,
+        ge=2,
+        le=MOST_RAMP,
+        description="positions behind the span where attention fades; the paper's R",
+    )
+    penalty: float = Field(ge=0, description="nats that a position of the mean span costs; the paper's λ")
+    initial: float = Field(default=0.0, ge=0, description="span of every head before training, in positions")
+    limit: Annotated[int, POSITIVE] | None = Field(
+        default=None, description="the most that a span becomes, in positions; null: the context"
+    )
+    key_value_heads: Annotated[int, POSITIVE] | None = Field(default=None, description=KEY_VALUE_HEADS)
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError where spans cannot be as long as they are to be, or heads do not share keys evenly."""

@@ -26,6 +26,7 @@ from longstride.sparse_model.part import HeadWidths, Mixed, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 
 ALL_HEADS = slice(None)
+KEY_VALUE_HEADS = "heads of keys and values, each for a group of heads of queries; a divisor of heads; null: as many"
 
 
 class OfQueriesAndKeys:
@@ -265,6 +266,16 @@ class Attention(nn.Module):
     def num_pairs(self, positions: int) -> int:
         """Pairs of a query and a key, in all heads together; the most there can be where the data decide."""
         return sum(count * num_pairs(pattern, positions) for pattern, count in Counter(self.patterns).items())
+
+    def visited_pairs(self, positions: int, like: Tensor) -> int:
+        """``num_pairs``, with those that kernels compute and mask, for tensors of this one's dtype on its device.
+
+        Of heads whose keys the data choose, ``num_pairs``.
+        """
+        if type(self).attend is not Attention.attend:
+            return self.num_pairs(positions)
+        rows, counts = like.new_empty(0, self.widths[0] // self.heads), Counter(self.patterns)
+        return sum(count * num_pairs(each, positions, rows, self.backend) for each, count in counts.items())
 
     def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
         """Which positions a head reads in one context, q and k as ``heads_of`` has them: (P,) int64 to (P, N) bool."""

@@ -29,13 +29,19 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, allowed_keys
 from longstride.kernels.patterns import Pattern, pattern_from_json, pattern_to_json
 from longstride.kernels.selections import pattern_parts
-from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys, check_key_value_heads
+from longstride.sparse_model.mixers.attention import (
+    ALL_HEADS,
+    KEY_VALUE_HEADS,
+    Attention,
+    OfQueriesAndKeys,
+    check_key_value_heads,
+)
 from longstride.sparse_model.mixers.cache import KeptRows
 from longstride.sparse_model.mixers.synthesizer import PATTERN_SCHEMA, one_pattern
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
@@ -56,9 +62,11 @@ LEAST_EXCESS = 2.0**-20  # of α over 1: nearer to softmax than fp32 tells
 class EntmaxConfig(OfQueriesAndKeys, StrictModel):
     """Adaptively sparse attention as the configuration asks for it."""
 
-    type: Literal["entmax"]
-    pattern: Annotated[Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA)]  # its factors merged
-    key_value_heads: Annotated[int, POSITIVE] | None = None  # null: as many as heads
+    type: Literal["entmax"] = Field(description="adaptively sparse attention: α-entmax in the place of softmax")
+    pattern: Annotated[Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA)] = Field(
+        description="what may be read: a pattern, its factors merged"
+    )
+    key_value_heads: Annotated[int, POSITIVE] | None = Field(default=None, description=KEY_VALUE_HEADS)
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError where the pattern does not fit the context, its rows are long, or heads do not fit."""

@@ -41,10 +41,12 @@ MOST_ROUNDS = 128
 class LshConfig(OfQueriesAndKeys, StrictModel):
     """Attention by hashing as the configuration asks for it."""
 
-    type: Literal["lsh"]
-    buckets: Annotated[int, POSITIVE]  # of a round: an even number, or one
-    rounds: Annotated[int, Field(gt=0, le=MOST_ROUNDS)] = 1
-    chunk: Annotated[int, POSITIVE]  # members of a bucket: a query reads its own chunk and the one before
+    type: Literal["lsh"] = Field(description="attention among positions that fall into one bucket of a hash")
+    buckets: Annotated[int, POSITIVE] = Field(description="of a round: an even number, or one")
+    rounds: int = Field(default=1, gt=0, le=MOST_ROUNDS, description="hashes, each with buckets of its own")
+    chunk: Annotated[int, POSITIVE] = Field(
+        description="members of a bucket: a query reads its own chunk and the one before"
+    )
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError where its numbers or the network's options do not go together."""

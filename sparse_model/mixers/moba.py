@@ -13,12 +13,19 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from longstride.kernels import ConfigError, attend_listed, selected_attention
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import chosen_blocks
-from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys, check_key_value_heads
+from longstride.sparse_model.mixers.attention import (
+    ALL_HEADS,
+    KEY_VALUE_HEADS,
+    Attention,
+    OfQueriesAndKeys,
+    check_key_value_heads,
+)
 from longstride.sparse_model.mixers.cache import KeptRows
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Work
@@ -32,10 +39,10 @@ SCORES = 1 << 24  # of queries and blocks at once, in all heads
 class MobaConfig(OfQueriesAndKeys, StrictModel):
     """Attention to the own block and to the best of those before it."""
 
-    type: Literal["moba"]
-    block: Annotated[int, POSITIVE]  # positions; the last block of a context may be shorter
-    top: Annotated[int, POSITIVE]  # blocks that a query reads, its own one counted, as the paper does
-    key_value_heads: Annotated[int, POSITIVE] | None = None  # null: as many as heads
+    type: Literal["moba"] = Field(description="attention to the own block and to the best of those before it")
+    block: Annotated[int, POSITIVE] = Field(description="positions; the last block of a context may be shorter")
+    top: Annotated[int, POSITIVE] = Field(description="blocks that a query reads, its own one counted")
+    key_value_heads: Annotated[int, POSITIVE] | None = Field(default=None, description=KEY_VALUE_HEADS)
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError where the model's context has fewer blocks, or heads do not share keys evenly."""

@@ -57,21 +57,24 @@ _MASK = (1 << 32) - 1  # of hashes
 class LocalHeads(StrictModel):
     """Heads beside the routed ones that read the last positions."""
 
-    heads: Annotated[int, POSITIVE]
-    window: Annotated[int, POSITIVE]
+    heads: Annotated[int, POSITIVE] = Field(description="that read the last positions; the others are routed")
+    window: Annotated[int, POSITIVE] = Field(description="keys, the query itself among them")
 
 
 class RoutingConfig(OfQueriesAndKeys, StrictModel):
     """Routing attention as the configuration asks for it."""
 
-    type: Literal["routing"]
-    clusters: Annotated[int, POSITIVE]  # the paper's k; about the root of the context
-    window: Annotated[int, POSITIVE]  # keys that a query of a routed head reads at most
-    local: LocalHeads | None = None  # null: all heads are routed
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999  # λ
-    # "random": clusters by a hash of the position, which content cannot change: the paper's control.
-    keys: Literal["routed", "random"] = "routed"
-    shared_query_key: bool = True  # queries of routed heads are their keys
+    type: Literal["routing"] = Field(description="attention among positions of one cluster, which content decides")
+    clusters: Annotated[int, POSITIVE] = Field(description="of positions; about the root of the context; the paper's k")
+    window: Annotated[int, POSITIVE] = Field(description="keys that a query of a routed head reads at most")
+    local: LocalHeads | None = Field(
+        default=None, description="heads that read the last positions; null: all heads are routed"
+    )
+    decay: float = Field(default=0.999, gt=0, lt=1, description="of the clusters' moving means; the paper's λ")
+    keys: Literal["routed", "random"] = Field(
+        default="routed", description="random: clusters by a hash of the position, the paper's control"
+    )
+    shared_query_key: bool = Field(default=True, description="queries of routed heads are their keys")
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError where the heads or the network's options do not go together."""

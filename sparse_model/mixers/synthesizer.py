@@ -83,7 +83,13 @@ _OF_KINDS = {"enum": list(KINDS)}
 _KIND_SCHEMA: dict[str, Any] = {"anyOf": [_OF_KINDS, {"type": "array", "items": _OF_KINDS, "minItems": 1}]}
 PATTERN_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        {"type": "object", "properties": {"type": {"enum": list(PATTERNS)}}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"enum": list(PATTERNS), "description": "of the pattern, whose keys stand beside it"}
+            },
+            "required": ["type"],
+        },
         {"type": "null"},
     ]
 }
@@ -92,17 +98,22 @@ PATTERN_SCHEMA: dict[str, Any] = {
 class SynthesizerConfig(StrictModel):
     """A synthesizer as the configuration asks for it."""
 
-    type: Literal["synthesizer"]
-    # Of scores: one, or those that are mixed.
-    kind: Annotated[Any, BeforeValidator(_kinds), WithJsonSchema(_KIND_SCHEMA)]
-    hidden: Annotated[int, POSITIVE] | None = None  # channels a head of a dense kind; null: those of its values
-    rank: Annotated[int, POSITIVE] | None = None  # of factorized_random; null: 8, the paper's
-    blocks: Annotated[int, POSITIVE] | None = None  # the paper's a; null: the divisor of N nearest to its root
-    fixed: bool = False  # random tables stay as they were drawn
-    # Which keys a query may read; null: all before it.
-    pattern: Annotated[
-        Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA), Field(validate_default=True)
-    ] = None
+    type: Literal["synthesizer"] = Field(description="scores without products of queries and keys (Tay et al. 2020)")
+    kind: Annotated[Any, BeforeValidator(_kinds), WithJsonSchema(_KIND_SCHEMA)] = Field(
+        description="of scores: one, or a list of those that are mixed"
+    )
+    hidden: Annotated[int, POSITIVE] | None = Field(
+        default=None, description="channels inside a head of a dense kind; null: those of its values"
+    )
+    rank: Annotated[int, POSITIVE] | None = Field(default=None, description="of factorized_random; null: the paper's 8")
+    blocks: Annotated[int, POSITIVE] | None = Field(
+        default=None,
+        description="of factorized_dense, the paper's a; null: the divisor of the context nearest to its root",
+    )
+    fixed: bool = Field(default=False, description="random tables stay as they were drawn")
+    pattern: Annotated[Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA)] = Field(
+        default=None, validate_default=True, description="which keys a query may read; null: all before it"
+    )
 
     @property
     def has_queries(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import recipe
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 
 
 def test_every_row_is_a_configuration() -> None:

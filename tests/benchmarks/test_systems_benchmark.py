@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from benchmarks import recipe, systems
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 
 
 def test_every_row_is_a_configuration_of_its_own() -> None:

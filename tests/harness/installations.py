@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.harness.runs import ROOT
 
 ROOMS = ("kernels", "sparse_model", "data_pipelines", "launcher", "ds_configs")
+BUILD = "from setuptools import build_meta; import sys; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 # Imports `kernels` first, and notes at the end whose that still is, and which files stand under several names.
 WATCH = """
 import atexit, json, os, sys, tempfile
@@ -57,10 +58,14 @@ class Installation:
         (found,) = self.prefix.glob("lib/python*/site-packages")
         return found
 
+    def environment(self) -> dict[str, str]:
+        """What its programs find in their environment: itself first, and nothing of the tests' own."""
+        kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
+        return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{self.prefix / 'bin'}:{os.environ['PATH']}"}
+
     def run(self, *command: object, **variables: str) -> bytes:
         """Standard output of a program, which must succeed."""
-        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
-        environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{self.prefix / 'bin'}:{os.environ['PATH']}", **variables}
+        environment = {**self.environment(), **variables}
         words = [str(word) for word in command]
         done = subprocess.run(words, cwd=self.folder, env=environment, capture_output=True, timeout=300)
         assert done.returncode == 0, f"{words}\n{done.stdout.decode(errors='replace')}{done.stderr.decode()}"
@@ -110,6 +115,14 @@ def copy_checkout(target: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, target)
     return target
+
+
+def built(hook: str, source: Path, target: Path) -> Path:
+    """The one file that a build hook of the project (PEP 517) makes."""
+    target.mkdir(exist_ok=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", BUILD, hook, str(target)], cwd=source, check=True)
+    (made,) = (path for path in target.iterdir() if path.is_file())
+    return made
 
 
 def foreign_kernels(packages: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-UNEQUAL = ("seconds", "tokens_per_second")  # of two equal runs
+UNEQUAL = ("seconds", "tokens_per_second", "mfu", "mfu_dense_equivalent", "peak_memory_bytes")  # of two equal runs
 
 
 def configuration(data: Path, output: Path) -> dict[str, Any]:

@@ -42,6 +42,7 @@ VERBS = {
     "compress": Verb("compress {given}/short --model {given}/model --output {place}/made.lsz", ("made.lsz",)),
     "decompress": Verb("decompress {given}/short.lsz --model {given}/model --output {place}/made", ("made",)),
     "show": Verb("show pattern demo --output {place}/made.png", ("made.png",)),
+    "report": Verb("report {trained} --quick --output {place}/made.html", ("made.html",)),
     "slurm": Verb(
         "slurm --config demo --nodes 2 --processes-per-node 1 --time 1:00:00 --output-dir {place}/made --job-name job",
         ("made/job.sbatch",),

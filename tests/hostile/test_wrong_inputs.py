@@ -23,7 +23,7 @@ WRONG: list[tuple[str, str]] = [
     ("data", "no verb data; there is data build"),
     ("data biuld text", "no verb data biuld; there is data build"),
     ("--resume auto", "no verb --resume"),
-    ("plan", "the following arguments are required: CONFIG, path.to.key=value; `longstride plan --help`"),
+    ("plan", "the following arguments are required: CONFIG; `longstride plan --help`"),
     ("train", "the following arguments are required: --config; `longstride train --help` tells the options"),
     ("train run.json", "the following arguments are required: --config; `longstride train --help` tells the"),
     ("train --config", "argument --config: expected one argument; `longstride train --help` tells the"),
@@ -61,6 +61,12 @@ WRONG: list[tuple[str, str]] = [
     ("evaluate run --split test", "/manifest.json: no split 'test'; it holds train, validation"),
     ("evaluate run --data missing", "missing: no such folder; build one with `longstride data build`"),
     ("evaluate run --data run", "run: lacks manifest.json, so it is no data folder; `longstride data build`"),
+    ("report missing --output new.html", "missing: there is no such folder; such as runs/demo"),
+    ("report data --output new.html", "data: holds no run: it has no metrics.jsonl"),
+    ("report run run/. --output new.html", "run: is named twice; name each run once"),
+    ("report run --output text", "--output=text: exists already; nothing is overwritten"),
+    ("report run --output new.png", "--output=new.png: must be a .html in a folder that exists"),
+    ("report run --output new.html --positions noise", "--positions=noise: must be a JSON file that"),
     ("export missing --output new", "missing: no such run folder"),
     ("export model --output new", "model/checkpoints: no checkpoint; whole ones: none"),
     ("export run --output model", "--output=model: exists already; nothing is overwritten"),
@@ -249,3 +255,31 @@ def test_a_locale_of_ascii_alone_takes_every_line(place: Path) -> None:
         ended = subprocess.run([*command, *words], cwd=place, env=environment, capture_output=True, timeout=60)
         assert ended.returncode == code and b"Traceback" not in ended.stderr, ended.stderr
     assert ended.stdout.isascii()
+
+
+@pytest.mark.parametrize("words", ["plan run.json", "train --config run.json", "serve model"])
+def test_a_removed_working_directory_is_told(place: Path, tmp_path: Path, words: str) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m longstride.launcher.cli {words}"
+    environment = {**plain_environment(), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    line = "longstride: error: the working directory has been removed; change to one that is there\n"
+    assert (ended.returncode, ended.stderr) == (2, line)
+
+
+def test_a_limit_on_file_sizes_is_told(place: Path, tmp_path: Path) -> None:
+    command = (
+        f"exec {sys.executable} -m longstride.launcher.cli train --config run.json train.output={tmp_path / 'run'}"
+    )
+    environment = {**plain_environment(), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        ["bash", "-c", f"ulimit -f 1; {command}"],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "raise the limit on file sizes" in ended.stderr and "Traceback" not in ended.stderr

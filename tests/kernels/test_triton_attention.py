@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.kernels import ConfigError, selected_attention, sparse_attention
+from longstride.kernels import ConfigError, num_pairs, selected_attention, sparse_attention
 from longstride.kernels.attention import head_patterns
 from longstride.kernels.backends import triton as backend
 from longstride.kernels.backends.triton import call, configurations, launch, selected
@@ -19,7 +19,7 @@ from longstride.kernels.backends.triton.call import boxes, describable
 from longstride.kernels.backends.triton.packing import Shape as Shape_
 from longstride.kernels.backends.triton.packing import groups
 from longstride.kernels.patterns import BigBird, Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
-from longstride.kernels.plan import Side
+from longstride.kernels.plan import Side, edge_of
 from longstride.kernels.selections import Selection, recent_members
 from tests.harness.backends import DEVICES, WITH_TRITON, repeats, use_tiles
 from tests.harness.oracles import (
@@ -364,3 +364,27 @@ def test_triton_is_not_imported_where_it_is_missing(monkeypatch: pytest.MonkeyPa
 
 def _without_interpreter() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+@pytest.mark.parametrize("pattern", [Local(16), Strided(8), Fixed(16, 4), Dense()], ids=repr)
+def test_visited_pairs_are_the_tiles_of_the_forward_passes(pattern: Pattern) -> None:
+    """Counted anew, from the bounds of each tile of rows: all columns from the first that one reads to the last."""
+    context, like = 96, torch.empty(0, 16, device=DEVICES["triton"])
+    rows = like.new_empty(1, 1, context, 16)
+    made = call.Call(rows, rows, (pattern,))
+    visited = 0
+    for group, choice in zip(
+        groups((pattern,), context, "queries", "all"), made.choices("forward", "all"), strict=True
+    ):
+        rows_of_tile, columns_of_tile = choice.configuration.tile_sizes("queries")
+        for one in group[0]:
+            if choice.closed:  # a square for the runs that fit into it
+                visited += -(-one.num_rows // edge_of(one, columns_of_tile)) * columns_of_tile**2
+                continue
+            edge = edge_of(one, rows_of_tile) if choice.aligned else rows_of_tile
+            for first in range(0, one.num_rows, edge):
+                last = min(first + edge, one.num_rows) - 1
+                width = int(one.intervals.high[last]) - int(one.intervals.low[first])
+                visited += -(-max(0, width) // columns_of_tile) * columns_of_tile * rows_of_tile
+    found = num_pairs(pattern, context, like, "triton")
+    assert found == visited >= num_pairs(pattern, context)

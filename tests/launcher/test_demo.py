@@ -10,7 +10,8 @@ import pytest
 
 from longstride.data_pipelines.building.build import build
 from longstride.launcher import demo
-from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, load_config
+from longstride.launcher.config import load_config
+from longstride.launcher.config.extending import DEEPSPEED_CONFIGS
 
 
 @pytest.mark.parametrize("path", sorted((DEEPSPEED_CONFIGS / "experiments").glob("*.json")), ids=lambda path: path.stem)
@@ -58,3 +59,11 @@ def test_xz_that_has_read_the_train_split_needs_less(tmp_path: Path) -> None:
     alone = 8 * len(lzma.compress(demo.content(tmp_path / "data", "validation"), preset=9))
     held_out = len(demo.content(tmp_path / "data", "validation"))
     assert demo.xz_that_has_read(tmp_path / "data") < 0.5 * alone / held_out
+
+
+def test_samples_on_the_way_are_shown_behind_their_prompt(tmp_path: Path) -> None:
+    for step, text in ((430, "return 1\n" * 9), (215, "x\x07y")):
+        (tmp_path / f"step-{step:08d}.txt").write_text(demo.PROMPT + text)
+    lines = demo.samples_on_the_way(tmp_path)
+    assert lines[:3] == ["  step 215:", "      | x\ufffdy", "  step 430:"]
+    assert lines[3:] == ["      | return 1"] * 6

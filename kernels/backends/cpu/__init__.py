@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from longstride.kernels.backends.cpu import attention, selected
-from longstride.kernels.backends.cpu.attention import why_not
+from longstride.kernels.backends.cpu.attention import visited_pairs, why_not
 from longstride.kernels.backends.cpu.decode import PreparedCache
 from longstride.kernels.nonfinite import backward_apart, forward_apart
 from longstride.kernels.patterns import Pattern

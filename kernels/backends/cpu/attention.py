@@ -32,11 +32,20 @@ from longstride.kernels.backends.cpu.slabs import (
     slabs_of,
 )
 from longstride.kernels.patterns import Pattern, PatternPart
+from longstride.kernels.plan import num_pairs
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Reads CPU memory."""
     return None if q.device.type == "cpu" else f"it needs CPU tensors, not {q.device}"
+
+
+def visited_pairs(q: Tensor, pattern: Pattern) -> int:
+    """Pairs whose scores a head like (B, H, N, D) computes, masked ones included."""
+    context = q.shape[2]
+    if dense.fits(q, q, (pattern,)):  # torch does not tell the tiles of its kernel
+        return num_pairs(pattern, context)
+    return sum(chunked(part, context).num_pairs() for part in pattern.parts())
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:

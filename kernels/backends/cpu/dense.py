@@ -17,12 +17,19 @@ from longstride.kernels.plan import num_pairs
 def serves(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> bool:
     """Whether torch's kernel computes this call, and not slower than chunks do."""
     return (
+        q.numel() > 0
+        and scale > 0  # it masks before it scales
+        and fits(q, v, patterns)
+        and bool((q.sum() + k.sum()).isfinite())  # it hides from ``nonfinite`` a row whose scores are all -inf
+    )
+
+
+def fits(q: Tensor, v: Tensor, patterns: tuple[Pattern, ...]) -> bool:
+    """Whether torch's kernel is the one for such shapes, dtypes and patterns, whatever the tensors hold."""
+    return (
         q.dtype in (torch.float32, torch.float64)
         and q.shape == v.shape  # of one width and as many heads, which that kernel asks for
-        and q.numel() > 0
-        and scale > 0  # it masks before it scales
         and all(_reads_all(pattern, q.shape[2]) for pattern in dict.fromkeys(patterns))
-        and bool((q.sum() + k.sum()).isfinite())  # it hides from ``nonfinite`` a row whose scores are all -inf
     )
 
 

@@ -44,6 +44,13 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
+def visited_pairs(q: Tensor, pattern: Pattern) -> int:
+    """Pairs in the tiles that the forward kernels visit for a head like (B, 1, N, D)."""
+    from longstride.kernels.backends.triton.call import Call
+
+    return sum(choice.pairs for choice in Call(q, q, (pattern,)).choices("forward", "all"))
+
+
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """``launch.forward``."""
     from longstride.kernels.backends.triton.launch import forward

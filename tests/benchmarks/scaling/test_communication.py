@@ -15,7 +15,7 @@ from benchmarks.scaling.zero_communication import Run
 from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Column, Local
 from longstride.kernels.selections import rows_sent
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 
 
 def held(found: list[dict[str, Any]], ranks: int, folder: Path, fake: bool = False) -> None:

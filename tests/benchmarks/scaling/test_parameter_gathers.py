@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.scaling.parameter_gathers import FETCH, Limits, counts, gathers, persistent, rehearse, trace
-from longstride.launcher.config.run_config import load_config
+from longstride.launcher.config import load_config
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.scaling import scaling
 from benchmarks.scaling.scaling import Links, largest, main, read_options, scale
-from longstride.launcher.config.run_config import load_config
+from longstride.launcher.config import load_config
 
 
 def test_a_run_is_scaled_and_told(capsys: pytest.CaptureFixture[str]) -> None:

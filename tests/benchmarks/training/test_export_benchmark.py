@@ -34,7 +34,7 @@ def test_small_run_is_saved_exported_and_measured(tmp_path: Path) -> None:
     assert [(row["dtype"], row["shard_size"], row["checked"]) for row in found["cases"]] == list(export.CASES)
     for row in found["cases"]:
         assert 0 < row["start_private_bytes"] < row["peak_private_bytes"] < row["peak_resident_bytes"]
-        assert row["seen"].startswith("probe: ") and row["checked"] == ("trainer's" in row["seen"])
+        assert row["seen"].startswith("probe") and row["checked"] == ("trainer's" in row["seen"])
     with pytest.raises(SystemExit):
         export.read_options(["--output", str(output)])
 

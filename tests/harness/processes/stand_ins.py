@@ -61,12 +61,15 @@ def rank(folder: Path) -> int:
     stop = StopFlag()
     stop.listen()
     stop.add_source(LauncherGone(os.environ))
+    file = StopFile(folder / ".stop-token")
     if os.environ["RANK"] == "0":
-        stop.add_source(StopFile(folder / ".stop-token"))
+        stop.add_source(file)
     worker = subprocess.Popen(command("worker", folder), stdout=subprocess.PIPE)
     assert worker.stdout is not None
     worker.stdout.read(1)
     with stop.handled():
+        if os.environ["RANK"] == "0" and "UNBEGUN" not in os.environ:
+            file.mark_begun()
         with (folder / "marks").open("a") as marks:
             marks.write(f"rank {os.environ['RANK']}\n")
         while stop.reason is None and not (folder / "done").exists():

@@ -23,7 +23,7 @@ from longstride.launcher.checkpoints.checkpoint import (
 )
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_json, write_manifest
 from longstride.launcher.checkpoints.saving import _Save
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import Run
 from longstride.launcher.data.run_data import RunData
 from longstride.launcher.output.messages import AgreedError

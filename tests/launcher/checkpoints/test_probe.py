@@ -16,7 +16,7 @@ from torch import Tensor
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import FORMAT_VERSION, CheckpointManifest
 from longstride.launcher.checkpoints.probe import PROBE, take_probe
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import SparseTransformer

@@ -19,7 +19,7 @@ from longstride.launcher.checkpoints.manifest import read_manifest
 from longstride.launcher.checkpoints.restoring import load_universal
 from longstride.launcher.checkpoints.saved_state import MASTER, SavedState
 from longstride.launcher.checkpoints.universal import ready_universal
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.engine import states
 from longstride.launcher.models import AVERAGE
 from longstride.launcher.ranks.processes import Ranks

@@ -29,7 +29,7 @@ from longstride.launcher.checkpoints.saving import (
     universal_folder,
 )
 from longstride.launcher.checkpoints.scores import Score, known_scores, ranked
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 from longstride.launcher.output.file_names import CHECKPOINTS
 from tests.harness.runs import configuration
 

@@ -18,8 +18,8 @@ from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_manifest
 from longstride.launcher.checkpoints.pickles import foreign_content_refused, read_pickle, unsafe_content, write_pickle
-from longstride.launcher.cluster import start
 from longstride.launcher.cluster.launchers import launcher_command
+from longstride.launcher.options.training import add_train_arguments
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.output.file_names import LOCK
 from longstride.launcher.output.messages import AgreedError, mistake
@@ -200,7 +200,7 @@ def test_option_is_asked_of_pictures_that_read_a_checkpoint(tmp_path: Path, caps
 
 def test_option_reaches_every_rank() -> None:
     parser = argparse.ArgumentParser()
-    start.add_arguments(parser)
+    add_train_arguments(parser)
     words = ["--config", "paper_small", "--resume", "auto", "train.steps=3"]
     for given in ([], ["--trust-checkpoint"]):
         command = launcher_command(parser.parse_intermixed_args([*words, *given]), "auto", 2)

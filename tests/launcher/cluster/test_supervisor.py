@@ -40,6 +40,20 @@ def test_stop_is_handed_on_and_everything_ends(tmp_path: Path, number: signal.Si
     assert not (tmp_path / ".stop-token").exists()
 
 
+def test_stop_before_the_first_step_ends_everything_at_once(tmp_path: Path) -> None:
+    """Ranks that import and compile hear no wish, and have nothing to save."""
+    with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path, {"UNBEGUN": "1"}) as going:
+        assert going.wait_for(2)
+        since = time.monotonic()
+        going.process.send_signal(signal.SIGINT)
+        assert going.end() == exit_codes.REQUEUE, going.output
+        assert time.monotonic() - since < 3.0 + _END_SECONDS / 10
+        assert not going.processes()
+        assert "stopped before the first step" in going.output
+    assert not list(tmp_path.glob("saved-*"))
+    assert not list(tmp_path.glob(".stop*"))
+
+
 def test_second_signal_leaves_at_once(tmp_path: Path) -> None:
     command = [sys.executable, str(_STAND_INS), "parent", str(tmp_path)]
     with tended(command, tmp_path, {"SAVE_SECONDS": "600"}) as going:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from longstride.kernels import ConfigError
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.config.deepspeed_keys import KNOWN, OWNED
-from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, RunConfig, load_config
+from longstride.launcher.config.extending import DEEPSPEED_CONFIGS
 from tests.harness.runs import configuration
 
 
@@ -73,6 +74,46 @@ def test_wrong_field_is_named_with_its_rule(path: Path, override: str, line: str
         assert lines[0].startswith("deepspeed.elasticity: unknown key;")
     else:
         assert lines == [line]
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("learning_rate=3", "did you mean train.learning_rate"),
+        ("learning_rat=3", "did you mean train.learning_rate"),
+        ("train.rotary=true", "did you mean model.rotary"),
+        ("model.momentum=0.5", "did you mean train.optimizer.momentum"),
+        ("gradient_clipping=1", "did you mean deepspeed.gradient_clipping"),
+        ("heads=2", "did you mean model.heads or model.attention.heads or model.attention.local.heads"),
+        ("train.stepz=2", "nearest steps"),
+        ("nothing_like_it=2", "known: model, data, train, deepspeed, notes"),
+    ],
+)
+def test_a_key_at_the_wrong_place_is_led_to_its_own(path: Path, override: str, rule: str) -> None:
+    assert refused(path, override) == [f"{override.partition('=')[0]}: unknown key; {rule}"]
+
+
+def test_fewer_steps_on_the_command_line_shorten_a_files_warm_up(path: Path) -> None:
+    def warm_up(*overrides: str) -> tuple[int, list[str]]:
+        told: list[str] = []
+        return load_config(path, overrides, told.append).train.warmup_steps, told
+
+    content = json.loads(path.read_text())
+    content["train"] |= {"steps": 100, "warmup_steps": 50}
+    path.write_text(json.dumps(content))
+    rule = "in proportion to train.steps=6; give it too for another"
+    assert warm_up("train.steps=6") == (3, [f"train.warmup_steps=50: becomes 3, {rule}"])
+    assert warm_up("train.steps=50") == (50, [])
+    assert warm_up("train.steps=6", "train.warmup_steps=2") == (2, [])
+    assert refused(path, "train.steps=6", "train.warmup_steps=7") == ["train.warmup_steps=7: must be at most steps 6"]
+    assert refused(path, "train.steps=0")[0] == "train.steps=0: must be greater than 0"
+    content["train"] |= {"epochs": content["train"].pop("steps")}  # of which nobody knows yet how many steps they are
+    path.write_text(json.dumps(content))
+    assert warm_up("train.steps=20")[0] == 2
+    content["train"] |= {"steps": 40, "epochs": None}
+    path.write_text(json.dumps(content))
+    assert refused(path, "train.steps=6") == ["train.warmup_steps=50: must be at most steps 6"]
+    assert refused(path) == ["train.warmup_steps=50: must be at most steps 40"]
 
 
 def test_every_wrong_field_is_told_at_once(path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from longstride.kernels.patterns import Column, Dense, Fixed, Local, Strided
-from longstride.launcher.config.run_config import EXPERIMENTS, RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
+from longstride.launcher.config.extending import EXPERIMENTS
 from longstride.launcher.engine.build import check_section
-from longstride.launcher.planning.costs import dense_pairs, parameter_parts, states, work
-from longstride.launcher.planning.costs import step_flops
+from longstride.launcher.planning.costs import dense_pairs, parameter_parts, states, step_flops, work
 from longstride.launcher.planning.plan import run_length
 from longstride.launcher.planning.rehearsal import activations
 from longstride.sparse_model import SparseTransformer

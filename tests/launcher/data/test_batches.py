@@ -14,7 +14,7 @@ import torch
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.data_pipelines.order.workers import LostWorkerError
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run_data import RunData, together, within_vocabulary
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks

@@ -41,6 +41,15 @@ SET = ["--output", "data", "--dataset", "text8"]
         ([*LATER, "--exclude", "d0/"], "--exclude=d0/: must be a plain name, such as d0"),
         ([*LATER, "--suffix", "*.txt"], "--suffix=*.txt: must begin with a dot, such as .txt"),
         ([*LATER, "--suffix", ".a.txt.gz"], "--suffix=.a.txt.gz: must be what a name ends in from its last dot"),
+        (
+            [*LATER, "--suffix", ".c", "--all-files"],
+            "--suffix=.c: --all-files takes files of any name; leave one of the",
+        ),
+        ([*SET, "--all-files"], "--all-files: goes without --dataset, which has its own; leave it out"),
+        (
+            [*LATER, "--modality", "image"],
+            "texts: no file to take (suffixes: .bmp .jpeg .jpg .png .ppm .webp .BMP .JPEG ",
+        ),
         ([*LATER, "--field", "text"], "texts: no file to take (suffixes: .jsonl .jsonl.bz2 .jsonl.gz .jsonl.xz .jsonl"),
         (["texts/1.txt", "--output", "data", "--field", "text"], "texts/1.txt:1: is a number, and no object; --field "),
         ([*LATER, "--field", "text", "--raw"], "--field=text: reads what a file holds, and raw takes its bytes; leave"),
@@ -168,3 +177,21 @@ def test_what_a_url_has_of_secrets_is_not_printed(
         assert cli.main(["data", "show", location, "--split", "test"]) == 2
     printed = "".join(capsys.readouterr())
     assert "whole" in printed and "no split 'test'" in printed and "secret" not in printed
+
+
+def test_files_that_are_left_out_are_counted_by_suffix(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.rs", "b.rs", "c.png", "d.JPG", "e.mp3", "f.jsonl", "Makefile", ".hidden.rs", "g.\x1b[31m"):
+        (texts / "texts" / name).write_text("x")
+    assert cli.main(["data", "build", *LATER, "--exclude", "e.mp3"]) == 0
+    first, made = capsys.readouterr().err.splitlines()
+    assert first == (
+        "longstride: left out 7 of 27 files: 2 .rs, 1 .?[31m, 1 .JPG, 1 .jsonl, 2 others; --all-files takes them, "
+        "--modality image takes pictures (2), --field NAME takes the records of JSON Lines and Parquet"
+    )
+    assert made.startswith("data: train ")
+    assert cli.main(["data", "build", "texts", "--output", "rust", "--suffix", ".rs"]) == 0
+    assert "--all-files" not in capsys.readouterr().err
+    for name in ("c.png", "d.JPG"):
+        (texts / "texts" / name).write_bytes(b"any bytes")
+    assert cli.main(["data", "build", "texts", "--output", "all", "--all-files"]) == 0
+    assert "left out" not in capsys.readouterr().err

@@ -12,8 +12,7 @@ from longstride.kernels.errors import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import CheckpointManifest
-from longstride.launcher.config import load_config
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run_data import RunData
 from longstride.launcher.models.model_data import ModelData
 from longstride.launcher.output.exit_codes import WRONG_INPUT

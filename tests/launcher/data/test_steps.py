@@ -10,8 +10,8 @@ import pytest
 from longstride.data_pipelines.shards.reading import DataFolder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
+from longstride.launcher.config import TrainConfig, find_config, load_config
 from longstride.launcher.config.json_file import load_json_object
-from longstride.launcher.config.run_config import TrainConfig, find_config, load_config
 from longstride.launcher.data.run import Run, resolve_steps, steps_of
 from longstride.launcher.data.run_data import RunData
 from longstride.launcher.ranks.processes import Ranks

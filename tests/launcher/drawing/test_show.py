@@ -20,10 +20,21 @@ def test_loss_picture_has_a_line_for_each_split(tmp_path: Path) -> None:
     lines = [{"step": s, "split": "train", "bits_per_byte": 8.0 - s} for s in range(4)]
     lines.append({"step": 3, "split": "validation", "bits_per_byte": 5.5})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    train, mean, validation = draw_loss(tmp_path).axes[0].lines
+    axis = draw_loss(tmp_path).axes[0]
+    train, validation = axis.lines  # of so few steps there is no running mean
     assert np.array_equal(train.get_ydata(), [8.0, 7.0, 6.0, 5.0])
-    assert mean.get_label() == "train, running mean"
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["train", "validation"]
     assert (validation.get_label(), list(validation.get_xdata())) == ("validation", [3])
+    assert axis.get_title() == f"{tmp_path.name} · validation 5.500 at step 3" and axis.get_yscale() == "linear"
+
+
+def test_loss_of_many_steps_has_a_running_mean_that_the_legend_tells(tmp_path: Path) -> None:
+    lines = [{"step": s, "split": "train", "bits_per_byte": 8.0 / (1 + s)} for s in range(160)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    axis = draw_loss(tmp_path).axes[0]
+    _, mean = axis.lines
+    assert mean.get_label() == "train, mean of 4 lines" and axis.get_yscale() == "log"
+    assert mean.get_ydata()[5] == pytest.approx(sum(8.0 / (1 + s) for s in range(2, 6)) / 4)
 
 
 def test_running_mean_covers_what_there_is() -> None:

@@ -50,9 +50,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_texts_are_printed_under_their_names(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "show", str(folders / "text"), "--count", "2", "--split", "validation"]) == 0
     out = capsys.readouterr().out
-    for key, content, _, _ in sample_documents(folders / "text", "validation", 2):
-        shard = key.rpartition("-")[0]
-        assert f"=== {key}.txt of {shard}.tar: {len(content):,} bytes ===\n{content.tobytes().decode()}\n" in out
+    for key, content, _, place, source in sample_documents(folders / "text", "validation", 2):
+        assert place == f"{key}.txt of {key.rpartition('-')[0]}.tar" and source is not None
+        assert f"=== {place}, from {source}: {len(content):,} bytes ===\n{content.tobytes().decode()}\n" in out
     assert out.count("===") == 4
 
 
@@ -110,8 +110,12 @@ def test_pictures_are_drawn_in_their_colours(folders: Path) -> None:
 def test_sounds_are_drawn_over_their_seconds(folders: Path) -> None:
     samples = list(sample_documents(folders / "audio", "train", 10))
     figure = draw_samples(samples, "audio", "all")
+    longest = max(len(sample.content) for sample in samples)
     for axis, sample in zip(figure.axes, samples, strict=True):
-        assert axis.get_xlim() == (0, len(sample.content) / 1000)
+        assert axis.get_xlim() == (0, longest / 1000)  # one axis for all, so that lengths can be compared
+        drawn = [*axis.lines[1:], *axis.collections][0]
+        points = drawn.get_xydata() if hasattr(drawn, "get_xydata") else drawn.get_paths()[0].vertices
+        assert len(sample.content) / 1000 == pytest.approx(points[:, 0].max(), abs=0.01)
         assert axis.get_title(loc="left").startswith(sample.key)
 
 
@@ -130,7 +134,8 @@ def test_show_writes_a_png_and_never_over_one(
     output = tmp_path / "samples.png"
     command = ["data", "show", f"{folders / name}/", "--output", str(output), "--count", "3"]
     assert cli.main(command) == 0
-    assert capsys.readouterr().out == f"{output}\n"
+    sources = [f"{each.key}: {each.source}" for each in sample_documents(folders / name, "train", 3)]
+    assert capsys.readouterr().out.splitlines() == [str(output), *sources]
     made = output.read_bytes()
     assert made.startswith(b"\x89PNG")
     assert cli.main(command) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ import torch
 from matplotlib import pyplot as plt
 
 from longstride.kernels import ConfigError
-from longstride.kernels.patterns import BigBird, Fixed, Local, LongNet, Strided, Summary
+from longstride.kernels.patterns import BigBird, Column, Dense, Fixed, Local, Longformer, LongNet, Strided, Summary
 from longstride.launcher import cli
+from longstride.launcher.drawing.kinds import KINDS, kind_of, places_of, ranges, words_of
 from longstride.launcher.drawing.pattern import (
-    FIRST,
     FUTURE,
-    LATER,
     NOTHING,
     SELF,
     Chosen,
@@ -34,6 +34,8 @@ from longstride.launcher.drawing.pattern import (
 )
 from tests.harness.runs import ROOT
 
+VALUES = {kind.word: 1 + number for number, kind in enumerate(KINDS)}  # of cells, by what they show
+BLOCK, SUMMARY, WINDOW, COLUMN = (VALUES[word] for word in ("block", "summary", "window", "column"))
 EXPERIMENTS = sorted((ROOT / "ds_configs" / "experiments").glob("*.json"))
 MUSIC = {
     "context": 2**20,
@@ -58,18 +60,65 @@ def written(tmp_path: Path, **model: Any) -> Path:
     return tmp_path / "model.json"
 
 
-def test_connectivity_marks_self_first_part_and_later_parts() -> None:
+def test_connectivity_marks_self_and_kinds_of_keys() -> None:
     found = connectivity(Fixed(stride=4, summary=1), 8)
     assert found.tolist() == [
-        [3, 0, 0, 0, 0, 0, 0, 0],
-        [1, 3, 0, 0, 0, 0, 0, 0],
-        [1, 1, 3, 0, 0, 0, 0, 0],
-        [1, 1, 1, 3, 0, 0, 0, 0],
-        [0, 0, 0, 2, 3, 0, 0, 0],
-        [0, 0, 0, 2, 1, 3, 0, 0],
-        [0, 0, 0, 2, 1, 1, 3, 0],
-        [0, 0, 0, 2, 1, 1, 1, 3],
+        [SELF, 0, 0, 0, 0, 0, 0, 0],
+        [BLOCK, SELF, 0, 0, 0, 0, 0, 0],
+        [BLOCK, BLOCK, SELF, 0, 0, 0, 0, 0],
+        [BLOCK, BLOCK, BLOCK, SELF, 0, 0, 0, 0],
+        [0, 0, 0, SUMMARY, SELF, 0, 0, 0],
+        [0, 0, 0, SUMMARY, BLOCK, SELF, 0, 0],
+        [0, 0, 0, SUMMARY, BLOCK, BLOCK, SELF, 0],
+        [0, 0, 0, SUMMARY, BLOCK, BLOCK, BLOCK, SELF],
     ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words", "kinds"),
+    [
+        (Local(128), "local: window 128", ["window"]),
+        (Local(8, dilation=4), "local: window 8, dilation 4", ["dilated window"]),
+        (Column(12), "column: stride 12", ["column"]),
+        (Fixed(2048, 8), "fixed: stride 2,048, summary 8", ["block", "summary"]),
+        (Fixed(8, 2, 4, 1), "fixed: stride 8, summary 2, num summaries 4, index 1", ["block", "summary"]),
+        (Strided(12, "paper"), "strided: stride 12, span paper", ["window", "column"]),
+        (Dense(), "dense", ["all before it"]),
+        (Longformer(8, globals=2), "longformer: window 8, globals 2", ["window", "first positions"]),
+        (LongNet((4, 8), (1, 2), 1), "longnet: segments 4 / 8, dilations 1 / 2, index 1", ["block", "outer segments"]),
+        (
+            BigBird(4, 1, 1, 1, index=3),
+            "bigbird: block 4, window 1, globals 1, random 1, index 3",
+            ["window", "first positions", "random blocks"],
+        ),
+    ],
+    ids=str,
+)
+def test_patterns_and_their_keys_have_words(pattern: Any, words: str, kinds: list[str]) -> None:
+    assert words_of(pattern).replace("\N{NO-BREAK SPACE}", " ") == words
+    assert [KINDS[kind_of(part)].word for part in pattern.parts()] == kinds
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ([0], "0"),
+        ([0, 1], "0, 1"),
+        ([0, 1, 2, 3, 8], "0–3, 8"),
+        ([1, 3, 5, 31], "1, 3 … 5, 31"),
+        ([*range(0, 128, 4)], "0, 4 … 124"),
+        ([n for n in range(128) if n % 4], "1 … 127 (96)"),
+    ],
+)
+def test_ranges_are_short(numbers: list[int], words: str) -> None:
+    assert ranges(numbers) == words
+
+
+def test_places_tell_layers_and_heads() -> None:
+    assert places_of([(0, 0), (0, 1), (2, 0), (2, 1)], 2) == "layers 0, 2, all heads"
+    assert places_of([(3, 0)], 1) == "layer 3"
+    assert places_of([(layer, head) for layer in range(4) for head in (0, 4)], 8) == "layers 0–3, heads 0, 4"
+    assert places_of([(0, 0), (1, 1)], 2) == "layer.head 0.0, 1.1"
 
 
 @pytest.mark.parametrize(("size", "cell"), [(12, 3), (13, 3), (50, 7), (24, 1), (5, 9)])
@@ -93,7 +142,7 @@ def test_view_is_the_union_over_channels(grid: Grid, pattern: Any) -> None:
         cells = own.view(-1, grid.channels).any(-1).view(grid.rows, grid.columns).numpy()
         found = view(pattern, cell, grid, range(grid.rows), range(grid.columns), context)
         number = np.arange(grid.rows * grid.columns).reshape(cells.shape)
-        assert np.array_equal(np.isin(found, (FIRST, LATER, SELF)), cells)
+        assert np.array_equal(((found > NOTHING) & (found <= SELF)), cells)
         assert np.array_equal(found == FUTURE, number > cell)
         assert (found.flat[cell] == SELF) == bool(cells.flat[cell]) and (found == SELF).sum() <= 1
         part = view(pattern, cell, grid, range(1, 3), range(2, 5), context)
@@ -102,8 +151,8 @@ def test_view_is_the_union_over_channels(grid: Grid, pattern: Any) -> None:
 
 def test_view_behind_the_end_of_a_ragged_fold_reads_nothing() -> None:
     found = view(Strided(4), 9, Grid(3, 4, 1, "position"), range(3), range(4), 10)
-    assert found[2].tolist() == [FIRST, SELF, FUTURE, FUTURE]
-    assert found[0].tolist() == [NOTHING, LATER, NOTHING, NOTHING]
+    assert found[2].tolist() == [WINDOW, SELF, FUTURE, FUTURE]
+    assert found[0].tolist() == [NOTHING, COLUMN, NOTHING, NOTHING]
 
 
 def test_window_holds_its_place() -> None:
@@ -127,15 +176,17 @@ def test_picture_has_a_view_and_a_matrix_for_each_distinct_pattern(tmp_path: Pat
     panels = [axis for axis in figure.axes if axis.axison]
     titles = [axis.get_title().splitlines() for axis in panels]
     assert titles[:2] == [
-        ["Local(window=192)", "layer.head 0.0 … 3.3 (16)"],
-        ["Column(stride=192)", "layer.head 0.4 … 3.7 (16)"],
+        ["local: window\N{NO-BREAK SPACE}192", "layers 0–3, heads 0–3", "3.1 % of the pairs"],
+        ["column: stride\N{NO-BREAK SPACE}192", "layers 0–3, heads 4–7", "0.529 % of the pairs"],
     ]
-    assert titles[2:] == [["the first 768 positions, 4 x 4 a cell"]] * 2
+    assert titles[2:] == [["the first 768 positions, 4 × 4 a cell"]] * 2
     column = panels[1].images[0].get_array()
     row, place = divmod(default_query(Grid(64, 64, 3, "pixel"), 12288) // 3, 64)
-    assert (column[:row, place] == FIRST).all() and column[row, place] == SELF
-    assert (np.isin(column, (FIRST, SELF)).sum()) == row + 1
+    assert (column[:row, place] == COLUMN).all() and column[row, place] == SELF
+    assert (np.isin(column, (COLUMN, SELF)).sum()) == row + 1
     assert column[row + 1 :].min() == FUTURE
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["window", "column", "itself", "still to come", "not read", "the query"]
 
 
 def test_a_million_positions_are_drawn_in_seconds(tmp_path: Path) -> None:
@@ -144,7 +195,7 @@ def test_a_million_positions_are_drawn_in_seconds(tmp_path: Path) -> None:
     assert time.process_time() - start < 20
     local, column, *_ = (axis.images[0].get_array() for axis in figure.axes if axis.axison)
     assert local.shape == column.shape == (64, 128)
-    assert (local[-1, :-1] == FIRST).all() and (column[:-1, -1] == FIRST).all()
+    assert (local[-1, :-1] == WINDOW).all() and (column[:-1, -1] == COLUMN).all()
     assert local[-1, -1] == column[-1, -1] == SELF
 
 
@@ -183,22 +234,26 @@ def test_what_cannot_be_drawn_is_told(source: str, query: int | None, message: s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["loss", "x", "--step", "3"], "--step=3: is of `show attention` alone; leave it out"),
-        (
-            ["loss", "x", "--query", "3"],
-            "--query=3: is of `show pattern` and `show attention` alone; leave it out",
-        ),
-        (["pattern", "demo", "--head", "0"], "--head=0: is of `show attention` alone; leave it out"),
-        (["pattern", "demo", "--context-number", "0"], "--context-number=0: is of `show attention` alone; leave"),
-        (["pattern", "demo", "--query", "3", "--query", "4"], "--query=4: a pattern is shown for one query; give it"),
+        (["loss", "x", "--step", "3"], "unrecognized arguments: --step 3; `longstride show loss --help` tells"),
+        (["pattern", "demo", "--head", "0"], "unrecognized arguments: --head 0; `longstride show pattern --help`"),
+        (["pattern", "demo", "--query", "3", "4"], "--query=4: a pattern is shown for one query; give one number"),
+        (["pattern", "--query", "3"], "CONFIG is missing; give it once"),
+        (["pattern", "demo", "--query", "3", "demo"], "CONFIG is given twice, demo and demo; give it once"),
+        (["pattern", "demo", "--query", "x"], "argument --query: must be positions, such as --query 100 2000; not x"),
+        (["pattern", "demo", "--trust-checkpoint"], "--trust-checkpoint: only --text FILE reads a checkpoint; leave"),
     ],
 )
-def test_options_of_another_picture_are_refused(
+def test_options_that_do_not_fit_are_refused(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["show", *words, "--output", str(tmp_path / "a.png")]) == 2
+    with suppress(SystemExit):
+        assert cli.main(["show", *words, "--output", str(tmp_path / "a.png")]) == 2
     assert capsys.readouterr().err.startswith(f"longstride: error: {message}")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_source_may_stand_behind_the_query(tmp_path: Path) -> None:
+    assert cli.main(["show", "pattern", "--query", "3", str(EXPERIMENTS[0]), "--output", str(tmp_path / "a.png")]) == 0
 
 
 ROUTING = {"type": "routing", "clusters": 3, "window": 5}
@@ -214,8 +269,9 @@ def test_what_content_decides_is_drawn_for_a_text(tmp_path: Path, capsys: pytest
     assert "3 heads choose by content" in figure.get_suptitle()
     plt.close(figure)
     figure = draw_pattern(Path(words[2]), text=text)
-    titles = [axis.get_title() for axis in figure.axes if "layer.head" in axis.get_title()]
-    assert titles == [f"chosen by content\nlayer.head {place}" for place in ("0.0", "0.1", "1.1")]
+    titles = [axis.get_title() for axis in figure.axes if "chosen" in axis.get_title()]
+    places = ("layer 0, head 0", "layer 0, head 1", "layer 1, head 1")
+    assert titles == [f"chosen by content\n{place}" for place in places]
     plt.close(figure)
     assert cli.main([*words, "--text", str(text), "--query", "9"]) == 0
     picture.unlink()
@@ -234,6 +290,6 @@ def test_a_choice_is_drawn_as_it_is() -> None:
     read = torch.rand(20, 20, generator=torch.Generator().manual_seed(0)).tril() > 0.4
     found = connectivity(Chosen(lambda queries: read[queries], 20), 24)  # type: ignore[arg-type]
     wanted = torch.zeros(24, 24, dtype=torch.int64)
-    wanted[:20, :20] = read.long()
-    wanted[range(20), range(20)] *= SELF
+    wanted[:20, :20] = read.long() * VALUES["chosen by content"]
+    wanted[range(20), range(20)] = read.diagonal().long() * SELF
     assert found.tolist() == wanted.tolist()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 from longstride.launcher.engine.build import checkpoint_activations, engine_section
 from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.ranks.processes import Ranks, process_group

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from longstride.kernels import ConfigError
-from longstride.launcher.config.run_config import RunConfig, TrainConfig
+from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.engine.build import engine_section
 from longstride.launcher.engine.optimizer import parameter_groups, rate_factor
 from longstride.launcher.ranks.processes import Ranks

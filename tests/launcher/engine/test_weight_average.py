@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from longstride.launcher.config.run_config import TrainConfig
+from longstride.launcher.config import TrainConfig
 from longstride.launcher.engine.build import apply_settings
 from longstride.launcher.engine.optimizer import keep_average, make_schedule
 from longstride.launcher.models import AVERAGE

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from longstride.data_pipelines.durable import write_new
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
 from longstride.kernels import ConfigError
@@ -22,14 +25,18 @@ from longstride.launcher.checkpoints.checkpoint import open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.checkpoints.saved_state import master_weights
 from longstride.launcher.evaluation.evaluate import (
-    bin_numbers,
     check_sharing,
-    draw_positions,
     evaluation_line,
-    position_edges,
     score,
 )
 from longstride.launcher.evaluation.exact_sums import ExactSums
+from longstride.launcher.evaluation.positions import (
+    bin_numbers,
+    draw_positions,
+    joined_bins,
+    position_edges,
+    write_positions,
+)
 from longstride.launcher.exports.export import export
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
@@ -228,15 +235,59 @@ def test_bins_of_positions_cover_every_one_once(context: int) -> None:
 
 def test_picture_by_position_shows_the_means_of_its_bins() -> None:
     edges = position_edges(200)
-    sums = ExactSums(200)
-    sums.add(np.linspace(5, 1, 200, dtype=np.float32), np.arange(200))
+    sums, positions = ExactSums(200, squares=True), np.arange(200).repeat(100)
+    noise = np.random.default_rng(0).normal(size=20_000) / 5
+    nats = (np.linspace(5, 1, 200).repeat(100) + noise).astype(np.float32)
+    sums.add(nats, positions)
     line = evaluation_line(7, "test", sums, 0.0, "byte") | {"min_context": 0}
     (axis,) = draw_positions(sums, edges, line, Path("runs/mine")).axes
-    (curve,) = axis.patches
+    curve, band = axis.patches
     values, bounds, _ = curve.get_data()
     assert bounds[0] == 1 and bounds[-1] == 201 and (np.diff(values) < 0).all() and len(values) <= 48
-    assert values[0] == 5 / math.log(2)
-    assert all(word in axis.get_title() for word in ("mine", "step 7", "test"))
+    first = nats[positions < bounds[1] - 1]
+    assert len(first) >= 1000  # no bin of a few bytes, which would be noise
+    assert values[0] == pytest.approx(first.mean() / math.log(2), rel=1e-6)
+    above, _, below = band.get_data()
+    error = first.std(ddof=1) / math.sqrt(len(first)) / math.log(2)
+    assert above[0] - values[0] == pytest.approx(2 * error, rel=1e-4) == values[0] - below[0]
+    assert all(word in axis.get_title() for word in ("mine", "step 7", "test", "20,000 bytes", " a bin"))
+
+
+def test_drawn_bins_have_enough_bytes_and_leave_none_out() -> None:
+    edges = position_edges(12288)
+    counts = np.diff(edges) * 7
+    found = joined_bins(counts, edges, 0, 1000)
+    assert found[0] == 0 and found[-1] == len(counts) and (np.diff(found) > 0).all()
+    assert (np.add.reduceat(counts, found[:-1]) >= 1000).all() and 16 < len(found) <= 48
+    assert joined_bins(np.array([3, 3]), np.arange(3), 0, 1000).tolist() == [0, 2]
+    # With a minimum of context the positions before it occur once a stream: they are no tenth of the picture.
+    sums = ExactSums(200, squares=True)
+    sums.add(np.full(128, 9, dtype=np.float32), np.arange(128))
+    sums.add(np.ones(7200, dtype=np.float32), np.arange(128, 200).repeat(100))
+    line = evaluation_line(7, "test", sums, 0.0, "byte") | {"min_context": 128}
+    (axis,) = draw_positions(sums, position_edges(200), line, Path("runs/mine")).axes
+    assert axis.get_xlim() == (129, 201) and max(axis.patches[0].get_data()[0]) == pytest.approx(1 / math.log(2))
+
+
+def test_numbers_go_when_the_picture_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the next try is not refused."""
+    sums = ExactSums(8, squares=True)
+    sums.add(np.ones(80, dtype=np.float32), np.arange(8).repeat(10))
+    line = evaluation_line(7, "test", sums, 0.0, "byte") | {"min_context": 0}
+    arguments = (tmp_path / "by.png", sums, position_edges(8), line, Path("runs/mine"))
+
+    def full(path: Path, content: bytes) -> None:
+        if path.suffix == ".png":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write_new(path, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("longstride.launcher.pictures.write_new", full)
+        with pytest.raises(ConfigError, match=r"by\.png: cannot be written: No space left on device$"):
+            write_positions(*arguments)
+    assert not list(tmp_path.iterdir())
+    write_positions(*arguments)
+    assert {path.name for path in tmp_path.iterdir()} == {"by.png", "by.json"}
 
 
 def test_images_are_told_by_the_dimension() -> None:
@@ -263,6 +314,7 @@ def test_positions_are_written_beside_each_other(
     assert sum(bins["bytes"]) == line["tokens"]
     mean = sum(b * n for b, n in zip(bins["bits_per_byte"], bins["bytes"], strict=True)) / line["tokens"]
     assert mean == pytest.approx(line["bits_per_byte"])
+    assert len(bins["standard_error"]) == 64 and all(0 < each < 2 for each in bins["standard_error"])
     assert output.read_bytes().startswith(b"\x89PNG")
     found = {}
     for kind in ("ema", "trained"):
@@ -302,3 +354,13 @@ def test_evaluate_refuses_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("longstride: error: ") and line.endswith(message.format(tmp_path, tmp_path))
     assert files_under(tmp_path) == before
+
+
+def test_data_that_is_not_found_is_asked_for_in_one_line(
+    trained: Trained, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained("alone", 1)
+    monkeypatch.setattr("longstride.launcher.config.run_config.found_path", lambda *_: "gone")
+    assert cli.main(["evaluate", str(run)]) == 2
+    rule = f"of the run {run} is not found from here; give --data FOLDER"
+    assert capsys.readouterr().err == f'longstride: error: data.path="gone": {rule}\n'

@@ -72,3 +72,16 @@ def test_one_rank_gathers_its_own() -> None:
     sums.add(np.ones(3, dtype=np.float32))
     sums.gather(Ranks(), torch.device("cpu"))
     assert (sums.count, sums.mean()) == (3, 1.0)
+
+
+def test_standard_errors_are_those_of_the_numbers() -> None:
+    values = np.random.default_rng(3).exponential(size=600).astype(np.float32)
+    bins = np.arange(600) % 6
+    sums = ExactSums(6, squares=True)
+    sums.add(values[:200], bins[:200])
+    sums.add(values[200:], bins[200:])
+    wanted = [values[bins == each].std(ddof=1, dtype=np.float64) / 10 for each in range(6)]
+    assert sums.standard_errors() == pytest.approx(wanted, rel=1e-5)
+    (joined,) = sums.standard_errors(np.array([0, 6]))
+    assert joined == pytest.approx(values.std(ddof=1, dtype=np.float64) / math.sqrt(600), rel=1e-5)
+    assert all(map(math.isnan, ExactSums(2).standard_errors()))

@@ -44,6 +44,9 @@ def test_loaded_model_has_the_exported_weights(exported: Path) -> None:
     model, weights = load_model(exported), load_file(exported / "model.safetensors")
     assert not model.training
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    by_text = load_model(str(exported)).state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in by_text.items())
+    assert Exported(str(exported)).folder == exported
 
 
 def test_sharded_model_is_the_same(exported: Path, request: pytest.FixtureRequest) -> None:

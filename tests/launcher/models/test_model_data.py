@@ -12,7 +12,7 @@ from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.modalities.audio import Audio
 from longstride.kernels import ConfigError
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 from longstride.launcher.models.model_data import ModelData
 from longstride.sparse_model import ModelConfig
 from tests.harness.runs import configuration

@@ -5,12 +5,23 @@ from __future__ import annotations
 import errno
 import io
 import sys
+import time
 
 import pytest
 
 from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
-from longstride.launcher.output import AgreedError, exit_codes, exit_on_mistake, lasting_output, mistake, report, say
+from longstride.launcher.output import (
+    AgreedError,
+    exit_codes,
+    exit_on_mistake,
+    lasting_output,
+    messages,
+    mistake,
+    report,
+    said_where_slow,
+    say,
+)
 from longstride.launcher.output.lasting import LastingOutput
 
 
@@ -22,6 +33,10 @@ from longstride.launcher.output.lasting import LastingOutput
         (AgreedError("data: damaged"), "data: damaged"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "gone"), "gone: No such file or directory"),
         (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
+        (
+            OSError(errno.EFBIG, "File too large"),
+            "a file: is larger than this process may write; raise the limit on file sizes (`ulimit -f`)",
+        ),
         (OSError(errno.EINVAL, "Invalid argument"), None),
         (OSError("torn"), None),
         (ValueError("unforeseen"), None),
@@ -79,3 +94,15 @@ def test_full_disk_costs_a_log_its_lines_and_a_result_its_error(number: int, mon
         say("x")
         with pytest.raises(OSError, match="full"):
             print("x")
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.0, ""), (0.5, "longstride: building …\n")])
+def test_what_is_slow_is_said_and_what_is_quick_is_not(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], seconds: float, said: str
+) -> None:
+    monkeypatch.setattr(messages, "_SLOW_SECONDS", 0.1)
+    monkeypatch.delenv("RANK", raising=False)
+    with said_where_slow("building"):
+        time.sleep(seconds)
+    time.sleep(0.2)
+    assert capfd.readouterr().err == said

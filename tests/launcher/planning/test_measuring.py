@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from longstride.launcher.config.run_config import load_config
+from longstride.launcher.config import load_config
 from longstride.launcher.planning.measuring import Timed
 from tests.harness.runs import ROOT, plain_environment
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from longstride.data_pipelines.building import build
 from longstride.launcher import cli
-from longstride.launcher.config.run_config import load_config
+from longstride.launcher.config import load_config
 from longstride.launcher.planning import new, recipes
 from tests.harness.runs import files_under, metrics, spawn
 

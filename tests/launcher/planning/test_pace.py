@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from longstride.launcher import cli
-from longstride.launcher.config.run_config import load_config
+from longstride.launcher.config import load_config
 from longstride.launcher.planning.pace import duration, short
 
 Plan = Callable[..., dict[str, Any]]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from longstride.launcher import cli
-from longstride.launcher.config.run_config import load_config
+from longstride.launcher.config import load_config
 from longstride.launcher.planning.costs import parameter_parts, states
 from longstride.launcher.planning.rehearsal import activations
 from tests.harness.runs import ROOT, files_under, plain_environment
@@ -142,7 +142,10 @@ def test_published_run_fits_the_cards_that_it_names(name: str, processes: int) -
             "--processes=x: must be whole numbers from 1 to 16,384; such as 8",
         ),
         (["paper_small", "--contexts", "0"], "--contexts=0: must be at least 1"),
-        (["paper_small", "--processes", "2", "train.steps=5"], "train.warmup_steps=100: must be at most steps 5"),
+        (
+            ["paper_small", "--processes", "2", "train.steps=5", "train.warmup_steps=6"],
+            "train.warmup_steps=6: must be at most steps 5",
+        ),
     ],
 )
 def test_wrong_plan_is_refused_in_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.planning import rehearsal
 from longstride.launcher.planning.costs import buffer_numbers, exchanges, parameter_parts, states, table_step
 from longstride.launcher.planning.rehearsal import Activations, activations, count
@@ -100,7 +100,7 @@ def test_planned_activations_are_those_of_a_real_step(
 DEEPSPEEDS_OWN = """
 import json, sys
 import deepspeed, torch
-from longstride.launcher.config.run_config import load_config
+from longstride.launcher.config import load_config
 from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.planning.rehearsal import activations, count
 from longstride.launcher.ranks.processes import Ranks, process_group

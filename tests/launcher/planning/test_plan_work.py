@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
-from longstride.launcher.config.run_config import load_config
+from longstride.launcher.config import load_config
 from longstride.launcher.planning.costs import dense_pairs, parameter_parts, work
 from longstride.launcher.planning.plan import run_length
 from longstride.sparse_model import SparseTransformer, dense

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from longstride.data_pipelines.modalities.wav import mulaw_decode
 from longstride.sparse_model import ModelConfig, SparseTransformer
@@ -204,3 +205,73 @@ def test_sound_is_what_the_api_gives_and_can_be_played(tmp_path: Path) -> None:
         assert page.told == []
 
     run(make_export(tmp_path / "audio", "audio", 1024), test)
+
+
+SCORED = "hä\nx€!"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_scored_character_by_character(scheme: str, tmp_path: Path) -> None:
+    async def test(page: Page, url: str) -> None:
+        await page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        await page.type("#prompt", SCORED)
+        await page.click("#score")
+        await page.until("document.querySelector('#scored').hidden === false")
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}likelihood", json={"text": SCORED}) as answer,
+        ):
+            found = await answer.json()
+        spans = "[...document.querySelectorAll('#characters span')]"
+        assert await page.value(f"{spans}.map((s) => s.textContent)") == list(SCORED)
+        bits = [nat / math.log(2) for nat in found["nats"]]
+        sums = [bits[0], sum(bits[1:3]), bits[3], bits[4], sum(bits[5:8]), bits[8]]
+        shares = await page.value(f"{spans}.map((s) => Number(s.style.getPropertyValue('--share')))")
+        assert shares == pytest.approx([min(1, each / 8) for each in sums], abs=6e-4)
+        colours = await page.value(f"{spans}.map((s) => getComputedStyle(s).backgroundColor)")
+        assert len(set(colours)) > 1
+        total = f"{found['bits_per_byte']:.3f} bits per byte over 9 bytes"
+        assert await page.value("document.querySelector('#total').textContent") == total
+        box = await page.value(
+            f"(() => {{ const r = {spans}[4].getBoundingClientRect(); return [r.x + 3, r.y + 6]; }})()"
+        )
+        await page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+        reading = "document.querySelector('#reading').textContent"
+        each = " + ".join(f"{bit:.2f}" for bit in bits[5:8])
+        assert await page.value(reading) == f"bytes 6 to 8: €, {sums[4]:.2f} bits ({each})"
+        await page.value("document.querySelector('#characters').focus()")
+        for _ in range(2):
+            await page.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowLeft")
+        assert await page.value(reading) == f"byte 4: line end, {sums[2]:.2f} bits"
+        await page.screenshot(tmp_path / f"scored-{scheme}.png")
+        await page.type("#prompt", "a" * 5000)
+        await page.click("#score")
+        await page.until("document.querySelector('#error').innerText")
+        assert "has 5000 bytes; give at most 4096" in await page.value("document.querySelector('#error').innerText")
+        assert [each for each in page.told if "422" not in each] == []
+
+    folder = make_export(tmp_path / "text", "text", 1024)
+    weights = load_file(folder / "model.safetensors")
+    weights["logits.weight"] *= 0.03  # so that bytes have other bits than 8 and more
+    save_file(weights, folder / "model.safetensors")
+    run(folder, test)
+
+
+def test_text_of_positions_without_tables_has_its_page(tmp_path: Path) -> None:
+    """What a recipe exports: the kind of the data tells what the page shows, and not that of the positions."""
+
+    async def test(page: Page, url: str) -> None:
+        await page.type("#prompt", "def ")
+        await sample(page)
+        assert "252 bytes" in await page.value("document.querySelector('#status').textContent")
+        assert (await page.value("document.querySelector('#about').textContent")).startswith("Text, ")
+        assert page.told == []
+
+    folder = make_export(tmp_path / "text", "text", 256)
+    content = json.loads((folder / "config.json").read_text())
+    content["model"] |= {"embedding": {"type": "tokens"}, "rotary": {}}
+    (folder / "config.json").write_text(json.dumps(content))
+    names = {"embedding.positions.0.weight", "embedding.positions.1.weight"}
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in weights.items() if name not in names}, folder / "model.safetensors")
+    run(folder, test)

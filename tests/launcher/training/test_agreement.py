@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import longstride
 from longstride.data_pipelines.shards import index_tars
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import Run, resolve_steps
 from longstride.launcher.data.run_data import RunData
 from longstride.launcher.output.messages import AgreedError
@@ -151,7 +152,7 @@ def test_code_is_known_by_the_python_files_of_every_room(tmp_path: Path, monkeyp
         folder.mkdir()
         (folder / "__init__.py").write_text("")
     (package / "room").symlink_to(room)
-    monkeypatch.setattr(agreement.longstride, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(longstride, "__file__", str(package / "__init__.py"))
     before = agreement.code_digest()
     (room / "notes.md").write_text("not run")
     (room / ".#rates.py").symlink_to("nowhere")  # as Emacs marks a file

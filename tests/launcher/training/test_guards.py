@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from longstride.kernels import ConfigError
+from longstride.launcher.config import GuardsConfig
 from longstride.launcher.config.deepspeed_keys import check_keys
-from longstride.launcher.config.run_config import GuardsConfig
 from longstride.launcher.engine.step import Overflow
 from longstride.launcher.training.guards import (
     Guards,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from longstride.data_pipelines.modalities import MODALITIES
+from longstride.launcher.models import ModelData
 from longstride.launcher.training import monitors as module
 from longstride.launcher.training.monitors import Monitors
 
@@ -19,7 +24,7 @@ class Engine:
         self.events: list[Any] = []
         self.monitor: Any = SimpleNamespace(
             enabled=True, tb_monitor=None, wandb_monitor=None, comet_monitor=None, monitor_config=None,
-            write_events=self.events.append,
+            csv_monitor=SimpleNamespace(write_events=self.events.append),
         )  # fmt: skip
 
     def train_batch_size(self) -> int:
@@ -54,12 +59,82 @@ def test_monitors_that_cannot_begin_anew_end_no_run(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_full_disk_is_told_once() -> None:
-    def fail(_: object) -> None:
-        raise OSError(28, "No space left on device")
+    class Csv:
+        def write_events(self, _: object) -> None:
+            raise OSError(28, "No space left on device")
 
     engine, said = Engine(), list[str]()
-    engine.monitor.write_events = fail
+    engine.monitor.csv_monitor = Csv()
     monitors = Monitors(engine, said.append)
     for step in (5, 6):
         monitors.write({"step": step, "split": "train"})
-    assert len(said) == 1 and said[0].startswith("step 5: a monitor of DeepSpeed's could not write: ")
+    assert said == ["step 5: Csv could not write: [Errno 28] No space left on device; the run goes on"]
+
+
+def test_a_service_that_is_gone_ends_no_step_of_deepspeeds_and_keeps_others_from_nothing() -> None:
+    class Service:
+        def write_events(self, _: object) -> None:
+            raise RuntimeError("the service\nis gone")
+
+    engine, said = Engine(), list[str]()
+    engine.monitor.wandb_monitor = Service()
+    Monitors(engine, said.append)
+    engine.monitor.write_events([("Train/Samples/lr", 0.1, 40)])  # as DeepSpeed does in its step
+    engine.monitor.write_events([("Train/Samples/lr", 0.1, 48)])
+    assert said == ["step 5: Service could not write: the service is gone; the run goes on"]
+    assert engine.events == [[("Train/Samples/lr", 0.1, 40)], [("Train/Samples/lr", 0.1, 48)]]
+
+
+def board(folder: Path, data: ModelData, drawn: np.ndarray) -> dict[str, Any]:
+    """What TensorBoard reads of samples at step 5: by kind and tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    engine, said = Engine(), list[str]()
+    monitors = Monitors(engine, said.append)
+    engine.monitor.tb_monitor = SimpleNamespace(summary_writer=SummaryWriter(folder))
+    monitors.samples(5, data, drawn, [Path("runs/mine/samples/step-00000005.txt")])
+    assert said == []
+    assert engine.events == [[("samples/file", "runs/mine/samples/step-00000005.txt", 40)]]  # as CSV has it
+    read = EventAccumulator(str(folder)).Reload()
+    tags = read.Tags()
+    found = {f"image {tag}": read.Images(tag) for tag in tags["images"]}
+    found |= {f"audio {tag}": read.Audio(tag) for tag in tags["audio"]}
+    return found | {f"text {tag}": read.Tensors(tag) for tag in tags["tensors"]}
+
+
+def test_tensorboard_shows_texts_as_they_are(tmp_path: Path) -> None:
+    drawn = np.frombuffer(b"# no *heading*\nx = 1", dtype=np.uint8)[None]
+    ((tag, events),) = board(tmp_path, ModelData(MODALITIES["text"], {}), drawn).items()
+    assert tag == "text samples/1/text_summary" and events[0].step == 40
+    assert events[0].tensor_proto.string_val == [b"    # no *heading*\n    x = 1"]
+
+
+def test_tensorboard_shows_pictures_and_plays_sounds(tmp_path: Path) -> None:
+    pictures = np.arange(2 * 48, dtype=np.uint8).reshape(2, 48)
+    size = {"height": 4, "width": 4, "channels": 3}
+    ((tag, events),) = board(tmp_path / "pictures", ModelData(MODALITIES["image"], size), pictures).items()
+    assert tag == "image samples" and (events[0].step, events[0].height, events[0].width) == (40, 4, 8)
+    sounds = np.full((1, 400), 128, dtype=np.uint8)
+    ((tag, events),) = board(tmp_path / "sounds", ModelData(MODALITIES["audio"], {"rate": 8000}), sounds).items()
+    assert tag == "audio samples/1" and (events[0].sample_rate, events[0].length_frames) == (8000, 400)
+
+
+def test_wandb_gets_files_that_it_can_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(
+        Html=lambda text, inject: ("html", text), Image=lambda path: ("image", path), Audio=lambda path: ("audio", path)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", made)
+    (tmp_path / "a.txt").write_text("if a < b:")
+    logged: list[Any] = []
+    engine = Engine()
+    engine.monitor.wandb_monitor = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+    monitors, drawn = Monitors(engine, print), np.zeros((1, 4), dtype=np.uint8)
+    monitors.samples(5, ModelData(MODALITIES["text"], {}), drawn, [tmp_path / "a.txt"])
+    monitors.samples(5, ModelData(MODALITIES["image"], {}), drawn, [tmp_path / "a.png"])
+    monitors.samples(5, ModelData(MODALITIES["audio"], {}), drawn, [tmp_path / "a.wav"])
+    assert logged == [
+        ({"samples": [("html", "<pre>if a &lt; b:</pre>")]}, 40),
+        ({"samples": [("image", str(tmp_path / "a.png"))]}, 40),
+        ({"samples": [("audio", str(tmp_path / "a.wav"))]}, 40),
+    ]

@@ -11,7 +11,7 @@ import torch
 
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.kernels import ConfigError
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import Run
 from longstride.launcher.data.run_data import GlobalBatch, RunData
 from longstride.launcher.ranks.processes import Ranks

@@ -56,6 +56,13 @@ def test_damaged_newest_checkpoint_is_passed_over_and_settings_apply(run_copy: P
     # The weights and dropout of step 4, though another backend computes in another order.
     assert after[5]["loss_nats"] == pytest.approx(before[5]["loss_nats"], rel=2**-20)
     assert after[6]["loss_nats"] != before[6]["loss_nats"]
+    first, second = map(json.loads, (run_copy / "starts.jsonl").read_text().splitlines())
+    assert (first["how"], first["step"], first["changes"]) == ("new", 0, {})
+    assert (second["how"], second["step"], second["processes"]) == ("resume", 4, 1)
+    assert sum(second["devices"].values()) == 1 and len(second["hosts"]) == 1
+    changed = {"train.output", "train.learning_rate", "train.weight_decay", "model.backend"}
+    assert set(second["changes"]) == changed
+    assert second["changes"]["train.learning_rate"] == [0.003, 0.0015]
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.json"])

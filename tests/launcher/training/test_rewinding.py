@@ -21,7 +21,7 @@ from longstride.launcher.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from longstride.launcher.checkpoints.saving import point_to, universal_folder
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import Run
 from longstride.launcher.data.run_data import RunData
 from longstride.launcher.output.file_names import CHECKPOINTS

@@ -1,0 +1,202 @@
+"""`longstride plan` against real steps on a CPU: ``python benchmarks/training/plan_against_run.py``.
+
+Five runs, each taken by DeepSpeed's engine in a process of its own, on one thread: the most memory that its steps held
+beyond what the process had before the engine was built, and the least seconds of a step. Beside them stand the planned
+peak, and the seconds that `longstride plan --measure` has from one block of each kind, in another process. A third
+figure is the plan's operations over the rate of a matrix product of the model's shape. Seconds are those of the
+process (CPU time), as others may use the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from benchmarks.training.divided_memory import MAPPED_BYTES, resident_bytes
+from benchmarks.training.planned_memory import noise
+from longstride.launcher.config import RunConfig, load_config
+from longstride.launcher.data.run_data import together
+from longstride.launcher.engine import device as engine_device
+from longstride.launcher.engine.build import build_engine, check_engine
+from longstride.launcher.models import DTYPES
+from longstride.launcher.planning import measuring
+from longstride.launcher.planning.costs import parameter_parts, states, step_flops, work
+from longstride.launcher.planning.rehearsal import activations
+from longstride.launcher.ranks.processes import Ranks, process_group
+from longstride.launcher.training.guards import Guards
+from longstride.launcher.training.loop import train_step
+from longstride.sparse_model import Ngrams
+
+STEPS = 4  # the first also warms up
+ALL = ("model.backend=cpu", "train.global_batch=2", "train.micro_batch=1")
+# Name, preset, and what is changed of it.
+RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "text strided, fp32",
+        "enwik8_strided",
+        ("model.layers=6", "model.width=256", "model.context=4096", "model.heads=4", "deepspeed=zero0_fp32",
+         "train.activation_checkpointing=false", "train.ema_decay=null"),
+    ),
+    (
+        "text fixed interleaved, bf16, recomputed",
+        "enwik8_fixed",
+        ("model.layers=12", "model.width=384", "model.context=6144", "model.heads=6", "deepspeed=zero0_bf16",
+         'model.attention={"type": "fixed", "stride": 128, "summary": 32, "combine": "interleaved"}'),
+    ),
+    (
+        "pictures strided, fp32, recomputed",
+        "cifar10_strided",
+        ("model.layers=16", "train.micro_batch=2", "deepspeed=zero1_fp32", "train.activation_checkpointing=true"),
+    ),
+    (
+        "sound with rotary positions and n-gram tables, bf16, Muon",
+        "bytes_small",
+        ("model.layers=6", "model.width=384", "model.heads=6", "model.context=8192", "model.ngrams.rows=32768",
+         'model.attention=[{"type": "local", "window": 256}, {"type": "strided", "stride": 128}]'),
+    ),
+    (
+        "text with experts, bf16",
+        "enwik8_experts",
+        ("model.layers=4", "model.width=256", "model.heads=4", "model.context=4096", "deepspeed=zero0_bf16",
+         "train.activation_checkpointing=false"),
+    ),
+)  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    options = read_options(arguments)
+    if options.part:  # one of the processes
+        print(json.dumps(PARTS[options.part](load_config(options.run, options.changes))))
+        return 0
+    rows = []
+    for name, preset, changes in RUNS:
+        if options.only and options.only not in name:
+            continue
+        own = [*changes, *(each for each in ALL if each.split("=")[0] not in {c.split("=")[0] for c in changes})]
+        rows.append(row(name, preset, [*own, *options.changes]))
+        print(line(rows[-1]), flush=True)
+    write_json(options.output, {**about(torch.device("cpu")), "threads": 1, "steps": STEPS, "rows": rows})
+    print(f"wrote {options.output}")
+    return 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="WORDS", help="runs alone whose names have these words")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of every run")
+    add_output_arguments(parser)
+    options = parser.parse_intermixed_args(arguments)
+    if not options.part:
+        check_output(parser, options, f"plan-against-run-{slug(torch.device('cpu'))}.json")
+    return options
+
+
+def row(name: str, preset: str, changes: list[str]) -> dict[str, Any]:
+    """What was planned of a run, and what its steps took."""
+    config = load_config(preset, changes)
+    planned = states(_without_tables(config), config, 1, config.zero_stage).peak(
+        activations(config, config.train.activation_checkpointing)
+    )
+    flops = sum(step_flops(work(config.model, config.train.micro_batch), config).values())
+    # In turns, as the machine is quicker at one time than at another.
+    before = in_a_process("measure", preset, changes)
+    found = in_a_process("steps", preset, changes)
+    after = in_a_process("measure", preset, changes)
+    seconds = (before["seconds"] + after["seconds"]) / 2
+    rate = (before["flops_per_second"] + after["flops_per_second"]) / 2
+    return {
+        "name": name,
+        "preset": preset,
+        "changes": changes,
+        "planned_bytes": planned,
+        "held_bytes": found["peak_bytes"],
+        "bytes_ratio": rounded(planned / found["peak_bytes"]),
+        "flops": flops,
+        "measured_seconds": rounded(seconds),
+        "step_seconds": rounded(min(found["seconds"][1:])),
+        "seconds_ratio": rounded(seconds / min(found["seconds"][1:])),
+        "by_products_seconds": rounded(flops / rate),
+    }
+
+
+def _without_tables(config: RunConfig) -> int:
+    parts = parameter_parts(config.model)
+    return sum(parts.values()) - parts.get(Ngrams.part, 0)
+
+
+def in_a_process(part: str, preset: str, changes: list[str]) -> dict[str, Any]:
+    """What a part of the measurement finds in a process of its own, on one thread."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--part", part, "--run", preset, *changes]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MAPPED_BYTES)}
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(ended.stdout.splitlines()[-1]))
+
+
+def take_steps(config: RunConfig) -> dict[str, Any]:
+    """The most memory that steps hold beyond what was held before, and the seconds of each."""
+    ranks, train = Ranks(), config.train
+    engine_device._keep_freed_memory = lambda: None  # or what is freed would count as held
+    engine_device.prepare_accelerator(config)
+    check_engine(config, ranks)
+    with process_group(ranks, train.timeout_seconds):
+        before = resident_bytes("VmRSS")
+        engine = build_engine(config, ranks)
+        batches = together(lambda: noise(config, train.global_batch), train.global_batch, ranks, engine.device)
+        seconds, guards = [], Guards(train.guards, None)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: it is that of steps
+        for _ in range(STEPS):
+            began = time.process_time()
+            train_step(engine, next(batches), train.micro_batch, ranks, guards)
+            seconds.append(time.process_time() - began)
+        peak = resident_bytes("VmHWM")
+        engine.destroy()
+    return {"peak_bytes": peak - before, "seconds": seconds}
+
+
+def time_blocks(config: RunConfig) -> dict[str, Any]:
+    """Seconds of a step from one block of each kind, and the rate of a matrix product of the model's shape."""
+    torch.set_num_threads(1)
+    found = measuring.step_seconds(config, [1], time.process_time)[1]
+    rows, width = config.train.micro_batch * config.model.context, config.model.width
+    dtype = DTYPES[config.precision]
+    a, b = torch.randn(rows, width, dtype=dtype), torch.randn(width, config.model.feed_forward_width, dtype=dtype)
+    taken = []
+    for _ in range(7):
+        began = time.process_time()
+        a @ b
+        taken.append(time.process_time() - began)
+    return {"seconds": found, "flops_per_second": 2 * rows * width * b.shape[1] / min(taken[2:])}
+
+
+PARTS = {"steps": take_steps, "measure": time_blocks}
+
+
+def line(row: dict[str, Any]) -> str:
+    """A run as it is told."""
+    memory = f"planned {row['planned_bytes'] / 2**20:.0f} MiB, held {row['held_bytes'] / 2**20:.0f}"
+    return (
+        f"{row['name']}: {memory} ({row['bytes_ratio']:.2f}); {row['measured_seconds']:.2f} s by its blocks, "
+        f"{row['step_seconds']:.2f} s a step ({row['seconds_ratio']:.2f}); by matrix products "
+        f"{row['by_products_seconds']:.2f} s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

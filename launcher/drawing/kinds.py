@@ -1,0 +1,107 @@
+"""What pictures of patterns call their parts and colour them by, and how they name a pattern and its heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from longstride.kernels.patterns import Pattern, pattern_to_json
+
+
+class Kind(NamedTuple):
+    """A kind of keys, as a legend has it."""
+
+    word: str
+    colour: str
+
+
+# From the widest to the narrowest: where a square of a matrix has room for one colour, it is the last one's. Colours
+# that stand side by side in a pattern are told apart by whoever sees fewer of them.
+KINDS = (
+    Kind("all before it", "#77aadd"),
+    Kind("chosen by content", "#77aadd"),
+    Kind("read", "#77aadd"),  # by a part that has no name here
+    Kind("block", "#5fbf9f"),
+    Kind("window", "#77aadd"),
+    Kind("dilated window", "#b9d877"),
+    Kind("outer segments", "#e8b23a"),
+    Kind("first positions", "#cc79a7"),
+    Kind("random blocks", "#e8b23a"),
+    Kind("summary", "#d1609a"),
+    Kind("column", "#ee8866"),
+)
+MOST_RANGES = 4
+_NUMBERS = {kind.word: number for number, kind in enumerate(KINDS)}
+_OF_PARTS = {  # the name of a part's class: what it holds
+    "Dense": "all before it",
+    "Chosen": "chosen by content",
+    "Block": "block",
+    "Window": "window",
+    "EarlierSegments": "outer segments",
+    "FirstKeys": "first positions",
+    "Draw": "random blocks",
+    "SummaryKeys": "summary",
+}
+
+
+def kind_of(part: Any) -> int:
+    """The number in KINDS of what a part of a pattern holds."""
+    if type(part).__name__ == "Entries":  # of the query's column: all of them, or a few near it
+        return _NUMBERS["column" if part.count is None else "dilated window"]
+    return _NUMBERS[_OF_PARTS.get(type(part).__name__, "read")]
+
+
+def words_of(pattern: Any) -> str:
+    """A pattern by its name and numbers in a configuration, such as "fixed: stride 128, summary 8"."""
+    if not isinstance(pattern, Pattern):
+        return str(pattern)
+    settings = pattern_to_json(pattern)
+    name = str(settings.pop("type"))
+    defaults = {field.name: field.default for field in dataclasses.fields(pattern)}  # type: ignore[arg-type]
+    told = [  # with spaces at which no line ends
+        f"{key} {_number(value)}".replace("_", " ").replace(" ", "\N{NO-BREAK SPACE}")
+        for key, value in settings.items()
+        if value is not None and value != defaults.get(key)
+    ]
+    return f"{name}: {', '.join(told)}" if told else name
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, list):
+        return " / ".join(map(_number, value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def places_of(users: Sequence[tuple[int, int]], heads: int) -> str:
+    """(layer, head) pairs in words: "layers 0–3, all heads", or pair by pair where heads differ from layer to layer."""
+    by_layer = {layer: [head for _, head in those] for layer, those in groupby(users, key=lambda user: user[0])}
+    sets = list(by_layer.values())
+    if any(those != sets[0] for those in sets):
+        shown = [f"{layer}.{head}" for layer, head in users]
+        return f"layer.head {', '.join(shown) if len(shown) <= 6 else f'{shown[0]} … {shown[-1]} ({len(shown)})'}"
+    which = "" if heads == 1 else ", all heads" if len(sets[0]) == heads else f", {_many('head', sets[0])}"
+    return _many("layer", list(by_layer)) + which
+
+
+def _many(what: str, numbers: Sequence[int]) -> str:
+    return f"{what}{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers in few words: "0–3, 8", "1, 3 … 31" where they are equally far apart, or how many they are."""
+    numbers = list(numbers)
+    left, told = numbers, []
+    while left:
+        step = left[1] - left[0] if len(left) > 1 else 0
+        length = next((n for n in range(1, len(left)) if left[n] - left[n - 1] != step), len(left))
+        if length < 3:
+            length = 1
+            told.append(f"{left[0]}")
+        elif step == 1:
+            told.append(f"{left[0]}–{left[length - 1]}")
+        else:
+            told.append(f"{left[0]}, {left[1]} … {left[length - 1]}")
+        left = left[length:]
+    return ", ".join(told) if len(told) <= MOST_RANGES else f"{numbers[0]} … {numbers[-1]} ({len(numbers)})"

@@ -1,0 +1,134 @@
+"""`longstride show pattern CONFIG --html FILE`: a page on which every query tells what it reads, in one file.
+
+The page holds no pairs. It has the closed forms by which kernels find a query's keys (``PatternPart``), a few integers
+a part, and its script evaluates them; vectors, of parts that have no such form, travel as pieces that rise evenly.
+
+Letters: N positions of the context.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import string
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longstride.kernels import ConfigError, num_pairs
+from longstride.launcher.drawing.kinds import KINDS, kind_of, places_of, words_of
+from longstride.launcher.drawing.pattern import (
+    check_number,
+    default_query,
+    grid_of,
+    model_config,
+    share_of_pairs,
+    users_of,
+)
+
+MOST_BYTES = 2 << 20  # of a page
+
+
+def pattern_page(source: Path, query: int | None = None) -> str:
+    """The page of a configuration, as ``draw_pattern`` takes it; ``query`` is shown first.
+
+    Raises:
+        ConfigError: the configuration cannot be read, holds no model that fits, or has no such position; its heads
+            choose by content; or its patterns are too irregular for a page.
+    """
+    config = model_config(source)
+    context, grid = config.context, grid_of(config)
+    if query is not None:
+        check_number("--query", query, context, "a position")
+    users, chosen = users_of(config)
+    if not users:
+        raise ConfigError(f"{source}: its heads choose their keys by content; draw --output FILE.png with --text FILE")
+    patterns = [
+        {
+            "words": words_of(pattern),
+            "places": places_of(places, config.heads),
+            "share": f"{share_of_pairs(pattern, context):.3g}",
+            "pairs": num_pairs(pattern, context),
+            "parts": [part_json(part, context) for part in pattern.parts()],
+        }
+        for pattern, places in users.items()
+    ]
+    counts = ((context, "position"), (len(config.layer_patterns()), "layer"), (config.heads, "head"))
+    about = ", ".join(f"{count:,} {what}{'s' if count > 1 else ''}" for count, what in counts) + " a layer"
+    content = {
+        "name": f"{source.stem}: who reads whom",
+        "about": about + (f"; {chosen} heads choose their keys by content, and are not shown" if chosen else ""),
+        "context": context,
+        "query": default_query(grid, context) if query is None else query,
+        "grid": grid._asdict(),
+        "kinds": [kind._asdict() for kind in KINDS],
+        "patterns": patterns,
+    }
+    # In a script element nothing but "<" could end it, or begin a comment.
+    data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+    if len(data) > MOST_BYTES // 2:
+        rule = f"its patterns have no closed form, and take {len(data) >> 20} MiB of numbers; draw --output FILE.png"
+        raise ConfigError(f"{source}: {rule}")
+    files = resources.files("longstride.launcher.drawing")
+    template, style, script = ((files / f"pattern.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
+    allowed = {"script-src": script, "style-src": style}
+    hashes = [f"{name} 'sha256-{_sha256(text)}'" for name, text in allowed.items()]
+    # A key's colour is set on its element by the script, which no hash of a style covers and no policy holds back.
+    policy = "; ".join(["default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'", *hashes])
+    title = html.escape(f"{source.stem}: who reads whom")
+    return string.Template(template).substitute(policy=policy, title=title, style=style, script=script, data=data)
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def part_json(part: Any, context: int) -> dict[str, Any]:
+    """A part of a pattern as the page's script reads it: its kind, and orders and bounds of its queries.
+
+    ``row_fold`` or ``row_pieces`` take a query's position to its row; ``bounds``, or ``low`` and ``high``, take a row
+    to its interval of columns; ``key_fold`` or ``key_pieces`` take a column to a key's position. Where neither is
+    given, they are the same number.
+    """
+    told: dict[str, Any] = {"kind": kind_of(part)}
+    rows, keys, bounds = part.query_order(context), part.key_order(context), part.by_query(context)
+    if isinstance(rows, Tensor):
+        inverse = torch.empty_like(rows)
+        inverse[rows] = torch.arange(len(rows))
+        told["row_pieces"] = pieces(inverse)
+    elif rows is not None:
+        told["row_fold"] = _fold(rows.inverse())
+    if isinstance(keys, Tensor):
+        told["key_pieces"] = pieces(keys)
+    elif keys is not None:
+        told["key_fold"] = _fold(keys)
+    if isinstance(bounds.low, Tensor):
+        told |= {"low": pieces(bounds.low), "high": pieces(bounds.high)}
+    else:
+        told["bounds"] = {"period": bounds.period, "low": list(bounds.low), "high": list(bounds.high)}
+    return told
+
+
+def _fold(order: Any) -> list[int]:
+    return [order.period, order.step, order.stride, order.shift]
+
+
+def pieces(vector: Tensor) -> list[list[int]]:
+    """A vector (n,) int64 as pieces that rise evenly: ``[first row, value there, rise a row]`` each."""
+    values = vector.tolist()
+    found: list[list[int]] = []
+    for row, value in enumerate(values):
+        if found:
+            first, begin, rise = found[-1]
+            if value == begin + (row - first) * rise:
+                continue
+            if row == first + 1:  # which has no rise of its own yet
+                found[-1][2] = value - begin
+                continue
+        found.append([row, value, 0])
+    return found

@@ -1,0 +1,97 @@
+"""The model whose attention is drawn, from a run or an export, and what it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order import read_context
+from longstride.data_pipelines.palette import Palette
+from longstride.data_pipelines.shards import DataFolder
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import master_weights, open_checkpoint
+from longstride.launcher.data import RunData, check_location
+from longstride.launcher.drawing.pattern import read_text
+from longstride.launcher.models import Exported, ModelData, load_model
+from longstride.launcher.ranks import Ranks
+from longstride.sparse_model import SparseTransformer
+
+Step = int | Literal["best"] | None
+
+
+class Subject(NamedTuple):
+    """A model and what it reads."""
+
+    model: SparseTransformer  # on the CPU, in evaluation mode
+    tokens: Tensor  # (N,) integers
+    unit: str  # what a token stands for
+    palette: Palette | None
+    name: str  # in a title
+
+
+def of_run(
+    run: Path, step: Step, number: int, weights: str, data: str | None, text: Path | None, trusted: bool
+) -> Subject:
+    """A run's checkpoint, and a context of its validation split, of other ``data`` or of a ``text``.
+
+    Raises:
+        ConfigError: no such checkpoint, or a text or data that are not for this model.
+        DataError: no such context, or data that cannot be read.
+    """
+    checkpoint = open_checkpoint(run, step, trusted=trusted)
+    config = checkpoint.config
+    name = f"{run.resolve().name}, step {checkpoint.manifest.step}"
+    told = ModelData.of_run(config, run)
+    if text is not None:
+        tokens, name = _text(text, told, config.model.context, config.model.vocabulary), f"{name}: {text.name}"
+    else:
+        folder = RunData(config, Ranks(), data)
+        if folder.palette != told.palette:
+            raise ConfigError(f"--data={data}: its pixels are told by another palette than the run's; name the run's")
+        tokens, name = folder.context(number), f"{name}, {config.data.validation_split}: context {number}"
+    # On the CPU, whatever trained it: only the model's queries and keys are taken, and the rows are computed here.
+    state = master_weights(checkpoint, weights)
+    model = SparseTransformer(config.model.model_copy(update={"backend": "auto"}))
+    model.load_state_dict(state)
+    return Subject(model.eval(), tokens, "byte" if told.palette is None else told.unit, told.palette, name)
+
+
+def of_export(source: Path, number: int, data: str | None, text: Path | None) -> Subject:
+    """An exported model, and a context of the validation split of ``data`` or of a ``text``.
+
+    Raises:
+        ConfigError: no whole export, nothing to read, or a text or data that are not for this model.
+        DataError: no such context, or data that cannot be read.
+    """
+    exported = Exported(source)
+    config, name = exported.config, source.resolve().name
+    told = ModelData.of(exported.content, config)
+    if text is not None:
+        tokens, name = _text(text, told, config.context, config.vocabulary), f"{name}: {text.name}"
+    elif data is None:
+        raise ConfigError(f"{source}: an exported model has no data of its own; give --data DIR or --text FILE")
+    else:
+        check_location(data)
+        folder = DataFolder(data)
+        if folder.palette != told.palette:
+            raise ConfigError(f"--data={data}: its pixels are told by another palette than the model's")
+        try:
+            tokens = read_context(folder, "validation", number, context=config.context)
+        except DataError as error:
+            raise DataError(str(error).replace("context_number=", "--context-number=")) from None
+        if int(tokens.max()) >= config.vocabulary:
+            rule = f"has a byte of {int(tokens.max())}, and the model knows those below {config.vocabulary}"
+            raise DataError(f"--data={data}: {rule}; name other data")
+        name = f"{name}: {folder.store.location.rstrip('/').rpartition('/')[2]}, validation, context {number}"
+    model = load_model(source, dtype=torch.float32)
+    return Subject(model, tokens, "byte" if told.palette is None else told.unit, told.palette, name)
+
+
+def _text(text: Path, told: ModelData, context: int, vocabulary: int) -> Tensor:
+    if told.modality.name != "text":
+        raise ConfigError(f"--text={text}: the model reads {told.modality.words}; give --data DIR")
+    return read_text(text, context, vocabulary)

@@ -1,0 +1,87 @@
+"""Options of `longstride data build`, `data index`, `data verify` and `data show`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from longstride.data_pipelines.datasets import DATASETS
+from longstride.data_pipelines.modalities import MODALITIES
+
+
+def add_build_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `data build`."""
+    add = parser.add_argument
+    add("inputs", nargs="*", default=[], metavar="PATH", help="files and folders to take documents from")
+    add("--output", required=True, metavar="DIR", help="make the data folder here; nothing is written over")
+    add("--modality", choices=sorted(MODALITIES), help="what kind of documents the files are (default: text)")
+    for kind in MODALITIES.values():
+        for option in kind.build_options:
+            add(option.name, metavar=option.metavar, help=option.help)
+    palette = parser.add_mutually_exclusive_group()
+    colours = "make a palette of K colours of the pictures; the model's tokens are pixels, and not channels"
+    palette.add_argument("--palette", type=int, metavar="K", help=colours)
+    same = "take the palette of another data folder, as validation on other pictures needs"
+    palette.add_argument("--palette-from", metavar="DIR|URL", help=same)
+    record = "read JSON Lines or Parquet: each line or row is a document, the text under this name"
+    add("--field", metavar="NAME", help=record)
+    add("--raw", action="store_true", default=None, help="take files of any format byte by byte, as they are")
+    suffix = f"take files of folders that end so, such as .py; repeatable (default: {_suffixes()})"
+    add("--suffix", action="append", metavar=".EXT", help=suffix)
+    everything = "take all files of folders, whatever their names end in"
+    add("--all-files", action="store_true", default=None, help=everything)
+    leave = "leave out files and folders of this name, such as vendor, wherever they lie; repeatable"
+    add("--exclude", action="append", metavar="NAME", help=leave)
+    share = "put this share of the files, or of the records by --field, into the validation split (default: 0.05)"
+    add("--validation-fraction", type=float, metavar="SHARE", help=share)
+    size = "begin a new shard after so many content bytes (default: 16777216)"
+    add("--shard-bytes", type=int, default=None, metavar="BYTES", help=size)
+    seed = "another seed splits and orders the documents otherwise (default: 0)"
+    add("--seed", type=int, metavar="N", help=seed)
+    published = f"read a published dataset in place of files: {', '.join(sorted(DATASETS))}"
+    add("--dataset", metavar="NAME", help=published)
+    add("--input", metavar="PATH", help="where the dataset lies as it is distributed: its archive or its folder")
+    add("--download", action="store_true", help="fetch the dataset where it is not here yet")
+    add("--unpublished", action="store_true", help="take other content than the published in the dataset's form")
+
+
+def _suffixes() -> str:
+    """The suffixes of each modality's files, of which folders give theirs."""
+    return "; ".join(
+        f"of {name} {' '.join(suffix for suffix in kind.suffixes if suffix.islower())}"
+        for name, kind in MODALITIES.items()
+    )
+
+
+def add_index_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `data index`."""
+    add = parser.add_argument
+    add("places", nargs="+", metavar="DIR|URL|TAR", help="tars: folders that hold them, their names, or patterns")
+    add("--output", required=True, metavar="DIR", help="write manifest and indexes here; may be the tars' own folder")
+    kind = "what kind of samples the members are (default: text)"
+    add("--modality", choices=sorted(MODALITIES), default="text", help=kind)
+    members = "take the members that end so as the content of samples (default: as the modality names its own)"
+    add("--extension", metavar="EXT", help=members)
+    split = "put the tars that a pattern names into a split, such as validation=val-*.tar; repeatable"
+    add("--split", action="append", metavar="NAME=PATTERN", help=split)
+    share = "put this share of the tars into the validation split where none is named validation* (default: 0.05)"
+    add("--validation-fraction", type=float, metavar="SHARE", help=share)
+    add("--complete", action="store_true", help="refuse a sample that lacks the member, in place of leaving it out")
+    add("--raw", action="store_true", help="take members of text as they are, compressed ones too")
+    add("--unpack", action="store_true", help="copy the tars into DIR, compressed ones as plain ones")
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `data verify`."""
+    parser.add_argument("location", metavar="DIR|URL", help="data folder to read whole and check")
+
+
+def add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `data show`."""
+    add = parser.add_argument
+    add("location", metavar="DIR|URL", help="data folder to show samples of")
+    add("--split", default="train", metavar="NAME", help="show samples of this split (default: train)")
+    add("--count", type=int, metavar="N", help="show so many (default: 3 texts, 16 pictures, 4 sounds)")
+    add("--seed", type=int, default=0, metavar="N", help="another seed shows other samples (default: 0)")
+    picture = "PNG to draw them into: pictures and sounds alone, as texts are printed"
+    add("--output", type=Path, metavar="PNG", help=picture)

@@ -1,0 +1,143 @@
+"""Options of `longstride evaluate`, of the three verbs `longstride show …`, and of `longstride report`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from longstride.launcher.options.shared import (
+    PRECISIONS,
+    WEIGHTS,
+    add_step_argument,
+    add_trust_argument,
+    add_weights_argument,
+)
+
+
+def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride evaluate`."""
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run folder that holds the checkpoint")
+    add_step_argument(parser, "score")
+    add("--split", default=None, metavar="NAME", help="score this split (default: the run's validation split)")
+    add("--data", default=None, metavar="DIR|URL", help="score this data folder (default: the run's)")
+    add("--batch", type=int, default=None, metavar="B", help="compute B contexts at once (default: micro_batch)")
+    add("--precision", choices=PRECISIONS, default=None, help="compute in this precision (default: the run's)")
+    add_weights_argument(parser)
+    add_trust_argument(parser)
+    seen = "score bytes that see at least M earlier bytes, where there are so many (default: 0)"
+    add("--min-context", type=int, default=0, metavar="M", help=seen)
+    drawn = "draw the loss by position in the context, and write its numbers to FILE.json"
+    add("--positions", type=Path, metavar="FILE.png", help=drawn)
+    shared = "share each context among U of the processes that a launcher started (default: 1)"
+    add("--sequence-parallel", type=int, default=1, metavar="U", help=shared)
+
+
+class _Queries(argparse.Action):
+    """`--query P …`; a word behind the numbers is the source, which may stand there as well as before them."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Adds the numbers to those of the options before."""
+        numbers = list(values)
+        if len(numbers) > 1 and not _is_number(numbers[-1]) and namespace.behind is None:
+            namespace.behind = Path(numbers.pop())
+        if not all(map(_is_number, numbers)):
+            parser.error(f"argument --query: must be positions, such as --query 100 2000; not {' '.join(numbers)}")
+        namespace.query = [*(namespace.query or ()), *map(int, numbers)]
+
+
+def _is_number(word: str) -> bool:
+    return word.removeprefix("-").isdecimal()
+
+
+def _add_source(parser: argparse.ArgumentParser, metavar: str, help_text: str) -> None:
+    # The parser does not ask for it, as it may stand behind the numbers of --query.
+    parser.add_argument("source", type=Path, nargs="?", metavar=metavar, help=help_text)
+    parser.set_defaults(behind=None)
+
+
+def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `show pattern`."""
+    _add_source(
+        parser,
+        "CONFIG|RUN",
+        "a run's JSON file, the name of one of ds_configs/experiments such as demo, or a run's folder",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.png", help="picture to make")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="page to make, which tells what each query reads (one file)"
+    )
+    parser.add_argument(
+        "--query",
+        nargs="+",
+        action=_Queries,
+        metavar="P",
+        help="position whose view is shown, from 0 (default: one below the middle)",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="draw what heads that choose their keys by content read of the first bytes of this file",
+    )
+    add_trust_argument(parser)
+
+
+def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `show attention`."""
+    _add_source(parser, "RUN|MODEL", "a run's folder, or an exported model's with --data or --text")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to make")
+    parser.add_argument(
+        "--query",
+        nargs="+",
+        action=_Queries,
+        metavar="P",
+        help="positions whose views are shown, from 0, six at most (default: of pictures four, else a matrix of all)",
+    )
+    add_step_argument(parser, "take")
+    parser.add_argument(
+        "--context-number",
+        type=int,
+        metavar="K",
+        help="context of the validation split that is read, from 0 (default: 0)",
+    )
+    parser.add_argument(
+        "--data", metavar="DIR|URL", help="data folder whose validation split is read (default: the run's)"
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="file whose first bytes are read, in place of data")
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default=WEIGHTS[0],
+        help="take weights as they were trained, or their moving average (default: trained)",
+    )
+    parser.add_argument("--head", type=int, metavar="H", help="one head, from 0 (default: the mean of all)")
+    add_trust_argument(parser)
+
+
+def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `show loss`."""
+    parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to make")
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride report`."""
+    add = parser.add_argument
+    add(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="run folders, at most twelve, drawn into the same charts",
+    )
+    add("--output", type=Path, required=True, metavar="FILE.html", help="write the page here; nothing is written over")
+    written = "show the losses by position that `longstride evaluate --positions` wrote here, too (repeatable)"
+    add("--positions", type=Path, action="append", default=[], metavar="FILE.json", help=written)
+    add("--by-position", action="store_true", help="score each run's validation split by position first, for the page")
+    quick = "leave out the plan and the pictures of pattern and attention, which take a minute"
+    add("--quick", action="store_true", help=quick)
+    add_trust_argument(parser)

@@ -1,0 +1,70 @@
+"""Options that several verbs have."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+TRUST_OPTION = "--trust-checkpoint"
+PRECISIONS = ("bf16", "fp16", "fp32")
+WEIGHTS = ("trained", "ema")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+def add_config_argument(parser: argparse.ArgumentParser, name: str) -> None:
+    """A run's configuration, by ``name``: an option, or an argument by its place."""
+    what = "JSON file of the run, or the name of one of ds_configs/experiments, such as enwik8_fixed"
+    if name.startswith("--"):
+        parser.add_argument(name, required=True, metavar="X.json|NAME", help=what)
+    else:
+        parser.add_argument(name, metavar="CONFIG", help=what)
+
+
+def add_override_arguments(parser: argparse.ArgumentParser) -> None:
+    """Changes to a run's configuration, behind all options."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],  # or argparse names it among what is missing
+        metavar="path.to.key=value",
+        help="changes to the configuration, each value as JSON, such as train.steps=100",
+    )
+
+
+def add_trust_argument(parser: argparse.ArgumentParser) -> None:
+    """`--trust-checkpoint`, of every verb that reads a checkpoint: the user's word that it may run code."""
+    parser.add_argument(
+        TRUST_OPTION,
+        action="store_true",
+        help="open files of the checkpoint that hold more than tensors and numbers, and run the code that they ask for",
+    )
+
+
+def step_named(text: str) -> int | str:
+    """An option that names a checkpoint: the number of its step, or best."""
+    if text != "best" and not _NUMBER.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
+    return text if text == "best" else int(text)
+
+
+def add_step_argument(parser: argparse.ArgumentParser, use: str = "read") -> None:
+    """`--step`, of every verb that reads a run: a number, "best", or None for the newest checkpoint."""
+    which = "of this step, or the one with the lowest validation loss (default: the newest)"
+    parser.add_argument("--step", type=step_named, metavar="N|best", help=f"{use} the checkpoint {which}")
+
+
+def add_weights_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that chooses among the weights of a checkpoint."""
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default="trained",
+        help="take the weights as they were trained, or their moving average of train.ema_decay (default: trained)",
+    )
+
+
+def add_device_argument(parser: argparse.ArgumentParser, work: str, default: str | None = None) -> None:
+    """`--device`, None where the verb is to choose."""
+    told = default or "cuda where there is a GPU, else cpu"
+    text = f"{work} on this device, such as cpu or cuda:1 (default: {told})"
+    parser.add_argument("--device", default=default, metavar="DEVICE", help=text)

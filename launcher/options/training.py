@@ -1,0 +1,136 @@
+"""Options of `longstride train`, `slurm` and `plan`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from longstride.launcher.options.shared import (
+    WEIGHTS,
+    add_config_argument,
+    add_override_arguments,
+    add_trust_argument,
+    step_named,
+)
+
+HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
+LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
+SOME_HOSTS = "HOST[:SLOT,…][@…]"
+
+
+def add_from_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--from` and the options beside it, of every verb that starts a run."""
+    add = parser.add_argument
+    what = "take the first weights from an exported folder or from another run; the optimiser begins anew"
+    add("--from", dest="source", metavar="MODEL|RUN", help=what)
+    which = "take this checkpoint of the other run (best: the lowest validation loss; default: the newest)"
+    add("--from-step", type=step_named, metavar="N|best", help=which)
+    which = "take the other run's weights as trained, or their moving average (default: trained)"
+    add("--from-weights", choices=WEIGHTS, default="trained", help=which)
+    how = "make position tables of another context so: repeat or interpolate the learned rows, or draw fresh ones"
+    add("--from-positions", choices=("repeat", "interpolate", "fresh"), help=how)
+    add("--from-partly", action="store_true", help="take what fits the model, and begin anew what does not")
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that training has however it is started."""
+    add_config_argument(parser, "--config")
+    parser.add_argument(
+        "--resume",
+        default="never",
+        metavar="auto|best|never|STEP",
+        help="go on from the newest checkpoint if there is one, from the one with the lowest validation loss, never, "
+        "or from that of a step (default: never)",
+    )
+    add_from_arguments(parser)
+    add_trust_argument(parser)
+    parser.add_argument(
+        "--replay",
+        default=None,
+        metavar="STEP",
+        help="feed the batch of a step of the run again, print what it gives, and write nothing",
+    )
+    parser.add_argument(
+        "--profile",
+        default=None,
+        metavar="N",
+        help="record N steps: a table, and in the run folder a trace (profile/trace.json) and the seconds of each part",
+    )
+    add_override_arguments(parser)
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride train`."""
+    add_rank_arguments(parser)
+    add = parser.add_argument
+    here = "start so many processes on this host (default: one for each GPU, or one on a CPU)"
+    add("--processes", type=int, default=None, metavar="N", help=here)
+    lines = f"start them on the hosts of this file, lines such as `node1 slots=4` (default: {HOSTFILE} if it is there)"
+    add("--hostfile", type=Path, default=None, metavar="FILE", help=lines)
+    reach = "reach several hosts by this launcher (default: pdsh)"
+    add("--launcher", choices=LAUNCHERS, default=None, help=reach)
+    include = "take these hosts and slots of the hostfile alone, such as node1@node2:0,2 (pdsh, slurm)"
+    add("--include", default="", metavar=SOME_HOSTS, help=include)
+    exclude = "take all hosts and slots of the hostfile but these (pdsh, slurm)"
+    add("--exclude", default="", metavar=SOME_HOSTS, help=exclude)
+    meet = "have processes meet at this address of the first host (default: it is asked for)"
+    add("--master-addr", default=None, metavar="ADDRESS", help=meet)
+    add("--master-port", type=int, default=None, metavar="PORT", help="meet at this port there (default: a free one)")
+    words = "give pdsh, mpirun or srun these options too; one text behind =, such as --launcher-args='-v'"
+    add("--launcher-args", default="", metavar="WORDS", help=words)
+    again = "start again up to N times, from the newest checkpoint, after a process or host died (default: 0)"
+    add("--max-restarts", type=int, default=0, metavar="N", help=again)
+
+
+def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride slurm`."""
+    add_config_argument(parser, "--config")
+    add_from_arguments(parser)
+    add = parser.add_argument
+    add("--nodes", required=True, type=int, metavar="N", help="train on so many hosts")
+    add("--processes-per-node", required=True, type=int, metavar="M", help="start so many processes on each host")
+    add("--time", required=True, metavar="[D-]HH:MM:SS", help="have SLURM end the job after this time")
+    add("--partition", metavar="P", help="partition to queue the job in (default: SLURM's)")
+    add("--account", metavar="A", help="account to charge (default: SLURM's)")
+    add("--gpus", action="store_true", help="ask for a GPU for each process")
+    cores = "give each process, with its loader workers, so many cores (default: SLURM's)"
+    add("--cpus-per-process", type=int, metavar="C", help=cores)
+    more = "add a line #SBATCH --OPTION to the script, such as qos=long or mem=0; repeatable"
+    add("--sbatch", action="append", default=[], metavar="OPTION", help=more)
+    add("--job-name", metavar="NAME", help="name the job and the script so (default: the run folder's name)")
+    stop = "save and stop so many seconds before the time is up (default: 120)"
+    add("--stop-seconds", type=int, default=120, metavar="S", help=stop)
+    add("--output-dir", type=Path, metavar="DIR", help="write script and logs here (default: the run folder)")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--submit", action="store_true", help="hand the script to sbatch")
+    action.add_argument("--print", action="store_true", dest="print_only", help="print the script, and write nothing")
+    add_override_arguments(parser)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride plan`."""
+    add_config_argument(parser, "config")
+    add = parser.add_argument
+    many = "plan for each of these numbers of processes (default: as many as the batch allows, at most 8)"
+    add("--processes", nargs="+", default=[], metavar="W", help=many)
+    known = "take the train split to have so many contexts, where the data is not on this machine"
+    add("--contexts", type=int, metavar="N", help=known)
+    rates = parser.add_mutually_exclusive_group()
+    reached = "tell hours, at so many TFLOP/s that a process achieves; 40 %% of what a card promises is good"
+    rates.add_argument("--tflops", metavar="X", help=reached)
+    timed = "tell hours, by timing a block of each kind on this machine; takes a minute"
+    rates.add_argument("--measure", action="store_true", help=timed)
+    rates.add_argument("--rate-of", type=Path, metavar="RUN", help="tell hours, at the rate that a run has had")
+    add("--json", action="store_true", help="print one JSON object in place of tables")
+    add_override_arguments(parser)
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride doctor`."""
+    add = parser.add_argument
+    add("config", nargs="?", metavar="CONFIG", help="see too whether this run finds here what it needs")
+    add("--processes", type=int, metavar="N", help="of the run on this machine (default: one a GPU, or 1)")
+    add("--hostfile", type=Path, metavar="FILE", help="ask the hosts of this file too, lines such as `node1 slots=4`")
+    add("--launcher", choices=LAUNCHERS, default="pdsh", help="see whether this one is here, for the hosts (pdsh)")
+    add("--json", action="store_true", help="print one JSON object in place of lines")
+    add_override_arguments(parser)

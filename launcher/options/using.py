@@ -1,0 +1,134 @@
+"""Options of the verbs that make and use an exported model: `export`, `sample`, `compress`, `serve` and others."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from longstride.launcher.options.shared import (
+    PRECISIONS,
+    add_device_argument,
+    add_step_argument,
+    add_trust_argument,
+    add_weights_argument,
+)
+
+DEFAULT_SHARD_SIZE = "5GB"
+FORMATS = ("pt2", "onnx")
+_EXPORT = "folder that `longstride export` wrote"
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride export`."""
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run folder; with --format or --refresh, an exported folder")
+    add_step_argument(parser, "export")
+    add_weights_argument(parser)
+    add("--dtype", choices=PRECISIONS, default="fp32", help="round the weights to this type (default: fp32, exact)")
+    size = f"cut weights above this size into several files (default: {DEFAULT_SHARD_SIZE})"
+    add("--shard-size", default=DEFAULT_SHARD_SIZE, metavar="SIZE", help=size)
+    check = "do not compare the loss on the checkpoint's probe, its context of random bytes, with the trainer's"
+    add("--no-check", action="store_true", help=check)
+    add_device_argument(parser, "compute that check", "cpu")
+    add_trust_argument(parser)
+    card = "license to name in the model card: an identifier of Hugging Face's hub such as apache-2.0, or other:NAME"
+    add("--license", metavar="ID", help=card)
+    add("--output", type=Path, metavar="DIR", help="make the exported folder here; nothing is written over")
+    program = "write the forward pass of an exported folder for other runtimes: a program of torch.export, or ONNX"
+    add("--format", choices=FORMATS, help=program)
+    add("--refresh", action="store_true", help="write an old export's file for transformers anew, and nothing else")
+
+
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride sample`."""
+    from longstride.data_pipelines.modalities import MODALITIES  # which brings numpy
+
+    add = parser.add_argument
+    add("model", type=Path, metavar="DIR", help=_EXPORT)
+    prompted = [modality for modality in MODALITIES.values() if modality.prompt_help is not None]
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", default=None, metavar="TEXT", help="text to continue (default: nothing)")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="file to continue, as its bytes stand")
+    for modality in prompted:
+        option, count = f"--prompt-{modality.name}", modality.prompt_files
+        prompt.add_argument(option, type=Path, nargs=count, metavar="FILE", help=modality.prompt_help)
+    for modality in prompted:
+        if (keep := modality.keep_option) is not None:
+            add(keep.name, type=keep.type, metavar=keep.metavar, help=keep.help)
+    add("--count", type=int, metavar="N", help="write N samples of each prompt, in one batch (default: 1)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--bytes", type=int, metavar="N", help="sample N bytes (default: 256 of text, else what fits)")
+    length.add_argument("--seconds", type=float, metavar="S", help="sample S seconds of sound")
+    add("--slide", action="store_true", help="go on beyond the model's context, with what fits of it")
+    warm = "divide the logits by T: below 1 likelier bytes, 0 the likeliest alone (default: 1)"
+    add("--temperature", type=float, default=1.0, metavar="T", help=warm)
+    add("--top-k", type=int, default=None, metavar="K", help="sample among the K likeliest bytes (default: all)")
+    nucleus = "sample among the fewest bytes that together have probability P (default: all)"
+    add("--top-p", type=float, default=None, metavar="P", help=nucleus)
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draw by this seed: the same one gives the same samples (default: 0)",
+    )
+    add("--modality", choices=sorted(MODALITIES), help="write the bytes as this (default: what the model learned)")
+    add("--rate", type=int, metavar="HZ", help="give sounds this rate, in samples a second (default: the model's)")
+    into = "write samples into this file: .png for pictures, .wav for sounds, any for text (default: text is printed)"
+    add("--output", type=Path, metavar="FILE", help=into)
+    add_device_argument(parser, "compute")
+    score = parser.add_argument_group("a file's score, instead of samples")
+    score.add_argument("--likelihood", type=Path, metavar="FILE", help="print the bits per byte of a file's bytes")
+    decoded = "score the file's pixels or its sound, as the model writes them"
+    score.add_argument("--decoded", action="store_true", help=decoded)
+    seen = "let every byte see at least M earlier ones (default: 0)"
+    score.add_argument("--min-context", type=int, metavar="M", help=seen)
+    score.add_argument("--batch", type=int, metavar="B", help="compute B contexts at once (default: what is quick)")
+
+
+def add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+    parser.epilog = (
+        "All words are lm_eval's, such as `--model longstride --model_args path=model --tasks wikitext`; "
+        "`longstride lm-eval run --help` tells them. model_args: path, batch_size, device, dtype, min_context."
+    )
+
+
+def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `compress`."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="file of any kind to compress")
+    _add_coding_arguments(parser, "FILE.lsz")
+
+
+def add_decompress_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `decompress`."""
+    parser.add_argument("file", type=Path, metavar="FILE.lsz", help="file that `longstride compress` wrote")
+    _add_coding_arguments(parser, "FILE")
+    elsewhere = "try it on another machine or version of torch than it was compressed on"
+    parser.add_argument("--elsewhere", action="store_true", help=elsewhere)
+
+
+def _add_coding_arguments(parser: argparse.ArgumentParser, output: str) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help=f"{_EXPORT}, the same both ways")
+    text = "write the result here; nothing is written over"
+    parser.add_argument("--output", type=Path, required=True, metavar=output, help=text)
+    add_device_argument(parser, "compute both ways", "cpu")
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride serve`."""
+    add = parser.add_argument
+    add("model", type=Path, metavar="DIR", help=_EXPORT)
+    host = "listen at this address; 0.0.0.0 for other machines too (default: 127.0.0.1, this machine alone)"
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
+    names = "answer requests that name this server so, beside those that name its address; repeatable"
+    add("--allow-host", action="append", default=[], metavar="NAME", help=names)
+    add("--port", type=int, default=8000, metavar="PORT", help="listen at this port, 0 at any free one (default: 8000)")
+    add_device_argument(parser, "compute")
+    add("--name", metavar="NAME", help="call the model so for clients of /v1 (default: as the folder)")
+    most = "let one request sample at most N bytes, of each choice (default: the model's context)"
+    add("--max-bytes", type=int, metavar="N", help=most)
+    add("--contexts", type=int, default=8, metavar="N", help="sample up to N contexts side by side (default: 8)")
+    add("--queue", type=int, default=8, metavar="N", help="let N requests more wait for their turn (default: 8)")
+    seconds = "give a request S seconds from its arrival to its last byte (default: 300)"
+    add("--timeout", type=float, default=300.0, metavar="S", help=seconds)

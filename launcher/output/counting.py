@@ -1,0 +1,71 @@
+"""How much of some work is done, on standard error: standard output is left to results."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from longstride.launcher.output.messages import say
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+_QUIET_SECONDS = 2.0  # what is done sooner is told by its result alone
+_LINE_SECONDS = 10.0  # between lines where there is no terminal
+
+
+class WorkCounter:
+    """Counts up to ``total``: on a terminal a bar, elsewhere a line every ten seconds; nothing of what is done at once.
+
+    ``unit`` is what is counted, in the plural. One that is not ``shown``, as of ranks behind the first, counts alone.
+    """
+
+    def __init__(self, what: str, total: int, unit: str, *, shown: bool = True) -> None:
+        self._what, self._total, self._unit, self._shown = what, total, unit, shown
+        self._done = 0
+        self._start = time.monotonic()
+        self._next = self._start + (_QUIET_SECONDS if sys.stderr.isatty() else _LINE_SECONDS)
+        self._bar: tqdm | None = None
+
+    def add(self, count: int) -> None:
+        """So much more is done."""
+        self._done += count
+        now = time.monotonic()
+        if not self._shown or now < self._next:
+            return
+        with suppress(OSError):  # a terminal that is gone
+            if not sys.stderr.isatty():
+                self._next = now + _LINE_SECONDS
+                left = (now - self._start) * (self._total / max(1, self._done) - 1)
+                share = f"{self._done:,} of {self._total:,} {self._unit}"
+                say(f"{self._what}: {share}, about {max(0.0, left):.0f} s left")
+                return
+            if self._bar is None:
+                from tqdm import tqdm  # late: most work is done sooner
+
+                form = "{desc}: {percentage:3.0f} % {bar:30} {n_fmt} of {total_fmt} {unit}, {remaining} left"
+                size = {} if _width() else {"ncols": 80, "nrows": 20}
+                self._bar = tqdm(
+                    desc=self._what, total=self._total, unit=self._unit, bar_format=form, leave=False, **size
+                )
+                self._bar.n = self._done  # what came before the bar
+                self._bar.refresh()
+            self._bar.update(self._done - self._bar.n)
+
+    def close(self) -> None:
+        """Wipes the bar, so that the result takes its place."""
+        if self._bar is not None:
+            with suppress(OSError):
+                self._bar.close()
+            self._bar = None
+
+
+def _width() -> int:
+    """Columns of the terminal; 0 where it does not say, and tqdm would show nothing."""
+    try:
+        return min(os.get_terminal_size(sys.stderr.fileno()))
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,34 @@
+"""What a run says at its end: what it took, what came of it, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+
+from longstride.launcher.checkpoints import Score
+from longstride.launcher.data import Run
+from longstride.launcher.output import metrics_file
+from longstride.launcher.training.progress import amount, duration
+
+
+def summary(run: Run, step: int, first: int, seconds: float) -> list[str]:
+    """Lines about a run whose last step is saved. This start began at step ``first``, and took so many seconds."""
+    train, context = run.config.train, run.config.model.context
+    is_byte = run.data.unit != metrics_file.NO_BYTE
+    seen = f"{amount(step * train.global_batch * context)}{'B' if is_byte else 'pixels'}"
+    took = f", in {duration(seconds)}" if first == 0 else f", the last {step - first:,} in {duration(seconds)}"
+    parts = [
+        f"done: {step:,} steps of {train.global_batch:,} contexts of {context:,} {'bytes' if is_byte else 'pixels'}, "
+        f"{seen}{took if step > first else ''}"
+    ]
+    scores = [each for each in Score.recorded(run.folder, run.config.data.validation_split) if each.bits_per_byte]
+    if scores := [each for each in scores if each.compares_with(scores[-1])]:
+        best = min(scores, key=lambda each: each.bits_per_byte or 0.0)
+        unit = "bits per byte" if is_byte else f"bits per {run.data.unit}"
+        parts.append(f"best {best.bits_per_byte:.4f} {unit} on {best.split}, at step {best.step:,}")
+    folder = shlex.quote(str(run.folder))
+    return [
+        f"{'; '.join(parts)}; in {run.folder}",
+        f"next: longstride evaluate {folder}",
+        f"      longstride export {folder} --output model",
+        f"      longstride report {folder} --output report.html",
+    ]

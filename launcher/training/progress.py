@@ -1,0 +1,163 @@
+"""How far a run is, for a person: one line, on a terminal a bar and elsewhere, for logs, a line every ten seconds."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TextIO
+
+from tqdm import tqdm
+
+from longstride.launcher.output import metrics_file
+
+_PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
+_WINDOW = 50  # steps of which rates are taken
+_KEPT = 0.9  # of the mean loss by a step: what lies 10 steps back counts a third of the newest
+_USUAL_SIZE = {"ncols": 80, "nrows": 20}  # of a terminal that says it has none
+
+
+class _Step(NamedTuple):
+    seconds: float
+    tokens: int
+    mfu: float | None
+    mfu_dense: float | None
+
+
+@dataclass
+class Rates:
+    """What the last steps of a start come to."""
+
+    recent: deque[_Step] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    steps: int = 0
+    begun: float = field(default_factory=lambda: time.monotonic())
+    in_steps: float = 0.0  # seconds
+    unit: str = "bits per byte"
+    sum: float = 0.0  # of losses, each weighed by _KEPT to the power of the steps since
+    weight: float = 0.0  # the sum of these weights
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Takes in a step's line for metrics.jsonl."""
+        if self.steps == 1:  # by itself until now: it has compiled, allocated and measured
+            self.recent.clear()
+        self.steps += 1
+        self.in_steps += line["seconds"]
+        self.recent.append(_Step(line["seconds"], line["tokens"], line.get("mfu"), line.get("mfu_dense_equivalent")))
+        self.unit, bits = metrics_file.bits_of(line)
+        if bits is not None:
+            self.sum, self.weight = _KEPT * self.sum + bits, _KEPT * self.weight + 1
+
+    @property
+    def loss(self) -> float | None:
+        """The exponential mean: as all weights are divided by their sum, it has no bias to the first step or to 0."""
+        return self.sum / self.weight if self.weight else None
+
+    def seconds_left(self, steps: int) -> float:
+        """For so many steps: at the pace of the last ones, and with as much beside them as there has been."""
+        step = sum(each.seconds for each in self.recent) / len(self.recent)
+        beside = max(0.0, time.monotonic() - self.begun - self.in_steps) / self.steps
+        return steps * (step + beside)
+
+    def words(self, line: dict[str, Any], left: int) -> str:
+        """The line's figures after a step with so many to go, what matters most first."""
+        loss, seconds = self.loss, sum(each.seconds for each in self.recent)
+        parts = ["no loss" if loss is None else f"{loss:.3f} {self.unit}"]
+        if left:
+            parts.append(f"{duration(self.seconds_left(left))} left")
+        tokens, unit = sum(each.tokens for each in self.recent), self.unit.removeprefix("bits per ")
+        parts.append(f"{amount(tokens / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
+        newest = self.recent[-1]
+        if newest.mfu is not None and newest.mfu_dense is not None:
+            # Each step has as many operations: the mean over time is that of the mean time.
+            share = newest.seconds * len(self.recent) / seconds
+            parts.append(f"MFU {percent(newest.mfu * share)}, as dense {percent(newest.mfu_dense * share)}")
+        if line.get("learning_rate") is not None:
+            parts.append(f"learning rate {line['learning_rate']:.2g}")
+        return " · ".join(parts)
+
+
+class Progress:
+    """How far a run is: a tqdm bar on a terminal, and a line now and then elsewhere."""
+
+    def __init__(self, steps: int, done: int, stream: TextIO) -> None:
+        self._steps, self._stream = steps, stream
+        self._last: float | None = None  # when a line was written
+        self._rates = Rates()
+        self._bar: tqdm | None = None
+        if stream.isatty():
+            size: dict[str, Any] = {"dynamic_ncols": True} if _has_size(stream) else _USUAL_SIZE
+            form = "step {n_fmt}/{total_fmt} {bar:10} {desc}"
+            self._bar = tqdm(total=steps, initial=done, file=stream, bar_format=form, **size)
+
+    def advance(self, line: dict[str, Any]) -> None:
+        """Moves to the step of a line. Lines are for the first and last step, and every few seconds between."""
+        step = line["step"]
+        self._rates.add(line)
+        if self._bar is not None:
+            self._bar.set_description_str(self._rates.words(line, self._steps - step), refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        now = time.monotonic()
+        if step == self._steps or self._last is None or now - self._last >= _PLAIN_SECONDS:
+            self._last = now
+            self.say(f"step {step}/{self._steps} · {self._rates.words(line, self._steps - step)}")
+
+    def rewind(self, step: int, reason: str) -> None:
+        """Goes back to a step; what came before counts no more."""
+        self._rates = Rates()
+        if self._bar is not None:
+            self._bar.set_description_str(reason, refresh=False)
+            self._bar.update(step - self._bar.n)
+        else:
+            self._last = None
+
+    def say(self, text: str) -> None:
+        """A line at once, above the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Ends the bar; its last state stays on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _has_size(stream: TextIO) -> bool:
+    """Whether a terminal says how large it is, as some that programs open do not: tqdm would show nothing on these."""
+    try:
+        return min(os.get_terminal_size(stream.fileno())) > 0
+    except (OSError, ValueError):
+        return False
+
+
+def duration(seconds: float) -> str:
+    """A time as a person says it: 45 s, 3 min 20 s, 25 min, 2 h 13 min, 3 d 4 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 600:
+        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min" if minutes % 60 else f"{minutes // 60} h"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h" if hours % 24 else f"{hours // 24} d"
+
+
+def amount(value: float) -> str:
+    """A number with three digits, a space and a prefix: "41.3 k"."""
+    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)):
+        if value >= 0.9995 * size or not prefix:
+            return f"{value / size:#.3g}".rstrip(".") + f" {prefix}"
+    raise AssertionError
+
+
+def percent(share: float) -> str:
+    """A share with two digits: 4.7 %, 38 %."""
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"

@@ -1,0 +1,180 @@
+"""Samples of the model in training, into RUN/samples: `train.samples_every`.
+
+The first rank samples from a network of its own, which has the engine's weights and none of its hooks, divisions and
+compiled blocks. Meanwhile the others wait. Generators are made for it, so training draws what it would have drawn.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed import DeepSpeedEngine
+
+from longstride.data_pipelines.durable import naming, write_over
+from longstride.data_pipelines.modalities import modality_named
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import error_line
+from longstride.launcher.config import RunConfig
+from longstride.launcher.data import Run, RunData
+from longstride.launcher.models import ModelData
+from longstride.launcher.output import file_names
+from longstride.launcher.ranks import Ranks
+from longstride.launcher.stops import StopFlag
+from longstride.launcher.training.progress import duration
+from longstride.launcher.training.recorder import Recorder
+from longstride.sparse_model import SparseTransformer, generate
+
+_USUAL_PICTURES = 4
+_SHOWN_CHARACTERS = 100  # of a text, in the line that tells of it
+
+
+class Sampler:
+    """Draws and writes what ``train.samples`` asks for; all ranks must make it."""
+
+    def __init__(self, run: Run, engine: DeepSpeedEngine, recorder: Recorder) -> None:
+        self._run, self._engine, self._recorder = run, engine, recorder
+        self._data = data_of(run.data)
+
+    def sample(self, step: int) -> None:
+        """After a step. All ranks must call; what cannot be drawn or written is told, and ends nothing."""
+        run, engine = self._run, self._engine
+        network = undivided_network(engine, run.config, run.ranks)
+        words = run.ranks.first_works(lambda: self._sampled(network, step))
+        self._recorder.say(f"step {step}: {words}")
+
+    def _sampled(self, network: SparseTransformer | None, step: int) -> str:
+        """Draws and writes the samples of a step, on the first rank; returns what came of it, in words."""
+        assert network is not None
+        begin, settings = time.monotonic(), self._run.config.train.samples
+        folder = self._run.folder / file_names.SAMPLES
+        try:
+            drawn = draw(network, self._run.config, self._data, self._engine.device, step, self._run.stop)
+            if drawn is None:
+                return "no samples, as the run is asked to stop"
+            files = self._files(drawn)
+            paths = [
+                folder / f"step-{step:08d}{f'-{number}' if number else ''}{suffix}"
+                for number, (suffix, _) in enumerate(files)
+            ]
+            with naming(folder):
+                folder.mkdir(exist_ok=True)
+            for path, (_, content) in zip(paths, files, strict=True):
+                write_over(path, content)
+        except OSError as error:
+            return f"samples could not be written: {error_line(error, folder)}"
+        except (FloatingPointError, RuntimeError) as error:  # of logits, and of memory
+            return f"no samples: {str(error).splitlines()[0]}"
+        self._recorder.samples(step, self._data, drawn, paths)
+        seconds = time.monotonic() - begin
+        took = f", in {duration(seconds)}" if seconds >= 1 else ""
+        if self._data.modality.shown_as == "text":
+            text = drawn[0].tobytes()[len(settings.prompt.encode()) :].decode(errors="replace")
+            shown = "".join(each if each.isprintable() else " " for each in text)
+            return f"sample {' '.join(shown.split())[:_SHOWN_CHARACTERS]!r}; {paths[0]}{took}"
+        return f"samples {', '.join(map(str, paths))}{took}"
+
+    def _files(self, drawn: np.ndarray) -> list[tuple[str, bytes]]:
+        """The suffix and the content of each file."""
+        modality = self._data.modality
+        if modality.shown_as == "text":
+            texts = [each.tobytes() for each in drawn]
+            heads = [f"=== sample {number} ===\n".encode() for number in range(1, 1 + len(texts))]
+            if len(texts) == 1:
+                return [(".txt", texts[0])]
+            return [(".txt", b"".join(head + text + b"\n" for head, text in zip(heads, texts, strict=True)))]
+        contents = modality.sample_files(drawn, self._data.file_properties)
+        return [(modality.output_suffix or "", content) for content in contents]
+
+
+def data_of(data: RunData) -> ModelData:
+    """What the tokens of a run are."""
+    return ModelData(modality_named(data.modality), data.properties, data.palette)
+
+
+def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:
+    """How many samples are drawn, and of how many tokens each, behind the prompt.
+
+    Raises:
+        ConfigError: what ``train.samples`` asks for does not go with the data or the context.
+    """
+    settings, context = config.train.samples, config.model.context
+    prompt, size = settings.prompt.encode(), data.modality.document_bytes(data.properties)
+    if prompt and data.modality.shown_as != "text":
+        rule = f"is of text, and the data are {data.modality.words}; leave it out"
+        raise ConfigError.at("train.samples.prompt", settings.prompt, rule)
+    beyond = [each for each in prompt if each >= config.model.vocabulary]
+    if beyond:
+        rule = f"holds byte {beyond[0]}, and the model knows 0 to {config.model.vocabulary - 1}"
+        raise ConfigError.at("train.samples.prompt", settings.prompt, rule)
+    room = context - len(prompt)
+    if room < 1:
+        rule = f"has {len(prompt)} bytes, and must leave room in the context of {context}"
+        raise ConfigError.at("train.samples.prompt", settings.prompt[:40], rule)
+    count = settings.count or (_USUAL_PICTURES if data.modality.shown_as == "picture" else 1)
+    if size is not None:
+        if settings.bytes is not None:
+            rule = f"{data.modality.words} have {size} bytes, no more and no less; leave it out"
+            raise ConfigError.at("train.samples.bytes", settings.bytes, rule)
+        if size // data.token_bytes > context:
+            rule = f"one of the {data.modality.words} has {size // data.token_bytes} tokens, and the context {context}"
+            raise ConfigError.at("train.samples_every", config.train.samples_every, f"{rule}; give 0")
+        return count, size // data.token_bytes
+    if settings.bytes is not None and settings.bytes > room:
+        rule = f"prompt and sample must fit in the context of {context}; at most {room}"
+        raise ConfigError.at("train.samples.bytes", settings.bytes, rule)
+    return count, settings.bytes or min(data.modality.sample_bytes or context, room)
+
+
+def check_samples(config: RunConfig, data: RunData) -> None:
+    """Raise ConfigError where a run is to draw samples that it cannot."""
+    if config.train.samples_every:
+        num_sampled(config, data_of(data))
+
+
+def draw(
+    network: SparseTransformer,
+    config: RunConfig,
+    data: ModelData,
+    device: torch.device,
+    step: int,
+    stop: StopFlag | None = None,
+) -> np.ndarray | None:
+    """Samples behind their prompt, (S, bytes) uint8, by the seed and the step; None where a stop is asked for."""
+    settings = config.train.samples
+    count, length = num_sampled(config, data)
+    prompt = torch.from_numpy(data.tokens(settings.prompt.encode()).astype(np.int64)).to(device).expand(count, -1)
+    generator = torch.Generator(device).manual_seed((settings.seed + 1_000_003 * step) % 2**63)
+    columns = [prompt.cpu().numpy()]
+    tokens = generate(
+        network, prompt, length, temperature=settings.temperature, top_p=settings.top_p, generator=generator
+    )
+    for token in tokens:
+        if stop is not None and stop.reason is not None:
+            return None
+        columns.append(token.cpu().numpy()[:, None])
+    return data.content(np.concatenate(columns, 1))
+
+
+def undivided_network(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) -> SparseTransformer | None:
+    """The model in evaluation mode with the engine's weights, on the first rank; None on others. All ranks must call.
+
+    Under ZeRO 3 the weights are copies, gathered one by one; else they are the engine's own memory.
+    """
+    sharded, state = config.zero_stage == 3, {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter) if sharded else nullcontext():
+            if ranks.is_first:
+                state[name] = parameter.detach().clone() if sharded else parameter.detach()
+    state |= dict(engine.module.named_buffers())
+    if engine.tables is not None:
+        state |= {f"embedding.ngrams.{name}": rows for name, rows in engine.tables.whole().items()}
+    if not ranks.is_first:
+        return None
+    with torch.device("meta"):
+        network = SparseTransformer(config.model, initialize=False)
+    network.load_state_dict(state, assign=True)
+    return network.requires_grad_(False).eval()

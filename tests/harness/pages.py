@@ -1,0 +1,158 @@
+"""Runs what a page of documentation shows: its commands, in order, in one folder, and compares what they print.
+
+A fenced block is run by its language: ``console`` has commands behind ``$ `` and what they print, ``sh`` has one
+command a line, ``python`` is a script, ``json`` is parsed. Other languages are not code. A comment in front of a block
+says more: ``<!-- file: NAME -->``, it is put there under that name; ``<!-- ends: Ctrl-C -->``, its command goes on
+until it is stopped; ``<!-- needs: a cluster -->``, it is not run here, for that reason.
+
+What is printed is compared line by line. ``…`` stands for any text in a line, and alone for any lines. Numbers are
+those of the machine that wrote the page, so any number goes where one stands; bits per byte are held to a share.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_BLOCK = re.compile(
+    r"(?:<!-- (?P<key>file|needs|ends): (?P<value>.*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+_BITS = re.compile(r"(\d+\.\d+) bits per byte|bits_per_byte\D{1,4}(\d+\.\d+)")
+BITS_SHARE = 0.1  # machines round otherwise, and a short training magnifies that
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+    line: int  # of the page, where its text begins
+    file: str | None = None
+    needs: str | None = None
+    ends: str | None = None
+
+    def commands(self) -> Iterator[tuple[str, list[str]]]:
+        """Each command of the block, with the lines under it."""
+        command = ""
+        printed: list[str] = []
+        for line in self.text.splitlines():
+            if line.startswith("$ ") or (self.language == "sh" and not command.endswith("\\")):
+                if command:
+                    yield command, printed
+                command, printed = line.removeprefix("$ "), []
+            elif command.endswith("\\"):
+                command = f"{command[:-1]}{line.strip()}"
+            else:
+                printed.append(line)
+        if command:
+            yield command, printed
+
+
+def blocks(text: str) -> list[Block]:
+    """Every fenced block of a page."""
+    found = []
+    for match in _BLOCK.finditer(text):
+        asked = {match["key"]: match["value"]} if match["key"] else {}
+        found.append(Block(match["language"], match["text"], text.count("\n", 0, match.start("text")) + 1, **asked))
+    return found
+
+
+def run_page(page: Path, folder: Path, environment: dict[str, str], *, seconds: float = 900) -> None:
+    """Runs a page's blocks in a folder; AssertionError, with the line of the page, where one does otherwise."""
+    for block in blocks(page.read_text()):
+        where = f"{page.name}:{block.line}"
+        if block.needs is not None:
+            continue
+        if block.language == "json":
+            json.loads(block.text)
+        if block.file is not None:
+            (folder / block.file).write_text(block.text)
+        elif block.language == "python":
+            execute("python -", folder, environment, where, seconds, given=block.text)
+        elif block.language in ("console", "sh"):
+            for command, expected in block.commands():
+                if block.ends is not None:
+                    execute_until_stopped(command, folder, environment, where)
+                    continue
+                printed = execute(command, folder, environment, where, seconds)
+                difference = first_difference(expected, printed.splitlines())
+                assert difference is None, f"{where}: $ {command}\n{difference}\n--- printed:\n{printed}"
+
+
+def execute(
+    command: str, folder: Path, environment: dict[str, str], where: str, seconds: float, given: str | None = None
+) -> str:
+    """What a command prints, errors among it; AssertionError where it fails."""
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        input=given,
+        stdin=subprocess.DEVNULL if given is None else None,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+    )
+    assert done.returncode == 0, f"{where}: $ {command}\nexit code {done.returncode}\n{done.stdout}"
+    return done.stdout
+
+
+def execute_until_stopped(command: str, folder: Path, environment: dict[str, str], where: str) -> None:
+    """Stops a command by Ctrl-C once it has said something; AssertionError where it ends otherwise than by that."""
+    words = {"cwd": folder, "env": environment, "text": True}
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {command}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **words
+    ) as running:
+        assert running.stdout is not None
+        said = running.stdout.readline()
+        running.send_signal(signal.SIGINT)
+        rest = running.communicate(timeout=60)[0]
+    assert said and running.returncode in (0, 130), (
+        f"{where}: $ {command}\nexit code {running.returncode}\n{said}{rest}"
+    )
+
+
+def first_difference(expected: list[str], printed: list[str]) -> str | None:
+    """Where what is printed is not what the page shows; None where it is."""
+    expected, printed = [line.rstrip() for line in expected], [line.rstrip() for line in printed]
+    while expected and not expected[-1]:
+        expected.pop()
+    if not expected:  # a page need not show what a command prints
+        return None
+    place, skipping = 0, False
+    for line in expected:
+        if line.strip() == "…":
+            skipping = True
+            continue
+        until = len(printed) if skipping else place + 1
+        match = next(
+            (number for number in range(place, min(until, len(printed))) if agree(line, printed[number])), None
+        )
+        if match is None:
+            said = printed[place] if place < len(printed) and not skipping else "no such line"
+            return f"the page shows   {line}\nthe command says {said}"
+        place, skipping = match + 1, False
+    rest = [line for line in printed[place:] if line]
+    return f"the page does not show {rest[0]}" if rest and not skipping else None
+
+
+def agree(shown: str, printed: str) -> bool:
+    """Whether a line is the one that the page shows."""
+    pattern = ".*".join(
+        _NUMBER.pattern.join(re.escape(part) for part in _NUMBER.split(piece)) for piece in shown.split("…")
+    )
+    if not re.fullmatch(pattern, printed):
+        return False
+    if "…" in shown:
+        return True
+    pairs = zip(_BITS.findall(shown), _BITS.findall(printed), strict=True)
+    return all(abs(float("".join(a)) - float("".join(b))) <= BITS_SHARE * float("".join(a)) for a, b in pairs)

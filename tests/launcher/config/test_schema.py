@@ -1,0 +1,67 @@
+"""The JSON schema that editors read: a description of every key, and no run that it would refuse or let through."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longstride.launcher import cli
+from longstride.launcher.config import RunConfig, load_config
+from longstride.launcher.config.extending import EXPERIMENTS
+from longstride.launcher.config.schema import entries
+
+LEAST_KEYS = 180
+
+
+def test_every_key_has_a_description() -> None:
+    made = RunConfig.model_json_schema()
+    told = list(entries(made, made["$defs"]))
+    assert len({place for place, _ in told}) > LEAST_KEYS
+    assert not sorted({place for place, entry in told if not entry.get("description", "").strip()})
+
+
+def test_a_file_that_extends_need_not_be_whole_and_any_other_must() -> None:
+    made = RunConfig.model_json_schema()
+    assert made["if"] == {"not": {"required": ["extends"]}}
+    assert set(made["then"]["required"]) == {"model", "data", "train", "deepspeed"}
+    assert "context" in made["then"]["properties"]["model"]["required"]
+    assert "required" not in made and "required" not in made["$defs"]["TrainConfig"]
+
+
+@pytest.mark.parametrize("preset", sorted(EXPERIMENTS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_schema_knows_all_that_presets_say(preset: Path) -> None:
+    made = RunConfig.model_json_schema()
+    known = {place for place, _ in entries(made, made["$defs"])}
+
+    def places(value: Any, prefix: str) -> set[str]:
+        found = set()
+        for key, below in value.items() if isinstance(value, dict) else ():
+            free = f"{prefix}{key}" in ("deepspeed", "model.attention.pattern")  # objects that others check
+            found |= {f"{prefix}{key}"} | (set() if free else places(below, f"{prefix}{key}."))
+        for each in value if isinstance(value, list) else ():
+            found |= places(each, prefix)
+        return found
+
+    assert places(json.loads(preset.read_text()), "") <= known
+
+
+def test_schema_is_written_whole_and_never_over_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "longstride.schema.json"
+    assert cli.main(["config", "schema", "--output", str(file)]) == 0
+    assert '"$schema": "./longstride.schema.json"' in capsys.readouterr().err
+    assert json.loads(file.read_text()) == RunConfig.model_json_schema()
+    before = file.read_bytes()
+    assert cli.main(["config", "schema", "--output", str(file)]) == 2
+    rule = "exists already; name a new file, or remove it"
+    assert capsys.readouterr() == ("", f"longstride: error: --output={file}: {rule}\n")
+    assert file.read_bytes() == before
+
+
+def test_the_name_of_the_schema_changes_nothing_of_a_run(tmp_path: Path) -> None:
+    content = json.loads((EXPERIMENTS / "enwik8_fixed.json").read_text())
+    named = tmp_path / "named.json"
+    named.write_text(json.dumps({"$schema": "./longstride.schema.json", **content}))
+    assert load_config(named).to_json() == load_config("enwik8_fixed").to_json()

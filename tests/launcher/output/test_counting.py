@@ -1,0 +1,62 @@
+"""What is told of work on its way."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from longstride.launcher.output import WorkCounter, counting
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the module sees, which stands."""
+    now = [100.0]
+    monkeypatch.setattr(counting.time, "monotonic", lambda: now[0])
+    return now
+
+
+def work(clock: list[float], parts: int, *, shown: bool = True) -> None:
+    """Parts of a hundred bytes, a second each."""
+    counter = WorkCounter("scoring", 100 * parts, "bytes", shown=shown)
+    for _ in range(parts):
+        clock[0] += 1
+        counter.add(100)
+    counter.close()
+
+
+def test_a_log_gets_a_line_every_ten_seconds(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    work(clock, 25)
+    assert capsys.readouterr() == (
+        "",
+        "longstride: scoring: 1,000 of 2,500 bytes, about 15 s left\n"
+        "longstride: scoring: 2,000 of 2,500 bytes, about 5 s left\n",
+    )
+
+
+def test_what_is_done_at_once_tells_nothing(
+    clock: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work(clock, 9)
+    work(clock, 25, shown=False)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    work(clock, 1)
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_a_terminal_gets_a_bar_that_is_wiped(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    work(clock, 4)
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "scoring:  50 % " in shown and "200 of 400 bytes" in shown
+    assert shown.rstrip(" ").endswith("\r") and not shown.split("\r")[-2].strip()

@@ -1,0 +1,279 @@
+"""A report's page: what it tells, what it never obeys, how large it may become, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longstride.launcher import cli
+from longstride.launcher.output.exit_codes import WRONG_INPUT
+from longstride.launcher.reporting.charts import Scale, number, thin, value_range
+from longstride.launcher.reporting.page import compose, labels
+from longstride.launcher.reporting.records import RunRecord, Sample, Series, read_run
+from longstride.launcher.reporting.verbs import Answers, Told
+from longstride.launcher.reporting.words import MOST_PAGE_BYTES
+from tests.harness.runs import ROOT, files_under
+
+OLD = ROOT / "tests" / "made_before"
+EVIL = '"><img src=x onerror=alert(1)></script><script>alert(2)</script>'
+PARTS = ("curves", "positions", "samples", "reads", "incidents", "starts", "plan", "configuration")
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text that a reader sees."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self._silent = self._in_cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._silent = tag in ("script", "style")
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self._silent = self._silent and tag not in ("script", "style")
+        self._in_cell = self._in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if not self._silent:
+            self.words.append(data)
+            if self._in_cell:
+                self.tables[-1][-1][-1] += data
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+    def charts(self) -> int:
+        return sum(tag == "figure" and "chart" in (attrs["class"] or "") for tag, attrs in self.elements)
+
+
+def write_run(folder: Path, steps: int = 30, **more: Any) -> Path:
+    """A run folder of two evaluations; ``more`` is put into the line of the fifth step."""
+    folder.mkdir(parents=True)
+    lines: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        line = {"step": step, "split": "train", "bits_per_byte": 8.0 / step + 1, "learning_rate": 0.01}
+        line |= {"seconds": 0.5, "tokens_per_second": 1000.0, "tokens": 500, "loss_scale": 1.0, "grad_norm": 2.0}
+        lines.append(line | {"skipped_steps": 0, "substitutions": []} | (more if step == 5 else {}))
+        if step % (steps // 2) == 0:
+            lines.append({"step": step, "split": "validation", "bits_per_byte": 9.0 / step + 1, "tokens": 9})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.json").write_text(json.dumps({"notes": "", "train": {"steps": steps, "learning_rate": 0.01}}))
+    return folder
+
+
+def report(output: Path, *words: object) -> str:
+    assert cli.main(["report", *map(str, words), "--output", str(output)]) == 0
+    return output.read_text()
+
+
+@pytest.mark.parametrize("name", ["zero1_fp16", "zero3_bf16"])
+def test_run_of_older_code_has_every_part(name: str, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(OLD / name, tmp_path / name))
+    text = report(tmp_path / "report.html", run, "--quick")
+    page = Page(text)
+    assert [attrs["id"] for tag, attrs in page.elements if tag == "section"] == list(PARTS)
+    assert "the run has no starts.jsonl" in page.text and "left out by --quick" in page.text
+    assert page.charts() >= 5
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"{min(e.values.min() for e in read_run(run).evaluations.values()):.4f}" in page.text
+    assert last["split"] in read_run(run).evaluations
+    if name == "zero1_fp16":
+        assert [row[:2] for row in page.tables[0][1:3]] == [["1", "skipped"], ["2", "skipped"]]
+
+
+def test_page_asks_for_nothing_and_obeys_no_text_of_a_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "<b onclick=alert(3)>", guard=f"skip: {EVIL}", substitutions=[EVIL])
+    content = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(content | {"notes": EVIL, EVIL: {EVIL: EVIL}}))
+    start = {"step": 3, "time": EVIL, "how": EVIL, "hosts": [EVIL], "devices": {EVIL: EVIL}, "versions": {EVIL: EVIL}}
+    (run / "starts.jsonl").write_text(json.dumps(start | {"from": EVIL, "changes": {EVIL: [EVIL, EVIL]}}) + "\n")
+    (run / "samples").mkdir()
+    (run / "samples/step-00000005.txt").write_bytes(EVIL.encode() + b"\x00\x1b[31m\xff\n" + "\u202e".encode())
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 31, "split": EVIL, "bits_per_byte": 1.5}) + "\n")
+    bins = {"first": [0, 1], "end": [1, 2], "bytes": [1, 1], "bits_per_byte": [5.0, 4.0]}
+    given = {"run": EVIL, "step": 4, "split": EVIL, "positions": bins}
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    text = report(tmp_path / "report.html", run, "--quick", "--positions", tmp_path / "given.json")
+    page = Page(text)
+    tags = [tag for tag, _ in page.elements]
+    assert not {"img", "b onclick", "iframe", "object", "link", "base", "form"} & {*tags}
+    scripts = [attrs for tag, attrs in page.elements if tag == "script"]
+    assert len(scripts) == page.charts() + 1  # the values of each chart, and ours
+    assert [attrs for attrs in scripts if attrs != {"type": "application/json"}] == [{}]
+    for tag, attrs in page.elements:
+        assert not [name for name in attrs if name.startswith("on") or name == "style"], (tag, attrs)
+        for name in ("src", "href"):
+            assert (attrs.get(name) or "#").startswith(("#", "data:"))
+    assert page.text.count("<img src=x onerror=alert(1)>") >= 10  # told as it is
+    assert "\\x00\\x1b[31m\ufffd\n\\u202e" in page.text
+    assert not [each for each in text if not each.isprintable() and each not in "\n\t"]
+    policy = next(attrs["content"] for _, attrs in page.elements if attrs.get("http-equiv"))
+    assert policy and policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+
+
+def test_incident_is_told_once_with_what_followed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", guard="rewind: the loss is nan")
+    (run / "guards").mkdir()
+    incident = {"step": 5, "outcome": "rewind", "reason": "the loss is nan", "rewound_to": 4}
+    (run / "guards/step-00000005.json").write_text(json.dumps(incident))
+    (run / "guards/step-00000007.json").write_text("{")
+    (run / "starts.jsonl").write_text('{"step": 0, "how": "new"}\n{"ste\n{"step": 12, "how": "resume"}\n')
+    page = Page(report(tmp_path / "report.html", run, "--quick"))
+    assert page.tables[0][1:] == [["5", "guard", "rewind: the loss is nan; back to step 4"]]
+    assert [row[1:3] for row in page.tables[1][1:]] == [["0", "new"], ["12", "resume"]]
+    assert "guards/step-00000007.json: cannot be read" in page.text
+    assert "starts.jsonl: a line that is no start was left out" in page.text
+
+
+def test_runs_beside_each_other_show_what_differs(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run", steps=40)
+    (other / "config.json").write_text(json.dumps({"notes": "", "train": {"steps": 40, "learning_rate": 0.01}}))
+    page = Page(report(tmp_path / "report.html", one, other, "--quick"))
+    differing = next(table for table in page.tables if table[0][0] == "differs")
+    assert differing[1:] == [["train.steps", "30", "40"]]
+    assert [cell.strip() for cell in differing[0][1:]] == ["a/run", "b/run"]
+    summary = page.tables[0]
+    assert [row[0].strip() for row in summary[1:]] == ["a/run", "b/run"]
+    assert [row[1] for row in summary[1:]] == ["1.3000", "1.2250"]
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [RunRecord(tmp_path / each) for each in ("x/one/run", "x/two/run", "y/two/run")]
+    assert labels(runs) == ["x/one/run", "x/two/run", "y/two/run"]
+    assert labels(runs[:2]) == ["one/run", "two/run"] and labels(runs[:1]) == ["run"]
+
+
+def test_thin_curve_keeps_every_columns_extremes() -> None:
+    generator = np.random.default_rng(0)
+    series = Series(np.arange(1, 50_001), generator.standard_normal(50_000))
+    kept = thin(series, 100)
+    assert len(kept) <= 202
+    assert (kept.steps[0], kept.steps[-1]) == (1, 50_000) and (np.diff(kept.steps) > 0).all()
+    for column in range(100):
+        inside = slice(column * 500, (column + 1) * 500)
+        here = (kept.steps > inside.start) & (kept.steps <= inside.stop)
+        assert kept.values[here].max() >= np.sort(series.values[inside])[-2]  # a step may belong to the next column
+        assert kept.values[here].min() <= np.sort(series.values[inside])[1]
+    assert {*kept.values.tolist()} >= {series.values.max(), series.values.min()}
+    short = Series(np.arange(10), np.arange(10.0))
+    assert thin(short, 100) is short
+
+
+def test_large_runs_stay_within_two_megabytes(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    steps = np.arange(20_000)
+    names = ("bits", "grad_norm", "loss_scale", "tokens_per_second", "seconds", "mfu", "mfu_dense_equivalent")
+    runs, answers = [], []
+    for place in range(12):
+        run = RunRecord(tmp_path / f"run-{place}")
+        run.train = {name: Series(steps, generator.lognormal(size=len(steps))) for name in names}
+        run.samples = [Sample(place, "png", generator.bytes(200_000)), Sample(9, "txt", b"&" * 5000)]
+        run.config = {"notes": "&" * 100_000, "keys": {f"&{key}": "&" * 500 for key in range(2000)}}
+        runs.append(run)
+        answers.append(Answers(pattern=Told("show", generator.bytes(300_000)), attention=Told("show", None, "torn")))
+    text = compose(runs, [], answers)
+    assert len(text.encode()) <= MOST_PAGE_BYTES
+    page = Page(text)
+    assert "have no room in a page of 2 MB" in page.text and "not drawn, as torn" in page.text
+    small = compose(runs[:1], [], answers[:1])
+    assert len([tag for tag, _ in Page(small).elements if tag == "img"]) == 2
+
+
+def test_few_high_values_do_not_press_the_others_flat() -> None:
+    values = np.concatenate([[100.0], np.linspace(1, 2, 99)])
+    low, high, cut = value_range(values)
+    assert cut and 2 < high < 3 and low < 1
+    assert value_range(np.linspace(1, 2, 99))[2] is False
+    assert value_range(np.array([3.0]))[:2] == (2.7, 3.3)
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert Scale(0, 860).ticks(5) == [0, 200, 400, 600, 800]
+    assert Scale(1, 1024, log=True).ticks(5) == [1, 10, 100, 1000]
+    assert [number(each) for each in (1_234_567, 45_000, 860, 0.01, 2.5e-5, 0)] == [
+        "1.23M", "45k", "860", "0.01", "2.5e-5", "0",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ("missing --output new.html", "missing: there is no such folder; such as runs/demo"),
+        ("run/metrics.jsonl --output new.html", "run/metrics.jsonl: is a file; name the folder around it"),
+        ("nothing --output new.html", "nothing: holds no run: it has no metrics.jsonl"),
+        ("empty --output new.html", "empty/metrics.jsonl: holds no line yet; wait for the first step"),
+        ("run ./run --output new.html", "run: is named twice; name each run once"),
+        ("run --output old.html", "--output=old.html: exists already; nothing is overwritten"),
+        ("run --output new.pdf", "--output=new.pdf: must be a .html in a folder that exists"),
+        ("run --output none/new.html", "--output=none/new.html: must be a .html in a folder that exists"),
+        ("run --output new.html --quick --by-position", "--by-position: takes the model, which --quick leaves out;"),
+        ("run --output new.html --positions run/config.json", "--positions=run/config.json: must be a JSON file that"),
+        ("--output new.html", "the following arguments are required: RUN; `longstride report --help`"),
+    ],
+)
+def test_wrong_words_end_in_one_line(
+    words: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/metrics.jsonl").touch()
+    (tmp_path / "old.html").touch()
+    before = files_under(tmp_path)
+    try:
+        code: Any = cli.main(["report", *words.split()])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == WRONG_INPUT and files_under(tmp_path) == before
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"longstride: error: {line}")
+
+
+def test_values_that_are_no_numbers_leave_gaps(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", grad_norm=None, learning_rate=10**400, seconds="soon", mfu=True)
+    record = read_run(run)
+    assert [len(record.train[name]) for name in ("bits", "grad_norm", "seconds")] == [30, 29, 29]
+    assert "mfu" not in record.train
+    assert re.search(r'<path class="pale|<path class="line', report(tmp_path / "report.html", run, "--quick"))
+
+
+@pytest.mark.parametrize("values", [(1e308, -1e308), (5e-324, 1e-99), (1.0, 1.0 + 2**-52), (-3.0, 1e99), (0.0, 0.0)])
+@pytest.mark.parametrize("steps", [(2**62, 2**62 + 1), (0, 2**62), (5, 5)])
+def test_numbers_that_no_run_measures_make_a_page(
+    values: tuple[float, float], steps: tuple[int, int], tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", steps=2)
+    names = ("bits_per_byte", "grad_norm", "loss_scale", "seconds", "tokens_per_second", "learning_rate")
+    lines = [
+        dict.fromkeys(names, value) | {"step": step, "split": "train"}
+        for value, step in zip(values, steps, strict=True)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Page(report(tmp_path / "report.html", run, "--quick"))
+    paths = [attrs["d"] or "" for tag, attrs in page.elements if tag == "path"]
+    assert not [each for each in paths if "n" in each]  # nan, inf
+    for tag, attrs in page.elements:
+        if tag == "text":
+            assert re.fullmatch(r"-?[\d.]+%?", attrs["x"] or "") and re.fullmatch(r"[\d.]+%", attrs["y"] or "")
