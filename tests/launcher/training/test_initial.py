@@ -134,7 +134,10 @@ def test_extended_tables_repeat_or_lie_on_straight_lines() -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--from", "{}/none"], "--from={}/none: no such folder; name a folder of `longstride export`, or a run folder"),
+        (
+            ["--from", "{}/none"],
+            "--from={}/none: no such folder; name a folder of `longstride export`, or a run folder",
+        ),
         (["--from", "{}"], "--from={}: holds no model; name a folder of `longstride export`, or a run folder"),
         (["--from-partly"], "--from-partly: says how weights are taken, and no --from says where from; give both"),
         (["--from-step", "4"], "--from-step=4: says how weights are taken, and no --from says where from; give both"),
