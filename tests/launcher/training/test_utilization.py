@@ -107,6 +107,13 @@ def test_the_measured_peak_is_that_of_a_product_and_draws_nothing() -> None:
     assert 1e8 < peak < 1e14
 
 
+def test_a_slow_first_product_does_not_lower_the_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a process that loads code for it: every later product takes a millisecond."""
+    times = iter([0.0, 0.07] + [each for number in range(1, 40) for each in (number, number + 0.001)])
+    monkeypatch.setattr(module, "_settled", lambda _: next(times))
+    assert measured_peak(CPU, torch.float32) == pytest.approx(2 * 1024**3 / 0.001)
+
+
 def test_a_run_records_its_utilization_and_memory(trained: Any) -> None:
     lines = [json.loads(line) for line in (trained("zero0_fp32", 1) / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["split"] == "train"]
