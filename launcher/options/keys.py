@@ -17,11 +17,11 @@ _PRESETS = Path(__file__).resolve().parents[2] / "ds_configs" / "experiments"
 _MOST_BYTES = 1 << 20  # of a file that is looked at here
 
 
-def misspelt_keys(config: str, overrides: Sequence[str]) -> list[str]:
+def misspelt_keys(config: str | None, overrides: Sequence[str]) -> list[str]:
     """A line for each key of a file, or of ``path.to.key=value``, that is unknown and nearly one that is known."""
     known: dict[str, list[str]] = json.loads(KEYS.read_text(encoding="utf-8"))
     everywhere = {key for keys in known.values() for key in keys}
-    paths = [path for path in _paths(_content(config)) if path]
+    paths = [] if config is None else [path for path in _paths(_content(config)) if path]
     for override in overrides:
         parts = override.partition("=")[0].split(".")
         paths += [".".join(parts[: end + 1]) for end in range(len(parts))]
