@@ -34,7 +34,7 @@ from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.evaluation.positions import bin_numbers, check_positions, position_edges, write_positions
 from longstride.launcher.models import DTYPES, ModelData
-from longstride.launcher.output import WorkCounter, exit_on_mistake, metrics_file, say
+from longstride.launcher.output import counting, exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import Division, SparseTransformer
@@ -100,7 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
             threads = max(1, min(torch.get_num_threads(), _MOST_THREADS, at_once))
         watchdog.at("evaluation")
         with exit_on_mistake(ranks.barrier):
-            counter = WorkCounter(f"evaluating {split}", data.split_tokens(split), "tokens", shown=ranks.is_first)
+            counter = counting.WorkCounter(
+                f"evaluating {split}", data.split_tokens(split), "tokens", shown=ranks.is_first
+            )
             sums = score(
                 model,
                 contexts,

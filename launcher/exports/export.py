@@ -45,7 +45,7 @@ from longstride.launcher.models import (
     usable_device,
 )
 from longstride.launcher.options import DEFAULT_SHARD_SIZE
-from longstride.launcher.output import WorkCounter, file_names, say
+from longstride.launcher.output import counting, file_names, say
 from longstride.sparse_model import ModelConfig
 
 _PROBE = "probe (a check on random bytes, not the model's score)"  # whose loss is high: none can be learned
@@ -155,7 +155,7 @@ def _write(
     config, manifest = checkpoint.config, checkpoint.manifest
     model, data = config.to_json()["model"], ModelData.of_run(config, run_folder)
     fingerprint = Fingerprint(model)
-    counter = WorkCounter("writing", len(shapes.of), "tensors")
+    counter = counting.WorkCounter("writing", len(shapes.of), "tensors")
     given = _counted(tensor, counter)
     write_weights(folder, shapes.of, given, DTYPES[options.dtype], options.shard_bytes, fingerprint, shapes.buffers)
     counter.close()
@@ -204,7 +204,7 @@ def check_losses(
 
     def loss(tensor: Callable[[str], Tensor], dtype: torch.dtype) -> tuple[float, ModelConfig]:
         """The mean nats of the context, and the configuration that computed them."""
-        counter = WorkCounter("checking one context", len(exported.names), "tensors")
+        counter = counting.WorkCounter("checking one context", len(exported.names), "tensors")
         model = streamed_model(exported.config, _counted(tensor, counter), dtype, device)
         with torch.no_grad():
             mean = float(model(content[None].to(device), return_nats=True).double().mean())
@@ -232,7 +232,7 @@ def check_losses(
     return f"{_PROBE}: {nats:.6f} nats, {trainers}"
 
 
-def _counted(tensor: Callable[[str], Tensor], counter: WorkCounter) -> Callable[[str], Tensor]:
+def _counted(tensor: Callable[[str], Tensor], counter: counting.WorkCounter) -> Callable[[str], Tensor]:
     """The same function of a name, each of whose tensors is counted."""
 
     def fetch(name: str) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from longstride.data_pipelines.modalities import modality_named
 from longstride.kernels import ConfigError
 from longstride.launcher.config import TrainConfig
-from longstride.launcher.output import WorkCounter, metrics_file
+from longstride.launcher.output import counting, metrics_file
 from longstride.sparse_model import SparseTransformer
 
 MOST_POSITIONS = 1 << 16  # computed at once by default
@@ -78,7 +78,7 @@ def likelihood(
         batch_size = max(1, min(count, MOST_POSITIONS // context))
     else:  # all batches have one shape, an evaluation's
         pieces = (piece._replace(width=context) for piece in pieces)
-    counter = WorkCounter("scoring", len(content), "tokens")
+    counter = counting.WorkCounter("scoring", len(content), "tokens")
 
     def nats() -> Iterator[float]:
         for _, scores in piece_nats(model, pieces, batch_size):

@@ -4,8 +4,7 @@ transformers, lines of metrics.
 Imports neither torch nor deepspeed nor numpy: every verb starts here.
 """
 
-from longstride.launcher.output import exit_codes, file_names, hub_stub, metrics_file
-from longstride.launcher.output.counting import WorkCounter, duration
+from longstride.launcher.output import counting, exit_codes, file_names, hub_stub, metrics_file
 from longstride.launcher.output.lasting import lasting_output, settle_output
 from longstride.launcher.output.messages import (
     AgreedError,

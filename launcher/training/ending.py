@@ -6,7 +6,7 @@ import shlex
 
 from longstride.launcher.checkpoints import Score
 from longstride.launcher.data import Run
-from longstride.launcher.output import duration, metrics_file
+from longstride.launcher.output import counting, metrics_file
 from longstride.launcher.training.progress import amount
 
 
@@ -15,7 +15,11 @@ def summary(run: Run, step: int, first: int, seconds: float) -> list[str]:
     train, context = run.config.train, run.config.model.context
     is_byte = run.data.unit != metrics_file.NO_BYTE
     seen = f"{amount(step * train.global_batch * context)}{'B' if is_byte else 'pixels'}"
-    took = f", in {duration(seconds)}" if first == 0 else f", the last {step - first:,} in {duration(seconds)}"
+    took = (
+        f", in {counting.duration(seconds)}"
+        if first == 0
+        else f", the last {step - first:,} in {counting.duration(seconds)}"
+    )
     parts = [
         f"done: {step:,} steps of {train.global_batch:,} contexts of {context:,} {'bytes' if is_byte else 'pixels'}, "
         f"{seen}{took if step > first else ''}"

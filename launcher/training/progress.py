@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
-from longstride.launcher.output import duration, metrics_file
+from longstride.launcher.output import counting, metrics_file
 
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _WINDOW = 50  # steps of which rates are taken
@@ -65,7 +65,7 @@ class Rates:
         loss, seconds = self.loss, sum(each.seconds for each in self.recent)
         parts = ["no loss" if loss is None else f"{loss:.3f} {self.unit}"]
         if left:
-            parts.append(f"{duration(self.seconds_left(left))} left")
+            parts.append(f"{counting.duration(self.seconds_left(left))} left")
         tokens, unit = sum(each.tokens for each in self.recent), self.unit.removeprefix("bits per ")
         parts.append(f"{amount(tokens / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
         newest = self.recent[-1]

@@ -21,7 +21,7 @@ from longstride.launcher.checkpoints import error_line
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import Run, RunData
 from longstride.launcher.models import ModelData
-from longstride.launcher.output import duration, file_names
+from longstride.launcher.output import counting, file_names
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
 from longstride.launcher.training.recorder import Recorder
@@ -69,7 +69,7 @@ class Sampler:
             return f"no samples: {(str(error).splitlines() or [type(error).__name__])[0]}"
         self._recorder.samples(step, self._data, drawn, paths)
         seconds = time.monotonic() - begin
-        took = f", in {duration(seconds)}" if seconds >= 1 else ""
+        took = f", in {counting.duration(seconds)}" if seconds >= 1 else ""
         if self._data.modality.shown_as == "text":
             text = drawn[0].tobytes()[len(settings.prompt.encode()) :].decode(errors="replace")
             shown = "".join(each if each.isprintable() else " " for each in text)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from longstride.launcher.output import WorkCounter, counting, duration
+from longstride.launcher.output import counting
 
 
 class Terminal(io.StringIO):
@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def work(clock: list[float], parts: int, *, shown: bool = True) -> None:
     """Parts of a hundred bytes, a second each."""
-    counter = WorkCounter("scoring", 100 * parts, "bytes", shown=shown)
+    counter = counting.WorkCounter("scoring", 100 * parts, "bytes", shown=shown)
     for _ in range(parts):
         clock[0] += 1
         counter.add(100)
@@ -70,4 +70,4 @@ def test_a_terminal_gets_a_bar_that_is_wiped(clock: list[float], monkeypatch: py
     ],
 )  # fmt: skip
 def test_time_is_told_as_a_person_tells_it(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    assert counting.duration(seconds) == words
