@@ -62,7 +62,11 @@ ONLY_IN = {
 }
 MOST_NAMES = 15  # of a face
 # Modules that a face hands out without importing them, as they are heavy.
-LATE = {"longstride.data_pipelines.stores.remote", "longstride.launcher.cluster.hosts"}
+LATE = {
+    "longstride.data_pipelines.stores.remote",
+    "longstride.launcher.cluster.hosts",
+    "longstride.launcher.planning.dry_run",
+}
 FILES = [path for room in BIG_ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 

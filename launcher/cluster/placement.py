@@ -38,6 +38,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"  # the deepspeed launcher takes all of these wh
 _COUNT_SECONDS = 120.0
 
 
+def accelerators_here() -> int:
+    """How many accelerators this process sees, and DeepSpeed would use."""
+    on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available()
+    return 0 if on_cpu else torch.accelerator.device_count()
+
+
 class NoHostAnswersError(Exception):
     """No host answers. They may be well: perhaps only this host has lost its network for a while."""
 
@@ -53,8 +59,7 @@ class LocalRanks:
                 than numbers.
         """
         self._config, self._arguments, self._processes, self._started = config, arguments, processes, started
-        on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available()
-        self._accelerators = 0 if on_cpu else torch.accelerator.device_count()
+        self._accelerators = accelerators_here()
         self._environment = launcher_environment()
         if processes or self._accelerators:  # else DeepSpeed starts one a NUMA node, which it counts itself
             config.check_world_size(processes or self._accelerators)

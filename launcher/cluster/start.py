@@ -11,7 +11,7 @@ import torch
 
 from longstride.kernels import ConfigError
 from longstride.launcher.cluster.hosts import find_hosts
-from longstride.launcher.cluster.placement import HostRanks, LocalRanks
+from longstride.launcher.cluster.placement import HostRanks, LocalRanks, accelerators_here
 from longstride.launcher.cluster.restarts import is_done, run_with_restarts, saved_steps
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest, orphan_seconds, supervise
 from longstride.launcher.config import RunConfig, load_config
@@ -30,6 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     started = time.time()
     config = load_config(arguments.config, arguments.overrides, say)
+    if arguments.dry_run:
+        return _dry_run(config, arguments)
     FromOptions.of(arguments, arguments.resume, elsewhere=arguments.hostfile is not None)
     ranks = _checked_ranks(config, arguments, started)
     output, timeout = Path(config.train.output).absolute(), config.train.timeout_seconds
@@ -52,6 +54,24 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
 
+def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
+    """What `--dry-run` does for as many processes as the options ask for; they need not be to be had here."""
+    for option in ("replay", "profile"):
+        if value := getattr(arguments, option):
+            raise ConfigError(f"--{option}={value}: is of steps that are taken; leave it out, or --dry-run")
+    source = FromOptions.of(arguments, arguments.resume)
+    hosts = find_hosts(arguments)
+    if hosts is not None:
+        config.check_hosts(hosts.of_ranks)
+        processes = len(hosts.of_ranks)
+    else:
+        processes = _number_of_processes(arguments.processes) or accelerators_here() or 1
+        config.check_world_size(processes)
+    from longstride.launcher.planning import dry_run  # which imports deepspeed
+
+    return dry_run.start(config, processes, arguments.resume, source, trusted=arguments.trust_checkpoint)
+
+
 def _checked_ranks(config: RunConfig, arguments: argparse.Namespace, started: float) -> LocalRanks | HostRanks:
     """The ranks to start, after every check that can be made before a process is started."""
     if arguments.replay is None:
@@ -69,11 +89,16 @@ def _checked_ranks(config: RunConfig, arguments: argparse.Namespace, started: fl
         config.check_hosts(hosts.of_ranks)
         check_data(config, elsewhere=True)
         return HostRanks(config, arguments, hosts, started)
-    processes = arguments.processes
+    processes = _number_of_processes(arguments.processes)
     if processes is None and not torch.cuda.is_available():
         processes = 1  # the launcher would start one a NUMA node
-    if processes is not None and processes < 1:
-        raise ConfigError(f"--processes={processes}: must be at least 1")
     ranks = LocalRanks(config, arguments, processes, started)
     check_data(config)
     return ranks
+
+
+def _number_of_processes(given: int | None) -> int | None:
+    """As --processes has it; ConfigError where that is no number of them."""
+    if given is not None and given < 1:
+        raise ConfigError(f"--processes={given}: must be at least 1")
+    return given

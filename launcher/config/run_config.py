@@ -23,6 +23,7 @@ _NAME_OR_OBJECT = {
     "anyOf": [{"type": "string", "description": "a file of ds_configs/, without .json"}, {"type": "object"}],
     "description": "a DeepSpeed configuration, or the name of one",
 }
+_MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")  # keys of the DeepSpeed section
 # Keys that a file may have beside a run's; see ``extending``.
 _OF_FILES = {
     SCHEMA: {
@@ -216,6 +217,11 @@ class RunConfig(StrictModel):
 
     def _with_data(self, path: str) -> RunConfig:
         return self.model_copy(update={"data": self.data.model_copy(update={"path": path})})
+
+    def without_monitors(self) -> RunConfig:
+        """A run whose DeepSpeed writes nothing, where no more than a try is wanted."""
+        section = {key: value for key, value in self.deepspeed.items() if key not in _MONITORS}
+        return self.model_copy(update={"deepspeed": section})
 
     def to_json(self) -> dict[str, Any]:
         """The resolved configuration as JSON values; ``RunConfig.model_validate`` takes it back."""

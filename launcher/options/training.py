@@ -78,6 +78,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add("--master-port", type=int, default=None, metavar="PORT", help="meet at this port there (default: a free one)")
     words = "give pdsh, mpirun or srun these options too; one text behind =, such as --launcher-args='-v'"
     add("--launcher-args", default="", metavar="WORDS", help=words)
+    tried = "start nothing: print the plan, and take the first step of one process of them here, which writes nothing"
+    add("--dry-run", action="store_true", help=tried)
     again = "start again up to N times, from the newest checkpoint, after a process or host died (default: 0)"
     add("--max-restarts", type=int, default=0, metavar="N", help=again)
 

@@ -131,7 +131,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         return Machine("cuda", count, int(FREE_SHARE["cuda"] * card.total_memory), precision, words)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = int(processes or 1 << (min(cores, MOST_CPU_PROCESSES).bit_length() - 1))
-    free = _free_bytes()
+    free = free_bytes()
     precision = "bf16" if has_bf16_products() else "fp32"
     words = f"{cores} core{'s' if cores > 1 else ''}, {free / _GIB:.0f} GiB of memory free, no GPU"
     return Machine("cpu", count, int(FREE_SHARE["cpu"] * free / count), precision, words)
@@ -148,7 +148,7 @@ def _number(option: str, text: str, good: str) -> float:
     return number
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Memory of this machine that is free, or that this process's group may still take of it."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     told = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}

@@ -173,6 +173,39 @@ class Ranks:
         return first_works(work if self.is_first else None, self.gather_objects)
 
 
+@dataclass(frozen=True, slots=True)
+class FakeRanks(Ranks):
+    """The first of W processes, of which there is no other: what a run would do there is tried by one process.
+
+    Collectives go through torch's fake process group, which sends nothing: what ranks gather is this one's value W
+    times, and sums are this one's. Weights that others hold (ZeRO 3) and rows that they have of a context are none.
+    """
+
+    def division(self, exchange: Literal["heads", "keys", "auto"]) -> Division:
+        """The place of the first of those that share a context."""
+        return _FakeDivision(0, self.sequence_parallel, None, exchange)
+
+    def swap(
+        self, values: torch.Tensor, counts: list[int], expected: list[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """As if this one's own were what all hand to it."""
+        return values, counts if expected is None else expected
+
+
+class _FakeDivision(Division):
+    """Exchanges that bring what this process has for itself, and zeros in place of all else."""
+
+    def swap(
+        self, values: torch.Tensor, sent: list[int] | None = None, received: list[int] | None = None
+    ) -> torch.Tensor:
+        sent, received = sent or [1] * self.size, received or [1] * self.size
+        out = values.new_zeros(sum(received), *values.shape[1:])
+        before = sum(received[: self.rank])
+        first = sum(sent[: self.rank])
+        out[before : before + received[self.rank]] = values[first : first + sent[self.rank]]
+        return out
+
+
 @contextmanager
 def process_group(
     ranks: Ranks, timeout_seconds: float, run: Path | None = None, orphaned: Callable[[], bool] | None = None
@@ -191,14 +224,19 @@ def process_group(
     timeout = timedelta(seconds=timeout_seconds + (0 if on_cpu else _AFTER_THE_WATCHDOG_SECONDS))
     if not on_cpu:
         get_accelerator().set_device(ranks.local_rank)
-    if ranks.world_size > 1:
+    fake = isinstance(ranks, FakeRanks)
+    if ranks.world_size > 1 and not fake:
         choose_interface()
     alone = "LOCAL_RANK" not in os.environ
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # deepspeed.initialize asks for it
     watchdog = Watchdog(run, ranks.rank, ranks.world_size, timeout_seconds, orphaned)
     try:
         with _default_timeout(timeout), watchdog.reporting():
-            if ranks.world_size == 1 and "MASTER_PORT" not in os.environ:
+            if fake:
+                from torch.testing._internal.distributed.fake_pg import FakeStore  # which makes that backend known
+
+                torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world_size)
+            elif ranks.world_size == 1 and "MASTER_PORT" not in os.environ:
                 # A store of its own, not a port: two single runs on one machine cannot meet.
                 store = torch.distributed.HashStore()
                 backend = get_accelerator().communication_backend_name()

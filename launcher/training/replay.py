@@ -61,9 +61,7 @@ def replay_step(run: Run, step: int) -> int:
         newest.check_matches(config, run.data.stream().fingerprint)
         if not newest.is_repeated_by(config, ranks.world_size):
             raise ConfigError(f"--replay={step}: {newest.layout}, and is repeated so alone: start as it was saved")
-    without = ("tensorboard", "csv_monitor", "wandb", "comet")  # monitors, which would write
-    section = {key: value for key, value in config.deepspeed.items() if key not in without}
-    config = config.model_copy(update={"deepspeed": section})
+    config = config.without_monitors()
     run = replace(run, config=config)
     with process_group(ranks, config.train.timeout_seconds, run.folder) as watchdog:
         with exit_on_mistake(ranks.barrier):

@@ -85,41 +85,6 @@ def test_a_service_that_is_gone_ends_no_step_of_deepspeeds_and_keeps_others_from
     assert engine.events == [[("Train/Samples/lr", 0.1, 40)], [("Train/Samples/lr", 0.1, 48)]]
 
 
-def board(folder: Path, data: ModelData, drawn: np.ndarray) -> dict[str, Any]:
-    """What TensorBoard reads of samples at step 5: by kind and tag."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    engine, said = Engine(), list[str]()
-    monitors = Monitors(engine, said.append)
-    engine.monitor.tb_monitor = SimpleNamespace(summary_writer=SummaryWriter(folder))
-    monitors.samples(5, data, drawn, [Path("runs/mine/samples/step-00000005.txt")])
-    assert said == []
-    assert engine.events == [[("samples/file", "runs/mine/samples/step-00000005.txt", 40)]]  # as CSV has it
-    read = EventAccumulator(str(folder)).Reload()
-    tags = read.Tags()
-    found = {f"image {tag}": read.Images(tag) for tag in tags["images"]}
-    found |= {f"audio {tag}": read.Audio(tag) for tag in tags["audio"]}
-    return found | {f"text {tag}": read.Tensors(tag) for tag in tags["tensors"]}
-
-
-def test_tensorboard_shows_texts_as_they_are(tmp_path: Path) -> None:
-    drawn = np.frombuffer(b"# no *heading*\nx = 1", dtype=np.uint8)[None]
-    ((tag, events),) = board(tmp_path, ModelData(MODALITIES["text"], {}), drawn).items()
-    assert tag == "text samples/1/text_summary" and events[0].step == 40
-    assert events[0].tensor_proto.string_val == [b"    # no *heading*\n    x = 1"]
-
-
-def test_tensorboard_shows_pictures_and_plays_sounds(tmp_path: Path) -> None:
-    pictures = np.arange(2 * 48, dtype=np.uint8).reshape(2, 48)
-    size = {"height": 4, "width": 4, "channels": 3}
-    ((tag, events),) = board(tmp_path / "pictures", ModelData(MODALITIES["image"], size), pictures).items()
-    assert tag == "image samples" and (events[0].step, events[0].height, events[0].width) == (40, 4, 8)
-    sounds = np.full((1, 400), 128, dtype=np.uint8)
-    ((tag, events),) = board(tmp_path / "sounds", ModelData(MODALITIES["audio"], {"rate": 8000}), sounds).items()
-    assert tag == "audio samples/1" and (events[0].sample_rate, events[0].length_frames) == (8000, 400)
-
-
 def test_wandb_gets_files_that_it_can_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = SimpleNamespace(
         Html=lambda text, inject: ("html", text), Image=lambda path: ("image", path), Audio=lambda path: ("audio", path)

@@ -1,0 +1,144 @@
+"""`longstride train --dry-run`: a run's whole start and a step of its first process, where no other is started.
+
+One process stands for the first of W, by torch's fake process group: it sends nothing and waits for nobody. So a
+configuration for a cluster is tried on one machine: DeepSpeed's section, the data, the checkpoint to go on from, the
+first weights, the kernels and the memory of one process. Nothing is written. Importing it imports deepspeed.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from longstride.data_pipelines.order import StreamState
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import first_whole
+from longstride.launcher.config import RunConfig
+from longstride.launcher.data import Run, RunData, check_output, resolve_steps
+from longstride.launcher.engine import build_engine, check_engine, compile_kernels, prepare_accelerator
+from longstride.launcher.from_options import FromOptions
+from longstride.launcher.output import exit_codes, metrics_file, said_where_slow, say
+from longstride.launcher.planning.new import free_bytes
+from longstride.launcher.planning.plan import describe, make_plan
+from longstride.launcher.ranks import FakeRanks, Ranks, check_unlocked, process_group
+from longstride.launcher.training import (
+    Guards,
+    InitialWeights,
+    agreed_initial,
+    check_samples,
+    choose_start,
+    open_initial,
+    train_step,
+)
+from longstride.sparse_model import Division
+
+_GIB = 2**30
+
+
+def start(config: RunConfig, processes: int, resume: str, source: FromOptions | None, *, trusted: bool) -> int:
+    """Does what is described above, and prints the plan; returns the exit code.
+
+    ``source``: of the first weights. ``trusted``: whether checkpoints may hold more than tensors and numbers.
+
+    Raises:
+        ConfigError, DataError, AgreedError: what would keep the run from starting.
+    """
+    config = config.without_monitors()
+    ranks = FakeRanks(world_size=processes, sequence_parallel=config.train.sequence_parallel or 1)
+    prepare_accelerator(config)
+    check_engine(config, ranks)
+    check_output(config.train.output, resume)
+    check_unlocked(Path(config.train.output))
+    data = RunData(config, ranks)
+    check_samples(config, data)
+    run = Run(
+        config=resolve_steps(config, data, ranks),
+        ranks=ranks,
+        data=data,
+        resume=resume,
+        epochs=config.train.epochs,
+        trusted=trusted,
+        source=source,
+    )
+    offered = choose_start(run)
+    with said_where_slow("verifying the checkpoint"):
+        checkpoint, damaged = first_whole(run.folder, offered.candidates, Ranks())
+    damaged = [*offered.refused, *damaged]
+    if checkpoint is None and not offered.may_begin:
+        raise ConfigError("no checkpoint is whole:", *damaged)
+    for line in damaged:
+        say(f"would be passed over: {line}")
+    initial = open_initial(run, checkpoint)
+    plan = make_plan(run.config, [processes])
+    print(describe(plan), flush=True)
+    count = "1 process" if processes == 1 else f"{processes} processes"
+    say(f"dry run: this process stands for the first of {count}, on {ranks.device.type}; it writes nothing")
+    if checkpoint is not None:
+        say(f"the run would go on from {checkpoint.folder}, which is whole; here the step is taken with fresh weights")
+    (row,) = (row for row in plan["memory"] if row["stage"] == config.zero_stage)
+    needed = row["peak_recomputed" if config.train.activation_checkpointing else "peak_kept"]
+    free = free_bytes() if ranks.device.type == "cpu" else torch.cuda.mem_get_info(ranks.device)[0]
+    if needed > free:
+        say(
+            f"no step is taken: it takes {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} are free here; the rest is well"
+        )
+        return exit_codes.DONE
+    return _take_step(run, checkpoint.stream if checkpoint else None, initial)
+
+
+def _take_step(run: Run, state: StreamState | None, initial: InitialWeights | None) -> int:
+    """Builds the engine, reads the first batch behind ``state``, and takes a step with one micro-batch of it."""
+    config, ranks, size = run.config, run.ranks, run.config.train.micro_batch
+    one = config.train.model_copy(update={"global_batch": size * ranks.data_world_size})
+    with process_group(ranks, config.train.timeout_seconds) as watchdog:
+        initial = agreed_initial(run, initial, None, watchdog.hosts)
+        division = Division(0, ranks.sequence_parallel, None, config.train.sequence_exchange)
+        with said_where_slow("compiling kernels"):
+            compile_kernels(
+                config.model,
+                size,
+                config.precision,
+                ranks.device,
+                train=config.train,
+                apart=config.data.apart,
+                division=division,
+            )
+        with said_where_slow("building the engine"):
+            fill = None if initial is None else initial.fill
+            engine = build_engine(config.model_copy(update={"train": one}), ranks, fill)
+        for line in initial.lines() if initial is not None else ():
+            say(line)
+        with closing(run.batches(lambda: run.data.stream(state), engine.device)) as batches:
+            batch = next(batches)
+        part = batch.part
+        for substitution in batch.substitutions:
+            say(str(substitution))
+        first = replace(
+            part,
+            tokens=part.tokens[:size],
+            lengths=part.lengths[:size],
+            sample_ids=part.sample_ids[:size],
+            begins=None if part.begins is None else part.begins[:size],
+        )
+        batch = replace(batch, part=first, num_bytes=int(first.lengths.sum()) * ranks.data_world_size)
+        guards, begin = Guards(config.train.guards), time.perf_counter()
+        engine.train()
+        with said_where_slow("taking a step"):
+            taken = train_step(engine, batch, size, ranks, guards, unit=run.data.unit)
+        seconds = time.perf_counter() - begin
+        engine.destroy()
+    unit, bits = metrics_file.bits_of(taken)
+    if guards.verdict is not None:
+        say(f"the first step would not pass the guards: {guards.verdict}")
+        return exit_codes.GUARDED
+    # Of weights and rows that other processes would have, this one has none: then the loss says nothing.
+    loss = f", {bits:.4f} {unit}" if bits is not None and config.zero_stage < 3 and ranks.sequence_parallel == 1 else ""
+    count = len(part.tokens)
+    say(f"read the first batch, of which this process has {count} context{'s' if count > 1 else ''}")
+    say(f"took a step with one micro-batch of it, of {size}: {seconds:.1f} s, with all that a first step makes{loss}")
+    say("the same command without --dry-run starts the run")
+    return exit_codes.DONE
