@@ -68,6 +68,10 @@ def test_differences_are_told() -> None:
     assert first_difference(["a", "…", "c"], ["a", "b"]) == "the page shows   c\nthe command says no such line"
     assert first_difference(["a"], ["a", "b"]) == "the page does not show b"
     assert first_difference(["a", "…"], ["a", "b"]) is None
+    assert first_difference(["…", "a 1", "c"], ["a 1", "b", "a 2", "c"]) is None  # not the first that agrees
+    assert first_difference(["…", "a 1", "c"], ["a 1", "b", "a 2", "d"]) == "the page shows   c\nthe command says d"
+    assert first_difference(["…", "a 1", "…", "a 3"], ["a 1", "b", "a 2"]) is None
+    assert first_difference(["a", "…", "a"], ["a"]) == "the page shows   a\nthe command says no such line"
 
 
 @pytest.mark.pages

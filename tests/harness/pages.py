@@ -11,6 +11,7 @@ those of the machine that wrote the page, so any number goes where one stands; b
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -128,21 +129,33 @@ def first_difference(expected: list[str], printed: list[str]) -> str | None:
         expected.pop()
     if not expected:  # a page need not show what a command prints
         return None
-    place, skipping = 0, False
+    pieces: list[list[str]] = [[]]  # lines that follow on each other
     for line in expected:
         if line.strip() == "…":
-            skipping = True
-            continue
-        until = len(printed) if skipping else place + 1
-        match = next(
-            (number for number in range(place, min(until, len(printed))) if agree(line, printed[number])), None
-        )
-        if match is None:
-            said = printed[place] if place < len(printed) and not skipping else "no such line"
-            return f"the page shows   {line}\nthe command says {said}"
-        place, skipping = match + 1, False
-    rest = [line for line in printed[place:] if line]
-    return f"the page does not show {rest[0]}" if rest and not skipping else None
+            pieces.append([])
+        else:
+            pieces[-1].append(line)
+    while printed and not printed[-1]:
+        printed.pop()
+    place = 0
+    for number, piece in enumerate(pieces):
+        starts = range(place, len(printed) + 1) if number else range(1)
+        if number and number == len(pieces) - 1 and piece:  # nothing may follow
+            starts = range(max(place, len(printed) - len(piece)), len(printed) + 1)
+        # How many of the lines agree from each start: all of them from one, or the page is wrong where most do.
+        agreeing = {start: _num_agreeing(piece, printed[start:]) for start in starts}
+        start = max(agreeing, key=agreeing.__getitem__)
+        place = start + agreeing[start]
+        if agreeing[start] < len(piece):
+            said = printed[place] if place < len(printed) and (agreeing[start] or not number) else "no such line"
+            return f"the page shows   {piece[agreeing[start]]}\nthe command says {said}"
+    return f"the page does not show {printed[place]}" if pieces[-1] and place < len(printed) else None
+
+
+def _num_agreeing(shown: list[str], printed: list[str]) -> int:
+    """How many of the first lines agree."""
+    pairs = itertools.zip_longest(shown, printed[: len(shown)])
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[1] is not None and agree(*pair), pairs))
 
 
 def agree(shown: str, printed: str) -> bool:
