@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for size, exchange in SHARED:
         config = configuration(options.context, size, exchange, options.changes)
-        planned = activations(config, config.train.activation_checkpointing)
+        planned = activations(config, config.train.activation_checkpointing, "cpu")
         rows.append({"processes": size, "exchange": exchange, "planned": asdict(planned), "found": together(config)})
         print(line(rows[-1]), flush=True)
     found = {**about(torch.device("cpu")), "run": RUN, "context": options.context, "layers": LAYERS, "heads": HEADS}

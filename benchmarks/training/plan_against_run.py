@@ -110,8 +110,8 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 def row(name: str, preset: str, changes: list[str]) -> dict[str, Any]:
     """What was planned of a run, and what its steps took."""
     config = load_config(preset, changes)
-    planned = states(_without_tables(config), config, 1, config.zero_stage).peak(
-        activations(config, config.train.activation_checkpointing)
+    planned = states(_without_tables(config), config, 1, config.zero_stage, "cpu").peak(
+        activations(config, config.train.activation_checkpointing, "cpu")
     )
     flops = sum(step_flops(work(config.model, config.train.micro_batch), config).values())
     # In turns, as the machine is quicker at one time than at another.
@@ -152,7 +152,7 @@ def in_a_process(part: str, preset: str, changes: list[str]) -> dict[str, Any]:
 
 def hold_steps(config: RunConfig) -> dict[str, Any]:
     """The most memory that steps hold beyond what a process has that has planned them, its libraries loaded."""
-    activations(config, config.train.activation_checkpointing)
+    activations(config, config.train.activation_checkpointing, "cpu")
     engine_device._keep_freed_memory = lambda: None
     return take_steps(config)
 

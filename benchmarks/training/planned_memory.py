@@ -46,11 +46,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(f"planned_memory: error: {error}", file=sys.stderr)
         return 2
-    held = states(sum(parameter_parts(config.model).values()), config, 1, config.zero_stage)
-    planned = held.peak(activations(config, config.train.activation_checkpointing))
+    device = Ranks().device
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    held = states(sum(parameter_parts(config.model).values()), config, 1, config.zero_stage, kind)
+    planned = held.peak(activations(config, config.train.activation_checkpointing, kind))
     flops = sum(step_flops(work(config.model, config.train.micro_batch), config).values())
     found = measure(config, options.steps)
-    device = Ranks().device
     print(
         f"{options.run}: planned {planned / 2**30:.2f} GiB, held {found['peak_bytes'] / 2**30:.2f}; "
         f"{min(found['seconds']):.1f} s a step, {flops / min(found['seconds']) / 1e12:.1f} TFLOP/s"

@@ -133,7 +133,8 @@ def _run_findings(
     elif "no data" in here:  # with a hostfile it may be on the hosts alone, which are asked
         yield Finding("data", "broken" if arguments.hostfile is None else "warning", here["no data"])
     words = ["-m", "longstride.launcher.cli", "plan", arguments.config, *arguments.overrides, "--contexts", "1"]
-    plan = answer_of_child([*words, "--processes", str(processes), "--json"])
+    kind = [] if cards else ["--device", "cpu"]  # as `_memory` holds it against cards, or this machine
+    plan = answer_of_child([*words, "--processes", str(processes), *kind, "--json"])
     needed = None
     if isinstance(plan, str):
         yield Finding("memory", "warning", f"the run cannot be planned: {plan}")

@@ -117,6 +117,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", nargs="+", default=[], metavar="W", help=many)
     known = "take the train split to have so many contexts, where the data is not on this machine"
     add("--contexts", type=int, metavar="N", help=known)
+    kind = "plan for CPUs or GPUs (default: cpu where model.backend is cpu; this machine's with --measure; else cuda)"
+    add("--device", choices=("cpu", "cuda"), default=None, help=kind)
     rates = parser.add_mutually_exclusive_group()
     reached = "tell hours, at so many TFLOP/s that a process achieves; 40 %% of what a card promises is good"
     rates.add_argument("--tflops", metavar="X", help=reached)

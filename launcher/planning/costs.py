@@ -176,11 +176,12 @@ class States:
         return self.resident() + max(activations.peak, self.at_step, self.tables_at_step)
 
 
-def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -> States:
+def states(num_parameters: int, config: RunConfig, processes: int, stage: int, device: str = "cuda") -> States:
     """What weights and optimiser take on each of W processes (Rajbhandari et al. 2020, section 3.1).
 
     ``num_parameters``: without n-gram tables, which stage 3 alone shards. Stage 1 shards masters, moments and average,
-    stage 2 gradients too, stage 3 weights too. What is offloaded to the CPU is counted all the same.
+    stage 2 gradients too, stage 3 weights too. What is offloaded to the CPU is counted all the same. ``device``: cuda
+    or cpu, whose memory is taken only where it is written.
     """
     half = config.precision != "fp32"
     copied = half or stage in (1, 2)  # of which DeepSpeed copies even fp32 weights, and gradients for the step
@@ -202,7 +203,7 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
         masters=4 * share(num_parameters, 1) if copied else 0,
         moments=4 * share(moment_elements(config, num_parameters), 1),
         average=4 * share(num_parameters, 1) if config.train.ema_decay is not None else 0,
-        buffers=_buffer_bytes(num_parameters, config, stage, gradient_bytes),
+        buffers=_buffer_bytes(num_parameters, config, stage, gradient_bytes, device),
         at_step=(4 * share(num_parameters, 1) if copied else 0) + whole,
         tables=tables.row_bytes * share(tables.rows, 3) + tables.sent_bytes // processes,
         tables_at_step=tables.sent_bytes + tables.sum_bytes * share(tables.touched_rows, 3),
@@ -271,7 +272,7 @@ def _summed_over_parameters(config: ModelConfig, measure: Callable[[str, torch.S
     return total
 
 
-def _buffer_bytes(num_parameters: int, config: RunConfig, stage: int, gradient_bytes: int) -> int:
+def _buffer_bytes(num_parameters: int, config: RunConfig, stage: int, gradient_bytes: int, device: str) -> int:
     """The buckets in which stages 1 to 3 reduce gradients, and other processes' weights that stage 3 may hold."""
     if stage == 0:
         return 0
@@ -282,7 +283,7 @@ def _buffer_bytes(num_parameters: int, config: RunConfig, stage: int, gradient_b
         element = min(gradient_bytes, weight_bytes) if stage == 2 else gradient_bytes
         bucket = element * int(zero.get("reduce_bucket_size", _BUCKET))
         bucket *= 2 if zero.get("overlap_comm") and stage < 3 else 1
-        if config.model.backend == "cpu":  # whose memory is taken where it is written
+        if device == "cpu":  # all that is written of it
             bucket = min(bucket, element * num_parameters)
     if stage < 3:
         return bucket

@@ -31,6 +31,12 @@ MOST_MICRO_BATCHES = 4  # of a step that is measured
 MOST_TABLE_ROWS = 1 << 16  # of each order of n-grams: enough that no cache holds them
 
 
+def device_here() -> str:
+    """What runs compute on here: cuda, or cpu."""
+    prepare_accelerator()
+    return "cpu" if Ranks().device.type == "cpu" else "cuda"
+
+
 def step_seconds(
     config: RunConfig, processes: list[int], clock: Callable[[], float] = time.perf_counter
 ) -> dict[int, float]:

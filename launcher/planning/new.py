@@ -78,9 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
     content["notes"] = " ".join(words)
     _write(output, content)
     print("\n".join([f"wrote {output}", *(f"  {line}" for line in words), "next:"]))
-    processes = f" --processes {machine.processes}" if machine.kind == "cpu" and machine.processes > 1 else ""
-    print(f"  longstride plan {output}{processes} --measure    # memory, operations, hours")
-    print(f"  longstride train --config {output}{processes}")
+    processes = f" --processes {machine.processes}"
+    timed = " --measure    # memory, operations, hours" if arguments.memory is None else "    # memory, operations"
+    print(f"  longstride plan {output}{processes} --device {machine.kind}{timed}")
+    print(f"  longstride train --config {output}{processes if machine.kind == 'cpu' else ''}")  # else on all GPUs
     return 0
 
 
@@ -165,11 +166,10 @@ def _global_batch(step_bytes: int, context: int, processes: int) -> int:
     return processes * (1 << (each.bit_length() - 1))
 
 
-def _checked(content: dict[str, Any], kind: str = "cuda") -> RunConfig:
-    """The configuration as `longstride train` reads it; of a CPU as a plan knows that it is one."""
+def _checked(content: dict[str, Any]) -> RunConfig:
+    """The configuration as `longstride train` reads it."""
     section = load_config("demo", [f"deepspeed={content['deepspeed']}"]).deepspeed  # what the name stands for
-    model = content["model"] | ({"backend": "cpu"} if kind == "cpu" else {})
-    return RunConfig.model_validate(content | {"model": model, "deepspeed": section})
+    return RunConfig.model_validate(content | {"deepspeed": section})
 
 
 def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
@@ -189,13 +189,14 @@ def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
         micro_batch = min(train["global_batch"] // machine.processes, 1 << (most.bit_length() - 1))
         while micro_batch:
             train |= {"micro_batch": micro_batch, "activation_checkpointing": recomputed}
-            config = _checked(content, machine.kind)
+            config = _checked(content)
             parts = parameter_parts(config.model)
-            held = states(sum(parts.values()) - parts.get(Ngrams.part, 0), config, machine.processes, config.zero_stage)
+            others = sum(parts.values()) - parts.get(Ngrams.part, 0)
+            held = states(others, config, machine.processes, config.zero_stage, machine.kind)
             peak = held.peak(Activations(0, 0))
             if peak > machine.process_bytes:  # whatever is computed at once
                 break
-            peak = held.peak(activations(config, recomputed))
+            peak = held.peak(activations(config, recomputed, machine.kind))
             if peak <= machine.process_bytes:
                 return peak
             micro_batch //= 2

@@ -21,6 +21,7 @@ from longstride.launcher.planning import pace
 Kind = TypeVar("Kind")
 USUAL_PROCESSES = 8  # that are planned for where none are named: one machine's
 BYTE_VALUES = 256
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}  # that are planned for, in words
 _GIB = 2**30
 # Bytes of the train splits that `longstride data build --dataset` makes.
 PUBLISHED_TRAIN_BYTES = {
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code.
 
     Raises:
-        ConfigError: the configuration is wrong, or does not go with so many processes.
+        ConfigError: the configuration or an option is wrong, or does not go with so many processes or that device.
         DataError: the data is here, and does not fit the run.
     """
     # argparse gives --processes all words after it: those that are no numbers are overrides.
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     most = max(count for count in range(1, max(1, USUAL_PROCESSES // shared) + 1) if units % count == 0)
     processes = [int(word) for word in words] or [most * shared]
     rate = pace.given_rate(arguments)
-    plan = make_plan(config, processes, arguments.contexts)
+    plan = make_plan(config, processes, arguments.contexts, _device(arguments, config))
     if rate is not None:
         seconds = {count: rate.step_seconds(sum_of_flops(plan), count) for count in processes}
         plan["pace"] = pace.told(rate.origin, plan["length"]["steps"], seconds)
@@ -69,8 +70,33 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(config: RunConfig, processes: list[int], contexts: int | None = None) -> dict[str, Any]:
-    """Everything that is planned, as JSON values; bytes and operations are whole numbers.
+def _device(arguments: argparse.Namespace, config: RunConfig) -> str:
+    """The kind of device that is planned for, cpu or cuda: a GPU, where nothing says otherwise.
+
+    Raises:
+        ConfigError: --device is not what the configuration computes on, or not what --measure times.
+    """
+    told: str | None = arguments.device
+    if config.model.backend == "cpu":
+        if told == "cuda":
+            rule = "model.backend=cpu computes on a CPU alone; leave --device out, or give model.backend=auto"
+            raise ConfigError(f"--device=cuda: {rule}")
+        return "cpu"
+    if arguments.measure:
+        from longstride.launcher.planning import measuring
+
+        here = measuring.device_here()
+        if told not in (None, here):
+            rule = f"--measure times this machine, which computes on {here}; leave one of the two out"
+            raise ConfigError(f"--device={told}: {rule}")
+        return here
+    return told or "cuda"
+
+
+def make_plan(
+    config: RunConfig, processes: list[int], contexts: int | None = None, device: str = "cuda"
+) -> dict[str, Any]:
+    """Everything that is planned for a kind of device (cpu or cuda), as JSON values; bytes and operations are whole.
 
     Raises:
         ConfigError: the warm-up is longer than the run, or a context too long to be rehearsed.
@@ -92,10 +118,11 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
     step = costs.step_flops(work, config)
     with_dense = model.model_copy(update={"attention": {"type": "dense"}})
     as_dense = costs.step_flops(costs.work(with_dense, train.micro_batch), config)
-    kept = {name: rehearsal.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
+    kept = {name: rehearsal.activations(config, on, device) for name, on in (("kept", False), ("recomputed", True))}
     return {
         "parameters": {"total": total, **parts},
         "buffer_numbers": costs.buffer_numbers(model),
+        "device": device,
         "precision": config.precision,
         "zero_stage": config.zero_stage,
         "activation_checkpointing": train.activation_checkpointing,
@@ -105,7 +132,7 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
             {
                 "processes": count,
                 "stage": stage,
-                **asdict(held := costs.states(others, config, count, stage)),
+                **asdict(held := costs.states(others, config, count, stage, device)),
                 **{f"peak_{name}": held.peak(activations) for name, activations in kept.items()},
             }
             for count in processes
@@ -222,8 +249,9 @@ def _parameters(plan: dict[str, Any]) -> list[str]:
 
 def _memory(plan: dict[str, Any]) -> list[str]:
     kept, recomputed = plan["activations"]["kept"], plan["activations"]["recomputed"]
+    device = DEVICES[plan["device"]]
     lines = [
-        f"memory of a process, GiB: {plan['precision']}, micro-batch {plan['micro_batch']}",
+        f"memory of a process on a {device}, GiB: {plan['precision']}, micro-batch {plan['micro_batch']}",
         f"  activations of all blocks kept {kept['kept'] / _GIB:.2f}, at most {kept['peak'] / _GIB:.2f}; "
         f"recomputed {recomputed['kept'] / _GIB:.2f}, at most {recomputed['peak'] / _GIB:.2f}"
         + (f", and {host / _GIB:.2f} on the host" if (host := recomputed["on_host"]) else ""),

@@ -52,8 +52,8 @@ class Activations:
     received_bytes: int = 0
 
 
-def activations(config: RunConfig, checkpointing: bool) -> Activations:
-    """Of a micro-batch, in the run's precision, as a GPU keeps them, or a CPU where ``model.backend`` is cpu.
+def activations(config: RunConfig, checkpointing: bool, device: str = "cuda") -> Activations:
+    """Of a micro-batch, in the run's precision, as they are kept on a GPU (``device`` cuda) or a CPU (cpu).
 
     What an attention kernel allocates and frees within a call is not counted. Of the processes that share a context it
     is the last, which receives the most.
@@ -73,7 +73,7 @@ def activations(config: RunConfig, checkpointing: bool) -> Activations:
             places = [number % len(cycle) for number in range(len(blocks))]
         if len(blocks) <= rounds * len(cycle):
             rounds, cycle, places = 1, blocks, list(range(len(blocks)))
-    found = _rehearse(config, rounds * cycle, checkpointing, on_host)
+    found = _rehearse(config, rounds * cycle, checkpointing, on_host, device)
     kept, peak = found.kept, found.peak
     if rounds > 1:
         # As if the first ones of each kind were not there; of the others, those of the last round come last.
@@ -110,7 +110,9 @@ class _Rehearsed:
     input_bytes: int = 0  # of a block
 
 
-def _rehearse(config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: bool, on_host: bool) -> _Rehearsed:
+def _rehearse(
+    config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: bool, on_host: bool, device: str
+) -> _Rehearsed:
     """A forward and backward pass of a model with these blocks on tensors without content, counted."""
     with ExitStack() as modes:
         # Lists of keys that travel have content: see ``_list_keys``.
@@ -133,7 +135,7 @@ def _rehearse(config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: b
                 for block in model.blocks:
                     _list_keys(block.attention, around, config.model.context)
         tokens = torch.zeros(config.train.micro_batch, config.model.context, dtype=torch.uint8)
-        if config.model.backend != "cpu":
+        if device != "cpu":
             modes.enter_context(_FusedDropout())
         live = LiveBytes([*model.parameters(), *model.buffers(), tokens])
         moved: Counter[str] = Counter()

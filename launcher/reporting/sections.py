@@ -291,7 +291,7 @@ def plans(runs: Runs, answers: Sequence[Answers]) -> str:
         plan = told.content if told and isinstance(told.content, dict) else {}
         rows = [[shown(what), planned or "–", measured or "–"] for what, planned, measured in _plan_rows(record, plan)]
         count = processes_of(record)
-        planned = f"planned, {count} process{'es' if count > 1 else ''}" if plan else "planned"
+        planned = f"planned on {plan['device']}, {count} process{'es' if count > 1 else ''}" if plan else "planned"
         parts.append(table(["", planned, "measured"], rows, [1, 2]))
     return "".join(parts)
 

@@ -65,7 +65,7 @@ def ask(name: str, record: RunRecord, folder: Path, trusted: bool) -> Told:
     run, config = str(record.folder), str(record.folder / file_names.CONFIG)
     picture = folder / f"{name}.png"
     words = {
-        "plan": ["plan", config, "--processes", str(processes_of(record)), "--json"],
+        "plan": ["plan", config, "--processes", str(processes_of(record)), *_device_of(record), "--json"],
         "pattern": ["show", "pattern", config, "--output", picture.name],
         "attention": ["show", "attention", run, "--output", picture.name],
         "positions": ["evaluate", run, "--positions", picture.name],
@@ -106,6 +106,12 @@ def processes_of(record: RunRecord) -> int:
     """How many computed the run last, as far as it tells."""
     count = record.starts[-1].get("processes") if record.starts else None
     return count if isinstance(count, int) and 0 < count < 2**20 else record.setting("train.sequence_parallel") or 1
+
+
+def _device_of(record: RunRecord) -> list[str]:
+    """The words that have a plan made for the kind of device that computed the run last, as far as it tells."""
+    kind = record.starts[-1].get("device_type") if record.starts else None
+    return ["--device", kind] if kind in ("cpu", "cuda") else []
 
 
 def small_png(content: bytes) -> bytes:

@@ -40,6 +40,7 @@ def describe_start(run: Run, step: int | None) -> dict[str, Any]:
         "hosts": list(dict.fromkeys(host for host, _ in places)),
         "processes": run.ranks.world_size,
         "devices": dict(Counter(device for _, device in places)),
+        "device_type": run.ranks.device.type,
         "versions": {
             "longstride": importlib.metadata.version("longstride"),
             "python": platform.python_version(),

@@ -150,6 +150,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     given: dict[str, Any] = {"answer": dict(HERE), "plan": plan}
 
     def answer(words: list[str], *_: Any) -> Any:
+        given["words"] = words
         return given["answer" if words[1].endswith("answer") else "plan"]
 
     monkeypatch.setattr(examination, "answer_of_child", answer)
@@ -167,6 +168,7 @@ def test_run_that_fits_has_nothing_broken(
 ) -> None:
     code, found = told(capsys, str(config_file))
     assert code == 0, found
+    assert answers["words"][-3:-1] == ["--device", "cpu"]  # planned for what is here
     assert found["attention"]["text"] == "computed by the backend cpu on cpu in fp32"
     assert not (config_file.parent / "run").exists()
     code, found = told(capsys)
@@ -212,7 +214,7 @@ def test_cards_are_held_against_kernels_and_precision(
     answers["answer"]["devices"] = {"cards": cards, "nccl": nccl, "built": "12.8", "bf16_products": True}
     code, found = told(capsys, str(config_file), "deepspeed=zero0_bf16")
     assert {name for name, finding in found.items() if finding["state"] == "broken"} == broken
-    assert code == int(bool(broken))
+    assert code == int(bool(broken)) and "--device" not in answers["words"]
 
 
 @pytest.mark.parametrize(

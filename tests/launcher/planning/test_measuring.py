@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from longstride.launcher import cli
 from longstride.launcher.config import load_config
 from longstride.launcher.planning.measuring import Timed
 from tests.harness.runs import ROOT, plain_environment
@@ -24,14 +28,23 @@ def test_a_step_is_made_of_its_parts() -> None:
 
 def test_a_plan_is_timed_here(tmp_path: Path, config_file: Path) -> None:
     """In a process of its own, as DeepSpeed remembers a process's group; on two kinds of blocks, of six."""
-    words = [str(config_file), "model.layers=6", "model.backend=cpu", "--measure", "--json", "--processes", "1", "2"]
+    words = [str(config_file), "model.layers=6", "--measure", "--json", "--processes", "1", "2"]
     words += ['model.attention={"type": "fixed", "stride": 8, "summary": 2, "combine": "interleaved"}']
     command = [sys.executable, "-m", "longstride.launcher.cli", "plan", *words]
     environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
-    pace = json.loads(ended.stdout.splitlines()[-1])["pace"]
+    plan = json.loads(ended.stdout.splitlines()[-1])
+    pace = plan["pace"]
+    assert plan["device"] == ("cuda" if torch.cuda.is_available() else "cpu")  # of what is timed
     one, two = pace["rows"]
     assert pace["origin"] == "by blocks timed on this machine"
     assert 0 < two["step_seconds"] < one["step_seconds"] < 10  # half as many micro-batches each
     assert one["run_seconds"] == 8 * one["step_seconds"]
+
+
+def test_a_plan_is_not_timed_on_another_device(capsys: pytest.CaptureFixture[str]) -> None:
+    here, other = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
+    assert cli.main(["plan", "paper_small", "--measure", "--device", other]) == 2
+    line = f"--device={other}: --measure times this machine, which computes on {here}; leave one of the two out"
+    assert line in capsys.readouterr().err

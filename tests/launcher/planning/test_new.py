@@ -100,6 +100,30 @@ def test_every_size_is_planned_for_every_kind(
     assert f"planned at {peak / 2**30:.2f} GiB a process" in content["notes"]
 
 
+@pytest.mark.parametrize("processes, more", [("1", []), ("2", []), ("8", ["--memory", "80"])])
+def test_plan_has_the_peak_that_new_told(
+    processes: str,
+    more: list[str],
+    folders: Path,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the very words that `new` says to go on with, of a CPU and of GPUs as told, but without timing blocks."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    content = written(place, "--data", str(folders / "text"), "--processes", processes, *more)
+    told = re.search(r"longstride (plan mine\.json .*?)  +#", capsys.readouterr().out)
+    assert told is not None
+    words = told[1].split()
+    assert ("--measure" in words) == (not more)  # what is not here cannot be timed
+    assert cli.main([*(word for word in words if word != "--measure"), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (row,) = (row for row in plan["memory"] if (row["processes"], row["stage"]) == (int(processes), 1))
+    peak = row["peak_recomputed" if content["train"]["activation_checkpointing"] else "peak_kept"]
+    assert f"planned at {peak / 2**30:.2f} GiB a process" in content["notes"]
+    assert plan["device"] == ("cuda" if more else "cpu") and (peak < 10**9) == (not more)
+
+
 def test_what_fits_the_data_is_chosen(folders: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = written(place, "--data", str(folders / "text"), "--modality", "text")
     told = capsys.readouterr().out

@@ -80,6 +80,22 @@ def test_json_adds_up(plan: Plan) -> None:
     assert {row["processes"] for row in found["memory"]} == {8}
 
 
+def test_plan_is_made_for_a_kind_of_device(capsys: pytest.CaptureFixture[str], plan: Plan) -> None:
+    """A GPU where nothing says otherwise, what --device tells, or the CPU that the configuration names."""
+    words = ["paper_small", "deepspeed=zero1_fp32", "model.dropout=0.1"]
+    unnamed, gpu, cpu, named = (
+        plan(*words, *more) for more in ([], ["--device", "cuda"], ["--device", "cpu"], ["model.backend=cpu"])
+    )
+    assert unnamed == gpu and gpu["device"] == "cuda"
+    assert cpu == named and cpu["device"] == "cpu"
+    gpus, cpus = (each["memory"][1] for each in (gpu, cpu))  # stage 1
+    assert (gpus["buffers"], cpus["buffers"]) == (4 * 500_000_000, 4 * cpu["parameters"]["total"])
+    assert cpu["activations"]["kept"]["kept"] > gpu["activations"]["kept"]["kept"]  # dropout's masks
+    for more, device in (([], "GPU"), (["--device", "cpu"], "CPU")):
+        assert cli.main(["plan", *words, *more]) == 0
+        assert f"memory of a process on a {device}, GiB: fp32, micro-batch 1" in capsys.readouterr().out.splitlines()
+
+
 def test_without_recomputation_nothing_is_recomputed(plan: Plan) -> None:
     found = plan("paper_small")
     assert found["activation_checkpointing"] is False
@@ -140,6 +156,10 @@ def test_published_run_fits_the_cards_that_it_names(name: str, processes: int) -
         (
             ["paper_small", "--processes", "1", "x"],
             "--processes=x: must be whole numbers from 1 to 16,384; such as 8",
+        ),
+        (
+            ["paper_small", "--device", "cuda", "model.backend=cpu"],
+            "--device=cuda: model.backend=cpu computes on a CPU alone; leave --device out, or give model.backend=auto",
         ),
         (["paper_small", "--contexts", "0"], "--contexts=0: must be at least 1"),
         (

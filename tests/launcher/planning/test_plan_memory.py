@@ -92,7 +92,7 @@ def test_planned_activations_are_those_of_a_real_step(
     # The running sum of auxiliary losses begins in the first block that has one: a number less in each block after it.
     close = 4 * len(run.model.blocks()) if "experts" in str(overrides) else 0
     for checkpointing in (None, recomputed):
-        planned = activations(run, checkpointing is not None)
+        planned = activations(run, checkpointing is not None, "cpu")
         found = count(*real_model(run, checkpointing))
         assert (planned.kept, planned.peak) == pytest.approx((found.kept, found.peak), rel=0, abs=close)
 
@@ -112,7 +112,7 @@ with process_group(Ranks(), 60):
     model = SparseTransformer(config.model)
     model.activation_checkpoint = deepspeed.checkpointing.checkpoint
     tokens = torch.randint(256, (config.train.micro_batch, config.model.context))
-    found, planned = count(model, tokens.byte()), activations(config, checkpointing=True)
+    found, planned = count(model, tokens.byte()), activations(config, True, "cpu")
 print(found.kept, planned.kept, found.peak, planned.peak)
 """
 
@@ -151,14 +151,14 @@ def test_planned_activations_are_what_autograd_saves(config: Callable[..., RunCo
     run = config("deepspeed=zero0_fp32", "model.width=64")
 
     saved = saved_bytes(*real_model(run, recomputed if checkpointing else None))
-    assert activations(run, checkpointing).kept == pytest.approx(saved, rel=0.01)
+    assert activations(run, checkpointing, "cpu").kept == pytest.approx(saved, rel=0.01)
 
 
 def test_a_gpu_keeps_dropouts_masks_in_bytes(config: Callable[..., RunConfig]) -> None:
-    on_cpu, on_gpu = (config("model.dropout=0.1", f"model.backend={name}") for name in ("cpu", "auto"))
-    model, train = on_cpu.model, on_cpu.train
+    run = config("model.dropout=0.1")
+    model, train = run.model, run.train
     masks = 2 * model.layers * train.micro_batch * model.context * model.width
-    found = [activations(each, checkpointing=False).kept for each in (on_cpu, on_gpu)]
+    found = [activations(run, False, device).kept for device in ("cpu", "cuda")]
     assert found[0] - found[1] == (4 - 1) * masks
 
 
@@ -176,9 +176,9 @@ def test_reversible_blocks_take_no_memory_of_their_own(config: Callable[..., Run
     for layers in (4, 8, 16):
         run = config("model.reversible=true", f"model.layers={layers}", f"deepspeed=zero0_{precision}")
         found.append(count(*real_model(run)))
-        assert activations(run, checkpointing=False) == activations(run, checkpointing=True) == found[-1]
+        assert activations(run, False, "cpu") == activations(run, True, "cpu") == found[-1]
     assert found[0] == found[1] == found[2]
-    one_stream = activations(config("model.layers=16", f"deepspeed=zero0_{precision}"), checkpointing=True)
+    one_stream = activations(config("model.layers=16", f"deepspeed=zero0_{precision}"), True, "cpu")
     assert found[2].kept < one_stream.kept and found[2].peak < one_stream.peak
 
 
@@ -220,6 +220,18 @@ def test_buckets_are_as_configured(config: Callable[..., RunConfig]) -> None:
     )
     assert states(10, both, 1, 2).buffers == 2 * 2_000  # in half precision, whatever they are added up in
     assert states(10, both, 1, 2).gradients == 40
+
+
+def test_a_cpus_bucket_is_what_is_written_of_it(config: Callable[..., RunConfig]) -> None:
+    """A gradient a parameter at most, and once at a time: no more of DeepSpeed's 5e8 is ever touched."""
+    run = config("deepspeed=zero2_fp16", "deepspeed.zero_optimization.overlap_comm=true")
+    few, many = 1_000_000, 2_000_000_000
+    assert [states(few, run, 4, stage, "cpu").buffers for stage in (0, 1, 2)] == [0, 2 * few, 2 * few]
+    assert states(few, run, 4, 3, "cpu").buffers == 2 * few + 2 * few  # and the weights that it gathers
+    assert states(many, run, 4, 2, "cpu").buffers == states(many, run, 4, 2, "cuda").buffers == 2 * 10**9
+    gpu, cpu = (states(few, run, 4, 1, device) for device in ("cuda", "cpu"))
+    assert gpu.buffers == 2 * 10**9
+    assert gpu.resident() - gpu.buffers == cpu.resident() - cpu.buffers
 
 
 @pytest.mark.parametrize("name", ["zero1-bf16", "zero2-fp16", "zero1-ten-steps"])

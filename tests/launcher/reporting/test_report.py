@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from longstride.launcher import cli
+from longstride.launcher.config import load_config
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.reporting.charts import Scale, number, thin, value_range
 from longstride.launcher.reporting.page import compose, labels
 from longstride.launcher.reporting.records import RunRecord, Sample, Series, read_run
-from longstride.launcher.reporting.verbs import Answers, Told
+from longstride.launcher.reporting.verbs import Answers, Told, ask
 from longstride.launcher.reporting.words import MOST_PAGE_BYTES
 from tests.harness.runs import ROOT, files_under
 
@@ -130,6 +131,20 @@ def test_page_asks_for_nothing_and_obeys_no_text_of_a_run(tmp_path: Path) -> Non
     assert not [each for each in text if not each.isprintable() and each not in "\n\t"]
     policy = next(attrs["content"] for _, attrs in page.elements if attrs.get("http-equiv"))
     assert policy and policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+
+
+@pytest.mark.parametrize("kind, device", [("cpu", "cpu"), ("cuda", "cuda"), (EVIL, "cuda")])
+def test_plan_is_made_for_the_device_of_the_run(kind: str, device: str, tmp_path: Path) -> None:
+    """Of the last start; where that does not tell, for a GPU as `longstride plan` has it."""
+    run = write_run(tmp_path / "run")
+    (run / "config.json").write_text(load_config("paper_small").model_dump_json())
+    starts = [{"processes": 2, "device_type": "other"}, {"processes": 1, "device_type": kind}]
+    (run / "starts.jsonl").write_text("".join(json.dumps({"step": 0, **each}) + "\n" for each in starts))
+    told = ask("plan", read_run(run), tmp_path, trusted=False)
+    assert told.why_not == "" and told.content["device"] == device
+    assert {row["processes"] for row in told.content["memory"]} == {1}
+    page = Page(compose([read_run(run)], [], [Answers(plan=told)]))
+    assert f"planned on {device}, 1 process" in page.text
 
 
 def test_incident_is_told_once_with_what_followed(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_damaged_newest_checkpoint_is_passed_over_and_settings_apply(run_copy: P
     first, second = map(json.loads, (run_copy / "starts.jsonl").read_text().splitlines())
     assert (first["how"], first["step"], first["changes"]) == ("new", 0, {})
     assert (second["how"], second["step"], second["processes"]) == ("resume", 4, 1)
-    assert sum(second["devices"].values()) == 1 and len(second["hosts"]) == 1
+    assert sum(second["devices"].values()) == 1 and second["device_type"] == "cpu" and len(second["hosts"]) == 1
     changed = {"train.output", "train.learning_rate", "train.weight_decay", "model.backend"}
     assert set(second["changes"]) == changed
     assert second["changes"]["train.learning_rate"] == [0.003, 0.0015]
