@@ -73,7 +73,7 @@ def start(config: RunConfig, processes: int, resume: str, source: FromOptions | 
     for line in damaged:
         say(f"would be passed over: {line}")
     initial = open_initial(run, checkpoint)
-    plan = make_plan(run.config, [processes])
+    plan = make_plan(run.config, [processes], device=ranks.device.type)
     print(describe(plan), flush=True)
     count = "1 process" if processes == 1 else f"{processes} processes"
     say(f"dry run: this process stands for the first of {count}, on {ranks.device.type}; it writes nothing")
