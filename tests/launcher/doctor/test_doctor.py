@@ -220,7 +220,7 @@ def test_cards_are_held_against_kernels_and_precision(
     [
         (["missing.json"], "missing.json: cannot be read"),
         (["--hostfile", "missing"], "--hostfile=missing: no such file"),
-        (["--processes", "0"], "--processes=0: must be at least 1"),
+        (["--processes", "0"], "--processes=0: must be from 1 to 16,384; such as 8"),
     ],
 )
 def test_wrong_words_end_by_code_2(capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
