@@ -130,7 +130,7 @@ def write_new(path: Path, content: bytes) -> None:
     """
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
-        with naming(path), partial.open("xb") as file:
+        with naming(path, partial), partial.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -151,7 +151,7 @@ def write_over(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     try:
-        with naming(path), partial.open("xb") as file:  # not into what a link there leads to
+        with naming(path, partial), partial.open("xb") as file:  # not into what a link there leads to
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -163,12 +163,12 @@ def write_over(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Puts a name into an OSError that has none, as those of writing and flushing have."""
+def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
+    """Puts a name into an OSError that has none, as those of writing and flushing have, or that of a hidden file."""
     try:
         yield
     except OSError as error:
-        if error.filename is not None or error.strerror is None:
+        if error.filename not in (None, str(partial)) or error.strerror is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -69,7 +69,7 @@ def check_output(output: Path, option: str = "--output", suffix: str = ".png") -
     if output.exists():
         raise ConfigError(f"{option}={output}: exists already; nothing is overwritten")
     if output.suffix != suffix or not output.parent.is_dir():
-        raise ConfigError(f"{option}={output}: must be a {suffix} in a folder that exists")
+        raise ConfigError(f"{option}={output}: must be a {suffix} in a folder that exists; such as new{suffix}")
     if not os.access(output.parent, os.W_OK):
         raise ConfigError(f"{option}={output}: {output.parent} cannot be written; name another folder")
 

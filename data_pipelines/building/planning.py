@@ -36,6 +36,8 @@ from longstride.data_pipelines.shards import DataManifest, ShardRecord, SplitRec
 from longstride.data_pipelines.stores import StoredFile
 
 _COMPRESSED = (".bz2", ".gz", ".xz", ".zst")  # what may stand behind another suffix
+MOST_SHARD_BYTES = 2**63 - 1
+MOST_SEED = 2**63 - 1
 
 
 class BuildSettings(ABC):
@@ -54,6 +56,8 @@ class BuildSettings(ABC):
             raise DataError(f"palette={size}: is of pictures, and this is {self.modality.name}; take modality image")
         if self.shard_bytes < 1:
             raise DataError(f"shard_bytes={self.shard_bytes}: must be at least 1, such as 16777216")
+        if self.shard_bytes > MOST_SHARD_BYTES:  # the manifest records it, whose numbers have an end
+            raise DataError(f"shard_bytes={self.shard_bytes}: must be at most {MOST_SHARD_BYTES}, such as 16777216")
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
@@ -108,6 +112,8 @@ class FileSettings(BuildSettings):
             raise DataError(
                 f"validation_fraction={self.validation_fraction}: must be at least 0 and less than 1, such as 0.05"
             )
+        if not 0 <= self.seed <= MOST_SEED:
+            raise DataError(f"seed={self.seed}: must be from 0 to 2**63 - 1, such as 0")
         super().check()
         for name in self.exclude:  # a pattern would match no name, and silently exclude nothing
             if not name or set(name) & set("/*?"):

@@ -271,7 +271,7 @@ def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: b
         ConfigError: no such run, step or checkpoint; none that was evaluated; or the best one is damaged.
     """
     if not run.is_dir():
-        raise ConfigError(f"{run}: no such run folder")
+        raise ConfigError(f"{run}: no such run folder; name one that `longstride train` wrote")
     checkpoints, refused = list_checkpoints(run, trusted=trusted)
     if step == "best" and checkpoints:
         repeated = (score for each in checkpoints for score in each.manifest.best or ())

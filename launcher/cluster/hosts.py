@@ -102,7 +102,8 @@ def read_hostfile(path: Path) -> Slots:
         ConfigError: there is no such file, it is no text, or a line is wrong.
     """
     if not path.is_file():
-        raise ConfigError(f"--hostfile={path}: no such file; write one with a line for each host, {_GOOD_LINE}")
+        what = "is a folder" if path.is_dir() else "no such file"
+        raise ConfigError(f"--hostfile={path}: {what}; write one with a line for each host, {_GOOD_LINE}")
     hosts: Slots = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -41,6 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.job_name or Path(config.train.output).absolute().name
     if _NAME.fullmatch(name) is None:
         raise ConfigError(f"--job-name={name}: must be letters, digits and ._+-; such as {_valid_name(name)}")
+    if folder.exists() and not folder.is_dir():
+        option = "train.output" if arguments.output_dir is None else "--output-dir"
+        raise ConfigError(f"{option}={folder}: must be a folder, and is a file; name another, such as {folder}-runs")
     script = folder / f"{name}.sbatch"
     text = script_text(arguments, name, script, str(folder / "slurm-%j.log"))
     if arguments.print_only:
@@ -55,6 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{script}: is there already; submit it, or give another --job-name or --output-dir"
         ) from None
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}; name another folder by --output-dir"
+        raise ConfigError(f"{script}: {rule}") from None
     script.chmod(0o755)
     if arguments.submit:
         return subprocess.run(["sbatch", str(script)], check=False).returncode

@@ -39,9 +39,14 @@ def find_config(text: str | Path) -> Path:
     """The file of a path, or of the bare name of one of ds_configs/experiments.
 
     Raises:
-        ConfigError: a bare name that is neither. A path is checked by whoever reads it.
+        ConfigError: no name, a bare one that is neither, or a change in its place. Whoever reads a path checks it.
     """
     path = Path(text)
+    if text == "":
+        raise ConfigError("CONFIG=: names no file; such as my.json, or demo")
+    if "=" in path.name and not path.exists():
+        rule = "no such file; changes stand behind the configuration's file, as in my.json train.steps=100"
+        raise ConfigError(f"{text}: {rule}")
     if path.is_file() or len(path.parts) != 1 or path.suffix:
         return path
     known = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))

@@ -12,6 +12,7 @@ from longstride.kernels import ConfigError, Problem
 from longstride.launcher.config.deepspeed_keys import KNOWN
 from longstride.launcher.config.extending import (
     EXTENDS,
+    SCHEMA,
     Written,
     find_config,
     load_written,
@@ -40,6 +41,8 @@ def load_config(
     given = {".".join(parts): value for parts, value in parsed}
     if EXTENDS in given:
         raise ConfigError.at(EXTENDS, given[EXTENDS], "stands in a file; to take another base, write a file with it")
+    if SCHEMA in given:
+        raise ConfigError.at(SCHEMA, given[SCHEMA], "stands in a file, for editors; leave it out here")
     of_train = {name.removeprefix("train."): value for name, value in given.items() if name.startswith("train.")}
     warm_up = _shorter_warm_up(content.get("train"), of_train) if "train" not in given else None
     name_length(content.get("train"), of_train)

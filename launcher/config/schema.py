@@ -54,6 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--output={arguments.output}: exists already; name a new file, or remove it")
     if not arguments.output.parent.is_dir():
         raise ConfigError(f"--output={arguments.output}: its folder does not exist; make it, or name another place")
-    write_new(arguments.output, (text + "\n").encode())
+    try:
+        write_new(arguments.output, (text + "\n").encode())
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}; name a file in another folder"
+        raise ConfigError(f"--output={arguments.output}: {rule}") from None
     say(f'wrote {arguments.output}; a configuration beside it has "{SCHEMA}": "./{arguments.output.name}"')
     return 0

@@ -30,6 +30,7 @@ _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _SETTINGS = {  # of `build` and `index`, and their options
     "validation_fraction": "--validation-fraction",
     "shard_bytes": "--shard-bytes",
+    "seed": "--seed",
     "exclude": "--exclude",
     "suffixes": "--suffix",
     "dataset": "--dataset",

@@ -66,6 +66,9 @@ def _devices() -> dict[str, Any]:
 
 
 def _mpi() -> str:
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # MPI ends a process that it cannot start in, as one without a home
     from mpi4py import MPI
 
     return MPI.Get_library_version().splitlines()[0].strip("\0 ")

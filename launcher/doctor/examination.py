@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longstride.kernels import ConfigError
-from longstride.launcher.config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, TrainConfig, load_config
 from longstride.launcher.doctor import machine
 from longstride.launcher.doctor.findings import Finding, answer_of_child
 from longstride.launcher.doctor.hosts import examine_hosts, read_hosts
@@ -29,10 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the configuration, the hostfile or an option is wrong.
     """
-    if arguments.processes is not None and arguments.processes < 1:
-        raise ConfigError(f"--processes={arguments.processes}: must be at least 1")
+    if arguments.processes is not None and not 1 <= arguments.processes <= TrainConfig.MOST_PROCESSES:
+        rule = f"must be from 1 to {TrainConfig.MOST_PROCESSES:,}; such as 8"
+        raise ConfigError(f"--processes={arguments.processes}: {rule}")
     slots = read_hosts(arguments)
-    config = load_config(arguments.config, arguments.overrides) if arguments.config else None
+    config = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
     findings = []
     for finding in _examine(arguments, config, slots):
         findings.append(finding)

@@ -171,6 +171,8 @@ def legend_of(patterns: Iterable[Pattern | Chosen]) -> list[Patch]:
 def model_config(source: Path) -> ModelConfig:
     """Of a configuration or of a run's folder; ConfigError where it cannot be read, or no model fits it."""
     path = source / file_names.CONFIG if source.is_dir() else find_config(source)
+    if source.is_dir() and not path.exists():
+        raise ConfigError(f"{source}: holds no run: it has no {file_names.CONFIG}; name a run's folder or a JSON file")
     content = load_content(path)
     if "model" not in content:
         raise ConfigError(f"{path}: has no model")
@@ -213,8 +215,11 @@ def _choices(model: SparseTransformer, text: Path) -> list[tuple[Chosen, list[tu
 
 def read_text(text: Path, context: int, vocabulary: int) -> Tensor:
     """The first bytes of a file, (N,) uint8, as many as a context has; ConfigError where a model cannot read them."""
-    with open_plain(text) as file:
-        content = file.read(context)
+    try:
+        with open_plain(text) as file:
+            content = file.read(context)
+    except OSError as error:
+        raise ConfigError(f"--text={text}: cannot be read: {error.strerror}; name a text") from None
     if len(content) < 2 or max(content) >= vocabulary:
         raise ConfigError(f"--text={text}: must have two bytes at least, all below {vocabulary}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -105,9 +105,19 @@ def run_loss(arguments: argparse.Namespace) -> int:
 
 
 def draw_loss(run_folder: Path) -> Any:
-    """Bits per byte over the steps of a run, training and held-out, from its metrics.jsonl."""
+    """Bits per byte over the steps of a run, training and held-out, from its metrics.jsonl.
+
+    Raises:
+        ConfigError: there is no run, or as ``read_metrics``.
+    """
     from longstride.launcher.pictures import LINES, curves, styled
 
+    if not run_folder.is_dir():
+        rule = "is a file; name the folder around it" if run_folder.exists() else "there is no such folder"
+        raise ConfigError(f"{run_folder}: {rule}; such as runs/demo")
+    if not (run_folder / file_names.METRICS).exists():
+        rule = f"holds no run: it has no {file_names.METRICS}; name a folder that `longstride train` wrote"
+        raise ConfigError(f"{run_folder}: {rule}")
     lines = read_metrics(run_folder / file_names.METRICS)
     ends: list[str] = []  # what each split ended at
     drawn: list[float] = []

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _QUIET_SECONDS = 2.0  # what is done sooner is told by its result alone
 _LINE_SECONDS = 10.0  # between lines where there is no terminal
+_MOST_YEARS = 1_000  # that are told by their number
 
 
 class WorkCounter:
@@ -73,6 +74,8 @@ def _width() -> int:
 
 def duration(seconds: float) -> str:
     """A time as a person says it: 45 s, 3 min 20 s, 25 min, 2 h 13 min, 3 d 4 h."""
+    if seconds > _MOST_YEARS * 365 * 86_400:
+        return f"more than {_MOST_YEARS:,} years"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -84,4 +87,9 @@ def duration(seconds: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60} min" if minutes % 60 else f"{minutes // 60} h"
     hours = round(seconds / 3600)
-    return f"{hours // 24} d {hours % 24} h" if hours % 24 else f"{hours // 24} d"
+    return f"{hours // 24:,} d {hours % 24} h" if hours % 24 else f"{hours // 24:,} d"
+
+
+def step_duration(seconds: float) -> str:
+    """The time of a step, to about three digits: 12.3 ms, 4.25 s, 180 s."""
+    return f"{1_000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"

@@ -62,7 +62,9 @@ def mistake(error: BaseException) -> str | None:
         if error.errno == errno.EFBIG:
             name = _printable(str(error.filename or "a file"))
             return f"{name}: is larger than this process may write; raise the limit on file sizes (`ulimit -f`)"
-        return f"{_printable(str(error.filename))}: {error.strerror}" if error.filename else str(error)
+        if not error.filename:
+            return f"standard output, or a file: cannot be written: {error.strerror}; write where there is room"
+        return f"{_printable(str(error.filename))}: {error.strerror}"
     # Looked up in modules that are loaded already: importing them here would cost every verb their time.
     families = (("longstride.kernels.errors", "ConfigError"), ("longstride.data_pipelines.errors", "DataError"))
     classes = [getattr(sys.modules[module], name) for module, name in families if module in sys.modules]

@@ -25,8 +25,9 @@ MOST_MICRO_BATCH = {"cpu": 4, "cuda": 64}
 MOST_POSITIONS = 1 << 15  # of a micro-batch: more of them make no product quicker
 FREE_SHARE = {"cpu": 0.7, "cuda": 0.9}  # of the memory, that a plan may fill: Python and allocators take some
 MOST_CPU_PROCESSES = 8
+MOST_MEMORY_GIB = 1_000_000  # of a card
 _GIB = 2**30
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{,99}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +88,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_words(arguments: argparse.Namespace) -> tuple[Path, str]:
     """The file to write and the place of the data, of options that can be so."""
-    if not _NAME.fullmatch(arguments.name) or len(arguments.name) > 100:
-        rule = "must be letters, digits, dots, dashes and underscores; such as mine. --output names a file elsewhere"
+    if not _NAME.fullmatch(arguments.name):
+        rule = "must be at most 100 letters, digits, dots, dashes and underscores, the first a letter or a digit"
+        rule += "; such as mine. --output names a file elsewhere"
         raise ConfigError(f"NAME={arguments.name}: {rule}")
     if arguments.size not in SIZES:
         raise ConfigError(f"--size={arguments.size}: must be one of {', '.join(SIZES)}; such as tiny")
     if arguments.modality is not None and arguments.modality not in MODALITIES:
         raise ConfigError(f"--modality={arguments.modality}: must be one of {', '.join(MODALITIES)}; such as text")
-    output = arguments.output or Path(f"{arguments.name.removesuffix('.json')}.json")
+    usual = Path(f"{arguments.name.removesuffix('.json')}.json")
+    output = arguments.output or usual
     if output.suffix != ".json":
-        raise ConfigError(f"--output={output}: must end in .json; such as {output.with_suffix('.json')}")
+        good = output.with_suffix(".json") if output.name else usual
+        raise ConfigError(f"--output={output}: must end in .json; such as {good}")
     if not output.parent.is_dir():
         raise ConfigError(f"--output={output}: {output.parent} is no folder; make it first, or name another")
     if os.path.lexists(output):
         raise ConfigError(f"{output}: exists already; take another NAME, or another file by --output")
-    location = arguments.data or f"data/{arguments.name}"
+    location = f"data/{arguments.name}" if arguments.data is None else arguments.data
+    if not location:
+        raise ConfigError("--data=: names no folder; such as data/mine, or leave it out")
     if "://" not in location and not Path(location).is_dir():
         kind = f" --modality {arguments.modality}" if arguments.modality not in (None, "text") else ""
         rule = f"build it by `longstride data build FILES{kind} --output {location}`, or name another by --data"
@@ -115,12 +121,11 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
     from longstride.kernels import has_bf16_products
 
-    processes = None if arguments.processes is None else _number("--processes", arguments.processes, "8")
-    if processes is not None and (processes != int(processes) or processes > TrainConfig.MOST_PROCESSES):
-        rule = f"must be a whole number from 1 to {TrainConfig.MOST_PROCESSES:,}; such as 8"
-        raise ConfigError(f"--processes={arguments.processes}: {rule}")
+    processes = arguments.processes
+    if processes is not None:
+        processes = _number("--processes", processes, TrainConfig.MOST_PROCESSES, "8", whole=True)
     if arguments.memory is not None:
-        memory = _number("--memory", arguments.memory, "80")
+        memory = _number("--memory", arguments.memory, MOST_MEMORY_GIB, "80")
         count = int(processes or 1)
         words = f"{count} GPU{'s' if count > 1 else ''} of {memory:g} GiB, as told"
         return Machine("cuda", count, int(FREE_SHARE["cuda"] * memory * _GIB), "bf16", words)
@@ -138,14 +143,15 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     return Machine("cpu", count, int(FREE_SHARE["cpu"] * free / count), precision, words)
 
 
-def _number(option: str, text: str, good: str) -> float:
-    """A number from 1 on, within reason."""
+def _number(option: str, text: str, most: int, good: str, *, whole: bool = False) -> float:
+    """A number from 1 to the most; ConfigError where the text is none."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 1 <= number <= 10**6:
-        raise ConfigError(f"{option}={text}: must be a number from 1 on; such as {good}")
+    if not 1 <= number <= most or (whole and number != int(number)):
+        what = "a whole number" if whole else "a number"
+        raise ConfigError(f"{option}={text}: must be {what} from 1 to {most:,}; such as {good}")
     return number
 
 
@@ -237,9 +243,13 @@ def _words(content: dict[str, Any], data: Any, machine: Machine, size: str, peak
 def _write(output: Path, content: dict[str, Any]) -> None:
     """Writes the configuration, and beside it the schema that it names, where there is none."""
     schema = output.parent / SCHEMA_FILE
-    if not os.path.lexists(schema):
-        write_new(schema, f"{json.dumps(RunConfig.model_json_schema(), indent=1)}\n".encode())
-    write_new(output, f"{_laid_out({'$schema': f'./{SCHEMA_FILE}'} | content)}\n".encode())
+    try:
+        if not os.path.lexists(schema):
+            write_new(schema, f"{json.dumps(RunConfig.model_json_schema(), indent=1)}\n".encode())
+        write_new(output, f"{_laid_out({'$schema': f'./{SCHEMA_FILE}'} | content)}\n".encode())
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}; name a file in another folder"
+        raise ConfigError(f"--output={output}: {rule}") from None
 
 
 def _laid_out(content: dict[str, Any]) -> str:

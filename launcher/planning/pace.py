@@ -15,11 +15,12 @@ from typing import Any
 
 from longstride.kernels import ConfigError
 from longstride.launcher.config import load_config, load_json_object
-from longstride.launcher.output import file_names, metrics_file
+from longstride.launcher.output import counting, file_names, metrics_file
 
 TERA = 10**12
 MANY_EPOCHS = 200  # from here on a word is said; the published runs see their data 120 times at most
 WARM_STEPS = 2  # of a run, which also compile and allocate
+LEAST_TFLOPS, MOST_TFLOPS = 1e-6, 1e6  # of a process: less is no computer of today, more is a whole exascale machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,16 @@ def given_rate(arguments: argparse.Namespace) -> Rate | None:
     """The rate that --tflops or --rate-of names; None where neither is given.
 
     Raises:
-        ConfigError: --tflops is no number above 0, or there is no run, or it has no steps to take a rate from.
+        ConfigError: --tflops is no rate of a process, or there is no run, or it has no steps to take a rate from.
     """
     if arguments.tflops is not None:
         try:
             rate = float(arguments.tflops)
         except ValueError:
             rate = math.nan
-        if not 0 < rate < math.inf:
-            rule = "must be a number above 0, of what a process achieves; such as 0.1 for a few cores, 150 for a card"
+        if not LEAST_TFLOPS <= rate <= MOST_TFLOPS:
+            rule = "must be what a process achieves, from 0.000001 to 1,000,000; such as 0.1 for a few cores"
+            rule += ", 150 for a card"
             raise ConfigError(f"--tflops={arguments.tflops}: {rule}")
         return Rate(rate * TERA, f"at {rate:g} TFLOP/s a process, as given by --tflops")
     return rate_of(arguments.rate_of) if arguments.rate_of is not None else None
@@ -60,17 +62,22 @@ def rate_of(run: Path) -> Rate:
     """
     from longstride.launcher.planning.costs import step_flops, work
 
-    if not (run / file_names.CONFIG).is_file():
-        raise ConfigError(f"--rate-of={run}: no such run folder; name one that `longstride train` wrote")
+    if not ((run / file_names.CONFIG).is_file() and (run / file_names.METRICS).is_file()):
+        what = "holds no run" if run.is_dir() else "no such run folder"
+        raise ConfigError(f"--rate-of={run}: {what}; name one that `longstride train` wrote")
     config = load_config(run / file_names.CONFIG)
     lines = metrics_file.find_lines(run, "train")
-    seconds = [line["seconds"] for step, line in lines.items() if step > WARM_STEPS and line.get("seconds")]
+    logged = (line.get("seconds") for step, line in lines.items() if step > WARM_STEPS)
+    seconds = [each for each in logged if isinstance(each, float) and each > 0]
     if not seconds:
         rule = f"has logged no step behind its first {WARM_STEPS}; train on, or give --tflops"
         raise ConfigError(f"--rate-of={run}: {rule}")
     processes = _processes_of(run)
     flops = sum(step_flops(work(config.model, config.train.micro_batch), config).values())
     rate = flops / (statistics.median(seconds) * processes)
+    if not LEAST_TFLOPS <= rate / TERA <= MOST_TFLOPS:
+        rule = f"steps of {statistics.median(seconds):.3g} s are no measure of a process; give --tflops"
+        raise ConfigError(f"--rate-of={run}: {rule}")
     return Rate(rate, f"at {rate / TERA:.3g} TFLOP/s a process, as {run} had it")
 
 
@@ -115,19 +122,6 @@ def describe(pace: dict[str, Any]) -> list[str]:
     lines = [f"hours  {pace['origin']}"]
     for row in pace["rows"]:
         many = f"{row['processes']:,} process{'es' if row['processes'] > 1 else ''}"
-        whole = "" if row["run_seconds"] is None else f", {duration(row['run_seconds'])} in all"
-        lines.append(f"  {many}: {short(row['step_seconds'])} a step{whole}")
+        whole = "" if row["run_seconds"] is None else f", {counting.duration(row['run_seconds'])} in all"
+        lines.append(f"  {many}: {counting.step_duration(row['step_seconds'])} a step{whole}")
     return [*lines, "  without evaluations, checkpoints and the start"]
-
-
-def short(seconds: float) -> str:
-    """The time of a step."""
-    return f"{1_000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
-
-
-def duration(seconds: float) -> str:
-    """A long time, in the unit that gives a readable number."""
-    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:,.0f} seconds" if seconds >= 1 else short(seconds)

@@ -22,6 +22,7 @@ Kind = TypeVar("Kind")
 USUAL_PROCESSES = 8  # that are planned for where none are named: one machine's
 BYTE_VALUES = 256
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}  # that are planned for, in words
+MOST_CONTEXTS = 10**12  # of a split: no data is larger
 _GIB = 2**30
 # Bytes of the train splits that `longstride data build --dataset` makes.
 PUBLISHED_TRAIN_BYTES = {
@@ -41,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     # argparse gives --processes all words after it: those that are no numbers are overrides.
     overrides = [*arguments.overrides, *(word for word in arguments.processes if "=" in word)]
-    if arguments.contexts is not None and arguments.contexts < 1:
-        raise ConfigError(f"--contexts={arguments.contexts}: must be at least 1")
+    if arguments.contexts is not None and not 1 <= arguments.contexts <= MOST_CONTEXTS:
+        raise ConfigError(f"--contexts={arguments.contexts}: must be from 1 to {MOST_CONTEXTS:,}; such as 10000")
     config = load_config(arguments.config, overrides, say)
     words = [word for word in arguments.processes if "=" not in word]
     for word in words:

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from longstride.launcher.output import counting
 from longstride.launcher.reporting import sections
 from longstride.launcher.reporting.charts import number
 from longstride.launcher.reporting.records import RunRecord
 from longstride.launcher.reporting.verbs import Answers
-from longstride.launcher.reporting.words import MOST_PAGE_BYTES, Room, absent, duration, shown, table
+from longstride.launcher.reporting.words import MOST_PAGE_BYTES, Room, absent, shown, table
 
 _MARGIN_BYTES = 20_000  # for what is written around the parts
 _MOST_NOTICES = 20
@@ -163,7 +164,7 @@ def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
     median = "–" if rate is None else number(float(np.median(rate.values)))
     figures.append(("throughput", median, f"{unit} a second, median"))
     seconds = record.train.get("seconds")
-    total = "–" if seconds is None else duration(float(seconds.values.mean()) * record.last_step)
+    total = "–" if seconds is None else counting.duration(float(seconds.values.mean()) * record.last_step)
     figures.append(("training time", total, "in steps, without evaluations"))
     mfu = record.train.get("mfu")
     if mfu is not None:

@@ -199,7 +199,8 @@ def _read_metrics(record: RunRecord) -> None:
         if isinstance(line.get("substitutions"), list) and line["substitutions"]:
             replaced.append((step, [str(each) for each in line["substitutions"]]))
     if not lines and not (record.folder / file_names.METRICS).exists():
-        raise ConfigError(f"{record.folder}: holds no run: it has no {file_names.METRICS}")
+        rule = f"holds no run: it has no {file_names.METRICS}; name a folder that `longstride train` wrote"
+        raise ConfigError(f"{record.folder}: {rule}")
     if not lines:
         raise ConfigError(f"{record.folder / file_names.METRICS}: holds no line yet; wait for the first step")
     if passed_over:

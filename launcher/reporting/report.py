@@ -65,6 +65,6 @@ def _check_output(output: Path) -> None:
     if os.path.lexists(output):
         raise ConfigError(f"--output={output}: exists already; nothing is overwritten")
     if output.suffix not in (".html", ".htm") or not output.parent.is_dir():
-        raise ConfigError(f"--output={output}: must be a .html in a folder that exists")
+        raise ConfigError(f"--output={output}: must be a .html in a folder that exists; such as new.html")
     if not os.access(output.parent, os.W_OK):
         raise ConfigError(f"--output={output}: {output.parent} cannot be written; name another folder")

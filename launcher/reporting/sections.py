@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from longstride.launcher.config import flattened
+from longstride.launcher.output import counting
 from longstride.launcher.reporting.charts import Chart, Curve, Mark, draw, number, smoothed
 from longstride.launcher.reporting.records import MOST_EVENTS, RunRecord, Series
 from longstride.launcher.reporting.verbs import Answers, Told, processes_of
-from longstride.launcher.reporting.words import Room, absent, duration, flops, mebibytes, shown, table
+from longstride.launcher.reporting.words import Room, absent, flops, mebibytes, shown, table
 
 VALIDATION_COLOUR = 1  # of one run's evaluations; those of several have their run's
 _BINS = 64  # of positions
@@ -311,7 +312,7 @@ def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, 
     rows.append(
         ("peak memory of a process", planned, mebibytes(float(memory.values.max())) if memory is not None else "")
     )
-    rows.append(("a step, median", "", duration(median) if median else ""))
+    rows.append(("a step, median", "", counting.step_duration(median) if median else ""))
     if work:
         rate = f"{flops(work / median)}/s" if median else ""
         rows.append(("operations of a step", flops(work), rate))

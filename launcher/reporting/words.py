@@ -63,18 +63,6 @@ def _row(cells: Sequence[str], tag: str = "td", numbers: Sequence[int] = ()) -> 
     return f"<tr>{''.join(f'<{tag}{kind}>{cell}</{tag}>' for kind, cell in zip(kinds, cells, strict=True))}</tr>"
 
 
-def duration(seconds: float) -> str:
-    """A time as a person says it."""
-    if seconds < 90:
-        return f"{seconds:.3g} s"
-    minutes, hours = round(seconds / 60), round(seconds / 3600)
-    if minutes < 100:
-        return f"{minutes} min"
-    if hours < 100:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86400:.1f} days"
-
-
 def mebibytes(num_bytes: float) -> str:
     """A size of memory."""
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"

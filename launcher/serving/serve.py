@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     port, most, queue, timeout = arguments.port, arguments.max_bytes, arguments.queue, arguments.timeout
     contexts, name = arguments.contexts, arguments.name
     ranges = (
+        ("--host", arguments.host, arguments.host.strip(), "must be an address of this machine; such as 127.0.0.1"),
         ("--port", port, 0 <= port < 2**16, "must be from 0, any that is free, to 65535"),
         ("--max-bytes", most, most is None or most >= 1, "must be at least 1"),
         ("--contexts", contexts, 1 <= contexts <= 1024, "must be from 1 to 1,024"),

@@ -38,6 +38,12 @@ def run(case: dict[str, Any], output: Path) -> NoReturn:
     os.setsid()  # what it starts is ended with it
     for name, stream in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    if case["stdout"] == "full":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    elif case["stdout"] == "closed":
+        reading, writing = os.pipe()
+        os.close(reading)
+        os.dup2(writing, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for name, value in case["environment"].items():

@@ -66,12 +66,14 @@ class Commands(Asked):
         environment: Mapping[str, str | None] | None = None,
         limits: Sequence[tuple[str, int]] = (),
         fault: tuple[Path, str, int] | None = None,
+        stdout: str = "",
     ) -> Outcome:
         """Runs a command line and kills what is left of it after so many seconds.
 
         ``folder``: its working directory. ``environment``: added, None takes away. ``limits``: of the process, by the
         names of the module `resource`, such as ("RLIMIT_NOFILE", 64). ``fault``: folder, kind and number, as
-        generators/faults.py has them; ``log`` tells the operations.
+        generators/faults.py has them; ``log`` tells the operations. ``stdout``: "full", a disk without room, or
+        "closed", a pipe that nobody reads any more; else what is printed is in the outcome.
         """
         line = tuple(map(str, words))
         case = {
@@ -80,6 +82,7 @@ class Commands(Asked):
             "folder": str(folder or self._folder),
             "environment": dict(environment or {}),
             "limits": list(limits),
+            "stdout": stdout,
             "fault": [str(each) if isinstance(each, Path) else each for each in fault] if fault else None,
         }
         answer = self.ask(case)

@@ -128,7 +128,9 @@ def test_resume_that_is_no_step(refused: Callable[..., list[str]], config_file: 
 def test_resume_of_a_run_that_is_not_there(
     refused: Callable[..., list[str]], config_file: Path, tmp_path: Path
 ) -> None:
-    assert refused("--config", str(config_file), "--resume", "4") == [f"{tmp_path / 'run'}: no such run folder"]
+    assert refused("--config", str(config_file), "--resume", "4") == [
+        f"{tmp_path / 'run'}: no such run folder; name one that `longstride train` wrote"
+    ]
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_show_writes_a_png_and_never_over_one(tmp_path: Path, capsys: pytest.Cap
     "what, source, output, message",
     [
         ("pattern", "nowhere.json", "a.png", "nowhere.json: "),
-        ("loss", "nowhere", "a.png", "nowhere/metrics.jsonl: cannot be read"),
+        ("loss", "nowhere", "a.png", "nowhere: there is no such folder; such as runs/demo"),
         ("loss", "nowhere", "a.pdf", "a.pdf: must be a .png in a folder that exists"),
         ("loss", "nowhere", "no/where/a.png", "a.png: must be a .png in a folder that exists"),
     ],

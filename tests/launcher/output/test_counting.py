@@ -67,7 +67,13 @@ def test_a_terminal_gets_a_bar_that_is_wiped(clock: list[float], monkeypatch: py
     [
         (0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (200, "3 min 20 s"), (599.7, "10 min"), (1500, "25 min"),
         (3599, "1 h"), (7980, "2 h 13 min"), (36000, "10 h"), (1036800, "12 d"), (4 * 3600 + 86400 * 3, "3 d 4 h"),
+        (86400 * 1234, "1,234 d"), (1e15, "more than 1,000 years"), (float("inf"), "more than 1,000 years"),
     ],
 )  # fmt: skip
 def test_time_is_told_as_a_person_tells_it(seconds: float, words: str) -> None:
     assert counting.duration(seconds) == words
+
+
+def test_time_of_a_step_has_three_digits() -> None:
+    told = [counting.step_duration(each) for each in (0.0123, 1.5, 250.0)]
+    assert told == ["12.3 ms", "1.50 s", "250 s"]

@@ -32,7 +32,10 @@ from longstride.launcher.output.lasting import LastingOutput
         (DataError("data: no such folder"), "data: no such folder"),
         (AgreedError("data: damaged"), "data: damaged"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "gone"), "gone: No such file or directory"),
-        (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "standard output, or a file: cannot be written: No space left on device; write where there is room",
+        ),
         (
             OSError(errno.EFBIG, "File too large"),
             "a file: is larger than this process may write; raise the limit on file sizes (`ulimit -f`)",

@@ -179,7 +179,10 @@ def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
         (["mine", "--data", "{text}", "--modality", "audio"], "--modality=audio: {text} holds text; leave --modality"),
         (["mine", "--size", "huge"], "--size=huge: must be one of tiny, small, base; such as tiny"),
         (["taken", "--data", "{text}"], "taken.json: exists already; take another NAME, or another file by --output"),
-        (["a/b", "--data", "{text}"], "NAME=a/b: must be letters, digits, dots, dashes and underscores; such as mine"),
+        (
+            ["a/b", "--data", "{text}"],
+            "NAME=a/b: must be at most 100 letters, digits, dots, dashes and underscores, the",
+        ),
         (["mine", "--data", "{short}"], "--data={short}: has "),
         (
             ["mine", "--data", "taken.d"],
@@ -187,12 +190,12 @@ def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
         ),
         (["mine", "--data", "{text}", "--output", "no/a.json"], "--output=no/a.json: no is no folder; make it first"),
         (["mine", "--data", "{text}", "--output", "a.txt"], "--output=a.txt: must end in .json; such as a.json"),
-        (["mine", "--data", "{text}", "--processes", "two"], "--processes=two: must be a number from 1 on; such as 8"),
+        (["mine", "--data", "{text}", "--processes", "two"], "--processes=two: must be a whole number from 1 to"),
         (
             ["mine", "--data", "{text}", "--processes", "1.5"],
             "--processes=1.5: must be a whole number from 1 to 16,384",
         ),
-        (["mine", "--data", "{text}", "--memory", "0"], "--memory=0: must be a number from 1 on; such as 80"),
+        (["mine", "--data", "{text}", "--memory", "0"], "--memory=0: must be a number from 1 to 1,000,000;"),
         (["mine", "--data", "{text}", "--size", "base", "--memory", "1"], "--size=base: takes "),
     ],
 )

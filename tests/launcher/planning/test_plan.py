@@ -161,7 +161,7 @@ def test_published_run_fits_the_cards_that_it_names(name: str, processes: int) -
             ["paper_small", "--device", "cuda", "model.backend=cpu"],
             "--device=cuda: model.backend=cpu computes on a CPU alone; leave --device out, or give model.backend=auto",
         ),
-        (["paper_small", "--contexts", "0"], "--contexts=0: must be at least 1"),
+        (["paper_small", "--contexts", "0"], "--contexts=0: must be from 1 to 1,000,000,000,000; such as 10000"),
         (
             ["paper_small", "--processes", "2", "train.steps=5", "train.warmup_steps=6"],
             "train.warmup_steps=6: must be at most steps 5",
