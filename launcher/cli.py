@@ -76,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still buffers
         if isinstance(error.__context__, SystemExit):
             raise error.__context__ from None
-    except (
-        OSError
-    ) as error:  # a full disk, which the verb may have told already: what it printed is still to be written
+    except OSError as error:
+        # A full disk, which the verb may have told already: what it printed is still to be written.
         return code if code == exit_codes.WRONG_INPUT else report(error)
     return code
 
