@@ -295,9 +295,8 @@ def find_record_files(
 
 def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], modality: str, left_out: LeftOut) -> DataError:
     endings = {ending or "names without a suffix" for ending in left_out.endings}
-    counts = {"empty": left_out.empty, "symlinks": left_out.symlinks}
-    counts |= {"pipes, sockets or devices": left_out.no_files} if left_out.no_files else {}
-    counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items() if count}
+    counts = {"empty": left_out.empty, "symlinks": left_out.symlinks, "pipes, sockets or devices": left_out.no_files}
+    counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items()}
     rule = "name other suffixes or folders"
     if endings:
         rule = "name those to take by --suffix"
@@ -307,9 +306,10 @@ def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], modality: 
         if left_out.records is None and endings & set(RECORD_SUFFIXES):
             rule = "name what holds the text of their records by --field, or those to take as they are by --suffix"
         rule = f"there are {', '.join(sorted(endings)[:9])}: {rule}"
+    left = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     return DataError(
-        f"{', '.join(map(str, inputs))}: no file to take (suffixes: {' '.join(suffixes) or 'any'}; left out: "
-        f"{', '.join(f'{count} {name}' for name, count in counts.items())}); {rule}"
+        f"{', '.join(map(str, inputs))}: no file to take (suffixes: {' '.join(suffixes) or 'any'}"
+        f"{'; left out: ' if left else ''}{left}); {rule}"
     )
 
 

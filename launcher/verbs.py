@@ -100,7 +100,7 @@ VERBS = (
         options="options.training",
         group="train",
         examples=(
-            "longstride plan my.json --processes 2",
+            "longstride plan mine.json --processes 2",
             "longstride plan enwik8_fixed --processes 1 8 train.micro_batch=1",
         ),
     ),
@@ -111,7 +111,7 @@ VERBS = (
         "add_doctor_arguments",
         options="options.training",
         group="train",
-        examples=("longstride doctor my.json", "longstride doctor my.json --hostfile hosts --json"),
+        examples=("longstride doctor mine.json", "longstride doctor mine.json --hostfile hosts --json"),
     ),
     Verb(
         "train",
@@ -121,8 +121,8 @@ VERBS = (
         options="options.training",
         group="train",
         examples=(
-            "longstride train --config my.json --processes 2",
-            "longstride train --config my.json --resume auto --max-restarts 5 train.steps=20000",
+            "longstride train --config mine.json --processes 2",
+            "longstride train --config mine.json --resume auto --max-restarts 5 train.steps=20000",
         ),
     ),
     Verb(
@@ -133,8 +133,8 @@ VERBS = (
         options="options.training",
         group="train",
         examples=(
-            "longstride slurm --config my.json --nodes 2 --processes-per-node 8 --time 1-0",
-            "longstride slurm --config my.json --nodes 2 --processes-per-node 8 --time 12:00:00 --gpus --submit",
+            "longstride slurm --config mine.json --nodes 2 --processes-per-node 8 --time 1-0",
+            "longstride slurm --config mine.json --nodes 2 --processes-per-node 8 --time 12:00:00 --gpus --submit",
         ),
     ),
     Verb(
@@ -158,7 +158,7 @@ VERBS = (
         options="options.looking",
         group="look",
         examples=(
-            "longstride show pattern my.json --output pattern.png",
+            "longstride show pattern mine.json --output pattern.png",
             "longstride show pattern enwik8_fixed --query 5000 --html pattern.html",
         ),
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import re
 import socket
 import time
@@ -195,7 +197,10 @@ class Checkpoint:
         """
         checkpoint_files(engine).trusted = self.trusted
         self.load_tables(engine)
-        with foreign_content_refused(self.folder, alone=ranks.world_size == 1):
+        with (
+            foreign_content_refused(self.folder, alone=ranks.world_size == 1),
+            contextlib.redirect_stdout(io.StringIO()),  # one of the optimisers prints that it loads
+        ):
             loaded, _ = engine.load_checkpoint(str(self.folder), tag=DEEPSPEED_TAG)
         if loaded is None or engine.global_steps != self.manifest.step:
             rule = f"its manifest says step {self.manifest.step}, and its files {engine.global_steps}"

@@ -31,6 +31,7 @@ from longstride.launcher.drawing.pattern import (
     check_number,
     draw_around,
     grid_of,
+    label_cells,
     view_inches,
 )
 from longstride.launcher.drawing.subject import Step, of_export, of_run
@@ -157,12 +158,15 @@ def draw_views(
         for axis, layer in zip(axes[line, pictures:], layers, strict=True):
             draw_cells(axis, overlay(behind, scale(rows[layer][line]), cell), cell, grid)
             axis.set_title(f"layer {layer}, query {query:,}")
+        if not pictures:
+            for axis in axes[line]:
+                label_cells(axis, grid)
     of_pixel = " (sum over its channels)" if grid.channels > 1 else ""
     _add_colour_bar(figure, axes, scale, f"weight of a {grid.name}{of_pixel}")
     figure.legend(
         handles=[
             Patch(fill=False, edgecolor=_FRAME, label="the query"),
-            Patch(facecolor="0.5", label="not read"),
+            Patch(facecolor="0.5", label="not read" if pictures else "not read (lighter: a greater byte)"),
             Patch(facecolor="0.93", edgecolor=FAINT, label="still to come"),
         ],
         loc="outside lower center",

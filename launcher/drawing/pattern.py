@@ -134,7 +134,7 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
     more = f"; {left} more {'heads' if text else 'patterns'} are not shown" if left else ""
     if chosen and text is None:
         more += f"; {chosen} heads choose by content: --text FILE"
-    figure.suptitle(f"{source.stem}: what query {position:,} of {config.context:,} positions reads{more}")
+    figure.suptitle(f"{name_of(source)}: what query {position:,} of {config.context:,} positions reads{more}")
     handles = legend_of(pattern for pattern, _ in shown)
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 3 * max(columns, 2)))
     return figure
@@ -166,6 +166,13 @@ def legend_of(patterns: Iterable[Pattern | Chosen]) -> list[Patch]:
         Patch(facecolor="white", edgecolor="#8c959f", label="not read"),
         Patch(fill=False, edgecolor=_FRAME, label="the query"),
     ]
+
+
+def name_of(source: Path) -> str:
+    """What a picture calls its source: a run by its folder, whether that or the configuration in it is given."""
+    if source.is_dir():
+        return source.resolve().name
+    return source.resolve().parent.name if source.name == file_names.CONFIG else source.stem
 
 
 def model_config(source: Path) -> ModelConfig:
@@ -261,6 +268,11 @@ def draw_view(axis: Any, pattern: Pattern | Chosen, query: int, grid: Grid, cont
     axis.set_axis_on()
     picture = functools.partial(view, pattern, cell, grid, context=context)
     draw_around(axis, cell, grid, _FRAME, picture, **SCALE)
+    label_cells(axis, grid)
+
+
+def label_cells(axis: Any, grid: Grid) -> None:
+    """Says that an axis shows the positions of a context in rows."""
     axis.set_xlabel(f"column of {grid.columns:,}")
     axis.set_ylabel(f"row of {grid.rows:,}")
 

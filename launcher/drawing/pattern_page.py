@@ -27,6 +27,7 @@ from longstride.launcher.drawing.pattern import (
     default_query,
     grid_of,
     model_config,
+    name_of,
     share_of_pairs,
     users_of,
 )
@@ -61,7 +62,7 @@ def pattern_page(source: Path, query: int | None = None) -> str:
     counts = ((context, "position"), (len(config.layer_patterns()), "layer"), (config.heads, "head"))
     about = ", ".join(f"{count:,} {what}{'s' if count > 1 else ''}" for count, what in counts) + " a layer"
     content = {
-        "name": f"{source.stem}: who reads whom",
+        "name": f"{name_of(source)}: who reads whom",
         "about": about + (f"; {chosen} heads choose their keys by content, and are not shown" if chosen else ""),
         "context": context,
         "query": default_query(grid, context) if query is None else query,
@@ -80,7 +81,7 @@ def pattern_page(source: Path, query: int | None = None) -> str:
     hashes = [f"{name} 'sha256-{_sha256(text)}'" for name, text in allowed.items()]
     # A key's colour is set on its element by the script, which no hash of a style covers and no policy holds back.
     policy = "; ".join(["default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'", *hashes])
-    title = html.escape(f"{source.stem}: who reads whom")
+    title = html.escape(f"{name_of(source)}: who reads whom")
     return string.Template(template).substitute(policy=policy, title=title, style=style, script=script, data=data)
 
 

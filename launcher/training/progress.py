@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import sys
 import time
@@ -16,6 +18,7 @@ from longstride.launcher.output import counting, metrics_file
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _WINDOW = 50  # steps of which rates are taken
 _KEPT = 0.9  # of the mean loss by a step: what lies 10 steps back counts a third of the newest
+_BAR_COLUMNS = 10
 _USUAL_SIZE = {"ncols": 80, "nrows": 20}  # of a terminal that says it has none
 
 
@@ -60,22 +63,24 @@ class Rates:
         beside = max(0.0, time.monotonic() - self.begun - self.in_steps) / self.steps
         return steps * (step + beside)
 
-    def words(self, line: dict[str, Any], left: int) -> str:
-        """The line's figures after a step with so many to go, what matters most first."""
+    def words(self, line: dict[str, Any], left: int, room: float = math.inf) -> str:
+        """The line's figures after a step with so many to go, what matters most first: those that fit the room."""
         loss, seconds = self.loss, sum(each.seconds for each in self.recent)
         parts = ["no loss" if loss is None else f"{loss:.3f} {self.unit}"]
         if left:
-            parts.append(f"{counting.duration(self.seconds_left(left))} left")
+            parts.append(f" · {counting.duration(self.seconds_left(left))} left")
         tokens, unit = sum(each.tokens for each in self.recent), self.unit.removeprefix("bits per ")
-        parts.append(f"{amount(tokens / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
+        parts.append(f" · {amount(tokens / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
         newest = self.recent[-1]
         if newest.mfu is not None and newest.mfu_dense is not None:
             # Each step has as many operations: the mean over time is that of the mean time.
             share = newest.seconds * len(self.recent) / seconds
-            parts.append(f"MFU {percent(newest.mfu * share)}, as dense {percent(newest.mfu_dense * share)}")
+            if newest.mfu * share <= 1:  # else the peak was measured while the machine did something else
+                parts += [f" · MFU {percent(newest.mfu * share)}", f", as dense {percent(newest.mfu_dense * share)}"]
         if line.get("learning_rate") is not None:
-            parts.append(f"learning rate {line['learning_rate']:.2g}")
-        return " · ".join(parts)
+            parts.append(f" · learning rate {line['learning_rate']:.2g}")
+        ends = list(itertools.accumulate(len(part) for part in parts))
+        return "".join(part for part, end in zip(parts, ends, strict=True) if end <= max(room, ends[0]))
 
 
 class Progress:
@@ -87,8 +92,8 @@ class Progress:
         self._rates = Rates()
         self._bar: tqdm | None = None
         if stream.isatty():
-            size: dict[str, Any] = {"dynamic_ncols": True} if _has_size(stream) else _USUAL_SIZE
-            form = "step {n_fmt}/{total_fmt} {bar:10} {desc}"
+            size: dict[str, Any] = {"dynamic_ncols": True} if _size(stream) else _USUAL_SIZE
+            form = f"step {{n_fmt}}/{{total_fmt}} {{bar:{_BAR_COLUMNS}}} {{desc}}"
             self._bar = tqdm(total=steps, initial=done, file=stream, bar_format=form, **size)
 
     def advance(self, line: dict[str, Any]) -> None:
@@ -96,7 +101,8 @@ class Progress:
         step = line["step"]
         self._rates.add(line)
         if self._bar is not None:
-            self._bar.set_description_str(self._rates.words(line, self._steps - step), refresh=False)
+            room = _columns(self._stream) - len(f"step {step}/{self._steps} ") - _BAR_COLUMNS - 1
+            self._bar.set_description_str(self._rates.words(line, self._steps - step, room), refresh=False)
             self._bar.update(step - self._bar.n)
             return
         now = time.monotonic()
@@ -126,12 +132,19 @@ class Progress:
             self._bar.close()
 
 
-def _has_size(stream: TextIO) -> bool:
-    """Whether a terminal says how large it is, as some that programs open do not: tqdm would show nothing on these."""
+def _size(stream: TextIO) -> os.terminal_size | None:
+    """How large a terminal is; None where it does not say, as some that programs open, and tqdm would show nothing."""
     try:
-        return min(os.get_terminal_size(stream.fileno())) > 0
+        size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
-        return False
+        return None
+    return size if min(size) > 0 else None
+
+
+def _columns(stream: TextIO) -> int:
+    """Columns that a line may fill."""
+    size = _size(stream)
+    return size.columns if size else _USUAL_SIZE["ncols"]
 
 
 def amount(value: float) -> str:

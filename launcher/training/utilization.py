@@ -32,6 +32,7 @@ _PEAKS: dict[str, dict[str, float]] = {
 }
 _EDGES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}  # of the matrices that are multiplied
 _LONG_SECONDS = 0.004  # a product that takes so long is large enough
+_ENOUGH_SECONDS = 0.1  # of products, after which no larger ones are tried
 _TRIES, _FEWEST_TRIES = 5, 3  # the first of a process makes threads and loads code: it alone tells nothing
 
 
@@ -101,7 +102,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
     No random number is drawn.
     """
-    best = 0.0
+    best = spent = 0.0
     for edge in _EDGES["cpu" if device.type == "cpu" else "cuda"]:
         matrix = torch.full((edge, edge), 1 / edge, device=device, dtype=dtype)
         shortest = float("inf")
@@ -112,7 +113,9 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
             if tries >= _FEWEST_TRIES and shortest > 10 * _LONG_SECONDS:  # of arithmetic that the device only imitates
                 break
         best = max(best, 2 * edge**3 / shortest)
-        if shortest > _LONG_SECONDS:
+        # A machine that does something else stretches short products too: these alone would tell a far lower rate.
+        spent += tries * shortest
+        if shortest > _LONG_SECONDS and spent > _ENOUGH_SECONDS:
             break
     return best
 

@@ -142,6 +142,7 @@ def resumed(shared: Callable[[str, Make], Path], trained: Callable[..., Path]) -
             extra = {"DUMP_MASTER_WEIGHTS": str(folder / "masters.pt")} | chunks(name)
             ended = spawn(arguments, world_size, extra)
             assert ended.codes == [0] * world_size, ended.stderr
+            assert "_load_legacy_checkpoint" not in "".join(ended.stdout)  # what DeepSpeed prints in some layouts
             (folder / "stderr").write_text(ended.stderr[0])
 
         return whole, shared(f"{name}-resumed", make) / "run"

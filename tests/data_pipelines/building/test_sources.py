@@ -88,7 +88,9 @@ def test_suffixes_of_compressed_texts(tmp_path):
         manifest = build([tmp_path / "source"], tmp_path / name, suffixes=suffixes, validation_fraction=0)
         assert sorted(payloads_of(tmp_path / name, "train")) == taken
         assert manifest.made["left_out"]["empty_files"] == (suffixes == [".gz"])  # it holds nothing
-    with pytest.raises(DataError, match=r"no file to take .*; there are \.gz, \.txt: name those to take by --suffix$"):
+    with pytest.raises(
+        DataError, match=r"no file to take \(suffixes: \.rs\); there are \.gz, \.txt: name those to take by --suffix$"
+    ):
         build([tmp_path / "source"], tmp_path / "none", suffixes=[".rs"])
 
 

@@ -94,6 +94,13 @@ def test_views_of_a_picture_have_the_picture_and_a_panel_for_each_layer() -> Non
     assert np.allclose(whole, tokens.view(4, 5, 3).numpy() / 255)
 
 
+def test_views_of_bytes_say_what_rows_columns_and_greys_are() -> None:
+    model = random_model(context=60, attention={"type": "strided", "stride": 15})
+    figure = draw_views(model, torch.arange(60).to(torch.uint8), [10], None, Grid(4, 15, 1, "position"), "a run")
+    assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("column of 15", "row of 4")
+    assert figure.legends[0].get_texts()[1].get_text() == "not read (lighter: a greater byte)"
+
+
 def test_weights_of_a_pixel_are_summed_over_its_channels() -> None:
     weights = np.arange(2 * 60, dtype=float).reshape(2, 60)
     found = by_cell(weights, PICTURE)
@@ -159,7 +166,7 @@ def test_default_queries_are_bytes_of_the_picture(grid: Grid) -> None:
             "--context-number=1: --text names all that is read; leave one of them out",
         ),
         (["--text", "x", "--data", "d"], "--data=d: --text names all that is read; leave one of them out"),
-        (["--text", "nowhere"], "nowhere: No such file or directory"),
+        (["--text", "nowhere"], "--text=nowhere: cannot be read: No such file or directory; name a text"),
         (["--data", "nowhere"], "nowhere: no such folder; build one with `longstride data build`"),
     ],
 )

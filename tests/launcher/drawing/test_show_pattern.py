@@ -28,6 +28,7 @@ from longstride.launcher.drawing.pattern import (
     draw_pattern,
     find_config,
     matrix_size,
+    name_of,
     pooled_connectivity,
     view,
     window,
@@ -187,6 +188,15 @@ def test_picture_has_a_view_and_a_matrix_for_each_distinct_pattern(tmp_path: Pat
     assert column[row + 1 :].min() == FUTURE
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["window", "column", "itself", "still to come", "not read", "the query"]
+
+
+def test_a_run_is_called_by_its_folder(tmp_path: Path) -> None:
+    run = tmp_path / "songs.2"
+    run.mkdir()
+    path = written(tmp_path, **PICTURES)
+    (run / "config.json").write_bytes(path.read_bytes())
+    assert [name_of(each) for each in (run, run / "config.json", path)] == ["songs.2", "songs.2", path.stem]
+    assert draw_pattern(run).get_suptitle().startswith("songs.2: what query")
 
 
 def test_a_million_positions_are_drawn_in_seconds(tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ def test_positions_are_written_beside_each_other(
     [
         (["--min-context", "64"], "--min-context=64: must be from 0 to 63, less than the model's context; nearest 63"),
         (["--min-context", "-1"], "--min-context=-1: must be from 0 to 63, less than the model's context; nearest 0"),
-        (["--positions", "{}/a.pdf"], "--positions={}/a.pdf: must be a .png in a folder that exists"),
+        (["--positions", "{}/a.pdf"], "--positions={}/a.pdf: must be a .png in a folder that exists; such as new.png"),
         (["--positions", "{}/there.png"], "--positions={}/there.png: exists already; nothing is overwritten"),
         (
             ["--positions", "{}/b.png"],

@@ -91,6 +91,28 @@ def test_terminal_of_any_width_shows_the_step_and_the_loss(columns: int) -> None
         assert "4.000 bits per byte" in shown
 
 
+@pytest.mark.parametrize("columns", [60, 80, 90, 110, 200])
+def test_a_bar_shows_whole_figures_alone(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_size", lambda _: os.terminal_size((columns, 24)))
+    whole = "4.000 bits per byte · 40.0 kB/s · MFU 20 %, as dense 60 % · learning rate 0.00035"
+    stream = Terminal()
+    progress = Progress(1000, 0, stream)
+    progress._bar.ncols, progress._bar.dynamic_ncols = columns, None  # type: ignore[union-attr]
+    progress.advance(line(1000))
+    progress.close()
+    shown = stream.getvalue().split("\r")[-1].rstrip()
+    assert len(shown) <= columns
+    _, _, _, figures_shown = shown.split(maxsplit=3)
+    rest = whole.removeprefix(figures_shown)
+    assert rest == "" if columns >= 110 else rest.startswith((" · ", ", as dense"))
+
+
+def test_a_share_beyond_what_a_device_can_is_left_out(clock: list[float]) -> None:
+    rates, busy = Rates(), line(1, seconds=0.09)
+    rates.add(busy)
+    assert "MFU" not in rates.words(busy, 3) and "learning rate" in rates.words(busy, 3)
+
+
 def test_loss_is_an_exponential_mean_without_bias() -> None:
     rates = Rates()
     for step in range(1, 4):

@@ -114,6 +114,13 @@ def test_a_slow_first_product_does_not_lower_the_measured_peak(monkeypatch: pyte
     assert measured_peak(CPU, torch.float32) == pytest.approx(2 * 1024**3 / 0.001)
 
 
+def test_a_busy_machine_is_measured_by_large_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product waits seven milliseconds for its turn, and takes next to nothing of its own."""
+    times = iter([each for number in range(40) for each in (number, number + 0.007)])
+    monkeypatch.setattr(module, "_settled", lambda _: next(times))
+    assert measured_peak(CPU, torch.float32) == pytest.approx(2 * 512**3 / 0.007)  # a tenth of a second is enough
+
+
 def test_a_run_records_its_utilization_and_memory(trained: Any) -> None:
     lines = [json.loads(line) for line in (trained("zero0_fp32", 1) / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["split"] == "train"]
