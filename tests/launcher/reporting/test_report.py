@@ -133,7 +133,9 @@ def test_page_asks_for_nothing_and_obeys_no_text_of_a_run(tmp_path: Path) -> Non
     assert policy and policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
 
 
-@pytest.mark.parametrize("kind, device", [("cpu", "cpu"), ("cuda", "cuda"), (EVIL, "cuda")])
+@pytest.mark.parametrize(
+    "kind, device", [("cpu", "cpu"), (EVIL, "cuda"), pytest.param("cuda", "cuda", marks=pytest.mark.campaign)]
+)
 def test_plan_is_made_for_the_device_of_the_run(kind: str, device: str, tmp_path: Path) -> None:
     """Of the last start; where that does not tell, for a GPU as `longstride plan` has it."""
     run = write_run(tmp_path / "run")
