@@ -282,7 +282,7 @@ def check_location(location: str) -> None:
 def _summary(manifest: DataManifest) -> str:
     """What was made, and what was left out of it."""
     made = ", ".join(
-        f"{name} {split.content_bytes:,} bytes of {split.documents:,} documents"
+        f"{name} {split.content_bytes:,} bytes of {split.documents:,} document{'' if split.documents == 1 else 's'}"
         for name, split in manifest.splits.items()
     )
     left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in manifest.made["left_out"].items() if count]

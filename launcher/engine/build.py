@@ -8,6 +8,7 @@ import importlib.metadata
 import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -49,6 +50,7 @@ _PART_MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's own classes of the p
     "comet": CometConfig,
     "compile": CompileConfig,
 }
+_NAMED_BY_RUN = {"tensorboard": "job_name", "csv_monitor": "job_name", "wandb": "group"}
 _ONLY_ON_GPUS = {
     "activation_checkpointing": ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
     "zero_optimization": ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
@@ -149,11 +151,17 @@ def apply_settings(engine: deepspeed.DeepSpeedEngine, train: TrainConfig) -> Non
 def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
     """The dictionary for deepspeed.initialize: the run's own section, and the keys that follow from the rest."""
     train = config.train
+    # Else two runs would write into one folder of DeepSpeed's, and hide each other's points.
+    name = Path(train.output).absolute().name
+    monitors = {
+        key: {word: name} | config.deepspeed[key] for key, word in _NAMED_BY_RUN.items() if key in config.deepspeed
+    }
     batch = train.global_batch * (train.sequence_parallel or 1)  # of contexts, as it counts them
     return {
         "steps_per_print": None,  # its progress lines would cut through ours
         "zero_force_ds_cpu_optimizer": False,  # it would refuse torch's AdamW where the optimiser is offloaded
         **config.deepspeed,
+        **monitors,
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": train.micro_batch,
         "gradient_accumulation_steps": batch // (train.micro_batch * world_size),

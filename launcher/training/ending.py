@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from longstride.launcher.checkpoints import Score
 from longstride.launcher.data import Run
@@ -30,9 +31,11 @@ def summary(run: Run, step: int, first: int, seconds: float) -> list[str]:
         unit = "bits per byte" if is_byte else f"bits per {run.data.unit}"
         parts.append(f"best {best.bits_per_byte:.4f} {unit} on {best.split}, at step {best.step:,}")
     folder = shlex.quote(str(run.folder))
+    names = ("model", f"{run.folder.absolute().name}-model")  # nothing is written over
+    model = shlex.quote(next((name for name in names if not Path(name).exists()), f"{names[1]}-{step}"))
     return [
         f"{'; '.join(parts)}; in {run.folder}",
         f"next: longstride evaluate {folder}",
-        f"      longstride export {folder} --output model",
+        f"      longstride export {folder} --output {model}",
         f"      longstride report {folder} --output report.html",
     ]

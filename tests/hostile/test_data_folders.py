@@ -207,7 +207,7 @@ def test_records(commands: Commands, indexed: Outcome, tmp_path: Path, what: str
     outcome = commands("data", "build", tmp_path / "a.jsonl", *words)
     if is_taken:
         outcome.check_bounded(indexed)
-        assert outcome.code == 0 and "train 1 bytes of 1 documents" in outcome.err, outcome.err
+        assert outcome.code == 0 and "train 1 bytes of 1 document" in outcome.err, outcome.err
     else:
         outcome.check_refused(indexed)
 

@@ -76,7 +76,7 @@ def test_many_channels_are_mixed_in_bounded_memory(
     sparse(folder / "a.wav", 44 + frames * channels)
     outcome = build(commands, folder, "audio")
     outcome.check_bounded(honest["audio"])
-    assert outcome.code == 0 and f"train {frames:,} bytes of 1 documents" in outcome.err, outcome.err
+    assert outcome.code == 0 and f"train {frames:,} bytes of 1 document" in outcome.err, outcome.err
 
 
 @pytest.mark.parametrize("kind", ["RGBA", pytest.param("I;16", marks=pytest.mark.campaign)])

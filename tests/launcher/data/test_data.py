@@ -109,7 +109,7 @@ def test_build_of_a_dataset_tells_its_splits(texts: Path, capsys: pytest.Capture
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith("longstride: error: text8: 1,200 bytes, and the published file has 100,000,000; ")
     assert cli.main([*words, "--unpublished"]) == 0
-    splits = ["train 1,080 bytes of 1 documents", "validation 60 bytes of 1 documents", "test 60 bytes of 1 documents"]
+    splits = ["train 1,080 bytes of 1 document", "validation 60 bytes of 1 document", "test 60 bytes of 1 document"]
     assert capsys.readouterr().err == f"data: {', '.join(splits)}\n"
     assert cli.main(["data", "verify", "data"]) == 0
     assert cli.main(["data", "show", "data", "--split", "test"]) == 0
@@ -123,7 +123,7 @@ def test_build_of_records_and_of_raw_files(texts: Path, capsys: pytest.CaptureFi
     assert cli.main([*words, "raw", "--raw"]) == 0
     records, raw = capsys.readouterr().err.splitlines()
     assert records == "data: train 60 bytes of 30 documents; left out 1 null records"
-    assert raw == f"raw: train {(texts / 'rows.jsonl.gz').stat().st_size} bytes of 1 documents"
+    assert raw == f"raw: train {(texts / 'rows.jsonl.gz').stat().st_size} bytes of 1 document"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

@@ -59,6 +59,16 @@ def test_accumulation_follows_from_the_batches() -> None:
     assert section["gradient_accumulation_steps"] == 2
 
 
+def test_monitors_are_named_after_the_run_where_nothing_else_is_asked_for() -> None:
+    given = {"tensorboard": {"enabled": True}, "csv_monitor": {"job_name": "mine"}, "wandb": {"project": "strides"}}
+    config = RunConfig.model_validate(configuration(Path("data"), Path("runs/one")) | {"deepspeed": given})
+    section = engine_section(config, world_size=1)
+    assert section["tensorboard"] == {"enabled": True, "job_name": "one"}
+    assert section["csv_monitor"] == {"job_name": "mine"}
+    assert section["wandb"] == {"project": "strides", "group": "one"}
+    assert config.deepspeed == given  # as it is saved
+
+
 @pytest.mark.parametrize("kind", [{"type": "text", "row_width": 8}, {"type": "image", "height": 4, "width": 4}])
 def test_weight_decay_is_on_tensors_of_two_dimensions_alone(kind: dict[str, Any]) -> None:
     model = SparseTransformer(small(context=48, embedding=kind))
