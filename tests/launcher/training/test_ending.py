@@ -1,0 +1,48 @@
+"""What a run says at its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longstride.launcher.config import load_config
+from longstride.launcher.data import Run, RunData
+from longstride.launcher.ranks import Ranks
+from longstride.launcher.training.ending import summary
+
+
+@pytest.fixture
+def run(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Eight steps of 8 contexts of 64 bytes, whose best evaluation was the first; this folder is where it was begun."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(config_file, ["train.output=run", "train.steps=8"])
+    Path("run").mkdir()
+    scores = [
+        {"step": step, "split": "validation", "bits_per_byte": bits, "tokens": 64} for step, bits in ((4, 2.5), (8, 3))
+    ]
+    Path("run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in scores))
+    return Run(config, Ranks(), RunData(config, Ranks()))
+
+
+@pytest.mark.parametrize(("first", "took"), [(0, "in 1 min 30 s"), (6, "the last 2 in 1 min 30 s")])
+def test_summary_has_what_was_done_and_what_came_of_it(run: Run, first: int, took: str) -> None:
+    assert summary(run, 8, first, 90)[0] == (
+        f"done: 8 steps of 8 contexts of 64 bytes, 4.10 kB, {took}; "
+        "best 2.5000 bits per byte on validation, at step 4; in run"
+    )
+
+
+def test_next_commands_write_over_nothing(run: Run) -> None:
+    def export() -> str:
+        evaluate, export, report = summary(run, 8, 0, 90)[1:]
+        assert evaluate == "next: longstride evaluate run"
+        assert report == "      longstride report run --output report.html"
+        return export.strip()
+
+    assert export() == "longstride export run --output model"
+    Path("model").mkdir()
+    assert export() == "longstride export run --output run-model"
+    Path("run-model").mkdir()
+    assert export() == "longstride export run --output run-model-8"
