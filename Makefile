@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Two processes on two cores: one thread each, or they get in each other's way.
-WORKERS ?= 2
+# A worker more than most have cores: one thread each, and many a test waits, for a launcher or a time-out.
+WORKERS ?= 3
 TESTS ?= tests
 # The exact versions that this Python is tested with; `make locks` makes all of them anew.
 LOCK = locks/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
