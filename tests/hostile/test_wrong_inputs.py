@@ -336,7 +336,7 @@ WRONG: list[tuple[str, str]] = [
     ("data build tables --output new", "there are .csv, .json: name those to take by --suffix"),
     ("data build tables --output new --suffix csv", "--suffix=csv: must begin with a dot, such as .csv"),
     ("data build tables --output new --suffix .", "--suffix=.: must be what a name ends in from its last dot (or"),
-    ("data build tables --output new --suffix .CSV", "tables: no file to take (suffixes: .CSV); there are .csv, .json: name"),
+    ("data build tables --output new --suffix .CSV", "tables: no file to take (suffixes: .CSV); there are .csv"),
     ("data build tables --output new --suffix .csv --all-files", "--suffix=.csv: --all-files takes files of any name;"),
     ("data build tables --output new --suffix .csv", "--validation-fraction=0.05: the only file, tables/b.csv, cannot"),
     ("data build tables --output new --modality image", "there are .csv, .json: name those to take by --suffix"),
