@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# A worker more than most have cores: one thread each, and many a test waits, for a launcher or a time-out.
-WORKERS ?= 3
+# Two processes on two cores: one thread each, or they get in each other's way. A third makes nothing sooner.
+WORKERS ?= 2
 TESTS ?= tests
 # The exact versions that this Python is tested with; `make locks` makes all of them anew.
 LOCK = locks/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
@@ -36,9 +36,8 @@ pages: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m pages tests/test_pages.py
 
 # Files, servers and accidents that mean harm, and wrong inputs: a sample of each class. `make campaign` has all of them.
-# On two workers: what a server may send before it is given up depends on who else wants the cores.
 hostile: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "hostile and not campaign" tests/hostile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "hostile and not campaign" tests/hostile
 
 # Exports, data, metrics and the server under packages that others wrote; docs/clients.md has the table that it makes.
 clients: $(VENV)/.installed-dev

@@ -73,7 +73,14 @@ def test_rate_of_a_run_is_the_median_of_its_warm_steps(plan: Plan, tmp_path: Pat
         ([], None),
     ],
 )
-def test_length_is_judged_in_words(words: list[str], told: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_length_is_judged_in_words(
+    words: list[str],
+    told: str | None,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a checkout has that data once the demo has run
     assert cli.main(["plan", "paper_small", *words]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "data is seen" in line]
     assert len(lines) == (told is not None)
