@@ -27,7 +27,7 @@ _END_SECONDS = 60.0  # of processes on a machine with other work; a second or tw
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.campaign)])
 def test_stop_is_handed_on_and_everything_ends(tmp_path: Path, number: signal.Signals) -> None:
     """With stand-ins for what takes seconds to start."""
     with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path) as going:
@@ -69,7 +69,11 @@ def test_second_signal_leaves_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "code"),
-    [("parent", -signal.SIGKILL), ("deepspeed.launcher.runner", exit_codes.HUNG), ("deepspeed.launcher.launch", 77)],
+    [
+        ("parent", -signal.SIGKILL),
+        ("deepspeed.launcher.launch", exit_codes.HUNG),
+        pytest.param("deepspeed.launcher.runner", exit_codes.HUNG, marks=pytest.mark.campaign),
+    ],
 )
 def test_lost_launcher_has_the_ranks_save_and_end(tmp_path: Path, victim: str, code: int) -> None:
     with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path) as going:

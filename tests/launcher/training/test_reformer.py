@@ -32,6 +32,7 @@ EXACT_LEGS = 2  # in fp32
 ROTATIONS = "blocks.0.attention.rotations"
 
 
+@pytest.mark.campaign  # test_buffers.py has the way for every run of the tests
 def test_one_run_goes_through_every_layout(config_file: Path, tmp_path: Path, capsys: Any) -> None:
     moved = tmp_path / "moved"
     trained, drawn = train_through(config_file, moved, MODEL, LEGS, EXACT_LEGS)
