@@ -106,8 +106,8 @@ def test_a_base_that_is_none_is_told_in_one_line(base: Path, tmp_path: Path) -> 
     assert refused(write(own, {"extends": ["bases/base.json"]}))[0].startswith(f"{own}: extends=")
     (tmp_path / "folder.json").mkdir()
     assert none in refused(write(own, {"extends": "folder.json"}))[0]
-    base.write_text('{"model": 1,}')
-    assert refused(write(own, {"extends": "bases/base.json"}))[0].startswith(f"{base}:1:13: ")
+    base.write_text('{"model": x}')
+    assert refused(write(own, {"extends": "bases/base.json"}))[0].startswith(f"{base}:1:11: ")
     assert refused(write(own, {"$schema": 3}))[0].startswith(f"{own}: $schema: must be text")
     write(base, {"deepspeed": "zero9"})
     (line,) = refused(write(own, {"extends": "bases/base.json", "deepspeed": {"log_level": "info"}}))
