@@ -30,6 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     started = time.time()
     config = load_config(arguments.config, arguments.overrides, say)
+    if arguments.max_restarts < 0:
+        raise ConfigError(f"--max-restarts={arguments.max_restarts}: must be at least 0")
     if arguments.dry_run:
         return _dry_run(config, arguments)
     FromOptions.of(arguments, arguments.resume, elsewhere=arguments.hostfile is not None)
@@ -82,8 +84,6 @@ def _checked_ranks(config: RunConfig, arguments: argparse.Namespace, started: fl
         if arguments.max_restarts:
             raise ConfigError(f"--max-restarts={arguments.max_restarts}: a replay is not started again; leave it out")
     profile_steps(arguments.profile, arguments.replay)
-    if arguments.max_restarts < 0:
-        raise ConfigError(f"--max-restarts={arguments.max_restarts}: must be at least 0")
     hosts = find_hosts(arguments)
     if hosts is not None:
         config.check_hosts(hosts.of_ranks)

@@ -2,7 +2,7 @@
 
 One process stands for the first of W, by torch's fake process group: it sends nothing and waits for nobody. So a
 configuration for a cluster is tried on one machine: DeepSpeed's section, the data, the checkpoint to go on from, the
-first weights, the kernels and the memory of one process. Nothing is written. Importing it imports deepspeed.
+first weights, the kernels and the memory of one process. The run folder gets nothing. Importing it imports deepspeed.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_processes_of_a_hostfile_need_not_be_here(dry_run: DryRun, tmp_path: Pat
     assert loss_of(found) == 8.0 and "the first of 4 processes" in found.err
 
 
-def test_first_weights_are_those_of_from(dry_run: DryRun, config_file: Path, trained: Callable[..., Path]) -> None:
+def test_first_weights_are_those_of_from(dry_run: DryRun, trained: Callable[..., Path]) -> None:
     source = trained("plain", 2)
     found = dry_run("--from", source)
     assert 1 < (loss_of(found) or 0) < 7.9 and "longstride: from step 8 of" in found.err
@@ -122,6 +122,7 @@ def test_what_would_keep_the_run_from_starting_is_one_line(dry_run: DryRun, conf
     for words, line in (
         (["--processes", "3"], "train.global_batch=8: must be a multiple of micro_batch 2 × 3 processes"),
         (["--processes", "0"], "--processes=0: must be at least 1"),
+        (["--max-restarts", "-1"], "--max-restarts=-1: must be at least 0"),
         (["--replay", "3"], "--replay=3: is of steps that are taken; leave it out, or --dry-run"),
         (["--profile", "3"], "--profile=3: is of steps that are taken; leave it out, or --dry-run"),
         (["data.path=missing"], "missing: no such folder; build one with `longstride data build`"),
