@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from longstride.kernels.backends import has_bf16_products
+
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**28}  # of the source; far beyond every cache
 MATMUL_EDGE = {"cuda": 8_192, "cpu": 1_536}
 REPEATS = {"cuda": 20, "cpu": 5}
@@ -40,13 +42,15 @@ def about(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The model of the card or the processor."""
+    """The model of the card; or that of the processor, which may be as short as "AMD EPYC", and its instructions."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    model = next(names, platform.processor() or platform.machine())
+    bf16 = " BF16" if has_bf16_products() else ""
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}{bf16}"
 
 
 def slug(device: torch.device) -> str:

@@ -1,8 +1,8 @@
 """The tables of attention in README.md and docs/kernels.md, made from the files in benchmarks/results/.
 
 `python benchmarks/readme_table.py` writes both; a test holds that they agree. The README has one table a device, of its
-first head width. docs/kernels.md has all, those of selections, what the compiler made of the kernels, and what a card
-is estimated to make of that.
+first head width. docs/kernels.md has all, those of selections, where a CPU's time goes, what the compiler made of the
+kernels, and what a card is estimated to make of that.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def with_tables(page: Path) -> str:
     tables = [table for result in files for table in tables_of(result)[: 1 if page == README else None]]
     if page == DETAILS:
         tables += [selections_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("selections-*.json"))]
+        tables += [cpu_time_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("cpu-time-*.json"))]
     text = replaced(page.read_text(), BEGIN, "\n".join(tables))
     if page == DETAILS:
         (evidence,) = (json.loads(path.read_text()) for path in RESULTS.glob("evidence-*.json"))
@@ -114,6 +115,30 @@ def selections_table(result: dict[str, Any]) -> str:
             *(form.format(x * 1e3) for x in times),
             *ratios,
         ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def cpu_time_table(result: dict[str, Any]) -> str:
+    """Where one CPU's time goes in each pattern, and how long other chunk and slab sizes take, as shipped being 1."""
+    names, others = [row["pattern"] for row in result["shares"]], result["sizes"][1:]
+    kinds = list(result["shares"][0]["shares"])
+    shipped = result["sizes"][0]["ratio_to_dense"]
+    columns = ["pattern", "limit", "measured", "pairs computed", *kinds, *(row["sizes"] for row in others)]
+    lines = [
+        f"{result['device']}, torch {result['torch']}, {result['date']}. Context {result['context']:,}, stride "
+        f"{result['stride']}, {result['heads']} heads of width {result['head_width']}, {result['dtype']}, both passes. "
+        "Limit: one over the density. Measured: times faster than dense attention, on "
+        f"{result['threads']} threads. Pairs computed: for each one that the pattern allows. Shares of the time of one "
+        "thread. Other sizes: seconds over those of the shipped sizes, in the same run.",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+    ]
+    for name, row in zip(names, result["shares"], strict=True):
+        cells = [name, f"{row['limit']:.0f}×", shown(shipped[name]), f"{row['computed']:.2f}"]
+        cells += [f"{row['shares'][kind]:.0%}" for kind in kinds]
+        cells += [f"{other['seconds_over_shipped'][name]:.2f}" for other in others]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

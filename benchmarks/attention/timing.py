@@ -1,4 +1,6 @@
-"""Seconds of attention, in turns: in every repeat each contender runs once, so that other work hits all alike.
+"""Seconds of attention, in turns: every repeat runs each contender once, in a drawn order.
+
+So other work hits all alike, and none always finds the memory that the same neighbour left.
 
 On a card, time is between two events on the device. A short call is repeated between them, over inputs that the cache
 cannot hold, and the device sleeps until the host has queued them all: gaps between launches are not what is timed (the
@@ -7,8 +9,8 @@ host's own seconds are kept beside). The median counts there, the minimum on a C
 
 from __future__ import annotations
 
-import itertools
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -207,12 +209,14 @@ class Turns:
 def take_turns(
     contenders: dict[str, Contender], sets: Sequence[Inputs], device: torch.device, repeats: int, seconds: float
 ) -> dict[str, Turns]:
-    """Runs all contenders in turns: so many repeats, fewer where a card would take more than so many seconds."""
+    """Run all contenders in turns: so many repeats, fewer where a card would take more than so many seconds."""
     clock = clock_of(device, sets)
     turns = {name: Turns(one, sets, clock) for name, one in contenders.items()}
     round_seconds = sum(one.warm_up() for one in turns.values())
-    for _, one in itertools.product(range(clock.repeats(repeats, round_seconds, seconds)), turns.values()):
-        one.take()
+    draws = random.Random(0)
+    for _ in range(clock.repeats(repeats, round_seconds, seconds)):
+        for one in draws.sample([*turns.values()], len(turns)):
+            one.take()
     return turns
 
 

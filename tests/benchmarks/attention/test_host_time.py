@@ -12,7 +12,6 @@ from benchmarks.attention.host_time import BARS
 from tests.harness.backends import WITH_TRITON
 
 ROOT = Path(__file__).resolve().parents[3]
-GENEROUS = 2.5  # times the bar: for slower machines, and for what other programs do to the caches
 
 
 @WITH_TRITON
@@ -31,5 +30,5 @@ def test_calls_that_are_made_again_cost_the_host_little(tmp_path: Path) -> None:
     assert [row["pattern"] for row in found["timings"]] == ["local", "block", "strided", "fixed"]
     for row in found["timings"]:
         assert row["decode_seconds"] > 0
-        for phase, bar in BARS.items():
-            assert row[f"{phase}_again_seconds"] < min(GENEROUS * bar, row[f"{phase}_written_seconds"]), row
+        for phase in BARS:
+            assert row[f"{phase}_again_seconds"] < 0.8 * row[f"{phase}_written_seconds"], row

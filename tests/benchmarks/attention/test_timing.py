@@ -46,8 +46,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q * k + v
 
 
-def test_turns_alternate_and_what_has_no_backward_gets_none() -> None:
-    order = []
+def test_each_repeat_has_all_in_a_drawn_order_and_what_has_no_backward_gets_none() -> None:
+    order: list[tuple[str, bool]] = []
 
     def named(name: str):
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -57,8 +57,10 @@ def test_turns_alternate_and_what_has_no_backward_gets_none() -> None:
         return run
 
     contenders = {"a": Contender(named("a")), "b": Contender(named("b"), backward=False)}
-    turns = take_turns(contenders, inputs_of(GROUP, CPU), CPU, repeats=2, seconds=0.0)
-    assert order == [("a", True), ("b", False)] * 3  # one of them warms up
+    turns = take_turns(contenders, inputs_of(GROUP, CPU), CPU, repeats=9, seconds=0.0)
+    rounds = [order[i : i + 2] for i in range(0, len(order), 2)]
+    assert len(rounds) == 10 and all(sorted(one) == [("a", True), ("b", False)] for one in rounds)  # one warms up
+    assert len({tuple(one) for one in rounds}) == 2
     a, b = turns["a"].seconds(), turns["b"].seconds()
     assert a["both"] >= a["forward"] + a["backward"] > 0
     assert b["forward"] > 0 and b["backward"] is b["both"] is None
