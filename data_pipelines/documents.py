@@ -360,8 +360,8 @@ def _files_of(
     except OSError as error:
         raise DataError(f"{given}: cannot be looked at ({error.strerror}); allow reading the folders above") from error
     if is_file:
-        name = os.fsencode(given.name)
-        return str(given.parent), [name], {name} if given.is_symlink() else set()
+        names = [os.fsencode(given.name)]
+        return str(given.parent), names, set(names) if given.is_symlink() else set()
     if not is_folder:
         with reading(given), suppress(FileNotFoundError):
             plain_status(given)  # a pipe or a device is told by its name
@@ -374,10 +374,10 @@ def _files_of(
     passed_over = {"__pycache__", *exclude}
     paths, links = [], set()
     for folder, folders, files in os.walk(given, onerror=refuse):
-        names = [name for name in folders if not name.startswith(".") and name not in passed_over]
-        folders[:] = [name for name in names if not Path(folder, name).is_symlink()]
-        if len(names) > len(folders):
-            left_out.links[FOLDERS] += len(names) - len(folders)
+        visible = [name for name in folders if not name.startswith(".") and name not in passed_over]
+        folders[:] = [name for name in visible if not Path(folder, name).is_symlink()]
+        if len(visible) > len(folders):
+            left_out.links[FOLDERS] += len(visible) - len(folders)
         under = PurePath(folder).relative_to(given)
         for name in files:
             if name.startswith(".") or name in passed_over:

@@ -78,9 +78,9 @@ def _by_words(tars: Sequence[FoundTar]) -> dict[str, list[FoundTar]]:
     """
     by_kinds: dict[tuple[str, ...], list[FoundTar]] = {}
     for tar in tars:
-        words = _LETTERS.findall(unquote(tar.source))
-        kinds = {_KIND_OF[word.lower()] for word in words if word.lower() in _KIND_OF}
-        by_kinds.setdefault(tuple(kind for kind in _KINDS if kind in kinds), []).append(tar)
+        words = [word.lower() for word in _LETTERS.findall(unquote(tar.source))]
+        named = {_KIND_OF[word] for word in words if word in _KIND_OF}
+        by_kinds.setdefault(tuple(kind for kind in _KINDS if kind in named), []).append(tar)
     unnamed = by_kinds.pop((), [])
     if unnamed and ("train",) not in by_kinds:
         by_kinds["train",] = unnamed
