@@ -20,6 +20,7 @@ from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.records import RecordReader, Records, find_records, record_reader
 
 T = TypeVar("T")
+FOLDERS, NOTHING = "folders", "nothing"  # that links lead to
 _TAIL_BYTES = 16  # more than any modality's ``cut_reach``
 
 
@@ -230,12 +231,13 @@ class LeftOut:
     """How much a search left out."""
 
     empty: int = 0  # files
-    symlinks: int = 0
+    links: Counter[str] = field(default_factory=Counter)  # by what they lead to
     no_files: int = 0  # pipes, sockets and devices
     records: dict[str, int] | None = None  # that are null or empty; None: the documents are no records
     # For messages alone: the data folder stays what it is where files of other kinds lie beside those it is made of.
     endings: Counter[str] = field(default_factory=Counter)  # files whose names were not asked for, by suffix
     looked_at: int = 0  # files of folders, those among them
+    followed: Counter[str] = field(default_factory=Counter)  # links to files that were taken, by the files' folders
 
 
 def find_documents(
@@ -295,11 +297,16 @@ def find_record_files(
 
 def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], modality: str, left_out: LeftOut) -> DataError:
     endings = {ending or "names without a suffix" for ending in left_out.endings}
-    counts = {"empty": left_out.empty, "symlinks": left_out.symlinks, "pipes, sockets or devices": left_out.no_files}
+    counts = {"empty": left_out.empty, "pipes, sockets or devices": left_out.no_files}
+    counts |= {f"links to {what}": count for what, count in left_out.links.items()}
     counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items()}
     rule = "name other suffixes or folders"
+    if NOTHING in left_out.links:
+        rule = "fetch or copy again the files that links name"
+    elif FOLDERS in left_out.links:
+        rule = "name the folders that links lead to"
     if endings:
-        rule = "name those to take by --suffix"
+        rule = "name those to take by --suffix" if endings != {"names without a suffix"} else "take all by --all-files"
         for name, kind in MODALITIES.items():
             if name != modality and endings & set(kind.suffixes):
                 rule = f"take {kind.words} by --modality {name}, or name those to take by --suffix"
@@ -319,10 +326,22 @@ def _files(
     """Files with any bytes, not yet measured. Raises DataError for an input that is missing or unreadable."""
     if not inputs:
         raise DataError("inputs: none given; name at least one folder or file")
-    for given in inputs:
-        folder, names = _files_of(given, suffixes, exclude, left_out)
+    found = [_files_of(given, suffixes, exclude, left_out) for given in inputs]
+    taken: set[str] = set()  # where files lie that links could lead to: a file is taken once, by its own name first
+    if any(links for _, _, links in found):
+        for folder, names, links in found:
+            place = os.path.realpath(folder)
+            taken.update(str(Path(place, os.fsdecode(name))) for name in names if name not in links)
+    for folder, names, links in found:
         for relative in names:
             path = Path(folder, os.fsdecode(relative))
+            if relative in links:
+                place = os.path.realpath(path)
+                if place in taken:
+                    left_out.links["files that are taken already"] += 1
+                    continue
+                taken.add(place)
+                left_out.followed[os.path.dirname(place)] += 1  # noqa: PTH120
             if not os.access(path, os.R_OK):
                 raise DataError(f"{path}: the file cannot be read; allow reading or exclude it")
             status = path.stat()
@@ -334,28 +353,31 @@ def _files(
 
 def _files_of(
     given: Path, suffixes: tuple[str, ...], exclude: tuple[str, ...], left_out: LeftOut
-) -> tuple[str, list[bytes]]:
-    """The folder of an input, and the sorted paths of its files under that folder."""
+) -> tuple[str, list[bytes], set[bytes]]:
+    """The folder of an input, the sorted paths of its files under that folder, and those that are links."""
     try:
         is_file, is_folder = given.is_file(), given.is_dir()
     except OSError as error:
         raise DataError(f"{given}: cannot be looked at ({error.strerror}); allow reading the folders above") from error
     if is_file:
-        return str(given.parent), [os.fsencode(given.name)]
+        names = [os.fsencode(given.name)]
+        return str(given.parent), names, set(names) if given.is_symlink() else set()
     if not is_folder:
         with reading(given), suppress(FileNotFoundError):
             plain_status(given)  # a pipe or a device is told by its name
-        raise DataError(f"{given}: no such file or folder; name an input that exists")
+        what = "a link to nothing" if given.is_symlink() else "no such file or folder"
+        raise DataError(f"{given}: {what}; name an input that exists")
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: the folder cannot be read ({error.strerror}); allow reading or exclude it")
 
     passed_over = {"__pycache__", *exclude}
-    paths = []
+    paths, links = [], set()
     for folder, folders, files in os.walk(given, onerror=refuse):
-        names = [name for name in folders if not name.startswith(".") and name not in passed_over]
-        folders[:] = [name for name in names if not Path(folder, name).is_symlink()]
-        left_out.symlinks += len(names) - len(folders)
+        visible = [name for name in folders if not name.startswith(".") and name not in passed_over]
+        folders[:] = [name for name in visible if not Path(folder, name).is_symlink()]
+        if len(visible) > len(folders):
+            left_out.links[FOLDERS] += len(visible) - len(folders)
         under = PurePath(folder).relative_to(given)
         for name in files:
             if name.startswith(".") or name in passed_over:
@@ -365,10 +387,14 @@ def _files_of(
             if suffixes and not name.endswith(suffixes):
                 left_out.endings[PurePath(name).suffix] += 1
                 continue
-            if path.is_symlink():
-                left_out.symlinks += 1
-            elif path.is_file():
-                paths.append(os.fsencode((under / name).as_posix()))
-            else:
-                left_out.no_files += 1
-    return str(given), sorted(paths)
+            is_link = path.is_symlink()
+            with reading(path):
+                if path.is_file():
+                    paths.append(os.fsencode((under / name).as_posix()))
+                    if is_link:
+                        links.add(paths[-1])
+                elif is_link:
+                    left_out.links["pipes, sockets or devices" if path.exists() else NOTHING] += 1
+                else:
+                    left_out.no_files += 1
+    return str(given), sorted(paths), links

@@ -60,12 +60,13 @@ def build(
     ``field`` makes every line of JSON Lines, or row of a Parquet file, a document: what its field of that name holds.
 
     From a folder, files with one of ``suffixes`` are taken (None: the modality's own; empty: all). Hidden files,
-    ``__pycache__``, symlinks and files or folders named in ``exclude`` are left out. A file named in ``inputs`` is
-    taken whatever its name. ``palette``: by which pictures will be read, or the number of its colours, which are then
-    found from pixels of the train split, drawn by ``seed``. An identical data folder that is already there is left as
-    it is. ``crew``: the processes that build together, all with the same arguments (None: the processes of the MPI job,
-    if there is one). The first rank's arguments count, and ``progress`` is called there alone, as is
-    ``found``, once, with what was left out when the files are known and nothing is written yet.
+    ``__pycache__``, links to folders and files or folders named in ``exclude`` are left out. Links to files are
+    followed, and no file is taken twice by one. A file named in ``inputs`` is taken whatever its name. ``palette``: by
+    which pictures will be read, or the number of its colours, which are then found from pixels of the train split,
+    drawn by ``seed``. An identical data folder that is already there is left as it is. ``crew``: the processes that
+    build together, all with the same arguments (None: the processes of the MPI job, if there is one). The first rank's
+    arguments count, and ``progress`` is called there alone, as is ``found``, once, with what was left out when the
+    files are known and nothing is written yet.
 
     Raises DataError, on all ranks, for an input that is missing, unreadable or changes meanwhile, for inputs and an
     output that overlap, where nothing or only one split is found, for an output that holds anything else or cannot be

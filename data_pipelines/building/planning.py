@@ -332,7 +332,7 @@ class BuildPlan:
     @property
     def made(self) -> dict[str, Any]:
         """How the set was made, for the manifest: nothing of the machine or the moment."""
-        left_out = {"empty_files": self.left_out.empty, "symlinks": self.left_out.symlinks}
+        left_out = {"empty_files": self.left_out.empty, "symlinks": self.left_out.links.total()}
         if self.left_out.no_files:  # else as it always was
             left_out["pipes_sockets_and_devices"] = self.left_out.no_files
         pieces = {} if self.pieces_file is None else {"pieces": asdict(self.pieces_file)}

@@ -130,7 +130,7 @@ class ImageNet64(Dataset):
             mix(documents, 0)
             splits[split] = documents
             left_out.empty += left_out_here.empty
-            left_out.symlinks += left_out_here.symlinks
+            left_out.links += left_out_here.links
         return _content(given, splits, left_out)
 
     def _batches_in(self, given: Path) -> dict[str, Member]:

@@ -7,9 +7,12 @@ that could be read without all before it: such tars are copied once, uncompresse
 
 import io
 import os
+import posixpath
 import re
+import tarfile
 import tempfile
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from filecmp import cmp
 from pathlib import Path
@@ -21,15 +24,18 @@ from longstride.data_pipelines.formats import HEAD_BYTES, file_format, unpacked
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.manifest import DataManifest, IndexRow, ShardRecord, SplitRecord
-from longstride.data_pipelines.shards.places import FoundTar, deal_tars, find_tars
+from longstride.data_pipelines.shards.places import FoundTar, find_tars
+from longstride.data_pipelines.shards.splits import deal_tars
 from longstride.data_pipelines.shards.tar_stream import TarStream, shown
 from longstride.data_pipelines.shards.verify import Progress
 from longstride.data_pipelines.stores import Store, open_store
 
 PIECE_BYTES = 2**16  # of a long member: a row of the index each, which is checked whole and lost whole if damaged
 _HEAD_BYTES = 2**16  # of a member, which tell what file it is
-_NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")  # key and extension, as WebDataset divides a member's name
-_PASSED_OVER = re.compile(r"(.*/)?\.[^/]*$|(.*/)?__[^/]*__($|/)")  # hidden files, and WebDataset's own
+# Key and extension, as WebDataset divides a member's name: of a folder with both a line end and a dot it takes nothing.
+_NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)")
+_META = re.compile(r"__[^/]*__(\n?\Z|/)")  # what WebDataset keeps for itself, at the beginning of a name
+_OTHER_MEMBERS = "members_of_other_extensions"
 _ASIDE = ".index.partial"  # in a folder that is there: what is written for it
 _SOURCE_BYTES = 2**20  # of a tar, read at once
 _UNPACK = "copy the set with its tars uncompressed by --unpack into another folder, with room for them"
@@ -48,27 +54,30 @@ def index_tars(
     properties: Properties | None = None,
     remote: RemoteSettings | None = None,
     progress: Progress | None = None,
+    dealt: Callable[[Mapping[str, Sequence[str]]], None] | None = None,
 ) -> DataManifest:
     """Read tars once, and write a manifest and their indexes into the folder ``output``, which may be the tars' own.
 
     ``places`` are folders, tars, patterns (``*``, ``{000..012}``) or URLs of them. ``unpack``: the tars may be
     compressed, and are copied into ``output`` as plain ones, but for plain ones that lie there. ``extension`` names the
     member of a sample that holds its content (None: the modality's own); a sample without it is left out and counted,
-    or refused where all must be ``complete``. ``splits`` are ``NAME=PATTERN``; without any, ``train*`` and
-    ``validation*`` are told by their names, and where there is no validation split ``validation_fraction`` (None: 0.05)
+    or refused where all must be ``complete``. ``splits`` are ``NAME=PATTERN``; without any, words in the tars' names
+    decide (``train``, ``val``, ``test`` …), and where there is no validation split ``validation_fraction`` (None: 0.05)
     of the tars become one. ``properties`` are asked of all members, where these do not tell of themselves. ``progress``
-    is called with the bytes of tars, (done, in all). Nothing is overwritten.
+    is called with the bytes of tars, (done, in all), and ``dealt`` once, with the names of each split's tars, before
+    any is read. Nothing is overwritten.
 
-    Raises DataError, naming tar and member, for what cannot be read as it lies, and for an output that is taken.
+    Raises DataError, naming tar and member, for what cannot be read as it lies, for names that leave open which tars
+    are held out, and for an output that is taken.
     """
     kind = modality_named(modality)
     ending = kind.extension if extension is None else extension.removeprefix(".").lower()  # as WebDataset has it
     if not ending or "/" in ending:
         raise DataError(f"extension={extension!r}: must be what follows a member's first dot, such as txt")
-    base, tars = find_tars(places, remote)
-    dealt = deal_tars(tars, splits, validation_fraction)
+    base, tars, links = find_tars(places, remote)
+    by_split = deal_tars(tars, splits, validation_fraction)
     is_beside = "://" not in base and os.path.realpath(base) == os.path.realpath(output)
-    taken = [tar for split in dealt.values() for tar in split]
+    taken = [tar for split in by_split.values() for tar in split]
     if not unpack and (packed := [tar for tar in taken if tar.source != tar.name]):
         raise DataError(f"{packed[0].source}: a compressed tar cannot be read from the middle; {_UNPACK}")
     copied = {tar.name for tar in taken if unpack and not (is_beside and tar.source == tar.name)}
@@ -77,17 +86,21 @@ def index_tars(
     _check_output(output, [tar.name for tar in taken], copied, was_killed)
     reader = _Reader(open_store(base, remote), kind, ending, complete, copied, properties or {})
     reader.left_out["tars_of_no_split"] = len(tars) - len(taken)
+    if links:
+        reader.left_out["links_to_folders"] = links
+    if dealt is not None:
+        dealt({name: [tar.source for tar in members] for name, members in by_split.items()})
     is_new = not output.exists()
     filled = whole_folder(output) if is_new else working_folder(aside)
     marked = _stays_marked(aside) if was_killed else nullcontext()
     with closing(reader.store), os_errors_as_data_errors(output), marked, filled as folder:
-        records = reader.read_splits(dealt, folder, progress)
+        records = reader.read_splits(by_split, folder, progress)
         place = base if "://" in base else os.path.relpath(os.path.realpath(base), os.path.realpath(output))
         manifest = DataManifest(
             modality=modality,
             properties=reader.properties or {},
             splits=records,
-            made={"settings": {"extension": ending}, "left_out": reader.left_out},
+            made={"settings": {"extension": ending}, "left_out": dict(reader.left_out)},
             tars="." if unpack else place,
         )
         with durable_file(folder / DataManifest.FILE_NAME, folder) as file:
@@ -157,7 +170,7 @@ class _Reader:
         self.store, self.modality, self.extension, self.complete = store, modality, extension, complete
         self.copied, self.asked = copied, asked
         self.properties: dict[str, int] | None = None
-        self.left_out = {f"samples_without_{extension}": 0, "empty_samples": 0, f"tars_without_{extension}": 0}
+        self.left_out = Counter({f"samples_without_{extension}": 0, "empty_samples": 0, f"tars_without_{extension}": 0})
         self.extensions: set[str] = set()  # of other members, for messages
 
     def read_splits(
@@ -177,9 +190,12 @@ class _Reader:
         for split, shards in records.items():
             if not shards:
                 held = ", ".join(sorted(f".{each}" for each in self.extensions if each)) or "none with an extension"
+                rule = "name the one that holds the content by --extension"
+                if self.left_out["meta_members"] and not self.extensions:
+                    held, rule = "named __…__/", "rename them, as WebDataset passes over what begins so"
                 raise DataError(
                     f"{self.store.location}: no sample of split {split!r} ({len(dealt[split])} tars) has content in a "
-                    f"member .{self.extension}; members are {held}; name the one that holds the content by --extension"
+                    f"member .{self.extension}; members are {held}; {rule}"
                 )
         return {
             split: SplitRecord(sum(shard.documents for shard in shards), tuple(shards))
@@ -197,14 +213,15 @@ class _Reader:
             copy = stack.enter_context(durable_file(aside / found.name, aside)) if found.name in self.copied else None
             stream = stack.enter_context(closing(TarStream(tar, self._blocks(tar, found, copy))))
             for member in stream.members():
-                matched = _NAME.fullmatch(member.name)
-                key, kind = (matched[1], matched[2].lower()) if matched else (member.name, "")
-                if member.isdir() or _PASSED_OVER.match(member.name):
-                    continue
-                if kind != extension:
-                    keys.setdefault(key, False)
-                    if len(self.extensions) < 20:
-                        self.extensions.add(kind)
+                divided = _NAME.fullmatch(member.name)
+                key, kind = (divided[1], divided[2].lower()) if divided else ("", None)
+                reason = _why_left_out(member, kind, extension)
+                if reason is not None:
+                    self.left_out[reason] += 1
+                    if reason == _OTHER_MEMBERS:
+                        keys.setdefault(key, False)
+                        if len(self.extensions) < 20:
+                            self.extensions.add(kind or "")
                     continue
                 where = f"{tar}: member {shown(member.name)}"
                 if not member.isreg():
@@ -298,6 +315,24 @@ class _Reader:
                 f"`longstride data build --modality {modality.name}`"
             )
         return header
+
+
+def _why_left_out(member: tarfile.TarInfo, kind: str | None, extension: str) -> str | None:
+    """Why a member of extension ``kind`` is no content, as the manifest counts it; None where it should be.
+
+    WebDataset takes plain files alone, and ignores its own names and those that it cannot divide (``kind`` None).
+    """
+    if member.isdir():
+        return "folder_members"
+    if _META.match(member.name):
+        return "meta_members"
+    if posixpath.basename(member.name).startswith("."):
+        return "hidden_members"
+    if kind == extension:
+        return None
+    if not member.isreg():
+        return "link_members" if member.issym() or member.islnk() else "special_members"
+    return "members_without_extension" if kind is None else _OTHER_MEMBERS
 
 
 class _BlocksFile(io.RawIOBase):

@@ -1,7 +1,6 @@
-"""Where the tars of an index are, by what a person names; and which split each of them belongs to."""
+"""Find the tars of an index at the places that a person names."""
 
 import glob
-import hashlib
 import os
 import posixpath
 import re
@@ -23,7 +22,6 @@ _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".ta
 _ENDINGS = (_PLAIN, *_COMPRESSED)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_SPLIT = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +38,8 @@ class FoundTar:
         return self.source if ending is None else self.source.removesuffix(ending) + _PLAIN
 
 
-# Where the tars are.
-
-
-def find_tars(places: Sequence[str], remote: RemoteSettings | None) -> tuple[str, list[FoundTar]]:
-    """The folder or URL that holds all tars, and the tars in order of their names.
+def find_tars(places: Sequence[str], remote: RemoteSettings | None) -> tuple[str, list[FoundTar], int]:
+    """The folder or URL that holds all tars, the tars in order of their names, and the links that are not followed.
 
     ``places`` are folders, tars, patterns or URLs of them. Raises DataError for a place that holds none, or whose name
     would tell a secret, and for tars that cannot be told apart.
@@ -56,9 +51,10 @@ def find_tars(places: Sequence[str], remote: RemoteSettings | None) -> tuple[str
         raise DataError(f"{spelled[0]}: a pipe runs a command, and is not run here; name the URL that it reads")
     if len({place.partition("://")[0] if "://" in place else "" for place in spelled}) > 1:
         raise DataError(f"{', '.join(places)}: lie in more than one kind of place; index each kind by itself")
-    base, sizes = _find_remote(spelled, remote) if "://" in spelled[0] else _find_local(spelled)
+    base, sizes, links = _find_remote(spelled, remote) if "://" in spelled[0] else _find_local(spelled)
     if not sizes:
-        raise DataError(f"{', '.join(places)}: no tar there (*.tar, *.tar.gz ...); name a folder that holds some")
+        rule = "name a folder that holds some" if not links else f"name a folder that one of the {links} links leads to"
+        raise DataError(f"{', '.join(places)}: no tar there (*.tar, *.tar.gz ...); {rule}")
     tars: dict[str, FoundTar] = {}
     for source, size in sizes.items():
         tar = FoundTar(source, size)
@@ -68,15 +64,17 @@ def find_tars(places: Sequence[str], remote: RemoteSettings | None) -> tuple[str
             rule = "are one tar twice, as far as their names say; name one of them"
             raise DataError(f"{tars[tar.name].source} and {source}: {rule}")
         tars[tar.name] = tar
-    return base, [tars[name] for name in sorted(tars)]
+    return base, [tars[name] for name in sorted(tars)], links
 
 
-def _find_local(places: list[str]) -> tuple[str, dict[str, int]]:
-    roots, tars = [], []
+def _find_local(places: list[str]) -> tuple[str, dict[str, int], int]:
+    roots, tars, links = [], [], 0
     for place in places:
         if os.path.isdir(place):  # noqa: PTH112 - a Path would lose the final slash that a link may need
             roots.append(os.path.abspath(place))  # noqa: PTH100
-            tars += [os.path.join(roots[-1], name) for name in open_store(Path(place)).find(*_ENDINGS)]  # noqa: PTH118
+            found, linked = open_store(Path(place)).find(*_ENDINGS)
+            tars += [os.path.join(roots[-1], name) for name in found]  # noqa: PTH118
+            links += linked
             continue
         files = [place] if os.path.lexists(place) else sorted(glob.glob(place, recursive=True))  # noqa: PTH207
         if not files:
@@ -84,11 +82,17 @@ def _find_local(places: list[str]) -> tuple[str, dict[str, int]]:
         tars += [os.path.abspath(file) for file in files]  # noqa: PTH100
         roots += [os.path.dirname(file) for file in tars[-len(files) :]]  # noqa: PTH120
     base = os.path.commonpath(roots)
+    names: dict[str, str] = {}  # of each file, links followed: read twice, it could be in two splits
+    for tar in dict.fromkeys(tars):
+        name, file = os.path.relpath(tar, base), os.path.realpath(tar)
+        if file in names:
+            raise DataError(f"{names[file]} and {name}: are one tar twice, by links; name one of them, or its folder")
+        names[file] = name
     with os_errors_as_data_errors():
-        return base, {os.path.relpath(tar, base): Path(tar).stat().st_size for tar in tars}
+        return base, {name: Path(base, name).stat().st_size for name in names.values()}, links
 
 
-def _find_remote(places: list[str], remote: RemoteSettings | None) -> tuple[str, dict[str, int]]:
+def _find_remote(places: list[str], remote: RemoteSettings | None) -> tuple[str, dict[str, int], int]:
     protocol = places[0].partition("://")[0]
     roots: list[str] = []
     sizes: dict[str, int] = {}
@@ -103,12 +107,12 @@ def _find_remote(places: list[str], remote: RemoteSettings | None) -> tuple[str,
         root = posixpath.dirname(rest.partition("*")[0]) if pattern or is_tar else rest.rstrip("/")
         roots.append(root)
         with closing(open_store(f"{protocol}://{root}", remote)) as store:
-            found = {posixpath.basename(rest): None} if is_tar else store.find(*_ENDINGS)
+            found = {posixpath.basename(rest): None} if is_tar else store.find(*_ENDINGS)[0]
             for name, size in found.items():
                 if pattern is None or fnmatchcase(f"{root}/{name}", pattern):
                     sizes[f"{root}/{name}"] = store.size(name) if size is None else size
     base = posixpath.commonpath(roots)
-    return f"{protocol}://{base}", {posixpath.relpath(path, base): size for path, size in sizes.items()}
+    return f"{protocol}://{base}", {posixpath.relpath(path, base): size for path, size in sizes.items()}, 0
 
 
 def _braces(text: str) -> Iterator[str]:
@@ -128,67 +132,3 @@ def _braces(text: str) -> Iterator[str]:
         else:
             choices.append(part.split(",") if "," in part else ["{" + part + "}"])
     return ("".join(chosen) for chosen in product(*choices))
-
-
-# Which split a tar belongs to.
-
-
-def deal_tars(tars: list[FoundTar], splits: Sequence[str], fraction: float | None) -> dict[str, list[FoundTar]]:
-    """The tars of each split, in order of their names; arguments as ``index_tars`` has them.
-
-    Raises DataError for a rule that fits nothing, and for a tar that fits two.
-    """
-    if fraction is not None and not 0 <= fraction < 1:
-        raise DataError(f"validation_fraction={fraction}: must be at least 0 and less than 1, such as 0.05")
-    rules = []
-    for split in splits:
-        name, _, pattern = split.partition("=")
-        if not pattern or not _SPLIT.fullmatch(name):
-            raise DataError(f"split={split}: must be NAME=PATTERN, such as validation='val-*.tar'")
-        if not any(_fits(tar, pattern) for tar in tars):
-            raise DataError(f"split={split}: fits none of the {len(tars)} tars, such as {tars[0].source}")
-        rules.append((name, pattern))
-    rules = rules or [(name, pattern) for name in ("train", "validation") for pattern in (f"{name}*", f"*/{name}*")]
-    by_name: dict[str, list[FoundTar]] = {}
-    unnamed = []
-    for tar in tars:
-        fitting = {split: pattern for split, pattern in rules if _fits(tar, pattern)}
-        if len(fitting) > 1:
-            rule = f"fits {' and '.join(fitting)}; name one by --split, such as train='{tar.source}'"
-            raise DataError(f"split: {tar.source} {rule}")
-        if fitting:
-            by_name.setdefault(next(iter(fitting)), []).append(tar)
-        else:
-            unnamed.append(tar)
-    if not splits and "train" not in by_name and unnamed:  # names that say nothing
-        by_name["train"] = unnamed
-    if fraction is None:
-        fraction = 0.0 if splits else 0.05
-    elif fraction and "validation" in by_name:
-        raise DataError(
-            f"validation_fraction={fraction}: {by_name['validation'][0].source} is of that split; leave it out"
-        )
-    if fraction and "validation" not in by_name and "train" in by_name:
-        by_name |= _share(by_name["train"], fraction)
-    return {name: by_name[name] for name in sorted(by_name)}
-
-
-def _fits(tar: FoundTar, pattern: str) -> bool:
-    """By the name that it has, or would have as a plain tar."""
-    names = {tar.source, tar.name}
-    if "/" not in pattern:
-        names |= {posixpath.basename(name) for name in names}
-    return any(fnmatchcase(name, pattern) for name in names)
-
-
-def _share(tars: list[FoundTar], fraction: float) -> dict[str, list[FoundTar]]:
-    """Train and validation: a tar stays where it is when others are added, as its name alone decides."""
-    if len(tars) == 1:
-        rule = f"the only tar, {tars[0].source}, cannot be in both splits; add tars or set it to 0"
-        raise DataError(f"validation_fraction={fraction}: {rule}")
-    place = {tar: int.from_bytes(hashlib.sha256(f"split\0{tar.name}".encode()).digest()[:8], "big") for tar in tars}
-    held_out = {tar for tar in tars if place[tar] < fraction * 2**64} or {min(tars, key=place.__getitem__)}
-    if len(held_out) == len(tars):
-        held_out.discard(max(tars, key=place.__getitem__))
-    train = [tar for tar in tars if tar not in held_out]
-    return {"train": train, "validation": [tar for tar in tars if tar in held_out]}

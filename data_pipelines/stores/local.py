@@ -41,8 +41,9 @@ class Store(Protocol):
     def sizes(self) -> Mapping[str, int] | None:
         """Bytes of every file by name. None where listing them would cost more than one call."""
 
-    def find(self, *endings: str) -> Mapping[str, int | None]:
-        """Every file below the folder whose name ends in one of these, but for hidden ones; and its bytes, if known.
+    def find(self, *endings: str) -> tuple[Mapping[str, int | None], int]:
+        """Every file below the folder whose name ends in one of these, but for hidden ones, with its bytes, if known;
+        and the number of links to folders, which are not followed.
 
         Raises DataError where the folder cannot be listed.
         """
@@ -108,21 +109,22 @@ class LocalStore(Store):
         except OSError as error:
             raise DataError(f"{self._folder}: cannot be listed ({error.strerror}); check the path") from error
 
-    def find(self, *endings: str) -> Mapping[str, int | None]:
-        """Links to folders are not followed."""
+    def find(self, *endings: str) -> tuple[Mapping[str, int | None], int]:
         sizes: dict[str, int | None] = {}
+        links = 0
 
         def refuse(error: OSError) -> None:
             raise DataError(f"{error.filename}: cannot be listed ({error.strerror}); allow reading it") from error
 
         for folder, folders, files in os.walk(self._folder, onerror=refuse):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
+            links += sum(Path(folder, name).is_symlink() for name in folders)
             for name in sorted(files):
                 path = Path(folder, name)
                 if name.endswith(endings) and not name.startswith("."):
                     with reading_file(path):
                         sizes[path.relative_to(self._folder).as_posix()] = plain_status(path).st_size
-        return sizes
+        return sizes, links
 
     def size(self, name: str) -> int:
         with reading_file(self._folder / name):

@@ -73,13 +73,13 @@ class RemoteStore(Store):
     def sizes(self) -> None:
         """None: it would take a request for each file."""
 
-    def find(self, *endings: str) -> Mapping[str, int | None]:
+    def find(self, *endings: str) -> tuple[Mapping[str, int | None], int]:
         """Of a web server, what its page of the folder links to."""
         names = self._answer(lambda transport: transport.find(*endings), self.location)
         if not names:
             good = f"{self.location.rstrip('/')}/train-{{000..012}}{endings[0]}"
             raise DataError(f"{self.location}: lists no file *{endings[0]}; name the files themselves, such as {good}")
-        return names
+        return names, 0
 
     def size(self, name: str) -> int:
         shown = self.path_for_messages(name)

@@ -169,7 +169,7 @@ def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
     """How many bytes of a body came before. Raises where the body is not of the file that is fetched."""
     version = _version(response)
     if response.status == 206:
-        range_sent = _CONTENT_RANGE.match(response.headers.get("Content-Range", ""))
+        range_sent = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if range_sent is None or int(range_sent[1]) != transfer.have:
             raise HttpStatusError("the server sends another range than it was asked for")
         size = None if range_sent[2] == "*" else int(range_sent[2])

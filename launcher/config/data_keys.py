@@ -12,7 +12,7 @@ from longstride.kernels import ConfigError, Problem
 from longstride.sparse_model import StrictModel
 
 _REMOTE = RemoteSettings()
-_URL = re.compile(r"(?P<protocol>[^/]+://)(?P<user>[^/?#]*@)?(?P<path>[^?]*)(?P<query>\?.*)?")
+_URL = re.compile(r"(?P<protocol>[^/]+://)(?P<user>[^/?#]*@)?(?P<path>[^?]*)(?P<query>\?.*)?", re.DOTALL)
 
 
 class RemoteConfig(StrictModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from longstride.data_pipelines.building import Crew, build, build_dataset, join_crew, kept_folder
 from longstride.data_pipelines.datasets import DATASETS
-from longstride.data_pipelines.documents import LeftOut
+from longstride.data_pipelines.documents import FOLDERS, LeftOut
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
 from longstride.data_pipelines.palette import Palette
@@ -118,7 +118,15 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
 
 
 def _tell_left_out(arguments: argparse.Namespace, left_out: LeftOut) -> None:
-    """A line about files that were not asked for, by suffix, and how they would be taken."""
+    """A line each about links, and about files that were not asked for, by suffix, and how they would be taken."""
+    if left_out.followed:
+        places = [f"{count:,} in {_UNPRINTED.sub('?', place)}" for place, count in left_out.followed.most_common(3)]
+        more = "" if len(left_out.followed) <= len(places) else f", and {len(left_out.followed) - len(places)} folders"
+        say(f"followed {left_out.followed.total():,} links to files: {', '.join(places)}{more}")
+    if left_out.links:
+        counts = [f"{count:,} to {what}" for what, count in left_out.links.items()]
+        folders = "; name a folder itself to take what it holds" if FOLDERS in left_out.links else ""
+        say(f"left out {left_out.links.total():,} links: {', '.join(counts)}{folders}")
     endings = left_out.endings
     if not endings:
         return
@@ -224,11 +232,20 @@ def run_index(arguments: argparse.Namespace) -> int:
                 unpack=arguments.unpack,
                 properties=_raw(arguments),
                 progress=show,
+                dealt=_tell_splits,
             )
     except DataError as error:
         raise _by_option(error) from error
     print(f"{arguments.output}: {_summary(manifest)}", file=sys.stderr)
     return 0
+
+
+def _tell_splits(by_split: Mapping[str, Sequence[str]]) -> None:
+    """Print a line for each split: how many tars belong to it, and which."""
+    for name, tars in by_split.items():
+        last = f" to {tars[-1]}" if len(tars) > 1 else ""
+        shown = _UNPRINTED.sub("?", f"{tars[0]}{last}")
+        say(f"{name}: {len(tars):,} tar{'s' if last else ''}, {shown}")
 
 
 def asked_properties(arguments: argparse.Namespace) -> dict[str, int]:

@@ -64,7 +64,7 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
     add("--extension", metavar="EXT", help=members)
     split = "put the tars that a pattern names into a split, such as validation=val-*.tar; repeatable"
     add("--split", action="append", metavar="NAME=PATTERN", help=split)
-    share = "put this share of the tars into the validation split where none is named validation* (default: 0.05)"
+    share = "put this share of the tars into the validation split where none is named so (default: 0.05)"
     add("--validation-fraction", type=float, metavar="SHARE", help=share)
     add("--complete", action="store_true", help="refuse a sample that lacks the member, in place of leaving it out")
     add("--raw", action="store_true", help="take members of text as they are, compressed ones too")

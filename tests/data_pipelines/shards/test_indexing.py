@@ -151,8 +151,9 @@ def test_a_layout_with_several_fields_in_folders_is_read(tmp_path):
             ]
             write_tar(tmp_path / "hub" / "data" / split / f"{number:05}-of-{count:05}.tar", members)
     manifest = index_tars([str(tmp_path / "hub")], tmp_path / "index")
-    assert {name: len(split.shards) for name, split in manifest.splits.items()} == {"train": 3, "validation": 1}
-    assert manifest.made["left_out"]["tars_of_no_split"] == 1
+    sizes = {name: len(split.shards) for name, split in manifest.splits.items()}
+    assert sizes == {"train": 3, "validation": 1, "test": 1}
+    assert manifest.made["left_out"]["tars_of_no_split"] == 0
     assert documents(tmp_path / "index", "validation") == [f"txt validation 0 {each}".encode() for each in range(4)]
     assert verify(tmp_path / "index") == []
     for extension in ("seg.png", ".SEG.png"):
@@ -168,7 +169,16 @@ def test_members_lie_in_any_order_and_missing_ones_are_counted(tmp_path):
     write_tar(tmp_path / "tars" / "train2.tar", [("x.json", b"{}")])
     assert indexed(tmp_path / "tars", tmp_path / "index") == [b"A", b"B", b"E"]
     left_out = DataFolder(tmp_path / "index").manifest.made["left_out"]
-    assert left_out == {"samples_without_txt": 3, "empty_samples": 1, "tars_without_txt": 1, "tars_of_no_split": 0}
+    assert left_out == {
+        "samples_without_txt": 2,
+        "empty_samples": 1,
+        "tars_without_txt": 1,
+        "tars_of_no_split": 0,
+        "members_of_other_extensions": 4,
+        "members_without_extension": 1,
+        "hidden_members": 1,
+        "meta_members": 1,
+    }
     line = refusal([tmp_path / "tars"], tmp_path / "other", complete=True)
     assert "tars/train.tar: sample c has no member .txt; add it, or leave out --complete" in line
 

@@ -246,7 +246,8 @@ def test_no_key_is_both_known_and_owned() -> None:
 
 
 @pytest.mark.parametrize(
-    "location", ["https://me:secret@host/data", "https://host/data?signature=secret", "s3://key@b/data"]
+    "location",
+    ["https://me:secret@host/data", "https://host/data?signature=secret", "s3://key@b/data", "https://h/a?b=\nsecret"],
 )
 def test_credentials_in_the_data_path_are_refused_and_not_shown(path: Path, location: str) -> None:
     """They would be saved with the run."""
