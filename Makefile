@@ -8,7 +8,7 @@ TESTS ?= tests
 # The exact versions that this Python is tested with; `make locks` makes all of them anew.
 LOCK = locks/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: demo test campaign cluster browser hostile clients image locks pages lint format clean
+.PHONY: demo test arithmetic campaign cluster browser hostile clients image locks pages lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m longstride.launcher.demo
@@ -18,6 +18,11 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+# Numerical tests once more under each arithmetic that this processor has; ARITHMETIC=--second: under one other alone.
+arithmetic: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.harness.arithmetic $(ARITHMETIC) -n $(WORKERS) --dist worksteal \
+		tests/kernels tests/sparse_model tests/launcher/compression
 
 campaign: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not cluster and not browser and not clients"

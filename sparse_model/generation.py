@@ -25,7 +25,7 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     adjust: Callable[[Tensor], Tensor] | None = None,
-    alone: bool = False,
+    session: Session | None = None,
     slide: bool = False,
 ) -> Generator[Tensor, Sequence[int] | None, None]:
     """Continue prompts of one length, token by token. Arguments are checked at the call, before the first token.
@@ -39,8 +39,7 @@ def generate(
             likely tokens the lower ones stay.
         generator: makes the sample reproducible; several, one of each context.
         adjust: what becomes of the logits (B, V), in fp32 (fp64 for fp64), before all else; it writes to none of them.
-        alone: each context has the logits that it has in a batch of one, to the bit (``Session``). So with a generator
-            of its own it has the same sample in any batch.
+        session: holds the prompt already, with room for the sample, and goes on with it; None computes the prompt.
         slide: allow prompt and sample to be longer than the model's context, and drop its older half each time that it
             is full (``window_start``).
 
@@ -56,12 +55,14 @@ def generate(
     wrong = [f"{name}={settings[name]}: {rule}" for name, rule in wrong_settings(temperature, top_k, top_p)]
     if problems := [*_problems(model, prompt, num_tokens, slide), *wrong]:
         raise ValueError("; ".join(problems))
+    if session is not None and (session.batch, session.position) != prompt.shape:
+        raise ValueError(f"session of {session.position} tokens: must hold the prompt {tuple(prompt.shape)}")
 
     def choice(logits: Tensor, left: Sequence[int]) -> Tensor:
         own = [generator[row] for row in left] if isinstance(generator, Sequence) else generator
         return choose(logits if adjust is None else adjust(logits), temperature, top_k, top_p, own)
 
-    return _sample(model, prompt.long(), num_tokens, choice, alone)
+    return _sample(model, prompt.long(), num_tokens, choice, session)
 
 
 def window_start(config: ModelConfig, known: int) -> int:
@@ -138,19 +139,20 @@ def _sample(
     prompt: Tensor,
     num_tokens: int,
     choice: Callable[[Tensor, Sequence[int]], Tensor],
-    alone: bool,
+    session: Session | None,
 ) -> Generator[Tensor, Sequence[int] | None, None]:
     """The tokens, one by one."""
     batch, known = prompt.shape
     if batch == 0:
         yield from (prompt.new_empty(0) for _ in range(num_tokens))
         return
-    slides = known + num_tokens > model.config.context
-    session = Session(model, batch, None if slides else known + num_tokens, alone=alone, back=0)
     start = window_start(model.config, known)
     window = [prompt[:, start:]]  # what the context holds
     left = list(range(batch))  # of the contexts
-    session.prefill(window[0])
+    if session is None:
+        slides = known + num_tokens > model.config.context
+        session = Session(model, batch, None if slides else known + num_tokens, back=0)
+        session.prefill(window[0])
     for number in range(num_tokens):
         with torch.no_grad():
             chosen = choice(session.logits, left)

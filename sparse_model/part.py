@@ -5,9 +5,6 @@ A part is a module with ``part``, the name under which its parameters are counte
 positions has ``new_state(batch, length, device, dtype, back)``: what generation keeps of it, a ``State``. Whoever needs
 one of these asks the part, and knows no names of modules or tensors.
 
-One whose products take rows of several contexts at once, otherwise than by ``nn.Linear``, has a true
-``joins_contexts``: where each context must have the bits that it has alone, it is called for each.
-
 One that looks beyond its own rows has ``division``, which a model sets (``SparseTransformer.divide``), and asks it for
 what other processes have of the same contexts.
 

@@ -30,8 +30,8 @@ class Session:
     and ``extend`` take several tokens at once; their last bits may differ. ``truncate`` takes the last tokens back:
     what follows is as if they had never been.
 
-    A batch is quick because its contexts share products, and so a context's last bits depend on how many there are.
-    With ``alone`` they do not: weights are multiplied by the rows of one context at a time.
+    The contexts of a batch share products, so a context's last bits depend on how many there are. A context that must
+    have the bits that it has in a batch of one takes a session of its own; ``selected`` copies one that has begun.
 
     A session that begins under autocast keeps what autocast computes, and goes on under the same alone.
     """
@@ -42,7 +42,6 @@ class Session:
         batch: int = 1,
         length: int | None = None,
         *,
-        alone: bool = False,
         back: int | None = None,
     ) -> None:
         """An empty context.
@@ -52,7 +51,6 @@ class Session:
                 hooks that are added meanwhile are not called.
             batch: number of contexts, all of the same length at any time.
             length: tokens to make room for, at most the model's context, which is the default.
-            alone: every context has the bits that it has in a batch of one, but for what ``extend`` computes.
             back: how many tokens ``truncate`` may take back, beside all; None: any number, and so a convolution keeps
                 all its rows.
 
@@ -69,8 +67,7 @@ class Session:
         if back is not None and back < 0:
             raise ValueError(f"back={back}: must be 0 or more")
         self.model, self.batch, self._back = model, batch, back
-        self._alone = alone and batch > 1
-        self._bare = bare(model, self._alone)
+        self._bare = bare(model)
         self.length = context if length is None else even_length(model.config, length)
         self.position = 0  # of the next token
         start = model.embedding.start
@@ -133,23 +130,8 @@ class Session:
             return
         tokens = tokens.long()
         with torch.inference_mode():
-            if self._alone:
-                self._prefill_each(tokens)
-            else:
-                self._bare.through(self._bare.embedding(tokens), self.states, 0)
+            self._bare.through(self._bare.embedding(tokens), self.states, 0)
         self._add(tokens)
-
-    def _prefill_each(self, tokens: Tensor) -> None:
-        """The states of tokens (B, n), each context by itself; one that is like the one before it is copied."""
-        single = Session(self.model, 1, self.length, back=self._back)
-        of_one = torch.zeros(1, dtype=torch.int64, device=tokens.device)
-        for row in range(self.batch):
-            if row == 0 or not torch.equal(tokens[row], tokens[row - 1]):
-                single.reset()
-                single.prefill(tokens[row : row + 1])
-            for state, its in zip(self.states, single.states, strict=True):
-                if state is not None:
-                    state.take(its, of_one, tokens.shape[1], slice(row, row + 1))
 
     def extend(self, tokens: Tensor, keep: int = 0) -> Tensor:
         """Add several tokens to every context, in one pass.
@@ -229,7 +211,7 @@ class Session:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._bare = bare(self.model, self._alone)
+        self._bare = bare(self.model)
 
     def reset(self) -> None:
         """Forget all tokens, and keep the memory."""
@@ -255,7 +237,7 @@ class Session:
             ValueError: no contexts, or this session began under another autocast.
         """
         self._require_autocast()
-        other = Session(self.model, len(order), self.length, alone=self._alone, back=self._back)
+        other = Session(self.model, len(order), self.length, back=self._back)
         other.position = self.position
         other._take(self, order)
         return other
@@ -311,21 +293,18 @@ def even_length(config: ModelConfig, least: int) -> int:
     return config.context
 
 
-def bare(module: Module, alone: bool = False) -> Module:
+def bare(module: Module) -> Module:
     """The same module to call, without what ``nn.Module`` adds to every call and every name; it shares its tensors.
 
     One row of a small model is some hundred operations of a few microseconds each: looking for hooks that are not
     there, and for parameters by name, takes time that shows. It holds as long as nothing is assigned to either module.
     A submodule that has hooks, was compiled, or had its ``forward`` replaced is called as before. So are all modules
     where global hooks exist. Hooks that are added later are not called.
-
-    With ``alone``, modules that multiply rows of all contexts at once are called for one context after another. The
-    others have the same bits in any batch: tests/sparse_model/test_session.py holds it for every mixer.
     """
-    return _bare(module, {}, alone)
+    return _bare(module, {})
 
 
-def _bare(module: Any, known: dict[int, Any], alone: bool) -> Any:
+def _bare(module: Any, known: dict[int, Any]) -> Any:
     """``known``: the bare modules so far, by the ids of the originals, as a submodule may occur several times."""
     if module is None or id(module) in known:
         return known.get(id(module))
@@ -334,22 +313,14 @@ def _bare(module: Any, known: dict[int, Any], alone: bool) -> Any:
     if any((*hooks, every._global_forward_pre_hooks, module._compiled_call_impl, "forward" in attributes)):
         known[id(module)] = module
         return module
-    children = {name: _bare(child, known, alone) for name, child in attributes["_modules"].items()}
-    known[id(module)] = twin = object.__new__(
-        _called_by(kind, kind.forward, alone and (isinstance(module, nn.Linear) or hasattr(kind, "joins_contexts")))
-    )
+    children = {name: _bare(child, known) for name, child in attributes["_modules"].items()}
+    known[id(module)] = twin = object.__new__(_called_by(kind, kind.forward))
     # Plain attributes are found without nn.Module.__getattr__.
     vars(twin).update(attributes | attributes["_parameters"] | attributes["_buffers"] | children, _modules=children)
     return twin
 
 
 @lru_cache
-def _called_by(kind: Any, forward: Any, alone: bool) -> Any:
-    """The class with its present ``forward`` as ``__call__``, or that of one context (1, n, C) after another."""
-
-    def each(self: Any, rows: Tensor) -> Tensor:
-        if len(rows) == 1:
-            return forward(self, rows)
-        return torch.cat([forward(self, row) for row in rows.split(1)])
-
-    return type(kind.__name__, (kind,), {"__call__": each if alone else forward})
+def _called_by(kind: Any, forward: Any) -> Any:
+    """The class with its present ``forward`` as ``__call__``."""
+    return type(kind.__name__, (kind,), {"__call__": forward})

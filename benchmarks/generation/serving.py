@@ -1,13 +1,12 @@
-"""Eight requests to a server, one after another and at once.
+"""Eight requests to a server, one after another, at once, and at once to a server that shares products.
 
 Run ``python benchmarks/generation/serving.py --threads 1``.
 
-Models of random weights, in a server in a thread of this process, asked by threads of it: requests of one prompt's
+Models of random weights, in servers in threads of this process, asked by threads of it: requests of one prompt's
 length and as many bytes, each at a seed of its own. A gate comes first: at once, every request has the bytes that it
-has alone. Seconds are of the processor, of server and clients together, as other programs then matter less; both ways
-take turns within every repeat, and a time is the least over repeats. Beside them stand the bytes a second of sampling
-alone, without a server: one context, eight of which each has the bits that it has alone, as the server samples, and
-eight that share products. The table goes to the terminal, all figures to JSON.
+has alone. Of a server with ``--shared`` it is counted how many have others. Seconds are of the processor, of server and
+clients together, as other programs then matter less; all ways take turns within every repeat, and a time is the least
+over repeats. The table goes to the terminal, all figures to JSON.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ import torch
 
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, rounded, write_json
-from longstride.launcher.models import load_model
-from longstride.sparse_model import SparseTransformer, generate
 from tests.harness.served import served
 from tests.harness.tiny_models import tiny_export
 
@@ -56,16 +53,17 @@ def main(arguments: list[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     rows = []
-    print(f"{REQUESTS} requests of {options.bytes} bytes; bytes a second: served one after another, at once;")
-    print("sampled: one context, eight alone, eight that share products")
+    print(f"{REQUESTS} requests of {options.bytes} bytes; bytes a second: one after another, at once, at once --shared")
     for name in options.models:
         row = measured(name, options)
         if row is None:
             print(f"{name}: at once, a request has other bytes than alone", file=sys.stderr)
             return 1
         rows.append(row)
-        figures = (row["after"], row["at_once"], row["one"], row["eight_alone"], row["eight_sharing"])
-        print(f"{name:<8}" + "".join(f"{figure:>9,.0f}" for figure in figures) + f"   {row['times']:.2f}x at once")
+        figures = "".join(f"{row[way]:>9,.0f}" for way in ("after", "at_once", "shared"))
+        print(
+            f"{name:<8}{figures}   {row['times']:.2f}x by --shared, {row['other_bytes']} of {REQUESTS} with other bytes"
+        )
     content = {"requests": REQUESTS, "bytes": options.bytes, "repeats": options.repeats, "timings": rows}
     write_json(options.output, {**about(device), **content})
     print(f"\nwrote {options.output}")
@@ -79,20 +77,18 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     changes = {"context": CONTEXT, "layers": layers, "heads": HEADS, "width": width, "attention": attention}
     with tempfile.TemporaryDirectory() as folder:
         export = tiny_export(Path(folder) / "model", "text", model=changes)
-        model = load_model(export)
-        with served(export) as url, ThreadPoolExecutor(REQUESTS) as pool:
+        with served(export) as apart, served(export, shared=True) as shared, ThreadPoolExecutor(REQUESTS) as pool:
 
-            def ask(seed: int) -> bytes:
+            def ask(seed: int, url: str = apart) -> bytes:
                 return answer(url, seed, options.bytes)
 
             ways: dict[str, Callable[[], Any]] = {
                 "after": lambda: [ask(seed) for seed in range(REQUESTS)],
                 "at_once": lambda: list(pool.map(ask, range(REQUESTS))),
-                "one": lambda: sample(model, 1, options.bytes, alone=False),
-                "eight_alone": lambda: sample(model, REQUESTS, options.bytes, alone=True),
-                "eight_sharing": lambda: sample(model, REQUESTS, options.bytes, alone=False),
+                "shared": lambda: list(pool.map(lambda seed: ask(seed, shared), range(REQUESTS))),
             }
-            if ways["after"]() != ways["at_once"]():
+            found = {way: act() for way, act in ways.items()}
+            if found["after"] != found["at_once"]:
                 return None
             seconds: dict[str, list[float]] = {way: [] for way in ways}
             for _ in range(options.repeats):
@@ -100,10 +96,11 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
                     begun = time.process_time()
                     act()
                     seconds[way].append(time.process_time() - begun)
-    sampled = {way: options.bytes * (1 if way == "one" else REQUESTS) for way in ways}
-    speeds = {way: rounded(sampled[way] / min(times)) for way, times in seconds.items()}
-    times = rounded(min(seconds["after"]) / min(seconds["at_once"]))
-    return {"model": name, "layers": layers, "width": width, "context": CONTEXT, **speeds, "times": times}
+    speeds = {way: rounded(options.bytes * REQUESTS / min(times)) for way, times in seconds.items()}
+    times = rounded(min(seconds["at_once"]) / min(seconds["shared"]))
+    other = sum(one != same for one, same in zip(found["shared"], found["after"], strict=True))
+    sizes = {"layers": layers, "width": width, "context": CONTEXT}
+    return {"model": name, **sizes, **speeds, "times": times, "other_bytes": other}
 
 
 def answer(url: str, seed: int, count: int) -> bytes:
@@ -113,14 +110,6 @@ def answer(url: str, seed: int, count: int) -> bytes:
     request = urllib.request.Request(f"{url}v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as response:
         return bytes(json.load(response)["choices"][0]["bytes_base64"], "ascii")
-
-
-def sample(model: SparseTransformer, contexts: int, count: int, alone: bool) -> None:
-    """Bytes of several contexts in one batch."""
-    generators = [torch.Generator().manual_seed(seed) for seed in range(contexts)]
-    prompt = torch.tensor([list(PROMPT)] * contexts)
-    for tokens in generate(model, prompt, count, generator=generators, alone=alone):
-        tokens.tolist()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ class SessionCache:
     """What transformers hands from step to step: a session for all contexts of one length.
 
     It is empty at first. A step that has padding for some contexts alone, as where they are done, parts them from the
-    others. So every context has the tokens that it has alone, and takes the steps that it takes alone.
+    others. So every context has the tokens that it has alone, and takes the steps that it takes alone. Contexts of a
+    session share products, so their logits are those alone within rounding.
     """
 
     is_compileable = False

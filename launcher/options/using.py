@@ -129,6 +129,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     most = "let one request sample at most N bytes, of each choice (default: the model's context)"
     add("--max-bytes", type=int, metavar="N", help=most)
     add("--contexts", type=int, default=8, metavar="N", help="sample up to N contexts side by side (default: 8)")
+    shared = "let contexts of one shape share products: quicker together; a seed may now and then give other bytes"
+    add("--shared", action="store_true", help=shared)
     add("--queue", type=int, default=8, metavar="N", help="let N requests more wait for their turn (default: 8)")
     seconds = "give a request S seconds from its arrival to its last byte (default: 300)"
     add("--timeout", type=float, default=300.0, metavar="S", help=seconds)

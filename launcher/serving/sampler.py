@@ -1,6 +1,6 @@
 """One thread that samples: contexts side by side, and the bounded queue of requests that wait for it.
 
-Letters: B contexts of a group, N bytes of a prompt, V vocabulary.
+Letters: B contexts of a batch, N bytes of a prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from longstride.launcher.generation import nats_by_piece
 from longstride.launcher.serving.metrics import Metrics
 from longstride.launcher.serving.request import SampleRequest, ScoreRequest
-from longstride.sparse_model import SparseTransformer, generate
+from longstride.sparse_model import Session, SparseTransformer, generate
 
 _GATHERING_SECONDS = 0.005  # that a request waits for others to be a batch with, where none is sampled
 _ROWS_AT_ONCE = 1 << 12  # of a prompt, whose logits become log-probabilities in fp64
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Contexts with an equal one can be sampled in one batch."""
+        """Contexts with an equal one can share a batch."""
         request = self.request
         if isinstance(request, ScoreRequest):
             return (id(self),)  # none: it is computed alone
@@ -96,10 +96,13 @@ class Job:
 class Sampler:
     """Samples in a thread of its own: torch lets other threads run while it computes.
 
-    Contexts of one shape that wait at the same time are one batch, a group. Groups take turns, byte by byte.
+    Contexts of one request that begin together are a group; if ``shared``, those of one shape of all requests that
+    wait. Groups take turns, byte by byte.
     """
 
-    def __init__(self, model: SparseTransformer, device: str, waiting: int, contexts: int) -> None:
+    def __init__(
+        self, model: SparseTransformer, device: str, waiting: int, contexts: int, shared: bool = False
+    ) -> None:
         """Not yet started.
 
         Args:
@@ -107,8 +110,10 @@ class Sampler:
             device: where random numbers are drawn too.
             waiting: requests that may wait while as many contexts are sampled as can be.
             contexts: that are sampled at once.
+            shared: contexts of a group share products. It is quicker, and a context's last bits depend on the others.
         """
         self._model, self._device, self._most, self._contexts = model, device, waiting, contexts
+        self._shared = shared
         self.metrics = Metrics()
         self._changed = threading.Condition()
         self._queue: deque[list[Job]] = deque()  # what is left of each request
@@ -167,7 +172,7 @@ class Sampler:
                 self._running = [job for group in groups for job in group.jobs]
                 if not groups:
                     self._changed.wait_for(lambda: self._queue or self.closed)
-                    if self._contexts > 1:
+                    if self._shared:
                         self._changed.wait_for(lambda: self.closed, _GATHERING_SECONDS)
                 if self.closed:
                     return
@@ -177,17 +182,19 @@ class Sampler:
             if taken and isinstance(taken[0].request, ScoreRequest):
                 groups.append(_Scoring(self._model, taken, self.metrics))
             elif taken:
-                groups.append(_Group(self._model, self._device, taken, self.metrics))
+                groups.append(_Group(self._model, self._device, taken, self.metrics, self._shared))
             groups = [group for group in groups if self._goes_on(group)]
             self.metrics.sampling_seconds += time.monotonic() - begun
 
     def _take(self) -> list[Job]:
-        """Contexts of the shape of the first that waits, as many as there is room for."""
+        """As many contexts as there is room for, of the first request that waits, or of the shape of its first."""
         room = self._contexts - len(self._running)
         if not self._queue or room <= 0:
             return []
-        shape = self._queue[0][0].shape
-        taken = [job for jobs in self._queue for job in jobs if job.shape == shape][:room]
+        first = self._queue[0]
+        if self._shared:
+            first = [job for jobs in self._queue for job in jobs if job.shape == first[0].shape]
+        taken = first[:room]
         self._queue = deque(left for jobs in self._queue if (left := [job for job in jobs if job not in taken]))
         return taken
 
@@ -233,47 +240,27 @@ class _Scoring:
 
 
 class _Group:
-    """Contexts of one shape, sampled in one batch; each has the bytes that it has alone, by a generator of its own."""
+    """Contexts that begin together and take their turns together, a byte each.
 
-    def __init__(self, model: SparseTransformer, device: str, jobs: list[Job], metrics: Metrics) -> None:
+    Each is a batch of its own, so that no other changes its bytes. If ``shared``, all of them are one batch.
+    """
+
+    def __init__(self, model: SparseTransformer, device: str, jobs: list[Job], metrics: Metrics, shared: bool) -> None:
         self.jobs, self.begun = jobs, time.monotonic()
-        self._model, self._device, self._metrics = model, device, metrics
-        self._tokens: Generator[Tensor, list[int] | None, None] | None = None
-        self._logprobs: dict[int, Tensor] = {}  # of the contexts that ask for scores, (V,)
+        self._model, self._device, self._metrics, self._shared = model, device, metrics, shared
+        self._batches: list[_Batch] | None = None
 
     def step(self) -> bool:
-        """One more byte of each context; whether there may be more."""
-        left = None  # all
-        if self._tokens is None:
-            self._tokens = self._begin()
-        elif any(job.stopped for job in self.jobs):
-            left = [row for row, job in enumerate(self.jobs) if not job.stopped]
-            self.jobs = [self.jobs[row] for row in left]
-        if not self.jobs or not self.jobs[0].sample.count:
-            return False
-        try:
-            chosen = self._tokens.send(left)
-        except StopIteration:
-            return False
-        for row, (job, token) in enumerate(zip(self.jobs, chosen.tolist(), strict=True)):
-            if not job.stopped:
-                self._deliver(row, job, token)
-        return True
+        """Sample one more byte of each context; whether there may be more."""
+        if self._batches is None:
+            self._batches = self._begin()
+        self._batches = [batch for batch in self._batches if batch.step()]
+        self.jobs = [job for job in self.jobs if not job.stopped]
+        return bool(self._batches)
 
-    def _deliver(self, row: int, job: Job, token: int) -> None:
-        request = job.sample
-        if not job.sampled:
-            self._metrics.first_byte_seconds.add(time.monotonic() - job.begun)
-        self._metrics.sampled_bytes += 1
-        job.sampled.append(token)
-        score = None if request.logprobs is None else scored(self._logprobs[row], token, request.logprobs)
-        job.deliver(Piece(bytes([token]), [score]))
-        if reached := [len(stop) for stop in request.stop if job.sampled.endswith(stop)]:
-            job.end(End(stopped=max(reached)))
-
-    def _begin(self) -> Generator[Tensor, list[int] | None, None]:
-        """Echoes prompts, and begins to sample."""
-        known: dict[tuple[bytes, int | None], list[Score | None]] = {}  # several choices have one prompt
+    def _begin(self) -> list[_Batch]:
+        """Echo the prompts, and compute each of them once: contexts with the same prompt begin as copies."""
+        known: dict[tuple[bytes, int | None], list[Score | None]] = {}
         for job in self.jobs:
             request = job.sample
             self._metrics.prompt_bytes += len(request.prompt)
@@ -281,18 +268,31 @@ class _Group:
                 key = request.prompt, request.logprobs
                 known[key] = known[key] if key in known else self._prompt_scores(*key)
                 job.deliver(Piece(request.prompt, known[key], is_prompt=True))
-        request = self.jobs[0].sample
-        return generate(
-            self._model,
-            torch.tensor([list(job.sample.prompt) for job in self.jobs], dtype=torch.int64, device=self._device),
-            request.count,
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            generator=[torch.Generator(self._device).manual_seed(job.sample.seed) for job in self.jobs],
-            adjust=self._adjusted,
-            alone=True,
-        )
+        if not self.jobs[0].sample.count:
+            return []
+        if self._shared:
+            prompts = list(dict.fromkeys(job.sample.prompt for job in self.jobs))
+            session, order = self._prefilled(prompts), [prompts.index(job.sample.prompt) for job in self.jobs]
+            if order != list(range(len(prompts))):
+                session = session.selected(torch.tensor(order, device=self._device))
+            return [_Batch(self.jobs, session, self._device, self._metrics)]
+        batches: list[_Batch] = []
+        sessions: dict[bytes, Session] = {}
+        for job in self.jobs:
+            prompt = job.sample.prompt
+            if prompt in sessions:
+                session = sessions[prompt].selected(torch.tensor([0], device=self._device))
+            else:
+                session = sessions[prompt] = self._prefilled([prompt])
+            batches.append(_Batch([job], session, self._device, self._metrics))
+        return batches
+
+    def _prefilled(self, prompts: list[bytes]) -> Session:
+        """Contexts that hold these prompts, with room for the samples."""
+        tokens = torch.tensor([list(prompt) for prompt in prompts], dtype=torch.int64, device=self._device)
+        session = Session(self._model, len(prompts), tokens.shape[1] + self.jobs[0].sample.count, back=0)
+        session.prefill(tokens)
+        return session
 
     def _prompt_scores(self, prompt: bytes, most: int | None) -> list[Score | None]:
         """Of every byte of a prompt, the first one too, which the start predicts."""
@@ -309,10 +309,61 @@ class _Group:
             scores += [scored(row, token, most) for row, token in zip(logprobs, given.tolist(), strict=True)]
         return scores
 
+
+class _Batch:
+    """Contexts of one shape, one or several, whose next bytes are computed together."""
+
+    def __init__(self, jobs: list[Job], session: Session, device: str, metrics: Metrics) -> None:
+        """``session`` holds the prompts of the jobs."""
+        self._jobs, self._metrics = jobs, metrics
+        self._logprobs: dict[int, Tensor] = {}  # of the contexts that ask for scores, (V,)
+        self._has_begun = False
+        request = jobs[0].sample
+        self._tokens = generate(
+            session.model,
+            torch.tensor([list(job.sample.prompt) for job in jobs], dtype=torch.int64, device=device),
+            request.count,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            generator=[torch.Generator(device).manual_seed(job.sample.seed) for job in jobs],
+            adjust=self._adjusted,
+            session=session,
+        )
+
+    def step(self) -> bool:
+        """Sample one more byte of each context; whether there may be more."""
+        left = None  # all
+        if self._has_begun and any(job.stopped for job in self._jobs):
+            left = [row for row, job in enumerate(self._jobs) if not job.stopped]
+            self._jobs = [self._jobs[row] for row in left]
+        if not self._jobs:
+            return False
+        self._has_begun = True
+        try:
+            chosen = self._tokens.send(left)
+        except StopIteration:
+            return False
+        for row, (job, token) in enumerate(zip(self._jobs, chosen.tolist(), strict=True)):
+            if not job.stopped:
+                self._deliver(row, job, token)
+        return True
+
+    def _deliver(self, row: int, job: Job, token: int) -> None:
+        request = job.sample
+        if not job.sampled:
+            self._metrics.first_byte_seconds.add(time.monotonic() - job.begun)
+        self._metrics.sampled_bytes += 1
+        job.sampled.append(token)
+        score = None if request.logprobs is None else scored(self._logprobs[row], token, request.logprobs)
+        job.deliver(Piece(bytes([token]), [score]))
+        if reached := [len(stop) for stop in request.stop if job.sampled.endswith(stop)]:
+            job.end(End(stopped=max(reached)))
+
     def _adjusted(self, logits: Tensor) -> Tensor:
         """Logits (B, V) as each request wants them. Log-probabilities are kept for those that ask for them."""
         adjusted = None
-        for row, (job, total) in enumerate(zip(self.jobs, logits.sum(-1).tolist(), strict=True)):
+        for row, (job, total) in enumerate(zip(self._jobs, logits.sum(-1).tolist(), strict=True)):
             request = job.sample
             if not math.isfinite(total):
                 job.end(End(_NO_NUMBERS))

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     about["name"] = name or about["name"]
     told = {"bytes": limits.max_bytes, "waiting": queue, "seconds": timeout, "contexts": contexts}
     about["limits"] = told
-    sampler = Sampler(model, device, limits.waiting, limits.contexts)
+    sampler = Sampler(model, device, limits.waiting, limits.contexts, arguments.shared)
     service = Service(config, about, sampler, limits)
     names = [arguments.host, *arguments.allow_host]
     if asyncio.run(_serve(service, sampler, arguments.host, port, names, str(arguments.model))) == signal.SIGINT:

@@ -87,7 +87,6 @@ class Experts(nn.Module):
     """
 
     part = "experts"
-    joins_contexts = True
 
     def __init__(self, network: NetworkConfig, config: ExpertsConfig) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ def test_logits_are_shifted_by_one(hub: Any, model: SparseTransformer) -> None:
     known = tokens(2, 40)
     with torch.no_grad():
         assert torch.equal(hub(known).logits, rows(model, known))
-        assert torch.equal(hub(known, logits_to_keep=3).logits, rows(model, known)[:, -3:])
+        torch.testing.assert_close(hub(known, logits_to_keep=3).logits, rows(model, known)[:, -3:])
         full = hub(tokens(2, 64)).logits
         assert torch.equal(full[:, :-1], model(tokens(2, 64))[:, 1:])
         assert full[:, -1].isnan().all()
@@ -75,9 +75,10 @@ def test_loss_is_that_of_all_tokens_but_the_first(hub: Any, model: SparseTransfo
 
 @pytest.mark.parametrize("length", [0, 1, 20, 63])
 def test_greedy_sample_is_ours(hub: Any, model: SparseTransformer, length: int) -> None:
+    """In fp64, where another order of sums changes no choice."""
     known = tokens(2, length)
-    found = hub.generate(known, max_new_tokens=64 - length, do_sample=False)
-    ours = torch.stack(list(generate(model, known, 64 - length, temperature=0)), 1)
+    found = hub.double().generate(known, max_new_tokens=64 - length, do_sample=False)
+    ours = torch.stack(list(generate(model.double(), known, 64 - length, temperature=0)), 1)
     begun = known if length else torch.full((2, 1), 256)  # which a prompt of no tokens begins with
     assert torch.equal(found, torch.cat([begun, ours], 1))
 
@@ -96,7 +97,7 @@ def test_cached_steps_are_those_without_a_cache(hub: Any) -> None:
 
 
 def test_beams_keep_their_own_past(hub: Any) -> None:
-    known = tokens(2, 10)
+    known, hub = tokens(2, 10), hub.double()
     options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 4}
     assert torch.equal(hub.generate(known, **options), hub.generate(known, use_cache=False, **options))
 

@@ -16,11 +16,11 @@ from longstride.launcher.serving.serve import described, listening
 
 
 @contextmanager
-def served(folder: Path, **changes: Any) -> Iterator[str]:
-    """The URL of an export's server, which ends with the block; ``changes`` of its limits."""
+def served(folder: Path, shared: bool = False, **changes: Any) -> Iterator[str]:
+    """The URL of an export's server, which ends with the block; ``changes`` of its limits, and ``--shared``."""
     exported, model = Exported(folder), load_model(folder)
     limits = Limits(**{"max_bytes": exported.config.context, "waiting": 8, "seconds": 60.0, "contexts": 8} | changes)
-    sampler = Sampler(model, "cpu", limits.waiting, limits.contexts)
+    sampler = Sampler(model, "cpu", limits.waiting, limits.contexts, shared)
     service = Service(exported.config, described(exported, model, "cpu"), sampler, limits)
     urls: list[str] = []
     loops: list[asyncio.AbstractEventLoop] = []

@@ -100,7 +100,7 @@ def test_descriptors_find_the_shared_head(reads: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("backend", [on("cpu"), on("triton")])
 def test_two_runs_give_the_same_bits_in_the_order_of_the_inputs(backend: str) -> None:
-    """On any number of threads; heads are cut from rows, as in models."""
+    """Of as many threads, of which others may round otherwise; heads are cut from rows, as in models."""
     inputs = make_inputs(Shape(1 if backend == "triton" else 2, 4, 33, 16, 16, 2), BRAIN)
     inputs = inputs._replace(
         **{name: getattr(inputs, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"}
@@ -109,12 +109,11 @@ def test_two_runs_give_the_same_bits_in_the_order_of_the_inputs(backend: str) ->
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return sparse_attention(q, k, v, Strided(8), backend=backend, return_lse=True)
 
-    runs, before = [], torch.get_num_threads()
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        runs.append(attention_and_gradients(attend, inputs, DEVICES[backend]))
-    torch.set_num_threads(before)
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in RESULTS)
+        runs = [attention_and_gradients(attend, inputs, DEVICES[backend]) for _ in range(2)]
+        assert all(torch.equal(runs[0][name], runs[1][name]) for name in RESULTS)
+        assert_within_precision(runs[0], inputs, Strided(8))
     assert all(runs[0][f"d{name}"].stride() == getattr(inputs, name).stride() for name in "qkv")
 
 

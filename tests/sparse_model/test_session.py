@@ -213,20 +213,23 @@ def test_a_model_in_training_mode_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["heads", "later", *SYSTEMS])
-def test_contexts_alone_have_the_bits_that_they_have_in_a_batch_of_one(name: str, dtype: torch.dtype) -> None:
+def test_a_copy_has_the_bits_of_a_session_that_computed_the_prompt(name: str, dtype: torch.dtype) -> None:
+    """As the server begins contexts with one prompt: a copy computes nothing, and what follows has the same shapes."""
     changes = {"heads": {"attention": ATTENTIONS["heads"]}, "later": LATER} | SYSTEMS
     model = awake(**changes[name]).to(dtype)
-    tokens = some_tokens(model)[[0, 1, 1]]
+    tokens = some_tokens(model)[:1]
 
-    def logits(tokens: Tensor) -> Tensor:
-        session, rows = Session(model, len(tokens), alone=True), []
-        session.prefill(tokens[:, :21])
+    def rest(session: Session) -> Tensor:
+        rows = []
         for token in tokens[:, 21:].T:
             rows.append(session.logits)
             session.append(token)
         return torch.stack(rows, 1)
 
-    whole = logits(tokens)
-    for number in range(2):
-        assert torch.equal(whole[number], logits(tokens[number : number + 1])[0])
-    assert torch.equal(whole[1], whole[2])
+    sessions = [Session(model, back=0) for _ in range(2)]
+    for session in sessions:
+        session.prefill(tokens[:, :21])
+    copies = [sessions[0].selected(torch.tensor([0])) for _ in range(2)]
+    wanted = rest(sessions[1])
+    for session in (*copies, sessions[0]):
+        assert torch.equal(rest(session), wanted)

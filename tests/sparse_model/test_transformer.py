@@ -47,14 +47,14 @@ SOUND = {"context": 64, "attention": {"type": "strided", "stride": 8, "combine":
 @pytest.mark.parametrize("config", [TEXT, PICTURE, SOUND], ids=["text", "picture", "sound"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_loss_before_the_first_step_is_eight_bits_a_byte(config: dict[str, Any], dtype: torch.dtype) -> None:
-    """No bit off: every byte costs log 256 nats as fp32 rounds it, which is 8 bits in every digit that is printed."""
+    """Logits of zeros cost log 256 nats, to a unit in the last place, by which a logarithm in fp32 may be off."""
     model = SparseTransformer(small(dropout=0.1, **config)).to(dtype)
     tokens = torch.randint(256, (2, model.config.context))
     nats = model(tokens, return_nats=True)
     assert nats.shape == tokens.shape and nats.dtype == torch.float32
-    assert torch.equal(nats, torch.full_like(nats, math.log(256)))
+    torch.testing.assert_close(nats, torch.full_like(nats, math.log(256)), rtol=2**-23, atol=0)
     bits = nats.double().mean().item() / math.log(2)
-    assert f"{bits:.4f}" == "8.0000" and torch.tensor(bits, dtype=torch.float32) == 8.0
+    assert f"{bits:.4f}" == "8.0000"
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -135,7 +135,7 @@ class Seen(NamedTuple):
 
 
 def _cut_parts(selection: Selection) -> list[CutPart]:
-    """All parts, cut alike whatever the number of threads, so that they give the same bits."""
+    """Cut all parts into chunks, alike whatever the number of threads."""
     overlaps = not selection.disjoint
     return [_cut(part, overlaps and part is not selection.parts[-1]) for part in selection.parts]
 

@@ -1,4 +1,4 @@
-"""A file's likelihood is the score that an evaluation gives the same bytes in the same cut, to the bit."""
+"""A file's likelihood is the score that an evaluation gives the same batches of the same bytes, to the bit."""
 
 from __future__ import annotations
 

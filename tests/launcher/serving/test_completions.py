@@ -7,7 +7,7 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from longstride.launcher.serving.completion_request import parse_completion
 from longstride.launcher.serving.metrics import Metrics
 from longstride.launcher.serving.request import SampleRequest
 from longstride.launcher.serving.sampler import End, Job, Piece, _Group
-from longstride.sparse_model import SparseTransformer, generate
+from longstride.sparse_model import Session, SparseTransformer, generate
 from tests.harness.served import served
 from tests.harness.tiny_models import EMBEDDINGS, plain_config, tiny_export
 
@@ -98,6 +98,43 @@ def test_requests_at_once_have_the_bytes_that_each_has_alone(url: str, model: Sp
         expected = alone(model, asked["prompt"].encode(), asked["max_tokens"], asked["seed"],
                          temperature=asked["temperature"])  # fmt: skip
         assert content_of(answer["choices"][0]) == expected
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_contexts_are_computed_apart_unless_they_are_shared(
+    shared: bool, model: SparseTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apart, nothing is computed in a batch, whose size changes last bits. In fp64 both ways choose the same bytes."""
+    batches, prefill = [], Session.prefill
+    through = model.double().through
+    monkeypatch.setattr(model, "through", lambda h, *rest: batches.append(len(h)) or through(h, *rest))
+    prompts: list[int] = []
+    monkeypatch.setattr(
+        Session, "prefill", lambda self, tokens: prompts.extend([1] * len(tokens)) or prefill(self, tokens)
+    )
+    contents: list[list[bytes]] = [[] for _ in range(5)]
+
+    def deliver(number: int) -> Callable[[Piece | End], None]:
+        def take(event: Piece | End) -> None:
+            if isinstance(event, Piece):
+                contents[number].append(event.content)
+                jobs[1].stopped |= number == 1 and len(contents[1]) == 4  # its client leaves
+
+        return take
+
+    asked = [(b"ab", 7), (b"cd", 7), (b"ab", 8), (b"cd", 7), (b"ab", 9)]
+    jobs = [
+        Job(SampleRequest(prompt, 12, 0.9, None, None, seed), deliver(number))
+        for number, (prompt, seed) in enumerate(asked)
+    ]
+    group = _Group(model, "cpu", jobs, Metrics(), shared)
+    while group.step():
+        pass
+    assert set(batches) == ({2, 5, 4} if shared else {1}) and len(prompts) == 2  # each prompt once
+    monkeypatch.undo()
+    for number, (prompt, seed) in enumerate(asked):
+        expected = alone(model, prompt, 12, seed, temperature=0.9)
+        assert b"".join(contents[number]) == expected[: 4 if number == 1 else 12]
 
 
 def test_as_many_prompts_as_may_be_have_room_in_a_body(url: str) -> None:
@@ -288,13 +325,16 @@ def test_pictures_are_bytes_without_text(tmp_path: Path) -> None:
     assert choice["text"] == "" and content_of(choice) == alone(load_model(folder), bytes([1, 2, 3]), 9, 1)
 
 
-def test_context_without_numbers_ends_alone(model: SparseTransformer) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_context_without_numbers_ends_alone(shared: bool, model: SparseTransformer) -> None:
+    model.double()  # in which a shared batch does not change a choice
     events: list[list[Piece | End]] = [[], []]
     jobs = [Job(SampleRequest(b"a", 3, 1.0, None, None, number), events[number].append) for number in range(2)]
-    group = _Group(model, "cpu", jobs, Metrics())
-    logits = torch.zeros(2, 256)
+    group = _Group(model, "cpu", jobs, Metrics(), shared)
+    group._batches = group._begin()
+    logits = torch.zeros(2 if shared else 1, 256)
     logits[0, 7] = torch.nan
-    assert group._adjusted(logits)[0].isfinite().all() and logits[0, 7].isnan()
+    assert group._batches[0]._adjusted(logits)[0].isfinite().all() and logits[0, 7].isnan()
     while group.step():
         assert group.jobs == jobs or group.jobs == jobs[1:]
     assert group.jobs == jobs[1:]

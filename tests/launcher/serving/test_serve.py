@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from longstride.launcher import cli
+from longstride.launcher.serving import serve
 from tests.harness.runs import free_port
 
 
@@ -68,6 +69,21 @@ def test_wrong_option_is_told_in_one_line(
     assert cli.main(["serve", str(exported), *options]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"longstride: error: {line}") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(("options", "shared"), [([], False), (["--shared"], True)], ids=str)
+def test_contexts_share_products_on_request_alone(
+    exported: Path, options: list[str], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    async def ended(service: Any, sampler: Any, *rest: Any) -> signal.Signals:
+        seen.append(sampler._shared)
+        return signal.SIGTERM
+
+    monkeypatch.setattr(serve, "_serve", ended)
+    assert cli.main(["serve", str(exported), *options]) == 0
+    assert seen == [shared]
 
 
 def test_port_in_use_is_told(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
