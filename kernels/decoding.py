@@ -65,7 +65,7 @@ def attend_one(
     """Row ``position`` of ``sparse_attention``, from the keys that its pattern allows (Child et al. 2019, section 4.2).
 
     The number of keys that a sparse pattern reads grows with the root of N. Rows of the caches that it does not allow,
-    among them those after ``position``, may hold anything. There is no gradient.
+    of a causal pattern all those after ``position``, may hold anything. There is no gradient.
 
     Args:
         q: (B, H, D), the query of ``position``; one of fp16, bf16, fp32, fp64, as k and v.

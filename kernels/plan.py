@@ -8,7 +8,7 @@ query are a few regular runs of positions, found in a time that does not grow wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -106,6 +106,36 @@ def num_pairs(pattern: Pattern, context: int) -> int:
     """
     bounds = [view(part, context, "queries").bounds for part in pattern.parts()]
     return sum(each.num_pairs() if isinstance(each, Bounds) else int((each.high - each.low).sum()) for each in bounds)
+
+
+@kept
+def is_causal(pattern: Pattern, context: int) -> bool:
+    """Whether no query reads a position after its own; ``pattern`` is that of one head. In N log N steps."""
+    for part in query_views(pattern, context):
+        low, high = intervals_of(part.bounds)
+        positions, columns = (positions_of(order) for order in (part.row_order, part.column_order))
+        positions = torch.arange(context) if positions is None else positions
+        if columns is None:
+            if bool(((high > positions + 1) & (low < high)).any()):
+                return False
+            continue
+        # The last of the columns from each one on, of 1, 2, 4 … of them: two such runs make up any interval.
+        width, latest = 1, columns
+        while len(latest):
+            some = (high - low >= width) & (high - low < 2 * width)
+            reached = torch.maximum(latest[low[some]], latest[high[some] - width])
+            if bool((reached > positions[some]).any()):
+                return False
+            latest = torch.maximum(latest[:-width], latest[width:])
+            width *= 2
+    return True
+
+
+def require_causal(patterns: Iterable[Pattern], context: int) -> None:
+    """Raise ValueError for a pattern of a head that reads positions after the query's."""
+    for pattern in dict.fromkeys(patterns):
+        if not is_causal(pattern, context):
+            raise ValueError(f"pattern={pattern}: reads positions after its own; give one that reads none of them")
 
 
 def transposed(intervals: Intervals, num_columns: int) -> Intervals:

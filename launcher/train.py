@@ -127,11 +127,18 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     with said_where_slow("reading the data and the run folder"):
         start = choose_start(run)
         initial = open_initial(run, *start.candidates[:1])
-    train, apart = config.train, config.data.apart
+    train, apart, padded = config.train, config.data.apart, not data.packed
     division = Division(ranks.sequence_rank, ranks.sequence_parallel, None, train.sequence_exchange)
     with said_where_slow("compiling kernels"):
         compile_kernels(
-            config.model, train.micro_batch, config.precision, ranks.device, train=train, apart=apart, division=division
+            config.model,
+            train.micro_batch,
+            config.precision,
+            ranks.device,
+            train=train,
+            apart=apart,
+            padded=padded,
+            division=division,
         )
     stop.listen()
     return _train(run, initial, stop, launcher_gone, stop_file)

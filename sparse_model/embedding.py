@@ -47,12 +47,19 @@ class Embedding(nn.Module):
             assert isinstance(table, nn.Embedding)
             draw(table.weight, self.config, self.config.width * len(self.positions))
 
-    def forward(self, tokens: Tensor, places: Tensor | None = None, embedded: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        places: Tensor | None = None,
+        embedded: Tensor | None = None,
+        real: Tensor | None = None,
+    ) -> Tensor:
         """Tokens (B, N), integers of any type, to (B, N, C): row i holds token i - 1 and position i.
 
         With the place of each position in its document (B, N), positions count from the document's first one, and
         tokens before that are none. Where contexts are divided, the rows of this process's section alone; where they
-        are not, ``embedded`` (B, N - 1, C) may stand in for the rows of the tokens' table.
+        are not, ``embedded`` (B, N - 1, C) may stand in for the rows of the tokens' table. ``real`` (B, N) bool is
+        False where a row is padding.
         """
         own = self.division.section(tokens.shape[1])
         before = tokens[:, max(0, own.start - self.reach) : own.stop - 1].long()
@@ -68,7 +75,7 @@ class Embedding(nn.Module):
         if places is not None:
             h = torch.where((places == 0)[..., None], self.start, h)
         if self.ngrams is not None:
-            h = self.ngrams(h, before, places)
+            h = self.ngrams(h, before, places, None if real is None else real[:, own])
         for table, index in self._places(positions if places is None else places):
             h = h + table(index)
         return h

@@ -40,23 +40,24 @@ class Ngrams(nn.Module):
         self.base = vocabulary + 1 + vocabulary % 2  # odd: else the keys of long orders would lose their oldest tokens
         # Zeros, which no memory is taken for until they change. They need no noise to differ: their gradients do.
         self.rows = nn.Parameter(torch.zeros(len(config.orders) * config.rows, width))
-        # Where set, called as (h, ids (B, n, O)) in place of ``add_rows``: the rows lie elsewhere than here.
-        self.adder: Callable[[Tensor, Tensor], Tensor] | None = None
+        # Where set, called as (h, ids (B, n, O), real) in place of ``add_rows``: the rows lie elsewhere than here.
+        self.adder: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         self._numbers: dict[torch.device, tuple[Tensor, ...]] = {}
 
-    def forward(self, h: Tensor, before: Tensor, places: Tensor | None = None) -> Tensor:
+    def forward(self, h: Tensor, before: Tensor, places: Tensor | None = None, real: Tensor | None = None) -> Tensor:
         """Adds the rows to h.
 
         Args:
             h: (B, n, C).
             before: (B, L + n - 1) int64, the tokens up to the last row's own; -1 where there is none.
             places: (B, n) of each row in its document, before which there is no token; None: ``before`` tells.
+            real: (B, n) bool, False where a row is padding, which touches no row of a table; None: all are real.
 
         Returns:
             (B, n, C), in the type of h.
         """
         ids = self.ids(before, places)
-        return add_rows(h, self.rows, ids) if self.adder is None else self.adder(h, ids)
+        return add_rows(h, self.rows, ids) if self.adder is None else self.adder(h, ids, real)
 
     def ids(self, before: Tensor, places: Tensor | None = None) -> Tensor:
         """The row of each order at each position, (B, n, O) int64; the arguments as for ``forward``."""

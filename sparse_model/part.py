@@ -10,7 +10,9 @@ what other processes have of the same contexts.
 
 A mixer (letter s of an order) brings rows of several positions together; a feed-forward (letter f) computes each row by
 itself. Both take normalised rows (B, N, C), and what they return is added to the residual stream: rows (B, N, C), or
-``Mixed`` where there is more to tell.
+``Mixed`` where there is more to tell. Where contexts are filled up, both take ``real``: bool, False where a row is
+padding; a mixer that of whole contexts (B, N), a feed-forward that of its own rows. What a part averages, counts or
+keeps must leave padding out.
 
 What a part learns otherwise than by gradients it keeps in buffers, in fp32. They are saved, resumed in any layout and
 exported like weights, and every rank has the same. In training such a part gives statistics with its rows. Once a step

@@ -120,6 +120,7 @@ class SparseTransformer(nn.Module):
         return_nats: bool = False,
         return_mixed: bool = False,
         begins: Tensor | None = None,
+        real: Tensor | None = None,
     ) -> Any:
         """Row i predicts tokens[:, i] from tokens[:, :i], or with ``begins`` from those of them in its document.
 
@@ -130,12 +131,15 @@ class SparseTransformer(nn.Module):
             return_mixed: return what the parts give beside rows too, as training needs it.
             begins: (B, N) bool, True on the first token of each document; position 0 begins one in any case. Each
                 document is then computed as in a context of its own.
+            real: (B, N) bool, False where a token is padding, behind all others of its context; None: all are real.
+                Padding has no nats, counts in no average, statistics or capacity, and gives no gradient.
 
         Returns:
-            Logits (B, N, V), or nats (B, N) in fp32; with ``return_mixed`` these as the rows of a ``Mixed``, with the
-            sum of the auxiliary losses, if any part has one, and the statistics for each of ``observers``. Of a model
-            that is divided, rows of this process's section alone. It looks at those tokens, and at as many before them
-            as the embedding's ``reach``. Auxiliary losses are of whole contexts; statistics add up over processes.
+            Logits (B, N, V), or nats (B, N) in fp32, 0 of padding; with ``return_mixed`` these as the rows of a
+            ``Mixed``, with the sum of the auxiliary losses, if any part has one, and the statistics for each of
+            ``observers``. Of a model that is divided, rows of this process's section alone. It looks at those tokens,
+            and at as many before them as the embedding's ``reach``. Auxiliary losses are of whole contexts; statistics
+            add up over processes.
 
         Raises:
             ValueError: tokens are not (B, N) with 1 to ``context`` positions, or the division does not divide them.
@@ -144,14 +148,15 @@ class SparseTransformer(nn.Module):
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         places = None if begins is None else places_of(begins)
-        more = self.beside(tokens.shape[1], places)
-        stream, columns = self.residual(self.embedding(tokens, places), more, self.activation_checkpoint)
+        more, own = self.beside(tokens.shape[1], places, real), self.division.section(tokens.shape[1])
+        stream, columns = self.residual(self.embedding(tokens, places, real=real), more, self.activation_checkpoint)
         if return_nats:  # targets and nats travel, which are less than rows
             rows = self.norm(stream.rows)
-            targets = tokens[:, self.division.section(tokens.shape[1]), None]
-            targets = self.division.divided_anew(targets, 0, columns)[..., 0].long()
+            targets = self.division.divided_anew(tokens[:, own, None], 0, columns)[..., 0].long()
             nats = self.logits(rows, targets)
             scored = self.division.divided_anew(nats[..., None], columns, 0)[..., 0]
+            if real is not None:
+                scored = scored.where(real[:, own], 0.0)
         else:
             scored = self.logits(self.norm(self.division.divided_anew(stream.rows, columns, 0)))
         return stream._replace(rows=scored) if return_mixed else scored
@@ -186,29 +191,31 @@ class SparseTransformer(nn.Module):
             stream = stream._replace(rows=closed(stream.rows, dtype))
         return stream, columns
 
-    def beside(self, context: int, places: Tensor | None = None) -> list[tuple[Any, ...]]:
-        """What each block takes beside its rows in training.
+    def beside(self, context: int, places: Tensor | None = None, real: Tensor | None = None) -> list[tuple[Any, ...]]:
+        """Extra inputs for each block in training: no state, first position, ``Documents``, columns and real rows.
 
-        Where the place of each position in its document is given, (B, N): no state, the first position, and its
-        ``Documents``. Else nothing; or these with None, and the stride of the columns by which its rows are divided.
+        A block whose extra inputs are all defaults has none.
+
+        Args:
+            context: N.
+            places: (B, N), the place of each position in its document, where documents are kept apart.
+            real: (B, N) bool, False where a row is padding; None: all are real.
 
         Raises:
             ConfigError: as ``ModelConfig.check_documents`` does.
         """
         more: list[tuple[Any, ...]] = []
         mixer: Any
-        if places is None and self.division.size == 1:
-            return [()] * len(self.blocks)
         if places is None:
             columns = 0
-            for block in self.blocks:
+            for block in self.blocks if self.division.size > 1 else ():
                 mixer = block.attention
                 if self.config.reversible or getattr(block.feed_forward, "in_sections", False):
                     columns = 0
                 elif mixer is not None:
                     columns = mixer.columns(context) if hasattr(mixer, "columns") else 0
-                more.append((None, 0, None, columns) if columns else ())
-            return more
+                more.append((None, 0, None, columns, real) if columns or real is not None else ())
+            return more or [() if real is None else (None, 0, None, 0, real)] * len(self.blocks)
         if not self._kept_apart:
             self.config.check_documents()
             self._kept_apart = True
@@ -219,7 +226,7 @@ class SparseTransformer(nn.Module):
             mixer = block.attention
             if mixer is not None and mixer.patterns not in known:
                 known[mixer.patterns] = within_documents(mixer.patterns, starts)
-            more.append((None, 0, Documents(own, None if mixer is None else known[mixer.patterns])))
+            more.append((None, 0, Documents(own, None if mixer is None else known[mixer.patterns]), 0, real))
         return more
 
     @property
@@ -289,17 +296,18 @@ class ResidualBlock(nn.Module):
         first: int = 0,
         documents: Documents | None = None,
         columns: int = 0,
+        real: Tensor | None = None,
     ) -> Tensor | Mixed:
         """(B, N, C) to (B, N, C), with what the parts have to tell beside that, if they have.
 
         With a state: one position, which reads the kept ones too, or the first N. With documents: none sees another.
-        With columns: rows are those of this process's columns of that stride.
+        With columns: rows are those of this process's columns of that stride. ``real`` is that of whole contexts.
         """
         more: list[Mixed] = []
         if self.attention is not None:
-            h = h + _rows(self.mix(h, state, first, documents, columns), more)
+            h = h + _rows(self.mix(h, state, first, documents, columns, real), more)
         if self.feed_forward is not None:
-            h = h + _rows(self.feed(h, columns), more)
+            h = h + _rows(self.feed(h, columns, real), more)
         return functools.reduce(joined, more)._replace(rows=h) if more else h
 
     def mix(
@@ -309,18 +317,25 @@ class ResidualBlock(nn.Module):
         first: int = 0,
         documents: Documents | None = None,
         columns: int = 0,
+        real: Tensor | None = None,
     ) -> Tensor | Mixed:
         """What the mixer adds to a stream, (B, N, C) as it reads it."""
         assert self.attention is not None
         rest: tuple[Any, ...] = (state, first) if documents is None else (state, first, documents)
         if columns:
             rest = (state, first, documents, columns)
-        return self._dropped(self.attention(self.attention_norm(h), *rest), columns)
+        mask = {} if real is None else {"real": real}
+        return self._dropped(self.attention(self.attention_norm(h), *rest, **mask), columns)
 
-    def feed(self, h: Tensor, columns: int = 0) -> Tensor | Mixed:
+    def feed(self, h: Tensor, columns: int = 0, real: Tensor | None = None) -> Tensor | Mixed:
         """What the feed-forward adds to a stream, (B, N, C) as it reads it."""
         assert self.feed_forward is not None
-        return self._dropped(self.feed_forward(self.feed_forward_norm(h)), columns)
+        rows = self.feed_forward_norm(h)
+        if real is None:
+            return self._dropped(self.feed_forward(rows), columns)
+        if self.division is not None:
+            real = real[:, self.division.positions_of(h.shape[1], columns, h.device)]
+        return self._dropped(self.feed_forward(rows, real), columns)
 
     def work(self, positions: int, batch: int) -> Work:
         """Of all sub-layers."""
@@ -347,13 +362,14 @@ class ReversibleBlock(ResidualBlock):
         first: int = 0,
         documents: Documents | None = None,
         columns: int = 0,
+        real: Tensor | None = None,
         starts: list[RandomStates] | None = None,
     ) -> Tensor | Mixed:
         """Streams (2, B, N, C) to such, as ``reversible`` has them; ``starts`` gets what each part draws from."""
         assert not columns, "streams are divided by sections"
         before, written = h.unbind()
         more: list[Mixed] = []
-        for sublayer in self.sublayers(state, first, documents):
+        for sublayer in self.sublayers(state, first, documents, columns, real):
             if starts is not None:
                 starts.append(RandomStates.now(h))
             rows = _rows(sublayer(written.to(self._dtype)), more)
@@ -362,13 +378,18 @@ class ReversibleBlock(ResidualBlock):
         return functools.reduce(joined, more)._replace(rows=h) if more else h
 
     def sublayers(
-        self, state: State | None = None, first: int = 0, documents: Documents | None = None
+        self,
+        state: State | None = None,
+        first: int = 0,
+        documents: Documents | None = None,
+        columns: int = 0,
+        real: Tensor | None = None,
     ) -> list[Callable[[Tensor], Tensor | Mixed]]:
         """In their order, each from a stream (B, N, C) to what is added to the other."""
         found: list[Callable[[Tensor], Tensor | Mixed]] = []
         if self.attention is not None:
-            found.append(functools.partial(self.mix, state=state, first=first, documents=documents))
-        return found if self.feed_forward is None else [*found, self.feed]
+            found.append(functools.partial(self.mix, state=state, first=first, documents=documents, real=real))
+        return found if self.feed_forward is None else [*found, functools.partial(self.feed, real=real)]
 
     @property
     def _dtype(self) -> torch.dtype:

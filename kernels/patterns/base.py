@@ -47,7 +47,7 @@ class PatternPart(Protocol):
 
 @runtime_checkable
 class Pattern(Protocol):
-    """Which earlier positions each position attends to. A frozen, hashable value."""
+    """Which positions each position attends to; all of ours are causal. A frozen, hashable value."""
 
     def __hash__(self) -> int:
         """Plans are cached by pattern."""

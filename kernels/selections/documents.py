@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
-from longstride.kernels.plan import view
+from longstride.kernels.plan import require_causal, view
 from longstride.kernels.selections.base import Part, Selection, stacked
 
 
@@ -30,8 +30,12 @@ def within_documents(patterns: Sequence[Pattern], starts: Tensor) -> Selection:
 
     Returns:
         A selection. Heads with fewer parts than others have empty ones; parts are disjoint as those of patterns are.
+
+    Raises:
+        ValueError: a pattern is not causal.
     """
     batch, context = starts.shape
+    require_causal(patterns, context)
     begin = starts.long() * context  # codes: documents in turn, and a rank of the pattern within each
     positions = torch.arange(context, device=starts.device)
     own = begin + positions - starts

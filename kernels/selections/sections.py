@@ -20,7 +20,7 @@ from torch import Tensor
 from longstride.kernels.forms import intervals_of, positions_of
 from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
-from longstride.kernels.plan import view
+from longstride.kernels.plan import require_causal, view
 from longstride.kernels.selections.base import Part, Selection, stacked
 
 
@@ -32,7 +32,11 @@ def keys_before(patterns: tuple[Pattern, ...], context: int, sections: int) -> t
         patterns: resolved for their heads.
         context: N.
         sections: U, which divides it.
+
+    Raises:
+        ValueError: a pattern is not causal: rows travel to later sections alone.
     """
+    require_causal(patterns, context)
     rows = context // sections
     read = torch.zeros(sections, context, dtype=torch.bool)
     for part in dict.fromkeys(part for pattern in patterns for part in pattern.parts()):

@@ -194,6 +194,11 @@ class RunData:
         return self._folder.manifest.modality
 
     @property
+    def packed(self) -> bool:
+        """Whether documents are laid end to end; else contexts may be short, and are filled up."""
+        return modality_named(self.modality).packing if self._cut.packing is None else self._cut.packing
+
+    @property
     def oddity(self) -> str | None:
         """What the run does that is rarely meant, in a line; None: nothing."""
         embedding = self._config.model.embedding

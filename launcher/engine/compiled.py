@@ -42,9 +42,10 @@ def compile_blocks(model: SparseTransformer) -> None:
     ever compiled.
     """
     # torch counts all compilations of a function together, and blocks of several kinds share theirs: each is compiled
-    # with gradients and without, for an input that needs them and one that does not, and under ZeRO 3 once more.
+    # with gradients and without, for an input that needs them and one that does not, with padding and without, and
+    # under ZeRO 3 once more.
     kinds = len(set(model.config.blocks()))
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * kinds)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 16 * kinds)
     for block in model.blocks:
         # Its forward alone: ZeRO 3 gathers its parameters by hooks, which a compiled module would take in.
         block.forward = _in_training(block, block.forward)
@@ -69,21 +70,26 @@ def run_blocks(
     *,
     recomputed: bool,
     apart: bool = False,
+    padded: bool = False,
 ) -> None:
     """One block of each kind that a model has, compiled, forward and backward over (B, N, C) zeros.
 
     What it compiles, this process keeps, and others find in torch's cache folder. Under ZeRO 3 DeepSpeed puts linear
     layers of its own in place of torch's: there each process compiles again in its first step. ``recomputed``: as
     activation checkpointing runs it, which compiles the forward pass by itself as well. ``apart``: with documents.
+    ``padded``: once more as batches with padding run it.
     """
     with torch.device("meta"):
         model = SparseTransformer(config, list(dict.fromkeys(config.blocks())))
     compile_blocks(model)
     places = torch.arange(config.context, device=device).expand(batch, -1) if apart else None
-    for block, rest in zip(model.blocks, model.beside(config.context, places), strict=True):
+    for block in model.blocks:
         block.to_empty(device=device).to(dtype)
         for parameter in block.parameters():
             nn.init.zeros_(parameter)
+    every = torch.ones(batch, config.context, dtype=torch.bool, device=device)
+    inputs = [model.beside(config.context, places, real) for real in ((None, every) if padded else (None,))]
+    for block, rest in ((block, rest) for more in inputs for block, rest in zip(model.blocks, more, strict=True)):
         h = torch.zeros(batch, config.context, config.width, device=device, dtype=dtype, requires_grad=True)
         if recomputed:
             with torch.no_grad():  # the input of the first block needs gradients, and that of the others none

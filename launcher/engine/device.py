@@ -102,6 +102,7 @@ def compile_kernels(
     *,
     train: TrainConfig | None = None,
     apart: bool = False,
+    padded: bool = False,
     division: Division | None = None,
 ) -> None:
     """Compiles what batches of so many contexts will launch on a GPU, and what ``train.compile`` asks for anywhere.
@@ -111,6 +112,7 @@ def compile_kernels(
     strides that are 1 or multiples of 16 are compiled in. So the model's own attention is run once at the run's own
     sizes. Of the processes of a host one compiles; the others find the result in Triton's or torch's cache folder.
     ``train`` is None where no backward pass follows. ``apart``: contexts hold documents that do not see each other.
+    ``padded``: contexts may be short, and are filled up.
     ``division``: the place of this process among those that share a context, which need not have met.
     """
     blocks = train is not None and train.compile
@@ -122,7 +124,8 @@ def compile_kernels(
             run_attention(model, batch, DTYPES[precision], device, training=training, apart=apart, division=division)
         if train is not None and blocks:
             recomputed = train.activation_checkpointing
-            run_blocks(model, batch, DTYPES[precision], device, recomputed=recomputed, apart=apart)
+            dtype = DTYPES[precision]
+            run_blocks(model, batch, dtype, device, recomputed=recomputed, apart=apart, padded=padded)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
     if device.type == "cuda":

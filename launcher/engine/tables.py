@@ -30,6 +30,7 @@ from longstride.sparse_model import Ngrams, add_rows
 
 DECAY = 0.95  # of the second moment, at each touch
 _GATHERED_ROWS = 1 << 16  # at once
+_PADDING = -1  # in place of the number of a row
 _TINY = 1e-12  # beside the root of the second moment, of gradients that no batch makes so small
 
 
@@ -64,9 +65,14 @@ class Tables:
         ngrams.adder = self.add
         self._pending: list[tuple[Tensor, Tensor]] = []  # row numbers (·, O) int32 and gradients (·, C) of each pass
 
-    def add(self, h: Tensor, ids: Tensor) -> Tensor:
-        """h (B, n, C) plus the rows of ids (B, n, O); keeps their gradients for ``step``. All ranks must call."""
+    def add(self, h: Tensor, ids: Tensor, real: Tensor | None = None) -> Tensor:
+        """h (B, n, C) plus the rows of ids (B, n, O); keeps their gradients for ``step``. All ranks must call.
+
+        ``real``: (B, n) bool, False where a row is padding, which touches no row of a table; None: all are real.
+        """
         rows, places = (self.rows, ids) if self._parts == 1 else self._fetched(ids)
+        if real is not None:
+            ids = ids.where(real[..., None], _PADDING)
         return _Added.apply(h, ids, rows, places, self._pending)
 
     def forget(self) -> None:
@@ -105,11 +111,13 @@ class Tables:
         """The rows held here that ids (P, O) name, (U,) int64, and the sums of their gradients (U, C), of (P, C)."""
         orders, flat = ids.shape[1], ids.flatten()
         if self._parts > 1:
-            mine = (flat % self._parts == self._part).nonzero().squeeze(1)
+            mine = ((flat % self._parts == self._part) & (flat != _PADDING)).nonzero().squeeze(1)
             held, order = (flat[mine] // self._parts).sort(stable=True)
             order = mine[order]
         else:
             held, order = flat.sort(stable=True)
+            padding = int((flat == _PADDING).sum())  # which stands first
+            held, order = held[padding:], order[padding:]
         touched, counts = torch.unique_consecutive(held, return_counts=True)
         # The positions of a row lie together, in their order: so its sum has the same bits everywhere.
         sums = F.embedding_bag(order // orders, gradients, counts.cumsum(0) - counts, mode="sum")
@@ -118,7 +126,7 @@ class Tables:
     def _move(self, touched: Tensor, sums: Tensor, rate: float) -> None:
         """One step of row-wise Adam; ``sums`` is overwritten."""
         square = torch.linalg.vector_norm(sums, dim=1).square_().div_(sums.shape[1])
-        moved = square > 0  # a row that padding alone has touched is as before
+        moved = square > 0  # a row whose gradient is zero is as before
         second, touches = self._second[touched], self._touches[touched] + moved
         second = torch.where(moved, DECAY * second + (1 - DECAY) * square, second)
         self._second[touched], self._touches[touched] = second, touches

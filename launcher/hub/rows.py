@@ -87,8 +87,13 @@ def all_rows(
 
     # The last token of a row is a target only.
     rows = tokens if full else F.pad(tokens, (0, 1))
-    h = network.embedding(rows, embedded=None if embedded is None else embedded[:, : rows.shape[1] - 1])
-    stream, _ = network.residual(h, network.beside(rows.shape[1]), recompute if hidden is None else recorded)
+    real = None  # a row of n tokens has n + 1 rows of the network, of which the context may lack the last one
+    if aligned is not None and bool((aligned.lengths < length).any()):
+        real = torch.arange(rows.shape[1], device=rows.device) <= aligned.lengths[:, None]
+    embedded = None if embedded is None else embedded[:, : rows.shape[1] - 1]
+    h = network.embedding(rows, embedded=embedded, real=real)
+    more = network.beside(rows.shape[1], real=real)
+    stream, _ = network.residual(h, more, recompute if hidden is None else recorded)
     rows = network.norm(stream.rows)
     missing = None  # at which places there is nothing
     if full:

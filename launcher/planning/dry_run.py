@@ -105,6 +105,7 @@ def _take_step(run: Run, state: StreamState | None, initial: InitialWeights | No
                 ranks.device,
                 train=config.train,
                 apart=config.data.apart,
+                padded=not run.data.packed,
                 division=division,
             )
         with said_where_slow("building the engine"):

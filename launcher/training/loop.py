@@ -275,19 +275,18 @@ class Scored(NamedTuple):
 
 def score(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list[float] | None = None) -> Scored:
     """The forward pass over some contexts of a batch. ``context_nats`` gets the sum of each context."""
-    tokens, lengths = batch.tokens[rows], batch.lengths[rows]
-    more = {} if batch.begins is None else {"begins": batch.begins[rows].to(engine.device)}
-    given = engine(tokens.to(engine.device), return_nats=True, return_mixed=True, **more)
+    tokens, device = batch.tokens[rows], engine.device
+    more = {} if batch.begins is None else {"begins": batch.begins[rows].to(device)}
+    real = torch.arange(tokens.shape[1]) < batch.lengths[rows, None]
+    if not bool(real.all()):
+        more["real"] = real.to(device)
+    given = engine(tokens.to(device), return_nats=True, return_mixed=True, **more)
     nats, auxiliary, statistics = given  # (B, N), …
-    first = engine.module.division.section(tokens.shape[1]).start
-    lengths = (lengths - first).clamp(0, nats.shape[1])  # of the positions that this rank has
-    if not bool((lengths == nats.shape[1]).all()):
-        real = torch.arange(nats.shape[1]) < lengths[:, None]
-        nats = nats.masked_fill(~real.to(engine.device), 0.0)
     if context_nats is not None:
         context_nats += nats.detach().double().sum(1).tolist()
     total = nats.sum()
-    loss = total if auxiliary is None else total + auxiliary * int(lengths.sum())
+    own = engine.module.division.section(tokens.shape[1])  # the positions that this rank computes
+    loss = total if auxiliary is None else total + auxiliary * int(real[:, own].sum())
     return Scored(total, loss, tuple(each.detach() for each in statistics))
 
 

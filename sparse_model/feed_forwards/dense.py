@@ -94,8 +94,8 @@ class FeedForward(nn.Module):
         draw_linear(self.expand, self.network)
         draw_linear(self.contract, self.network, into_stream=True)
 
-    def forward(self, h: Tensor) -> Tensor:
-        """(B, N, C) to (B, N, C)."""
+    def forward(self, h: Tensor, real: Tensor | None = None) -> Tensor:
+        """(B, N, C) to (B, N, C). It computes padding as any row: rows that nothing reads give no gradient."""
         plain = isinstance(self.expand, nn.Linear) and isinstance(self.contract, nn.Linear)  # and no adapters of others
         if torch.compiler.is_exporting() or h.shape[:-1].numel() <= LONG_ROWS or not plain:
             return self.contract(self.activation(self.expand(h)))

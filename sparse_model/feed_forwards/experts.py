@@ -9,6 +9,7 @@ Letters: B batch, N positions, R rows, C width, F inner width, E experts, k of t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -106,40 +107,46 @@ class Experts(nn.Module):
         draw(self.expand, self.network, self.network.width)
         draw(self.contract, self.network, self.network.feed_forward_width, into_stream=True)
 
-    def forward(self, h: Tensor) -> Tensor | Mixed:
-        """(B, N, C) to (B, N, C); in training with the auxiliary loss."""
-        gates, chosen, auxiliary = self.route(h)
+    def forward(self, h: Tensor, real: Tensor | None = None) -> Tensor | Mixed:
+        """(B, N, C) to (B, N, C); in training with the auxiliary loss. ``real`` as ``route`` takes it."""
+        gates, chosen, auxiliary = self.route(h, real)
         if torch.compiler.is_exporting():
             return self._by_all_experts(h, gates, chosen)
-        if h.shape[1] == 1 and chosen.numel() <= self.count and not torch.is_grad_enabled():
+        if h.shape[1] == 1 and real is None and chosen.numel() <= self.count and not torch.is_grad_enabled():
             return self._few_rows(h, gates, chosen)
         parameters = (self.expand, self.expand_bias, self.contract, self.contract_bias)
         long = dense.CHUNK_ROWS if chosen.numel() > dense.LONG_ROWS else None
         out = SortedExperts.apply(h.flatten(0, 1), gates, chosen, *parameters, self.config.activation, long)
         return out.view(h.shape) if auxiliary is None else Mixed(out.view(h.shape), auxiliary)
 
-    def route(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def route(self, h: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Which experts each row of h (B, N, C) has, in fp32 (fp64 for fp64) whatever its precision.
+
+        Args:
+            h: rows.
+            real: (B, N) bool, False where a row is padding: no expert computes it, and no average or capacity counts
+                it; None: all are real.
 
         Returns:
             Their weights (R, k): one has its probability (Fedus et al. 2021), two have theirs so that they sum to 1
             (Lepikhin et al. 2020); their numbers (R, k) int64, the more probable first, E where capacity leaves the
-            row out; and in training the auxiliary loss, E·Σ f·P over experts with f the share of rows that choose one
-            first and P its mean probability (Lepikhin et al. 2020, algorithm 1). Of divided contexts, both are of
-            all their rows, and the loss is the same on every process.
+            row out, or it is padding; and in training the auxiliary loss, E·Σ f·P over experts with f the share of rows
+            that choose one first and P its mean probability (Lepikhin et al. 2020, algorithm 1). Of divided contexts,
+            both are of all their rows, and the loss is the same on every process.
         """
         config, wide = self.config, torch.promote_types(h.dtype, torch.float32)
         logits = self.router(h.flatten(0, 1).to(wide))
         probabilities = logits.softmax(-1)
         chosen = logits.topk(config.top).indices
         gates = probabilities.gather(-1, chosen)
-        auxiliary = None
+        auxiliary, kept = None, None if real is None else real.reshape(-1, 1)
         if self.training and config.balance:
-            first = (chosen[:, :1] == torch.arange(self.count, device=h.device)).to(wide).mean(0)
-            first, mean = self.division.sum(torch.stack([first, probabilities.mean(0)])).div(self.division.size)
+            first = chosen[:, :1] == torch.arange(self.count, device=h.device)
+            first, mean = self._means(kept, first.to(wide), probabilities)
             auxiliary = config.balance * self.count * (first * mean).sum()
         if self.training and config.capacity is not None:
-            kept = self._within_capacity(chosen.view(len(h), -1))
+            kept = self._within_capacity(chosen.view(len(h), -1), real)
+        if kept is not None:
             gates, chosen = torch.where(kept, gates, 0.0), torch.where(kept, chosen, self.count)
         if config.top > 1:
             gates = gates / gates.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).eps)
@@ -154,19 +161,35 @@ class Experts(nn.Module):
         long = batch * positions * top // self.division.size > dense.LONG_ROWS
         return Work(linear=router + expand + contract, again=expand if long else 0)
 
-    def _within_capacity(self, chosen: Tensor) -> Tensor:
-        """Which choices (B, n·k) of each context an expert has room for: (R, k) booleans.
+    def _means(self, real: Tensor | None, *several: Tensor) -> Sequence[Tensor]:
+        """The mean of the real rows of each of some (R, E), over all processes that share contexts: (E,) each."""
+        if real is None:
+            return self.division.sum(torch.stack([rows.mean(0) for rows in several])).div(self.division.size).unbind()
+        counts = real.to(several[0].dtype).sum(0).expand(self.count)
+        sums = torch.stack([*(rows.where(real, 0.0).sum(0) for rows in several), counts])
+        *totals, counts = self.division.sum(sums)
+        return [total / counts for total in totals]
+
+    def _within_capacity(self, chosen: Tensor, real: Tensor | None) -> Tensor:
+        """Which choices (B, n·k) of each context an expert has room for: (R, k) booleans; none of padding.
 
         It takes the first that come, by position, and of a position the more probable. So what becomes of a row depends
         on earlier rows of its own context alone. GShard takes all first choices before any second one, and a group may
         hold several contexts: there a row's second choice depends on rows behind it.
         """
-        assert self.config.capacity is not None
-        room = math.ceil(self.config.capacity * chosen.shape[1] * self.division.size / self.count)
-        arrivals = (chosen[..., None] == torch.arange(self.count, device=chosen.device)).cumsum(1)  # (B, n·k, E)
+        capacity, top = self.config.capacity, self.config.top
+        assert capacity is not None
+        arrive = chosen[..., None] == torch.arange(self.count, device=chosen.device)  # (B, n·k, E)
+        room: int | Tensor = math.ceil(capacity * chosen.shape[1] * self.division.size / self.count)
+        if real is not None:
+            counted = real.repeat_interleave(top, 1)[..., None]  # (B, n·k, 1)
+            arrive = arrive & counted
+            room = (capacity * self.division.sum(counted.sum(1, keepdim=True)).double() / self.count).ceil()
+        arrivals = arrive.cumsum(1)
         earlier = self.division.sum_before(arrivals[:, -1:]).expand_as(arrivals)  # of sections before this one
         before, within = (each.gather(-1, chosen[..., None]) for each in (earlier, arrivals))
-        return (before + within <= room).view(-1, self.config.top)
+        kept = before + within <= room
+        return (kept if real is None else kept & counted).view(-1, top)
 
     def _by_all_experts(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """The same in a traced program, whose shapes must not depend on the choice: each expert computes all rows."""

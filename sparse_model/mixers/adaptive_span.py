@@ -112,7 +112,9 @@ class AdaptiveSpan(Attention):
         """The span z of each head, (H,) in positions, fp32 (fp64 for fp64)."""
         return Bounded.apply(self.spans.to(wide_of(self.spans))) * self.limit
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
+    ) -> Tensor | Mixed:
         """q (B, H, N, D), k and v (B, K, N, ·) to (B, H, N, Dv); in training with the penalty."""
         spans = self.division.alike(self.positions_read())  # which way they lead says the gradient of the whole
         out = span_attention(q, k, v, spans[heads], self.config.ramp, self.limit, self.backend)

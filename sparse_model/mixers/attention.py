@@ -151,11 +151,12 @@ class Attention(nn.Module):
         first: int = 0,
         documents: Documents | None = None,
         columns: int = 0,
+        real: Tensor | None = None,
     ) -> Tensor | Mixed:
         """(B, N, C) to (B, N, C). With a state: of the positions from ``first`` on, which attend to the kept ones too.
 
         With documents, each is computed as in a context of its own. With columns, rows are those of this process's
-        columns of that stride, as the method ``columns`` asks for.
+        columns of that stride, as the method ``columns`` asks for. ``real`` as ``attend`` takes it.
         """
         if self.convolution is not None:
             of_document = None if documents is None else documents.places
@@ -188,12 +189,14 @@ class Attention(nn.Module):
         elif exchange == "keys":
             given = section_attention(q, k, v, self.patterns, division, self.backend)
         else:
-            given = self._by_heads(q, k, v, documents)
+            given = self._by_heads(q, k, v, documents, real)
         out = given.rows if isinstance(given, Mixed) else given
         out = self.projection(out.transpose(1, 2).flatten(2))
         return given._replace(rows=out) if isinstance(given, Mixed) else out
 
-    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor | Mixed:
+    def _by_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, real: Tensor | None
+    ) -> Tensor | Mixed:
         """Of the own positions of all heads to those of the output, by some heads of whole contexts."""
         division = self.division
         if self.copies > 1:
@@ -207,7 +210,7 @@ class Attention(nn.Module):
             selection = selection if division.size == 1 else selection.of_heads(heads)
             given = selected_attention(q, k, v, selection, backend=self.backend)
         else:
-            given = self.attend(q, k, v, heads)
+            given = self.attend(q, k, v, heads, real)
         (out,) = division.to_sections(given.rows if isinstance(given, Mixed) else given)
         return given._replace(rows=out) if isinstance(given, Mixed) else out
 
@@ -241,11 +244,14 @@ class Attention(nn.Module):
         sent = 2 * context * (division.size - 1) // division.size * self.network.width
         return stride if sent <= sum(self.traffic(division, context).sent) else 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
+    ) -> Tensor | Mixed:
         """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv), with what else there is to tell.
 
-        These are of some ``heads`` alone where contexts are divided. What attends otherwise overrides this,
-        ``new_cache``, ``num_pairs``, ``allowed`` and ``weigh``, or some of them.
+        These are of some ``heads`` alone where contexts are divided. ``real`` (B, N) bool is False where a row is
+        padding, which takes part in no statistics and no average; None: all are real. What attends otherwise overrides
+        this, ``new_cache``, ``num_pairs``, ``allowed`` and ``weigh``, or some of them.
         """
         return sparse_attention(q, k, v, self.patterns[heads], backend=self.backend)
 

@@ -122,7 +122,7 @@ class EntmaxAttention(Attention):
         """α - 1 of each head, (H,) fp32 (fp64 for fp64)."""
         return self.excess_logits.to(wide_of(self.excess_logits)).sigmoid().clamp_min(LEAST_EXCESS)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None) -> Tensor:
         """q (B, H, N, D), k and v (B, K, N, ·) to (B, H, N, Dv)."""
         return entmax_attention(q, k, v, self.excess()[heads], self.patterns[heads])
 

@@ -102,7 +102,7 @@ class HashedAttention(Attention):
         q, v = super()._heads_of_one(row, position)
         return q, _unit(q), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None) -> Tensor:
         """q, k and v (B, H, N, D) of whole contexts to (B, H, N, D)."""
         return selected_attention(q, k, v, self.selection(q, heads), backend=self.backend)
 

@@ -74,7 +74,7 @@ class BlockAttention(Attention):
         super().__init__(network, (), rotary, key_value_heads=config.key_value_heads)
         self.block, self.top = config.block, config.top
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None) -> Tensor:
         """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv)."""
         selection = chosen_blocks(choices(q, means(k, self.block), self.block, self.top), self.block)
         return selected_attention(q, k, v, selection, backend=self.backend)

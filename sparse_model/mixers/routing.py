@@ -134,11 +134,16 @@ class ClusteredAttention(Attention):
         """The cluster of each position from ``first`` on, x (B, r, n, D) of some routed heads: (B, r, n) int64."""
 
     def statistics(self, keys: Tensor, clusters: Tensor, routed: slice) -> tuple[Tensor, ...]:
-        """In training, what ``observe`` gets, of the keys (B, r, N, D) of some routed heads in clusters (B, r, N)."""
+        """In training, what ``observe`` gets, of the keys (B, r, N, D) of some routed heads in clusters (B, r, N).
+
+        A key of cluster -1 is padding, and counts nowhere.
+        """
         return ()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
-        """q, k and v (B, H, N, D) of whole contexts to (B, H, N, Dv), with statistics in training."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
+    ) -> Tensor | Mixed:
+        """q, k and v (B, H, N, D) of whole contexts to (B, H, N, Dv), with statistics of real rows in training."""
         outs, patterns = [], self.patterns[heads]
         local = len(patterns)
         if local:
@@ -151,8 +156,10 @@ class ClusteredAttention(Attention):
         if q.shape[1]:
             outs.append(self.attend_routed(q, k, v, queries, keys))
         out = torch.cat(outs, 1) if len(outs) > 1 else outs[0]
-        counted = (q, queries) if keys is None else (k, keys)
-        if self.training and (seen := self.statistics(*counted, routed)):
+        counted, clusters = (q, queries) if keys is None else (k, keys)
+        if real is not None:
+            clusters = clusters.where(real[:, None], -1)
+        if self.training and (seen := self.statistics(counted, clusters, routed)):
             return Mixed(out, None, seen)
         return out
 

@@ -267,7 +267,13 @@ class Synthesizer(nn.Module):
         for name, fan_in in self.tables.items():
             draw(getattr(self, name), self.network, fan_in)
 
-    def forward(self, h: Tensor, state: AttentionState | ScoredState | None = None, first: int = 0) -> Tensor:
+    def forward(
+        self,
+        h: Tensor,
+        state: AttentionState | ScoredState | None = None,
+        first: int = 0,
+        real: Tensor | None = None,
+    ) -> Tensor:
         """(B, N, C) to (B, N, C). With a state: of the positions from ``first`` on, which read the kept ones too."""
         if self.convolution is not None:
             h = self.convolution(h, None if state is None else state.recent, first)

@@ -207,6 +207,40 @@ def test_auxiliary_losses_count_once() -> None:
     torch.testing.assert_close(3 * share, alone)
 
 
+@client("transformers", "rows of unequal lengths, padded on either side", "gradients and losses as with less padding")
+@pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
+def test_padding_changes_no_gradient(changes: dict[str, Any]) -> None:
+    """Nor how much of it there is: the first batch has as little as it can."""
+    from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM
+
+    torch.manual_seed(0)
+    config = LongstrideConfig(model=small(**changes).model_dump(mode="json"))
+    model = LongstrideForCausalLM(config).double().train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    for part in model.network.modules():
+        if hasattr(part, "in_sections"):  # experts, whose balance counts
+            part.config = part.config.model_copy(update={"balance": 3.0})
+    texts = [torch.randint(256, (length,)) for length in (30, 8, 1)]
+    results = []
+    for left, width, byte in ((0, 30, PADDING), (0, 39, PADDING), (9, 39, PADDING), (4, 40, 7), (0, 40, 250)):
+        tokens, mask = torch.full((3, width), byte), torch.zeros(3, width, dtype=torch.long)
+        for row, shown, text in zip(tokens, mask, texts, strict=True):
+            row[left : left + len(text)], shown[left : left + len(text)] = text, 1
+        labels = tokens.where(mask.bool(), -100)
+        labels[:, left] = -100  # which a row with padding before it would count
+        model.zero_grad()
+        found = model(tokens, attention_mask=mask, labels=labels)
+        found.loss.backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        results.append({"loss": found.loss.detach(), **gradients})
+    for result in results[1:]:
+        assert result.keys() == results[0].keys()
+        for name, gradient in result.items():
+            wanted = results[0][name]
+            assert (gradient - wanted).abs().max() <= 2.0**-40 * wanted.abs().max(), name
+
+
 def test_labels_of_tokens_that_no_model_predicts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from longstride.launcher.hub import LongstrideForCausalLM
 

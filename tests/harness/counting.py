@@ -1,4 +1,4 @@
-"""A feed-forward that counts the rows it has seen in training, in a buffer: what buffers have to go through."""
+"""A feed-forward that counts the real rows it has seen in training, in a buffer: what buffers have to go through."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ class Counting(FeedForward):
         super().__init__(network, kind)
         self.register_buffer("seen", torch.zeros(2))
 
-    def forward(self, h: Tensor) -> Any:
+    def forward(self, h: Tensor, real: Tensor | None = None) -> Any:
         rows = super().forward(h)
-        return (
-            Mixed(rows, None, (h.new_full((1,), h.shape[:-1].numel(), dtype=torch.float32),)) if self.training else rows
-        )
+        count = h.shape[:-1].numel() if real is None else int(real.sum())
+        return Mixed(rows, None, (h.new_full((1,), count, dtype=torch.float32),)) if self.training else rows
 
     def observe(self, total: Tensor) -> None:
         self.seen += torch.cat([total, total.new_ones(1)]).to(self.seen)

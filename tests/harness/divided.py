@@ -33,6 +33,7 @@ class Pass:
     dtype: torch.dtype = torch.float64
     batch: int = 2
     begins: tuple[int, ...] = ()  # of documents that are kept apart, in the first context; None are, where it is empty
+    lengths: tuple[int, ...] = ()  # of the contexts, what is behind being padding; all are full, where it is empty
     recompute: bool | None = None  # each block in the backward pass, by torch's checkpoint: reentrant or not
     exchange: Literal["heads", "keys", "auto"] = "heads"
 
@@ -57,10 +58,12 @@ def one_pass(asked: Pass, division: Division | None) -> Passed:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     context = model.config.context
-    tokens, begins = torch.randint(256, (asked.batch, context), dtype=torch.uint8), None
+    tokens, begins, real = torch.randint(256, (asked.batch, context), dtype=torch.uint8), None, None
     if asked.begins:
         begins = torch.zeros(asked.batch, context, dtype=torch.bool)
         begins[0, list(asked.begins)] = True
+    if asked.lengths:
+        real = torch.arange(context) < torch.tensor(asked.lengths)[:, None]
     if division is not None:
         model.divide(division)
         own = division.section(context)
@@ -68,7 +71,7 @@ def one_pass(asked: Pass, division: Division | None) -> Passed:
     if asked.recompute is not None:
         model.activation_checkpoint = functools.partial(checkpoint, use_reentrant=asked.recompute)
     torch.manual_seed(1)
-    given = model(tokens, return_nats=True, return_mixed=True, begins=begins)
+    given = model(tokens, return_nats=True, return_mixed=True, begins=begins, real=real)
     loss = given.rows.sum()
     if given.auxiliary is not None:  # as in training: its mean over the processes counts
         loss = loss + 10 * given.auxiliary / (1 if division is None else division.size)

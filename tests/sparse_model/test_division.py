@@ -60,8 +60,14 @@ PASSES: dict[str, Pass] = {
     "later parts, documents apart, recomputed": Pass(LATER_PARTS, begins=(5, 10, 31), recompute=False),
     "dropout, recomputed, another batch": Pass(LEARNED, batch=3, recompute=True),
     "an exchange for each layer, with dropout, recomputed": Pass(IN_TURN, recompute=True, exchange="auto"),
+    "padding": Pass(EVERY_MIXER, lengths=(29, 3)),
+    "padding, an exchange for each layer, recomputed": Pass(
+        {**IN_TURN, "feed_forward": {"type": "experts", "count": 4}, "ngrams": {"orders": [2], "rows": 300}},
+        lengths=(64, 9), recompute=False, exchange="auto",
+    ),
+    "padding, reversible": Pass({**SYSTEMS["reversible"], **IMAGE}, lengths=(25, 40)),
     "reversible, with dropout": Pass({**SYSTEMS["reversible"], **IMAGE, "dropout": 0.3}),
-}
+}  # fmt: skip
 WIDE: dict[str, Pass] = {
     **{name: Pass({"attention": attention, "dropout": 0.1}) for name, attention in ATTENTIONS.items()},
     **{f"{name}, documents apart": Pass({"attention": of}, begins=(13, 14)) for name, of in ATTENTIONS.items()},

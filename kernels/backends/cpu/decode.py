@@ -43,10 +43,10 @@ class PreparedCache:
         if torch.is_autocast_enabled("cpu"):  # it would take the products down to 16 bits
             with torch.autocast("cpu", enabled=False):
                 return self(q, position, return_lse)
-        if position <= self.last:
-            for _, _, *both in self.groups:
-                for rows in both:
-                    rows.forget_from(position)
+        for _, _, *both in self.groups:
+            for rows in both:
+                if rows.kept:
+                    rows.forget_from(min(position, self.last + 1))  # where a pattern reads later rows, they are new
         self.last = position
         if len(self.groups) == 1:
             pattern, _, k, v = self.groups[0]
@@ -164,8 +164,8 @@ class CachedRows:
 
     def forget_from(self, position: int) -> None:
         """Rows from here on are written anew."""
-        for (_, _, step), blocks in self.kept.items():
-            blocks.count = min(blocks.count, position // step)
+        for (first, width, step), blocks in self.kept.items():
+            blocks.count = min(blocks.count, max(0, (position - first - width) // step + 1))
 
     def _gathered(self, index: Tensor) -> Tensor:
         """Rows of all heads in one buffer for all queries, as new memory may be new pages each time."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from longstride.kernels.backends import empty_like_rows
 from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern
-from longstride.kernels.plan import num_pairs
+from longstride.kernels.plan import is_causal, num_pairs
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> bool:
@@ -35,8 +35,8 @@ def fits(q: Tensor, v: Tensor, patterns: tuple[Pattern, ...]) -> bool:
 
 @kept
 def _reads_all(pattern: Pattern, context: int) -> bool:
-    """Whether each position reads all up to itself: patterns are causal, so the number of pairs tells."""
-    return num_pairs(pattern, context) == context * (context + 1) // 2
+    """Whether each position reads all up to itself, and nothing more: no causal pattern has more pairs."""
+    return num_pairs(pattern, context) == context * (context + 1) // 2 and is_causal(pattern, context)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

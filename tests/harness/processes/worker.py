@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +48,19 @@ def dump_buffers(folder: Path) -> None:
         return line
 
     loop.train_step = step_and_dump
+
+
+def fill_padding(byte: int) -> None:
+    """Puts a byte behind the end of every short context of a batch."""
+    import longstride.launcher.training.loop as loop
+
+    score = loop.score
+
+    def fill_and_score(engine: Any, batch: Any, *args: Any) -> Any:
+        real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+        return score(engine, replace(batch, tokens=batch.tokens.where(real, byte)), *args)
+
+    loop.score = fill_and_score
 
 
 def dump_master_weights(path: str) -> None:
@@ -377,6 +391,8 @@ def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
         fail_evaluation(int(os.environ["FAIL_EVALUATION_AT_STEP"]))
     if "SCORES" in os.environ:
         give_scores(json.loads(os.environ["SCORES"]))
+    if "FILL_PADDING" in os.environ:
+        fill_padding(int(os.environ["FILL_PADDING"]))
     if "DUMP_MASTER_WEIGHTS" in os.environ:
         dump_master_weights(os.environ["DUMP_MASTER_WEIGHTS"])
     if "DUMP_LOGITS" in os.environ:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.runs import metrics
+from tests.launcher.training.test_buffers import ROUTING
 from tests.launcher.training.test_training import EXPERTS
 
 Resumed = Callable[..., tuple[Path, Path]]
@@ -15,6 +16,7 @@ COMPILED = ("train.compile=true", "model.backend=auto")
 RUNS = {f"zero{stage}_{precision}": () for stage in range(4) for precision in ("fp32", "bf16", "fp16")}
 RUNS |= {f"zero{stage}_bf16-recomputed": ("train.activation_checkpointing=true",) for stage in range(4)}
 RUNS |= {f"{name}-experts": (EXPERTS, *RUNS[name]) for name in ("zero0_fp32", "zero1_bf16", "zero3_bf16-recomputed")}
+RUNS["zero0_fp32-padded"] = (EXPERTS, ROUTING, "data.packing=false", "data.hop=48")
 IN_SHORT = "zero3_bf16-recomputed"  # the stage that gathers parameters block by block, forward and backward
 CASES = [(IN_SHORT, 1), *(pytest.param(name, 2, marks=pytest.mark.campaign) for name in RUNS)]
 

@@ -108,6 +108,35 @@ def test_steps_are_those_of_dense_gradients() -> None:
         assert (found - wanted).abs().max() <= 4 * (dense - wanted).abs().max()
 
 
+def test_padding_touches_no_row() -> None:
+    """Nor the average, the moment or the count of a row: to the bit, whatever stands in the padding."""
+    real = torch.arange(40) < torch.tensor([40, 9])[:, None]
+    results = []
+    for padding in (97, 98):
+        model, tables = with_tables(train_config())
+        for number, parts in enumerate(batches(1.0)[:3]):
+            tokens = parts[0][0].where(real, padding)
+            model(tokens, return_nats=True, real=real).sum().backward()
+            tables.step(number, 1.0)
+        results.append(tables.share())
+    assert all(torch.equal(one, results[1][name]) for name, one in results[0].items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_rank_sums_what_is_real_of_its_rows(ranks: int) -> None:
+    ids, gradients = torch.tensor([[0, 97], [5, 99], [5, 97]]), torch.randn(3, 64)
+    every, real = {}, torch.tensor([True, False, True])[:, None]
+    for rank in range(ranks):
+        model = SparseTransformer(small(ngrams=TABLES))
+        assert model.embedding.ngrams is not None
+        tables = Tables(model.embedding.ngrams, train_config(), Ranks(rank, rank, ranks), sharded=True)
+        touched, sums = tables._summed(ids.where(real, -1), gradients)
+        every |= {int(row) * ranks + rank: total for row, total in zip(touched, sums, strict=True)}
+    assert sorted(every) == [0, 5, 97]
+    for row, wanted in ((0, gradients[0]), (5, gradients[2]), (97, gradients[0] + gradients[2])):
+        assert torch.equal(every[row], wanted)
+
+
 def test_evaluation_keeps_no_gradients() -> None:
     model, tables = with_tables(train_config())
     tokens = batches(1.0)[0][0][0]

@@ -13,8 +13,8 @@ from longstride.launcher.cli import main
 from longstride.launcher.models import AVERAGE, Exported, load_model
 from longstride.sparse_model.feed_forwards import FEED_FORWARDS
 from tests.harness import counting
-from tests.harness.runs import spawn
-from tests.launcher.training.test_training import HIGH_SCALE
+from tests.harness.runs import metrics, spawn
+from tests.launcher.training.test_training import HIGH_SCALE, TABLES
 
 ROWS = 8 * 64  # of a step of all ranks
 COUNTING = 'model.feed_forward=[{"type": "dense"}, {"type": "counting"}]'
@@ -82,6 +82,28 @@ def test_a_buffer_goes_through_every_layout(config_file: Path, tmp_path: Path, c
         buffers = dict(load_model(tmp_path / "model", dtype=dtype).named_buffers())
         assert buffers[SEEN].tolist() == [len(LEGS) * ROWS, len(LEGS)] and buffers[SEEN].dtype == torch.float32
         assert all(torch.equal(buffers[name], centroids[name]) for name in CENTROIDS)
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("train.activation_checkpointing=true", "deepspeed=zero3_fp32"), ("train.sequence_parallel=2",)]
+)
+def test_padding_changes_nothing_that_a_run_keeps(more: tuple[str, ...], config_file: Path, tmp_path: Path) -> None:
+    """Whatever byte stands there: metrics, weights, n-gram tables with their moments, averages, and what parts see."""
+    kept = []
+    experts = '{"type": "experts", "count": 4, "balance": 1.0, "capacity": 1.0}'
+    for byte in (0, 200):
+        run = tmp_path / f"run-{byte}"
+        arguments = [COUNTING.replace('{"type": "dense"}', experts), ROUTING, TABLES, "train.steps=3", *more]
+        arguments += ["data.packing=false", "data.hop=48", f"train.output={run}"]
+        ended = spawn(["--config", str(config_file), *arguments], 2, {"COUNTING": "1", "FILL_PADDING": str(byte)})
+        assert ended.codes == [0, 0], ended.stderr
+        lines = [line for line in metrics(run) if line["split"] == "train"]
+        assert any(line["tokens"] < ROWS for line in lines)
+        assert seen(run, 3) == [sum(line["tokens"] for line in lines), 3]
+        checkpoint = open_checkpoint(run, 3)
+        kept.append((lines, master_weights(checkpoint) | master_weights(checkpoint, AVERAGE)))
+    assert kept[0][0] == kept[1][0]
+    assert all(torch.equal(tensor, kept[1][1][name]) for name, tensor in kept[0][1].items())
 
 
 def test_a_step_that_is_not_taken_is_not_observed(config_file: Path, tmp_path: Path) -> None:
