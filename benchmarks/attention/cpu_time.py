@@ -10,7 +10,6 @@ Letters: B batch, H heads, N positions, D head width.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, rounded, write_json
 from longstride.kernels.backends.cpu import attention, chunks, slabs
 from longstride.kernels.backends.cpu.attention import visited_pairs
+from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Dense, Pattern
 from longstride.kernels.plan import num_pairs
 
@@ -112,29 +112,31 @@ def shares(pattern: Pattern, inputs: Inputs) -> dict[str, Any]:
 
 def sizes(patterns: dict[str, Pattern], inputs: Inputs, repeats: int) -> list[dict[str, Any]]:
     """Each pattern's seconds with each of ``SIZES``, over those as shipped, and times faster than dense attention."""
-    contenders = {("dense", ""): Contender(ours(Dense(), "cpu"))}
+    contenders = {"dense": Contender(ours(Dense(), "cpu"))}
     for size in SIZES:
-        cut = functools.cache(chunks.chunked.__wrapped__)
-        contenders |= {(name, size): Contender(_sized(pattern, size, cut)) for name, pattern in patterns.items()}
-    shipped = slabs.SCORES_IN_WORK, chunks.KEY_COST, attention.chunked
+        cut = kept(chunks.chunked._function)  # a cache for each size
+        contenders |= {f"{n}, {size}": Contender(_sized(pattern, size, cut)) for n, pattern in patterns.items()}
+    shipped = slabs.SCORES_IN_WORK, chunks.KEY_COST, chunks.chunked
     try:
         turns = take_turns(contenders, [inputs], torch.device("cpu"), repeats, 0.0)
     finally:
         slabs.SCORES_IN_WORK, chunks.KEY_COST, attention.chunked = shipped
-    seconds = {key: one.seconds()["both"] for key, one in turns.items()}
+    seconds = {name: one.seconds()["both"] for name, one in turns.items()}
     return [
         {
             "sizes": size,
             "scores_in_work": SIZES[size][0],
             "key_cost": SIZES[size][1],
-            "seconds_over_shipped": {n: rounded(seconds[n, size] / seconds[n, "as shipped"]) for n in patterns},
-            "ratio_to_dense": {n: rounded(seconds["dense", ""] / seconds[n, size]) for n in patterns},
+            "seconds_over_shipped": {
+                n: rounded(seconds[f"{n}, {size}"] / seconds[f"{n}, as shipped"]) for n in patterns
+            },
+            "ratio_to_dense": {n: rounded(seconds["dense"] / seconds[f"{n}, {size}"]) for n in patterns},
         }
         for size in SIZES
     ]
 
 
-def _sized(pattern: Pattern, size: str, cut: Callable[..., Any]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _sized(pattern: Pattern, size: str, cut: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Attention in other sizes, which stay set until the next forward pass: its backward pass has them too."""
     attend = ours(pattern, "cpu")
 
