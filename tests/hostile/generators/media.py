@@ -10,16 +10,19 @@ from collections.abc import Callable
 from PIL import Image
 
 
-def _chunk(kind: bytes, content: bytes, size: int | None = None) -> bytes:
+def png_chunk(kind: bytes, content: bytes, size: int | None = None) -> bytes:
+    """A chunk of a PNG file, with its check sum; ``size`` is what it states."""
     size = len(content) if size is None else size
     return struct.pack(">I", size) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
-def png(width: int, height: int, *between: bytes, rows: bytes = b"", depth: int = 8, kind: int = 2) -> bytes:
+def png(
+    width: int, height: int, *between: bytes, rows: bytes = b"", depth: int = 8, kind: int = 2, interlaced: bool = False
+) -> bytes:
     """A PNG file of the stated size with such chunks and such rows, compressed."""
-    head = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
-    data = _chunk(b"IDAT", zlib.compress(rows))
-    return b"\x89PNG\r\n\x1a\n" + head + b"".join(between) + data + _chunk(b"IEND", b"")
+    head = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, interlaced))
+    data = png_chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + head + b"".join(between) + data + png_chunk(b"IEND", b"")
 
 
 def _exif(entries: int, size: int) -> bytes:
@@ -41,11 +44,11 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "PNG of 0 by 0": lambda: png(0, 0),
     "PNG of 8192 by 8193": lambda: png(8192, 8193),
     "PNG of 8192 by 8192 without rows": lambda: png(8192, 8192),
-    "PNG with 64 MiB in a text": lambda: png(4, 4, _chunk(b"zTXt", b"name\0\0" + _ZEROS), rows=_ROWS * 4),
-    "PNG with 10,000 texts": lambda: png(4, 4, *([_chunk(b"tEXt", b"n\0" + b"x" * 9000)] * 10_000), rows=_ROWS * 4),
-    "PNG with 64 MiB of colours": lambda: png(4, 4, _chunk(b"iCCP", b"n\0\0" + _ZEROS), rows=_ROWS * 3),
-    "PNG with 4 GB in a chunk": lambda: png(4, 4, _chunk(b"tEXt", b"n\0x", 2**32 - 1), rows=_ROWS * 4),
-    "PNG whose metadata claims itself": lambda: png(4, 4, _chunk(b"eXIf", _exif(9000, 2**20)), rows=_ROWS * 4),
+    "PNG with 64 MiB in a text": lambda: png(4, 4, png_chunk(b"zTXt", b"name\0\0" + _ZEROS), rows=_ROWS * 4),
+    "PNG with 10,000 texts": lambda: png(4, 4, *([png_chunk(b"tEXt", b"n\0" + b"x" * 9000)] * 10_000), rows=_ROWS * 4),
+    "PNG with 64 MiB of colours": lambda: png(4, 4, png_chunk(b"iCCP", b"n\0\0" + _ZEROS), rows=_ROWS * 3),
+    "PNG with 4 GB in a chunk": lambda: png(4, 4, png_chunk(b"tEXt", b"n\0x", 2**32 - 1), rows=_ROWS * 4),
+    "PNG whose metadata claims itself": lambda: png(4, 4, png_chunk(b"eXIf", _exif(9000, 2**20)), rows=_ROWS * 4),
     "PNG cut short": lambda: png(4, 4, rows=_ROWS * 4)[:44],
     "PNG of other rows": lambda: png(4, 4, rows=b"\x09" * 52),
     "PNG of no kind": lambda: png(4, 4, kind=5, rows=_ROWS * 4),
