@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from longstride.data_pipelines.errors import DataError
 
@@ -71,7 +71,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read as a picture ({what}); repair, remove or exclude it") from error
 
 
-def _opened(file: BinaryIO) -> Image.Image:
+def _opened(file: BinaryIO) -> ImageFile.ImageFile:
     """The picture by its header, not decoded yet."""
     size = file.seek(0, 2)
     if size > _MOST_FILE_BYTES:
@@ -97,10 +97,11 @@ def _orientation(picture: Image.Image) -> int:
 
 def _upright(file: BinaryIO) -> Image.Image:
     """The picture in 8-bit red, green and blue, as a person would see it."""
-    picture = _opened(file)
-    orientation = _orientation(picture)
-    raw_mode = picture.tile[0][3] if picture.tile else None
-    picture.load()
+    opened = _opened(file)
+    orientation = _orientation(opened)
+    raw_mode = opened.tile[0][3] if opened.tile else None
+    opened.load()
+    picture: Image.Image = opened
     if picture.mode == "F":
         raise ValueError("its pixels are floating-point numbers")
     has_key = "transparency" in picture.info and picture.mode in ("1", "L", "I", "I;16", "RGB")
