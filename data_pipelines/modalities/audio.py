@@ -271,7 +271,7 @@ def _step(form: WavFormat) -> int:
 
 def _form(path: Path, file: BinaryIO) -> Form:
     """What an open sound file says of itself. Raises DataError where it cannot be read, or its length not be told."""
-    return read_format(path, file) if is_wav(file) else decoded_format(path, file)
+    return (read_format(path, file) if is_wav(file) else None) or decoded_format(path, file)
 
 
 def _fitting(path: Path, file: BinaryIO, properties: Properties) -> Form:
@@ -301,7 +301,7 @@ def frames_at(path: Path, form: Form, rate: int) -> int:
     except ImportError as error:
         raise DataError(
             f"{path}: has {form.rate} Hz, and soxr, which would resample it to {rate}, cannot be imported ({error}); "
-            f"pip install soxr, or resample it first, such as with `sox IN.wav -r {rate} OUT.wav`"
+            f'pip install "longstride[audio]", or resample it first, such as with `sox IN.wav -r {rate} OUT.wav`'
         ) from error
     return (2 * form.frames * rate + form.rate) // (2 * form.rate)
 

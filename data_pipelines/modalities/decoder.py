@@ -1,4 +1,4 @@
-"""FLAC, Ogg and MP3 to numbers, by libsndfile, and whether the length that such a file states is all of its sound.
+"""Decode sounds by libsndfile, and check that the length that a file states is all of its sound.
 
 A build plans by stated lengths before it decodes. They can be wrong: the decoder guesses the length of an MP3 file
 without an Info header from the first bit rate, and of files laid end to end it sees the first alone. Either would be a
@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities.chunks import find_chunks
 
 _FULL_SCALE = 2**31
 _BLOCK_SAMPLES = 2**20  # of all channels, decoded at once: there may be 1,024
@@ -35,12 +36,14 @@ class DecodedFormat(NamedTuple):
 
 
 def decoded_format(path: Path, file: BinaryIO) -> DecodedFormat:
-    """The rate and length of an open sound file that is no WAV file, by its head.
+    """The rate and length of an open sound file that needs a decoder, by its chunks and its head.
 
     Raises DataError where it cannot be read, or its length cannot be told.
     """
+    find_chunks(path, file, _after_tags(file, 0))
     with _opened_sound(path, file) as sound:
-        kind, form = sound.format, DecodedFormat(sound.samplerate, sound.frames)
+        kind = "MP3" if sound.subtype.startswith("MPEG") else sound.format  # WAV and CAF files may hold MP3
+        form = DecodedFormat(sound.samplerate, sound.frames)
     check_stated_length(path, file, kind, form.frames)
     return form
 
@@ -73,8 +76,8 @@ def _opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
     except (ImportError, OSError) as error:  # OSError: the package is there, and libsndfile is not
         cause = " ".join(str(error).split())
         raise DataError(
-            f"{path}: is no WAV file, and soundfile, which reads FLAC, Ogg and MP3, cannot be imported ({cause}); "
-            "pip install soundfile, or convert the file, such as with `sox IN OUT.wav`"
+            f"{path}: is no WAV file of PCM or mu-law, and soundfile, which reads other sounds, cannot be imported "
+            f'({cause}); pip install "longstride[audio]", or convert the file, such as with `ffmpeg -i IN OUT.wav`'
         ) from error
     sound = None
     try:
@@ -92,9 +95,7 @@ def _opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
     except soundfile.LibsndfileError as error:
         words = " ".join(error.error_string.split()).rstrip(".")
         if sound is None:
-            raise DataError(
-                f"{path}: is no WAV file, and cannot be read as another sound ({words}); convert or exclude it"
-            ) from error
+            raise DataError(f"{path}: cannot be read as a sound ({words}); convert or exclude it") from error
         raise DataError(f"{path}: is damaged or cut short ({words}); fetch it again or exclude it") from error
 
 

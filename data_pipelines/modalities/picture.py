@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from longstride.data_pipelines.errors import DataError
 
@@ -48,7 +48,7 @@ def picture_pixels(path: Path, file: BinaryIO, size: tuple[int, int] | None) -> 
     Raises DataError, naming ``path``, for one that is damaged or too large.
     """
     with _reading(path):
-        picture = _upright(_opened(file))
+        picture = _upright(file)
     return np.asarray(picture if size is None else _fitted(picture, *size))
 
 
@@ -71,7 +71,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read as a picture ({what}); repair, remove or exclude it") from error
 
 
-def _opened(file: BinaryIO) -> Image.Image:
+def _opened(file: BinaryIO) -> ImageFile.ImageFile:
     """The picture by its header, not decoded yet."""
     size = file.seek(0, 2)
     if size > _MOST_FILE_BYTES:
@@ -95,21 +95,49 @@ def _orientation(picture: Image.Image) -> int:
     return orientation if orientation in _TURNS else 1
 
 
-def _upright(picture: Image.Image) -> Image.Image:
+def _upright(file: BinaryIO) -> Image.Image:
     """The picture in 8-bit red, green and blue, as a person would see it."""
-    orientation = _orientation(picture)
-    picture.load()
+    opened = _opened(file)
+    orientation = _orientation(opened)
+    raw_mode = opened.tile[0][3] if opened.tile else None
+    opened.load()
+    picture: Image.Image = opened
     if picture.mode == "F":
         raise ValueError("its pixels are floating-point numbers")
+    has_key = "transparency" in picture.info and picture.mode in ("1", "L", "I", "I;16", "RGB")
+    transparent = _has_key_colour(file, picture, raw_mode) if has_key else None
     if picture.mode.startswith("I"):  # grey of 16 bits, which Pillow would clip to 255
         upper = np.asarray(picture) >> 8
         picture = Image.fromarray(np.clip(upper, 0, 255, out=upper).astype(np.uint8))
     elif picture.mode in ("LA", "PA", "RGBA") or "transparency" in picture.info:
-        if picture.mode != "RGBA" or "transparency" in picture.info:
+        if picture.mode != "RGBA":
             picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
     picture = picture.convert("RGB")
+    if transparent is not None:
+        picture.paste("white", mask=Image.fromarray(transparent))
     return picture.transpose(_TURNS[orientation]) if orientation in _TURNS else picture
+
+
+def _has_key_colour(file: BinaryIO, picture: Image.Image, raw_mode: object) -> np.ndarray:
+    """(height, width) bool: where a loaded PNG picture has the one colour that it calls transparent. Removes the key.
+
+    The key has the depth of the file's samples, ``raw_mode``. Pillow compares it with samples of 8 bits.
+    """
+    key = np.array(picture.info.pop("transparency"))
+    if picture.mode.startswith("I"):
+        return np.asarray(picture) == key
+    if picture.mode != "RGB":
+        largest = {"1": 1, "L;2": 3, "L;4": 15}.get(str(raw_mode), 255)
+        return np.asarray(picture.convert("L")) == (key & largest) * (255 // largest)
+    is_key = np.ones((picture.height, picture.width), bool)
+    lower = picture
+    if raw_mode == "RGB;16B":
+        is_key = (np.asarray(picture) == key >> 8).all(axis=2)
+        lower = _opened(file)
+        lower.tile = [(*lower.tile[0][:3], "RGB;16L")]  # type: ignore[list-item]  # the other byte of each sample
+        lower.load()
+    return is_key & (np.asarray(lower) == key & 255).all(axis=2)
 
 
 def _fitted(picture: Image.Image, height: int, width: int) -> Image.Image:

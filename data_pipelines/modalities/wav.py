@@ -1,4 +1,4 @@
-"""WAV files: where the sound lies in one, and its numbers, PCM or 8-bit mu-law (ITU-T G.711).
+"""WAV files, also RF64: the sound of one and its numbers, PCM or 8-bit mu-law (ITU-T G.711).
 
 The standard library's ``wave`` reads neither mu-law nor, before Python 3.12, the "extensible" header that most
 programs write for 24 bits or more than two channels.
@@ -13,10 +13,11 @@ from typing import BinaryIO
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities.chunks import find_chunks
 
-PCM, MULAW, _EXTENSIBLE = 1, 7, 0xFFFE  # format tags of the RIFF registry
+PCM, _FLOAT, _ALAW, MULAW, _EXTENSIBLE = 1, 3, 6, 7, 0xFFFE  # format tags of the RIFF registry
 _TAG_GUID_TAIL = bytes.fromhex("000000001000800000aa00389b71")  # after the tag in an extensible header's GUID
-_MOST_CHUNKS = 10_000  # before the sound; editors write a few dozen
+_MAGICS = (b"RIFF", b"RF64", b"BW64")  # the last two have sizes of 64 bits
 _CONVERT = "convert it first, such as with `sox IN.wav -b 16 OUT.wav`"
 _BIAS = 132  # moves the borders of G.711's segments to powers of two; in units of 16 bits, 33 in its own of 14
 _CLIP = 32635  # the largest magnitude that the last segment holds with the bias
@@ -59,59 +60,52 @@ def is_wav(file: BinaryIO) -> bool:
     """Whether an open file begins as a WAV file does, or ends before that can be told."""
     file.seek(0)
     head = file.read(12)
-    return head[:4] == b"RIFF" and head[8:] in (b"WAVE", b"")
+    return head[:4] in _MAGICS and head[8:] in (b"WAVE", b"")
 
 
-def read_format(path: Path, file: BinaryIO) -> WavFormat:
-    """What an open WAV file says of itself. Raises DataError where it is none, cut short, or of another encoding."""
-    file_bytes = file.seek(0, 2)
+def read_format(path: Path, file: BinaryIO) -> WavFormat | None:
+    """What an open WAV file says of itself; None for an encoding that a decoder must read.
+
+    Raises DataError where it is none, cut short, or holds more sound than it says.
+    """
     file.seek(0)
-    head = file.read(12)
-    if head[:4] != b"RIFF" or head[8:] != b"WAVE":
+    if file.read(12)[8:] != b"WAVE":
         raise DataError(f"{path}: is no WAV file (it begins with no RIFF WAVE header); {_CONVERT}")
-    encoding: tuple[int, int, int, int] | None = None
-    for _ in range(_MOST_CHUNKS):
-        if len(chunk := file.read(8)) < 8:
-            raise DataError(f"{path}: is a WAV file without sound (cut short before its data); fetch it again")
-        name, size = chunk[:4], int.from_bytes(chunk[4:], "little")
-        start = file.tell()
-        if name == b"fmt ":
-            encoding = _parse_format(path, file.read(min(size, 40)))
-        elif name == b"data":
-            if encoding is None:
-                raise DataError(f"{path}: is a broken WAV file (sound before its format); {_CONVERT}")
-            if start + size > file_bytes:
-                raise DataError(
-                    f"{path}: says {size} bytes of sound and holds {file_bytes - start}: it is cut short, or was "
-                    "written to a pipe; fetch it again, or convert it to a file"
-                )
-            frame_bytes = encoding[1] * encoding[3]
-            if size % frame_bytes:
-                raise DataError(f"{path}: {size} bytes of sound are no whole frames of {frame_bytes}; {_CONVERT}")
-            return WavFormat(*encoding, offset=start, frames=size // frame_bytes)
-        file.seek(start + size + size % 2)  # chunks begin at even places
-    raise DataError(f"{path}: is a broken WAV file (no sound in its first {_MOST_CHUNKS:,} chunks); {_CONVERT}")
+    chunks = find_chunks(path, file)
+    if b"data" not in chunks:
+        raise DataError(f"{path}: is a WAV file without sound (cut short before its data); fetch it again")
+    if b"fmt " not in chunks:
+        raise DataError(f"{path}: is a broken WAV file (sound before its format); {_CONVERT}")
+    place, size = chunks[b"fmt "]
+    file.seek(place)
+    tag, channels, rate, frame_bytes = _parse_format(path, file.read(min(size, 40)))
+    offset, size = chunks[b"data"]
+    if size % frame_bytes:
+        raise DataError(f"{path}: {size} bytes of sound are no whole frames of {frame_bytes}; {_CONVERT}")
+    if tag not in (PCM, MULAW):
+        return None
+    return WavFormat(tag, channels, rate, frame_bytes // channels, offset, size // frame_bytes)
 
 
 def _parse_format(path: Path, content: bytes) -> tuple[int, int, int, int]:
-    """(tag, channels, rate, width)."""
+    """(tag, channels, rate, bytes of a frame, or of what is encoded together)."""
     if len(content) < 16:
         raise DataError(f"{path}: is a broken WAV file (its format has {len(content)} bytes, not 16); {_CONVERT}")
     tag, channels, rate, _, frame_bytes, bits = struct.unpack("<HHIIHH", content[:16])
     if tag == _EXTENSIBLE and content[26:40] == _TAG_GUID_TAIL:
         (tag,) = struct.unpack("<H", content[24:26])
-    known = (tag == PCM and bits in (8, 16, 24, 32)) or (tag == MULAW and bits == 8)
-    if not known:
+    if (tag == PCM and bits not in (8, 16, 24, 32)) or (tag == MULAW and bits != 8):
         raise DataError(
             f"{path}: is of WAV format {tag} with {bits} bits; must be PCM (1) of 8, 16, 24 or 32 bits or mu-law (7); "
             f"{_CONVERT}"
         )
-    if not channels or not rate or frame_bytes != channels * bits // 8:
+    is_one_width = tag in (PCM, _FLOAT, _ALAW, MULAW)
+    if not channels or not rate or not frame_bytes or (is_one_width and frame_bytes != channels * bits // 8):
         raise DataError(
             f"{path}: is a broken WAV file ({channels} channels of {bits} bits at {rate} Hz in frames of {frame_bytes} "
             f"bytes); {_CONVERT}"
         )
-    return tag, channels, rate, bits // 8
+    return tag, channels, rate, frame_bytes
 
 
 def mix(samples: np.ndarray, width: int) -> np.ndarray:

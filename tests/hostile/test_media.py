@@ -8,7 +8,7 @@ import pytest
 
 from tests.hostile.commands import Commands, Outcome
 from tests.hostile.generators.files import NO_FILES, replace, sparse
-from tests.hostile.generators.media import PICTURES, SOUNDS, png, wav
+from tests.hostile.generators.media import PICTURES, SOUNDS, png, png_chunk, wav
 from tests.hostile.test_data_folders import sampled
 
 ENDS = {"image": ".png", "audio": ".wav"}
@@ -79,14 +79,19 @@ def test_many_channels_are_mixed_in_bounded_memory(
     assert outcome.code == 0 and f"train {frames:,} bytes of 1 document" in outcome.err, outcome.err
 
 
-@pytest.mark.parametrize("kind", ["RGBA", pytest.param("I;16", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("depth", "colours", "wide"),
+    [(8, 6, 4), pytest.param(16, 0, 2, marks=pytest.mark.campaign), pytest.param(16, 2, 6, marks=pytest.mark.campaign)],
+    ids=["RGBA", "grey of 16 bits", "RGB of 16 bits with a key"],
+)
 def test_largest_picture_is_converted_in_bounded_memory(
-    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, kind: str
+    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, depth: int, colours: int, wide: int
 ) -> None:
     folder = tmp_path / "files"
     folder.mkdir()
-    depth, colours, wide = (8, 6, 4) if kind == "RGBA" else (16, 0, 2)
-    (folder / "a.png").write_bytes(png(8192, 8192, rows=bytes((8192 * wide + 1) * 8192), depth=depth, kind=colours))
+    key = [png_chunk(b"tRNS", bytes(6))] if colours == 2 else []
+    rows = bytes((8192 * wide + 1) * 8192)
+    (folder / "a.png").write_bytes(png(8192, 8192, *key, rows=rows, depth=depth, kind=colours))
     outcome = build(commands, folder, "image", "--image-size", "4x4")
     outcome.check_bounded(honest["image"])
     assert outcome.code == 0, outcome.err

@@ -104,7 +104,7 @@ WRONG: list[tuple[str, str]] = [
     ("data build missing --output new", "missing: no such file or folder; name an input that exists"),
     ("data build text --output data", "/data: holds a data set made with other settings; nothing is"),
     ("data build noise --output new --modality image", "noise: cannot be read as a picture (not one of PNG,"),
-    ("data build noise --output new --modality audio", "noise: is no WAV file, and cannot be read as"),
+    ("data build noise --output new --modality audio", "noise: cannot be read as a sound"),
     ("data build text --output new --dataset enwik9", "PATH=text: goes without --dataset; name the"),
     ("data build --dataset enwik8 --output new --input missing", "--input=missing: no such file or folder;"),
     ("data index text --output new", "text: must be the name of a tar, such as train-000.tar; rename it"),

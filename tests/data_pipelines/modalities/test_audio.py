@@ -26,7 +26,7 @@ from tests.harness.data.streams import open_stream
 AUDIO = MODALITIES["audio"]
 EVERY_SAMPLE = np.arange(-(2**15), 2**15).astype(np.int16)
 EVERY_BYTE = np.arange(256, dtype=np.uint8)
-PCM_GUID = bytes.fromhex("0100000000001000800000aa00389b71")
+GUID_TAIL = bytes.fromhex("0000000000001000800000aa00389b71")[2:]
 
 
 def wav(content: bytes, *, tag=1, channels=1, rate=8000, bits=16, before=b"", extensible=False) -> bytes:
@@ -34,7 +34,7 @@ def wav(content: bytes, *, tag=1, channels=1, rate=8000, bits=16, before=b"", ex
     frame = channels * bits // 8
     form = struct.pack("<HHIIHH", 0xFFFE if extensible else tag, channels, rate, rate * frame, frame, bits)
     if extensible:
-        form += struct.pack("<HHI", 22, bits, 0) + PCM_GUID
+        form += struct.pack("<HHIH", 22, bits, 0, tag) + GUID_TAIL
     chunks = [(b"JUNK", before)] if before else []
     chunks += [(b"fmt ", form), (b"data", content)]
     body = b"".join(name + struct.pack("<I", len(part)) + part + bytes(len(part) % 2) for name, part in chunks)
@@ -297,18 +297,21 @@ WHOLE = wav(tone(100).tobytes(), channels=2)
 @pytest.mark.parametrize(
     ("content", "rule"),
     [
-        (b"ID3 no sound at all", r"is no WAV file, and cannot be read as another sound \("),
+        (b"ID3 no sound at all", r"cannot be read as a sound \("),
         (b"RIFF", "is no WAV file"),
         (WHOLE[:-1], "says 200 bytes of sound and holds 199: it is cut short"),
         (WHOLE[:44], "says 200 bytes of sound and holds 0: it is cut short"),
         (WHOLE[:40], "without sound"),
-        (WHOLE[:30], "its format has 10 bytes, not 16"),
+        (WHOLE[:30], "without sound"),
+        (WHOLE[:16] + b"\x0a" + WHOLE[17:30] + WHOLE[36:], "its format has 10 bytes, not 16"),
         (WHOLE[:12] + WHOLE[36:], "sound before its format"),
         (WHOLE[:40] + b"\xff" * 4 + WHOLE[44:], "written to a pipe"),
         (WHOLE[:40] + b"\xc7" + WHOLE[41:], "199 bytes of sound are no whole frames of 4"),
-        (wav(bytes(400), tag=3, bits=32), "of WAV format 3 with 32 bits; must be PCM"),
-        (wav(bytes(400), tag=6, bits=8), "of WAV format 6 with 8 bits"),
-        (wav(bytes(400), bits=64), "of WAV format 1 with 64 bits"),
+        (wav(bytes(400), bits=64), "of WAV format 1 with 64 bits; must be PCM"),
+        (wav(bytes(400), tag=7, bits=16), "of WAV format 7 with 16 bits"),
+        (wav(bytes(400), tag=3, bits=16), r"cannot be read as a sound \("),
+        (wav(bytes(402), tag=3, bits=32), "402 bytes of sound are no whole frames of 4"),
+        (wav(bytes(400), tag=0x55AA, bits=16), r"cannot be read as a sound \("),
         (wav(bytes(400), channels=0), "0 channels of 16 bits"),
         (wav(bytes(400), rate=0), "at 0 Hz"),
     ],

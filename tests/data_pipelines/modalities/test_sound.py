@@ -23,6 +23,7 @@ from tests.data_pipelines.modalities.test_audio import pcm, tone, wav
 from tests.harness.data.builds import OutOfOrder, folder_bytes
 
 AUDIO = MODALITIES["audio"]
+EXTRA = r'pip install "longstride\[audio\]"'
 FORMATS = {
     "flac": ("FLAC", "PCM_16"),
     "ogg": ("OGG", "VORBIS"),
@@ -236,6 +237,14 @@ def test_flac_that_does_not_say_its_length_is_refused_before_anything_is_made(tm
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("frames", [4095, 4096, 8192, 100_001])
+def test_flac_files_laid_end_to_end_are_refused(tmp_path, frames):
+    path = written(tmp_path / "a.flac", melody(frames))
+    path.write_bytes(2 * path.read_bytes())
+    with pytest.raises(DataError, match=r"a\.flac: is damaged or cut short \(.*; fetch it again or exclude it"):
+        content(path)
+
+
 @pytest.mark.parametrize("name", ["a.ogg", "a.opus", "a.mp3"])
 @pytest.mark.parametrize("between", [b"", b"TAG" + bytes(125)], ids=["bare", "tagged"])
 def test_sounds_laid_end_to_end_are_refused(tmp_path, name, between):
@@ -278,8 +287,8 @@ def test_sound_without_a_header_and_sound_without_numbers_are_told_in_one_line(t
 @pytest.mark.parametrize(
     ("missing", "name", "rule"),
     [
-        ("soundfile", "a.flac", r"a\.flac: is no WAV file, and soundfile, .* pip install soundfile, or convert"),
-        ("soxr", "a.wav", r"a\.wav: has 8000 Hz, and soxr, .* pip install soxr, or resample it first"),
+        ("soundfile", "a.flac", rf"a\.flac: is no WAV file of PCM or mu-law, and soundfile, .*; {EXTRA}, or convert"),
+        ("soxr", "a.wav", rf"a\.wav: has 8000 Hz, and soxr, .*; {EXTRA}, or resample it first"),
     ],
 )
 def test_missing_library_is_told_before_anything_is_written(tmp_path, monkeypatch, missing, name, rule):

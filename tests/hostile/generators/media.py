@@ -10,16 +10,19 @@ from collections.abc import Callable
 from PIL import Image
 
 
-def _chunk(kind: bytes, content: bytes, size: int | None = None) -> bytes:
+def png_chunk(kind: bytes, content: bytes, size: int | None = None) -> bytes:
+    """A chunk of a PNG file, with its check sum; ``size`` is what it states."""
     size = len(content) if size is None else size
     return struct.pack(">I", size) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
-def png(width: int, height: int, *between: bytes, rows: bytes = b"", depth: int = 8, kind: int = 2) -> bytes:
+def png(
+    width: int, height: int, *between: bytes, rows: bytes = b"", depth: int = 8, kind: int = 2, interlaced: bool = False
+) -> bytes:
     """A PNG file of the stated size with such chunks and such rows, compressed."""
-    head = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
-    data = _chunk(b"IDAT", zlib.compress(rows))
-    return b"\x89PNG\r\n\x1a\n" + head + b"".join(between) + data + _chunk(b"IEND", b"")
+    head = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, interlaced))
+    data = png_chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + head + b"".join(between) + data + png_chunk(b"IEND", b"")
 
 
 def _exif(entries: int, size: int) -> bytes:
@@ -41,11 +44,11 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "PNG of 0 by 0": lambda: png(0, 0),
     "PNG of 8192 by 8193": lambda: png(8192, 8193),
     "PNG of 8192 by 8192 without rows": lambda: png(8192, 8192),
-    "PNG with 64 MiB in a text": lambda: png(4, 4, _chunk(b"zTXt", b"name\0\0" + _ZEROS), rows=_ROWS * 4),
-    "PNG with 10,000 texts": lambda: png(4, 4, *([_chunk(b"tEXt", b"n\0" + b"x" * 9000)] * 10_000), rows=_ROWS * 4),
-    "PNG with 64 MiB of colours": lambda: png(4, 4, _chunk(b"iCCP", b"n\0\0" + _ZEROS), rows=_ROWS * 3),
-    "PNG with 4 GB in a chunk": lambda: png(4, 4, _chunk(b"tEXt", b"n\0x", 2**32 - 1), rows=_ROWS * 4),
-    "PNG whose metadata claims itself": lambda: png(4, 4, _chunk(b"eXIf", _exif(9000, 2**20)), rows=_ROWS * 4),
+    "PNG with 64 MiB in a text": lambda: png(4, 4, png_chunk(b"zTXt", b"name\0\0" + _ZEROS), rows=_ROWS * 4),
+    "PNG with 10,000 texts": lambda: png(4, 4, *([png_chunk(b"tEXt", b"n\0" + b"x" * 9000)] * 10_000), rows=_ROWS * 4),
+    "PNG with 64 MiB of colours": lambda: png(4, 4, png_chunk(b"iCCP", b"n\0\0" + _ZEROS), rows=_ROWS * 3),
+    "PNG with 4 GB in a chunk": lambda: png(4, 4, png_chunk(b"tEXt", b"n\0x", 2**32 - 1), rows=_ROWS * 4),
+    "PNG whose metadata claims itself": lambda: png(4, 4, png_chunk(b"eXIf", _exif(9000, 2**20)), rows=_ROWS * 4),
     "PNG cut short": lambda: png(4, 4, rows=_ROWS * 4)[:44],
     "PNG of other rows": lambda: png(4, 4, rows=b"\x09" * 52),
     "PNG of no kind": lambda: png(4, 4, kind=5, rows=_ROWS * 4),
@@ -92,7 +95,7 @@ SOUNDS: dict[str, Callable[[], bytes]] = {
     "WAV of no channel": lambda: wav(channels=0),
     "WAV of a rate of 0": lambda: wav(rate=0),
     "WAV of a rate of 2**32 - 1": lambda: wav(rate=2**32 - 1),
-    "WAV of floats": lambda: wav(tag=3, bits=32),
+    "WAV of floats that are no numbers": lambda: wav(tag=3, bits=32, data=b"\xff" * 100),
     "WAV of 7 bits": lambda: wav(bits=7),
     "WAV of 65,535 bits": lambda: wav(bits=65535, frame=8191),
     "WAV of frames of other sizes": lambda: wav(frame=3),
@@ -107,4 +110,15 @@ SOUNDS: dict[str, Callable[[], bytes]] = {
     "Ogg of a head": lambda: b"OggS" + bytes(24),
     "MP3 of tags": lambda: b"ID3\x04\0\0\0\0\0\0" * 200_000,
     "a text": lambda: b"no sound at all\n",
+    "WAV of two bytes less": lambda: wav(size=98),
+    "WAV of no bytes": lambda: wav(size=0),
+    "WAV twice": lambda: 2 * wav(),
+    "WAV of two sounds": lambda: wav() + b"data\x04\0\0\0" + bytes(4),
+    "WAV before a million chunks": lambda: wav() + b"junk\0\0\0\0" * 10**6,
+    "WAV before a chunk of 4 GB": lambda: wav() + b"junk\xff\xff\xff\xff",
+    "WAV of ADPCM without blocks": lambda: wav(tag=2, bits=4, frame=0),
+    "WAV of ADPCM of 65,535 channels": lambda: wav(tag=0x11, channels=65_535, bits=4, frame=100),
+    "AIFF of 4 GB": lambda: b"FORM\xff\xff\xff\xffAIFFSSND\xff\xff\xff\xff" + bytes(99),
+    "Wave64 of nothing": lambda: b"riff.\x91\xcf\x11\xa5\xd6\x28\xdb\x04\xc1\0\0" + bytes(10**6),
+    "AU of 4 GB": lambda: b".snd" + b"\xff\xff\xff\xf0" * 2 + bytes(99),
 }

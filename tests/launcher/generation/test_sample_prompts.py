@@ -29,7 +29,7 @@ IMAGE = [
 ]
 AUDIO = [
     (["--prompt-audio", "none.wav"], "--prompt-audio=none.wav: No such file or directory"),
-    (["--prompt-audio", "{folder}/8x8.png"], "is no WAV file, and"),
+    (["--prompt-audio", "{folder}/8x8.png"], "cannot be read as a sound"),
     (["--prompt-audio", "{folder}/s.wav", "--keep-seconds", "3"], "--keep-seconds=3: the sound has 0.05 seconds"),
     (["--prompt-audio", "{folder}/s.wav", "--keep-seconds", "-1"], "--keep-seconds=-1: must be above 0, in seconds"),
     (["--seconds", "nan"], "--seconds=nan: must be above 0, in seconds"),
