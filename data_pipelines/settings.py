@@ -45,8 +45,17 @@ class RemoteSettings:
 
     @property
     def cache_folder(self) -> Path:
-        """The local cache: ``cache``, or ``longstride`` in XDG_CACHE_HOME or ~/.cache."""
-        if self.cache is not None:
-            return Path(self.cache).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base) if base else Path.home() / ".cache") / "longstride"
+        """The local cache: ``cache``, or ``longstride`` in XDG_CACHE_HOME or ~/.cache.
+
+        Raises:
+            DataError: it lies in a home folder that there is not.
+        """
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        try:
+            return Path(f"{base}/longstride" if self.cache is None else self.cache).expanduser()
+        except RuntimeError:
+            shown = "null" if self.cache is None else self.cache
+            rule = "there is no such home folder; name a folder by its whole path"
+            if self.cache is None:
+                rule = "this user has no home folder for it; name another folder, or set XDG_CACHE_HOME"
+            raise DataError(f"cache={shown}: {rule}") from None

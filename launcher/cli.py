@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from longstride.launcher.options import misspelt_keys
-from longstride.launcher.output import AgreedError, exit_codes, lasting_output, mute_accelerator_warning, report, say
+from longstride.launcher.output import (
+    AgreedError,
+    exit_codes,
+    lasting_output,
+    report,
+    say,
+    settle_libraries,
+)
 from longstride.launcher.stops import stopped_at_once
 from longstride.launcher.verbs import GROUPS, VERBS, Verb, declare_options
 
@@ -102,7 +109,7 @@ def _run(words: list[str]) -> int:
                 around.enter_context(lasting_output())
                 # The imports take seconds. A signal meanwhile is a stop of the run, with the exit code of one.
                 around.enter_context(stopped_at_once())
-            mute_accelerator_warning()
+            settle_libraries(os.environ)
             parser, rest = parser_of(verb), words[len(verb.words.split()) :]
             as_they_are = verb.passes_words and rest not in (["--help"], ["-h"])
             options: Any = rest if as_they_are else parser.parse_intermixed_args(rest)

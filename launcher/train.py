@@ -39,10 +39,10 @@ from longstride.launcher.output import (
     AgreedError,
     exit_codes,
     exit_on_mistake,
-    mute_accelerator_warning,
     report,
     said_where_slow,
     say,
+    settle_libraries,
     settle_output,
 )
 from longstride.launcher.ranks import adopt_place
@@ -63,7 +63,7 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
     parser.add_argument("--started", type=float, default=None, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
     fresh_stop = StopFlag()
-    mute_accelerator_warning()
+    settle_libraries(os.environ)
     try:
         adopt_place(os.environ)
         return _run(options, stop or fresh_stop)

@@ -23,7 +23,7 @@ from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.saved_state import MASTER
 from longstride.launcher.checkpoints.universal import Universal, ready_universal
 from longstride.launcher.config import RunConfig
-from longstride.launcher.engine import apply_settings, states
+from longstride.launcher.engine import apply_settings, rate_change, states
 from longstride.launcher.models import AVERAGE
 from longstride.launcher.output import say
 from longstride.launcher.ranks import Ranks
@@ -58,8 +58,9 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
     apply_settings(engine, config.train)
     if (probe := checkpoint.probe) is not None:
         probe.check(engine, config, ranks)
-    if conversion and ranks.is_first:
-        say(conversion)
+    change = rate_change(checkpoint.config.train, config.train, engine.lr_scheduler.last_epoch)
+    for line in filter(None, [conversion, change] if ranks.is_first else []):
+        say(line)
     return state
 
 

@@ -16,7 +16,8 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -125,7 +126,10 @@ def write_hosts_environment(hosts: Hosts, run: Path) -> Path:
     Raises:
         ConfigError: a file of the user's is wrong, or a value cannot be handed on.
     """
-    handed_on = host_environment(launcher_environment(), Path.home(), Path.cwd())
+    homes = []
+    with suppress(RuntimeError):  # the user has none
+        homes.append(Path.home())
+    handed_on = host_environment(launcher_environment(), [*homes, Path.cwd()])
     if hosts.launcher == "slurm":  # srun hands on the whole environment by itself
         handed_on = {name: value for name, value in handed_on.items() if os.environ.get(name) != value}
     handed_on |= {"MASTER_ADDR": hosts.master_addr, "MASTER_PORT": str(hosts.master_port)}
@@ -136,15 +140,15 @@ def write_hosts_environment(hosts: Hosts, run: Path) -> Path:
     return write_environment_file(run, handed_on)
 
 
-def host_environment(environment: Mapping[str, str], home: Path, here: Path) -> dict[str, str]:
-    """The variables that every host gets: some of this environment's, overridden by the user's files.
+def host_environment(environment: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
+    """The variables that every host gets: some of this environment's, overridden by the user's files in ``folders``.
 
     Raises:
         ConfigError: a line of such a file is no assignment; the launcher would end with a traceback.
     """
     handed_on = {name: value for name, value in sorted(environment.items()) if _HANDED_ON.fullmatch(name)}
     named = environment.get(_ENVIRONMENT_FILE)
-    files = [home / _USUAL_FILE, here / _USUAL_FILE] if named is None else [home / named, here / named]
+    files = [folder / (_USUAL_FILE if named is None else named) for folder in folders]
     if named is not None and not any(path.is_file() for path in files):
         raise ConfigError(f"{_ENVIRONMENT_FILE}={named}: no such file; name one, or leave the variable out")
     for path in filter(Path.is_file, dict.fromkeys(files)):

@@ -2,7 +2,8 @@
 
 The content is cut into contexts of the model's length, the last one shorter, each with nothing before it. Some stand
 side by side in one session, which steps from byte to byte in both directions: encoder and decoder compute the same
-shapes from the same bytes in one loop, by one thread, so that they compute the same bits.
+shapes from the same bytes in one loop, by one thread, under the same settings. So one machine computes the same bits
+both ways. ``computed_crc32`` says whether another machine does, and checks within the code find out where it does not.
 
 The range coder gives a symbol an interval of the integers 0 to 2**40. It keeps a range of 2**56 to 2**64 numbers and
 narrows it to each symbol's share, which loses at most 2.2e-5 bits by rounding; all of it is integers, so that both
@@ -12,7 +13,9 @@ directions agree to the bit. Letters: B rows, V symbols.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -27,6 +30,10 @@ _STATE_BITS = 64
 _MASK = (1 << _STATE_BITS) - 1
 _LEAST_RANGE = 1 << (_STATE_BITS - 8)
 _UNWRITTEN = 7  # bytes of the state that an encoder leaves out at the end: they are zeros
+_SYMBOLS_PER_CHECK, _CHECK_BITS = 4096, 16
+# Positions of a fingerprint: so many, or this share of a longer context, which bounds its share of the work.
+_PROBED_POSITIONS, _PROBED_SHARE = 64, 32
+_SUBNORMAL = 1e-40  # in fp32
 
 # The byte at a place in the content: takes the place, and its step's edges, (V + 1,) int64.
 NextByte = Callable[[int, np.ndarray], int]
@@ -59,13 +66,15 @@ def encode(
     Raises:
         FloatingPointError: the model's logits are no numbers.
     """
-    encoder, shares = RangeEncoder(), []
+    encoder, shares, checks = RangeEncoder(), [], _Checks()
 
     def next_byte(place: int, edges: np.ndarray) -> int:
         symbol = content[place]
         start, end = int(edges[symbol]), int(edges[symbol + 1])
         encoder.encode(start, end)
         shares.append(end - start)
+        if (check := checks.edges_after(symbol)) is not None:
+            encoder.encode(int(check[1]), int(check[2]))
         return symbol
 
     _step(model, len(content), rows, next_byte, counted)
@@ -74,15 +83,21 @@ def encode(
 
 
 def decode(
-    model: SparseTransformer, code: bytes, size: int, rows: int, counted: Callable[[int], None] = lambda _: None
+    model: SparseTransformer,
+    code: bytes,
+    size: int,
+    rows: int,
+    counted: Callable[[int], None] = lambda _: None,
+    *,
+    has_checks: bool = True,
 ) -> bytes:
-    """The content of a code; arguments as for ``encode``.
+    """The content of a code; arguments as for ``encode``. A code without checks is of format 1.
 
     Raises:
         DamagedError: no content of so many bytes has this code.
         FloatingPointError: the model's logits are no numbers.
     """
-    decoder, content = RangeDecoder(code), bytearray()
+    decoder, content, checks = RangeDecoder(code), bytearray(), _Checks()
 
     def next_byte(place: int, edges: np.ndarray) -> int:
         symbol = decoder.decode(edges)
@@ -91,25 +106,66 @@ def decode(
         if place >= len(content):  # grown as code is read: a damaged size could be any
             content.extend(bytes(place + 1 - len(content)))
         content[place] = symbol
+        check = checks.edges_after(symbol) if has_checks else None
+        if check is not None and decoder.decode(check) != 1:
+            raise DamagedError
         return symbol
 
-    if not 1 <= rows <= MOST_ROWS:
-        raise DamagedError
     _step(model, size, rows, next_byte, counted)
     if size:
         decoder.check_end()
     return bytes(content)
 
 
+class _Checks:
+    """What encoder and decoder know of the symbols so far, compared every 4,096 symbols within the code."""
+
+    def __init__(self) -> None:
+        self._count = self._crc32 = 0
+
+    def edges_after(self, symbol: int) -> np.ndarray | None:
+        """Add a symbol; return the edges of three intervals, the second of which must follow it in the code.
+
+        None where no check is due. The second interval stands for the last 16 bits of the CRC-32 of all symbols.
+        """
+        self._crc32 = zlib.crc32(bytes([symbol]), self._crc32)
+        self._count += 1
+        if self._count % _SYMBOLS_PER_CHECK:
+            return None
+        unit = TOTAL >> _CHECK_BITS
+        start = self._crc32 % (1 << _CHECK_BITS) * unit
+        return np.array([0, start, start + unit, TOTAL])
+
+
+def computed_crc32(model: SparseTransformer, size: int, rows: int) -> int:
+    """The CRC-32 of edges that this machine computes in the shapes that coding has, for the same tokens everywhere.
+
+    They are those of the first positions of all rows: 64, or 1/32 of the context where that is more.
+
+    Raises:
+        DamagedError: no encoder has so many rows.
+        FloatingPointError: the model's logits are no numbers.
+    """
+    longest = min(size, model.config.context)
+    crc32 = 0
+    if not size:
+        return crc32
+    with _coding_session(model, size, rows) as session:
+        for position in range(min(longest, max(_PROBED_POSITIONS, longest // _PROBED_SHARE))):
+            if position:
+                tokens = (31 * position + 7 * torch.arange(rows)) % model.config.vocabulary
+                session.append(tokens.to(session.logits.device))
+            edges = intervals(session.logits.cpu().numpy())
+            crc32 = zlib.crc32(edges.astype("<i8").tobytes(), crc32)
+    return crc32
+
+
 def _step(model: SparseTransformer, size: int, rows: int, next_byte: NextByte, counted: Callable[[int], None]) -> None:
     """Calls ``next_byte`` for every place of the content, position by position, with the model's edges there."""
     if not size:
         return
-    context, device = model.config.context, model.embedding.start.device
-    done, threads = 0, torch.get_num_threads()
-    torch.set_num_threads(1)  # the number of threads that share a matrix product may change its last bits
-    try:
-        session = Session(model, rows, min(size, context), back=0)
+    context, done = model.config.context, 0
+    with _coding_session(model, size, rows) as session:
         for first in range(0, size, rows * context):
             session.reset()
             # Rows and positions beyond the content are computed too, on zeros: both directions have the same shapes.
@@ -124,9 +180,27 @@ def _step(model: SparseTransformer, size: int, rows: int, next_byte: NextByte, c
                 done += int((places + position < size).sum())
                 counted(done)
                 if position + 1 < longest:
-                    session.append(tokens.to(device))
+                    session.append(tokens.to(session.logits.device))
+
+
+@contextmanager
+def _coding_session(model: SparseTransformer, size: int, rows: int) -> Iterator[Session]:
+    """The session of a content of ``size`` bytes, under settings that nothing else in the process decides.
+
+    That is one thread, no autocast, and subnormal numbers as they are. All is set back afterwards.
+    """
+    if not 1 <= rows <= MOST_ROWS:
+        raise DamagedError
+    threads = torch.get_num_threads()
+    flushes_subnormal = not torch.tensor(_SUBNORMAL).mul(1)
+    torch.set_num_threads(1)  # the number of threads that share a matrix product may change its last bits
+    torch.set_flush_denormal(False)
+    try:
+        with torch.autocast(model.embedding.start.device.type, enabled=False):
+            yield Session(model, rows, min(size, model.config.context), back=0)
     finally:
         torch.set_num_threads(threads)
+        torch.set_flush_denormal(bool(flushes_subnormal))
 
 
 def intervals(logits: np.ndarray) -> np.ndarray:

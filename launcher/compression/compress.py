@@ -7,12 +7,21 @@ import sys
 import time
 import zlib
 
+import torch
+
 from longstride.kernels import ConfigError
-from longstride.launcher.compression.coding import DamagedError, decode, encode, rows_for
-from longstride.launcher.compression.compressed_file import Compressed, NotReadableError, Surroundings, shortened
+from longstride.launcher.compression.coding import DamagedError, computed_crc32, decode, encode, rows_for
+from longstride.launcher.compression.compressed_file import (
+    Compressed,
+    NotReadableError,
+    machine_name,
+    settings_crc32,
+    shortened,
+)
 from longstride.launcher.generation import check_bytes, check_new, naming, read_file, write_new
 from longstride.launcher.models import Exported, computing_numbers, load_model, usable_device
 from longstride.launcher.output import ByteCounter
+from longstride.sparse_model import SparseTransformer
 
 
 def run_compress(arguments: argparse.Namespace) -> int:
@@ -30,11 +39,12 @@ def run_compress(arguments: argparse.Namespace) -> int:
     rows = rows_for(model.config, len(content), model.embedding.start.dtype)
     counter = ByteCounter(len(content))
     with computing_numbers(arguments.model):
+        computed = computed_crc32(model, len(content), rows)
         code, bits = encode(model, content, rows, counter.at)
     counter.end()
     fingerprint = shortened(Exported(arguments.model).fingerprint())
-    made = Surroundings.here(model)
-    whole = Compressed(fingerprint, len(content), zlib.crc32(content), rows, made, code).to_bytes()
+    made_by = machine_name(model.embedding.start.device)
+    whole = Compressed(fingerprint, len(content), zlib.crc32(content), rows, made_by, computed, code).to_bytes()
     write_new(arguments.output, whole)
     line = f"{arguments.output}: {len(whole):,} bytes of {len(content):,}"
     if content:
@@ -58,16 +68,13 @@ def run_decompress(arguments: argparse.Namespace) -> int:
         rule = f"another model's file: its fingerprint begins with {needed}, and that of {arguments.model} with"
         raise ConfigError(f"FILE={arguments.file}: is {rule} {models[: len(needed)]}; name the model with --model")
     model = load_model(arguments.model, arguments.device)
-    made, here = compressed.surroundings, Surroundings.here(model)
-    if made != here and not arguments.elsewhere:
-        differs = "on another processor, device or build of torch"
-        if made.torch_version != here.torch_version:
-            differs = f"with torch {made.torch_version}, and this is {here.torch_version}"
-        rule = "where the model's last bits may differ; decompress it there, or try it with --elsewhere"
-        raise ConfigError(f"FILE={arguments.file}: was compressed {differs}, {rule}")
+    if not arguments.elsewhere and (difference := _difference(compressed, model)) is not None:
+        advice = "decompress it there, or try it with --elsewhere"
+        raise ConfigError(f"FILE={arguments.file}: was compressed {difference}; {advice}")
     counter = ByteCounter(compressed.size)
     try:
-        content = decode(model, compressed.code, compressed.size, compressed.rows, counter.at)
+        size, rows, has_checks = compressed.size, compressed.rows, compressed.format > 1
+        content = decode(model, compressed.code, size, rows, counter.at, has_checks=has_checks)
     except (DamagedError, FloatingPointError):
         content = None
     counter.end()
@@ -77,3 +84,24 @@ def run_decompress(arguments: argparse.Namespace) -> int:
     write_new(arguments.output, content)
     print(f"{arguments.output}: {len(content):,} bytes", file=sys.stderr)
     return 0
+
+
+def _difference(compressed: Compressed, model: SparseTransformer) -> str | None:
+    """How a file's machine differs from this one, worded to follow "was compressed"; None where the bits agree."""
+    made_by = compressed.made_by
+    if compressed.format == 1:  # which knows only what bits depend on, not the bits
+        if made_by == torch.__version__ and compressed.bits_crc32 == settings_crc32(model):
+            return None
+        differs = "on another processor, device or build of torch"
+        if made_by != torch.__version__:
+            differs = f"with torch {made_by}, and this is {torch.__version__}"
+        return f"{differs}, where the model's last bits may differ"
+    try:
+        if computed_crc32(model, compressed.size, compressed.rows) == compressed.bits_crc32:
+            return None
+    except (DamagedError, FloatingPointError):
+        pass  # no model computes that where a file is made
+    here = machine_name(model.embedding.start.device)
+    if here == made_by:
+        return f"by {made_by} as here, and yet the model computes other bits: a setting such as MKL_CBWR differs"
+    return f"by {made_by}, and the model computes other bits here, by {here}"

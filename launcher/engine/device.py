@@ -178,8 +178,9 @@ class _Unmet(Division):
 def _one_at_a_time() -> Iterator[None]:
     """Among the processes of this user on this host."""
     with ExitStack() as held:
-        # Where nothing can be locked, each process compiles for itself, which only costs time.
-        with suppress(OSError):
+        # Where nothing can be locked, each process compiles for itself, which only costs time. A RuntimeError says that
+        # the user has no home folder.
+        with suppress(OSError, RuntimeError):
             cache = os.environ.get("TRITON_CACHE_DIR")
             folder = Path(cache) if cache else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
             folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ stage, offloaded where they are, and saved and loaded with them.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -119,6 +120,44 @@ def rate_factor(train: TrainConfig, step: int) -> float:
     falling = min(round(schedule.decay_fraction * train.last_step), train.last_step - train.warmup_steps)
     done = (step - last + falling) / max(1, falling)
     return 1 - (1 - floor) * min(1.0, max(0.0, done))
+
+
+def rate_change(before: TrainConfig, now: TrainConfig, taken: int) -> str | None:
+    """Describe in a line how the rates of the steps to come are others than before; None where none is.
+
+    Args:
+        before: the settings that the last step was taken with.
+        taken: how many steps the optimiser has taken.
+    """
+    parts = (None, *PARTS, "tables")
+
+    def rate(train: TrainConfig, part: str | None, step: int) -> float:
+        return train.rate_of(part) * rate_factor(train, step)
+
+    last, old_last = now.last_step - 1, before.last_step - 1
+    # Each schedule is a warm-up, a constant and a fall, so two that agree at these steps agree at all.
+    steps = {taken, (taken + last) // 2, last - 1, last, old_last - 1, old_last}
+    steps = {step for step in steps if taken <= step <= last}
+    differing = [part for part in parts if any(rate(before, part, step) != rate(now, part, step) for step in steps)]
+    if not differing:
+        return None
+    part = differing[0]
+    old, new = _rate_settings(before), _rate_settings(now)
+    changes = [f"{key}={new[key]} (was {old[key]})" for key in new if new[key] != old[key]]
+    told = f"{', '.join(changes)}: the learning rate{f' of {part}' if part else ''}"
+    if taken:
+        told += f" was {rate(before, part, taken - 1):.4g} at the step before,"
+    return f"{told} is {rate(now, part, taken):.4g} at the next and {rate(now, part, last):.4g} at step {now.last_step}"
+
+
+def _rate_settings(train: TrainConfig) -> dict[str, str]:
+    """By its path, each value that decides about rates, as a configuration writes it."""
+    names = ("steps", "learning_rate", "warmup_steps", "schedule", "final_learning_rate")
+    content = train.model_dump(mode="json")
+    values = {name: content[name] for name in names}
+    for part in (*PARTS, "tables"):
+        values[f"optimizer.rates.{part}"] = getattr(train.optimizer.rates, part) if train.optimizer else None
+    return {f"train.{name}": json.dumps(value) for name, value in values.items()}
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:

@@ -104,7 +104,7 @@ def add_decompress_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `decompress`."""
     parser.add_argument("file", type=Path, metavar="FILE.lsz", help="file that `longstride compress` wrote")
     _add_coding_arguments(parser, "FILE")
-    elsewhere = "try it on another machine or version of torch than it was compressed on"
+    elsewhere = "try it where the model computes other bits than where the file was compressed"
     parser.add_argument("--elsewhere", action="store_true", help=elsewhere)
 
 

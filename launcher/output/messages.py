@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
 import threading
@@ -37,14 +36,6 @@ def said_where_slow(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def mute_accelerator_warning() -> None:
-    """Drops the line "Setting accelerator to CPU", which deepspeed prints on standard output, among a verb's results.
-
-    For the start of a program: importing deepspeed prints it.
-    """
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 
 
 class AgreedError(ValueError):

@@ -21,9 +21,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import longstride.launcher.cli as cli  # noqa: E402
 import longstride.launcher.train as train  # noqa: E402
-from longstride.launcher.output import mute_accelerator_warning  # noqa: E402
+from longstride.launcher.output import settle_libraries  # noqa: E402
 
-mute_accelerator_warning()  # standard output carries the answers
+settle_libraries(os.environ)  # standard output carries the answers
 
 import tests.harness.processes.preloaded  # noqa: E402, F401
 from tests.hostile.generators import faults  # noqa: E402

@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from longstride.launcher.output import mute_accelerator_warning  # noqa: E402
+from longstride.launcher.output import settle_libraries  # noqa: E402
 
-mute_accelerator_warning()  # standard output carries the answers
+settle_libraries(os.environ)  # standard output carries the answers
 
 from longstride.launcher.engine.device import prepare_accelerator  # noqa: E402
 

@@ -216,7 +216,7 @@ def test_unequal_hosts_are_for_pdsh_alone(
 
 
 def test_hosts_get_the_paths_of_programs_and_no_secrets(tmp_path: Path) -> None:
-    assert host_environment(SHELL, tmp_path, tmp_path) == HANDED_ON
+    assert host_environment(SHELL, [tmp_path, tmp_path]) == HANDED_ON
 
 
 def test_files_of_the_user_override_it(tmp_path: Path) -> None:
@@ -225,19 +225,19 @@ def test_files_of_the_user_override_it(tmp_path: Path) -> None:
         folder.mkdir()
     (home / ".deepspeed_env").write_text("# mine\n\nOMP_NUM_THREADS=2\nNCCL_IB_HCA=mlx5_0\nOTHER=a=b\n")
     (here / ".deepspeed_env").write_text("OMP_NUM_THREADS=3\n")
-    environment = host_environment(SHELL, home, here)
+    environment = host_environment(SHELL, [home, here])
     assert environment == HANDED_ON | {"OMP_NUM_THREADS": "3", "NCCL_IB_HCA": "mlx5_0", "OTHER": "a=b"}
     (tmp_path / "named").write_text("OMP_NUM_THREADS=5\n")
-    environment = host_environment(SHELL | {"DS_ENV_FILE": str(tmp_path / "named")}, home, here)
+    environment = host_environment(SHELL | {"DS_ENV_FILE": str(tmp_path / "named")}, [home, here])
     assert environment == HANDED_ON | {"OMP_NUM_THREADS": "5"}
 
 
 def test_wrong_file_of_the_user_is_one_line(tmp_path: Path) -> None:
     (tmp_path / ".deepspeed_env").write_text("A=1\nexport B=2\n")
     with pytest.raises(ConfigError, match=r"\.deepspeed_env:2: export B=2: must be NAME=value"):
-        host_environment({}, tmp_path, tmp_path)
+        host_environment({}, [tmp_path])
     with pytest.raises(ConfigError, match="DS_ENV_FILE=gone: no such file"):
-        host_environment({"DS_ENV_FILE": "gone"}, tmp_path, tmp_path)
+        host_environment({"DS_ENV_FILE": "gone"}, [tmp_path])
 
 
 def test_written_file_is_what_the_launcher_reads_and_never_overwritten(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def test_damaged_newest_checkpoint_is_passed_over_and_settings_apply(run_copy: P
     assert ended.codes == [0], ended.stderr
     assert f"longstride: passed over: {damaged}: damaged, its SHA-256 is not the manifest's" in ended.stderr[0]
     assert f"longstride: going on from {run_copy / 'checkpoints/step-00000004'}" in ended.stderr[0]
+    (change,) = (line for line in ended.stderr[0].splitlines() if "the learning rate" in line)
+    assert change.startswith("longstride: train.learning_rate=0.0015 (was 0.003): the learning rate was ")
     after = metrics(run_copy)
     assert after[:5] == before[:5]
     assert [line["step"] for line in after] == [line["step"] for line in before]
@@ -53,6 +55,7 @@ def test_damaged_newest_checkpoint_is_passed_over_and_settings_apply(run_copy: P
         (new["learning_rate"], old["learning_rate"]) for new, old in zip(after, before, strict=True) if "epoch" in new
     ]
     assert all(new == pytest.approx(old / 2) for new, old in rates[4:])
+    assert f" was {rates[3][1]:.4g} at the step before, is {rates[4][0]:.4g} at the next and " in change
     # The weights and dropout of step 4, though another backend computes in another order.
     assert after[5]["loss_nats"] == pytest.approx(before[5]["loss_nats"], rel=2**-20)
     assert after[6]["loss_nats"] != before[6]["loss_nats"]
