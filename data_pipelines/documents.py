@@ -324,7 +324,8 @@ def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], modality: 
     endings = {ending or "names without a suffix" for ending in left_out.endings}
     counts = {"empty": left_out.empty, "symlinks": left_out.symlinks, "pipes, sockets or devices": left_out.no_files}
     counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items()}
-    rule = "name files that hold something" if left_out.empty else "name other suffixes or folders"
+    is_empty = left_out.empty or any((left_out.records or {}).values())
+    rule = "name files that hold something" if is_empty else "name other suffixes or folders"
     if endings:
         rule = "name those to take by --suffix"
         for name, kind in MODALITIES.items():
