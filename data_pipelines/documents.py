@@ -1,7 +1,8 @@
 """What a build reads: documents, how files are found, and the file that stays open between two reads.
 
 A document is a row of bytes that can be read in pieces: a file of the input (``FileDocument``), a record of one
-(``RecordDocument``), or an excerpt of a published dataset (``datasets/excerpts.py``).
+(``RecordDocument``), a part of one of these (``DocumentPart``), or an excerpt of a published dataset
+(``datasets/excerpts.py``).
 """
 
 import hashlib
@@ -173,6 +174,32 @@ class RecordDocument:
         return content[offset : offset + size]
 
 
+WholeDocument = FileDocument | RecordDocument
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPart:
+    """The beginning or the end of a document that is cut between two splits."""
+
+    document: WholeDocument
+    offset: int  # content bytes of the document before the part
+    size: int
+
+    @property
+    def source(self) -> str:
+        """What a person calls the document."""
+        return self.document.source
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The document's, and which part this is."""
+        return *self.document.identity, self.offset, self.size
+
+    def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
+        """A piece of the part. Raises DataError where the file has changed since it was found."""
+        return self.document.read(open_input, modality, properties, self.offset + offset, size)
+
+
 @dataclass(frozen=True)
 class RecordDocuments(Sequence[RecordDocument]):
     """Records of files, in order: made one at a time, as there may be millions."""
@@ -300,7 +327,8 @@ def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], modality: 
     counts = {"empty": left_out.empty, "pipes, sockets or devices": left_out.no_files}
     counts |= {f"links to {what}": count for what, count in left_out.links.items()}
     counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items()}
-    rule = "name other suffixes or folders"
+    is_empty = left_out.empty or any((left_out.records or {}).values())
+    rule = "name files that hold something" if is_empty else "name other suffixes or folders"
     if NOTHING in left_out.links:
         rule = "fetch or copy again the files that links name"
     elif FOLDERS in left_out.links:

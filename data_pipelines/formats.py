@@ -35,6 +35,7 @@ class FileFormat:
     pattern: re.Pattern[bytes]  # at its beginning
     unpack: Callable[[BinaryIO], Iterator[bytes]] | None = None  # blocks of what it holds, where it is compressed
     program: str = ""  # that unpacks it, with its options
+    modality: str = ""  # whose builds read it, where they do
 
 
 def file_format(head: bytes) -> FileFormat | None:
@@ -215,14 +216,14 @@ _FORMATS = (
     FileFormat("a pickle", _mark(rb"\x80[\x02-\x05][\x95c\x8a}\]]")),
     FileFormat("a PDF file", _mark(rb"%PDF-\d\.\d[ \t]*[\r\n]+(%[\x80-\xff]{2}|\d+ \d+ obj)")),
     FileFormat("an old Office file", _mark(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")),
-    FileFormat("a PNG picture", _mark(rb"\x89PNG\r\n\x1a\n")),
-    FileFormat("a JPEG picture", _mark(rb"\xff\xd8\xff")),
+    FileFormat("a PNG picture", _mark(rb"\x89PNG\r\n\x1a\n"), modality="image"),
+    FileFormat("a JPEG picture", _mark(rb"\xff\xd8\xff"), modality="image"),
     FileFormat("a GIF picture", _mark(rb"GIF8[79]a.{0,6}[\0-\x08]")),
-    FileFormat("a WebP picture", _mark(rb"RIFF.{4}WEBPVP8.{1,4}\0")),
-    FileFormat("a WAV sound", _mark(rb"RIFF.{4}WAVE.{4,7}\0")),
-    FileFormat("a FLAC sound", _mark(rb"fLaC[\0\x80]")),
-    FileFormat("an Ogg file", _mark(rb"OggS\0")),
-    FileFormat("an MP3 sound", _mark(rb"ID3[\x02-\x04]\0")),
+    FileFormat("a WebP picture", _mark(rb"RIFF.{4}WEBPVP8.{1,4}\0"), modality="image"),
+    FileFormat("a WAV sound", _mark(rb"RIFF.{4}WAVE.{4,7}\0"), modality="audio"),
+    FileFormat("a FLAC sound", _mark(rb"fLaC[\0\x80]"), modality="audio"),
+    FileFormat("an Ogg file", _mark(rb"OggS\0"), modality="audio"),
+    FileFormat("an MP3 sound", _mark(rb"ID3[\x02-\x04]\0"), modality="audio"),
     FileFormat("an MP4 file", _mark(rb"\0{2}..ftyp")),
     FileFormat("a Matroska file", _mark(rb"\x1a\x45\xdf\xa3")),
     FileFormat("a program (ELF)", _mark(rb"\x7fELF")),

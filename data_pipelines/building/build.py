@@ -48,6 +48,7 @@ def build(
     suffixes: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     validation_fraction: float = 0.05,
+    hold_out_end: bool = False,
     shard_bytes: int = SHARD_BYTES,
     seed: int = 0,
     palette: int | Palette | None = None,
@@ -59,6 +60,9 @@ def build(
 
     ``field`` makes every line of JSON Lines, or row of a Parquet file, a document: what its field of that name holds.
 
+    The validation split has ``validation_fraction`` of the documents; with ``hold_out_end``, and where there is but
+    one document, the end of the data by this share of the bytes.
+
     From a folder, files with one of ``suffixes`` are taken (None: the modality's own; empty: all). Hidden files,
     ``__pycache__``, links to folders and files or folders named in ``exclude`` are left out. Links to files are
     followed, and no file is taken twice by one. A file named in ``inputs`` is taken whatever its name. ``palette``: by
@@ -69,8 +73,8 @@ def build(
     files are known and nothing is written yet.
 
     Raises DataError, on all ranks, for an input that is missing, unreadable or changes meanwhile, for inputs and an
-    output that overlap, where nothing or only one split is found, for an output that holds anything else or cannot be
-    made, and for an unfinished build of another plan.
+    output that overlap, where nothing is found or a split would be empty, for an output that holds anything else or
+    cannot be made, and for an unfinished build of another plan.
     """
 
     def coordinate() -> _Coordinator:
@@ -86,6 +90,7 @@ def build(
             seed=seed,
             palette=palette,
             field=field,
+            hold_out_end=hold_out_end,
         )
         paths = [Path(path) for path in inputs]
 

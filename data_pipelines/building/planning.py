@@ -3,7 +3,7 @@
 The split of a file is a hash of (seed, its path under the input), so that it stays there when other files are added.
 Another such hash is its place in the split, so that each shard is a mixture of all folders. Where the records of files
 are documents, the split of a record is a hash of (seed, path, its number), and records stand in the order of their
-file, as compressed files are read forwards alone.
+file, as compressed files are read forwards alone. Of one document, or where it is asked for, the end is held out.
 """
 
 import hashlib
@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from longstride.data_pipelines.building.held_out import hold_out_end
 from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES, Piece, pack
 from longstride.data_pipelines.datasets import Dataset
 from longstride.data_pipelines.documents import (
     Document,
+    DocumentPart,
     FileDocument,
     LeftOut,
     RecordDocument,
@@ -92,6 +94,7 @@ class FileSettings(BuildSettings):
     seed: int
     palette: int | Palette | None = None
     field: str | None = None  # of records that are documents; None: files are
+    hold_out_end: bool = False  # whether validation is the end of the data; else whole documents, where there are two
 
     def check(self) -> None:
         if self.field is not None:
@@ -112,6 +115,9 @@ class FileSettings(BuildSettings):
             raise DataError(
                 f"validation_fraction={self.validation_fraction}: must be at least 0 and less than 1, such as 0.05"
             )
+        if self.hold_out_end and not self.validation_fraction:
+            rule = "must be more than 0 where the end is held out, such as 0.05"
+            raise DataError(f"validation_fraction={self.validation_fraction}: {rule}")
         if not 0 <= self.seed <= MOST_SEED:
             raise DataError(f"seed={self.seed}: must be from 0 to 2**63 - 1, such as 0")
         super().check()
@@ -138,6 +144,7 @@ class FileSettings(BuildSettings):
             "sample_bytes": SAMPLE_BYTES,
             "seed": self.seed,
             **({} if self.field is None else {"field": self.field}),
+            **({"hold_out_end": True} if self.hold_out_end else {}),
             **self._palette_json,
         }
 
@@ -148,15 +155,13 @@ class FileSettings(BuildSettings):
             inputs, self.suffixes, self.exclude, self.modality, self.wanted
         )
         fraction = self.validation_fraction
+        if fraction and (self.hold_out_end or all(each.relative == documents[0].relative for each in documents)):
+            mix(documents, self.seed)
+            return BuildPlan(self, properties, hold_out_end(documents, fraction, self.modality, properties), left_out)
         splits: dict[str, list[FileDocument]] = {"train": [], "validation": []}
         for document in documents:
             place = document.hashed(self.seed, "split")
             splits["validation" if place < fraction * 2**64 else "train"].append(document)
-        if fraction and all(document.relative == documents[0].relative for document in documents):
-            raise DataError(
-                f"validation_fraction={fraction}: the only file, {documents[0].path}, cannot be in both splits; "
-                "add files or set it to 0"
-            )
         for empty, full, nearest in (("validation", "train", min), ("train", "validation", max)):
             if fraction and not splits[empty]:  # too few files for the fraction: take the file nearest to the border
                 chosen = nearest(splits[full], key=lambda document: document.hashed(self.seed, "split")).relative
@@ -168,7 +173,7 @@ class FileSettings(BuildSettings):
 
     def source_of(self, split: str, document: Document) -> str:
         """Its path under the input, and of a record its line or row."""
-        assert isinstance(document, FileDocument | RecordDocument)
+        assert isinstance(document, FileDocument | RecordDocument | DocumentPart)
         return document.source
 
     def _plan_of_records(self, inputs: Sequence[Path], field: str) -> "BuildPlan":
@@ -178,6 +183,9 @@ class FileSettings(BuildSettings):
         order = [file for file, _ in found]
         mix(order, self.seed)
         found = [found[place_of[file]] for file in order]
+        if fraction and (self.hold_out_end or sum(len(records) for _, records in found) == 1):
+            members = RecordDocuments(field, found)
+            return BuildPlan(self, {}, hold_out_end(members, fraction, self.modality, {}), left_out)
         words, chosen = [], []
         for file, records in found:
             key = np.array([file.hashed(self.seed, "split"), 0], dtype=np.uint64)
@@ -185,11 +193,6 @@ class FileSettings(BuildSettings):
             words.append(np.random.Philox(key=key).random_raw(last)[records.numbers - 1])  # a word a number
             chosen.append(words[-1] < np.uint64(int(fraction * 2**64)))
         count, held_out = sum(map(len, words)), sum(int(each.sum()) for each in chosen)
-        if fraction and count == 1:
-            raise DataError(
-                f"validation_fraction={fraction}: the only record that holds anything cannot be in both splits; add "
-                "records or set it to 0"
-            )
         if fraction and held_out in (0, count):  # too few for the fraction: take the one nearest to the border
             full = [(each.max() if held_out else each.min(), number) for number, each in enumerate(words) if len(each)]
             border, number = max(full) if held_out else min(full)
@@ -282,8 +285,10 @@ class BuildPlan:
         """The lines of ``sources.jsonl``: which sample is of which file. None of records and of published datasets."""
         for name, pieces in self.shards() if isinstance(self.settings, FileSettings) else ():
             for number, piece in enumerate(pieces):
-                if isinstance(piece.document, FileDocument):
-                    line = {"key": ShardRecord.key_in(name, number), "source": piece.document.source}
+                document = piece.document
+                whole = document.document if isinstance(document, DocumentPart) else document
+                if isinstance(whole, FileDocument):
+                    line = {"key": ShardRecord.key_in(name, number), "source": whole.source}
                     yield json.dumps(line).encode() + b"\n"
 
     @cached_property
@@ -336,10 +341,15 @@ class BuildPlan:
         if self.left_out.no_files:  # else as it always was
             left_out["pipes_sockets_and_devices"] = self.left_out.no_files
         pieces = {} if self.pieces_file is None else {"pieces": asdict(self.pieces_file)}
+        first = next(iter(self.splits.get("validation", ())), None)
+        begins = {}
+        if isinstance(first, DocumentPart):
+            begins = {"validation_begins": {"source": first.source, "byte": first.offset}}
         return {
             "settings": self.settings.to_json(),
             "left_out": {**left_out, **(self.left_out.records or {})},
             **pieces,
+            **begins,
         }
 
 

@@ -95,6 +95,8 @@ def _compression(path: Path, file: BinaryIO) -> FileFormat | None:
             which = f" with the columns of text {', '.join(fields)}"
         if fields != []:
             rule = f"name the one to take by --field, such as --field {fields[0] if fields else 'text'}"
+    elif kind.modality:
+        rule = f"take it by --modality {kind.modality}, {rule}"
     elif kind.program:
         rule = f"unpack it first, such as with `{kind.program} FILE`"
     raise DataError(f"{path}: is {kind.name}{which}, and no text; {rule}, {_AS_IT_IS}")

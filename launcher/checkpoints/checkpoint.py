@@ -292,6 +292,7 @@ def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: b
     held = ", ".join(str(checkpoint.manifest.step) for checkpoint in reversed(checkpoints)) or "none"
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     if step == "best":
+        held += "; give the number of one" if checkpoints else ""
         wanted = f"no checkpoint of a step that {file_names.METRICS} or a manifest has a validation loss of"
     raise ConfigError(f"{run / file_names.CHECKPOINTS}: {wanted}; whole ones: {held}", *(each.line for each in refused))
 

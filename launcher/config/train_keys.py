@@ -124,7 +124,11 @@ class TrainConfig(StrictModel):
         default="auto", description="what attention exchanges between them; auto: in each layer what sends fewer bytes"
     )
     log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")
-    evaluate_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: at the end only")
+    evaluate_every: int | None = Field(
+        default=0,
+        ge=0,
+        description="steps between evaluations; 0: at the end only; null: none, as of data without a validation split",
+    )
     evaluate_contexts: int | None = Field(
         default=None, gt=0, description="contexts of an evaluation, evenly spread; null: the whole split"
     )
@@ -189,7 +193,10 @@ class TrainConfig(StrictModel):
             if getattr(self, name) and self.keep_last is None:
                 rule = "says what stays beside the last ones: give keep_last too, such as 2; without it all stay"
                 problems.append(Problem(name, rule, getattr(self, name)))
-        rule = "goes by evaluations on the way, and evaluate_every is 0: give it, such as 1000"
+        every = "null" if self.evaluate_every is None else self.evaluate_every
+        rule = (
+            f"goes by evaluations on the way, and evaluate_every is {every}: give it, such as 1000, or leave this out"
+        )
         if self.keep_best and not self.evaluate_every:
             problems.append(Problem("keep_best", rule, self.keep_best))
         if self.stop_when and not self.evaluate_every:

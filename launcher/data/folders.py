@@ -29,6 +29,7 @@ _UNPRINTED = re.compile(r"[^ -~]")
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _SETTINGS = {  # of `build` and `index`, and their options
     "validation_fraction": "--validation-fraction",
+    "hold_out_end": "--hold-out-end",
     "shard_bytes": "--shard-bytes",
     "seed": "--seed",
     "exclude": "--exclude",
@@ -47,6 +48,7 @@ _DEFAULTS: dict[str, Any] = {
     "all_files": None,
     "exclude": [],
     "validation_fraction": 0.05,
+    "hold_out_end": None,
     "seed": 0,
 }
 
@@ -74,6 +76,7 @@ def run_build(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt(f"what is finished is kept in {kept}: the same command goes on from there") from None
     if crew.is_first:
         print(f"{arguments.output}: {_summary(manifest)}", file=sys.stderr)
+        _tell_share(arguments, manifest)
     return 0
 
 
@@ -109,6 +112,7 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
             suffixes=[] if arguments.all_files else arguments.suffix,
             exclude=arguments.exclude,
             validation_fraction=arguments.validation_fraction,
+            hold_out_end=bool(arguments.hold_out_end),
             seed=arguments.seed,
             progress=show,
             found=partial(_tell_left_out, arguments),
@@ -146,6 +150,19 @@ def _tell_left_out(arguments: argparse.Namespace, left_out: LeftOut) -> None:
         advice.append("--field NAME takes the records of JSON Lines and Parquet")
     told = f"left out {endings.total():,} of {left_out.looked_at:,} files: {', '.join(counts)}"
     say("; ".join([told, *([", ".join(advice)] if advice else [])]))
+
+
+def _tell_share(arguments: argparse.Namespace, manifest: DataManifest) -> None:
+    """A line where whole documents in the validation split are far from its share of the bytes."""
+    fraction = arguments.validation_fraction
+    if not fraction or arguments.hold_out_end or arguments.modality == "image":
+        return
+    sizes = {name: split.content_bytes for name, split in manifest.splits.items()}
+    share = sizes["validation"] / sum(sizes.values())
+    if not fraction / 2 <= share <= fraction * 2:
+        what = "files" if arguments.field is None else "records"
+        rule = f"held out as whole {what}; --hold-out-end holds out the last {fraction:.1%} of the bytes"
+        say(f"notice: validation has {share:.1%} of the bytes, {rule}")
 
 
 def _check_kind(arguments: argparse.Namespace) -> None:
@@ -303,4 +320,6 @@ def _summary(manifest: DataManifest) -> str:
         for name, split in manifest.splits.items()
     )
     left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in manifest.made["left_out"].items() if count]
-    return f"{made}; left out {', '.join(left_out)}" if left_out else made
+    made += f"; left out {', '.join(left_out)}" if left_out else ""
+    begins = manifest.made.get("validation_begins")
+    return f"{made}; validation begins in {begins['source']}, at byte {begins['byte']:,}" if begins else made

@@ -218,6 +218,10 @@ class RunData:
         lines = {name: "\n".join(shard.line() for shard in split.shards) for name, split in splits.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in lines.items()}
 
+    def has_split(self, name: str) -> bool:
+        """Whether the data has a split of this name."""
+        return name in self._folder.manifest.splits
+
     def split_tokens(self, split: str) -> int:
         """How many tokens the documents of a split have together."""
         num_bytes = self._folder.manifest.splits[split].content_bytes
@@ -290,14 +294,14 @@ class RunData:
             )
         return within_vocabulary(batches, self._config.model.vocabulary)
 
-    def context(self, number: int) -> Tensor:
-        """Context ``number`` of the validation split: (n,) integers, n from 1 to the model's context.
+    def context(self, number: int, split: str | None = None) -> Tensor:
+        """Context ``number`` of a split (None: the validation split): (n,) integers, n from 1 to the model's context.
 
         Raises:
             DataError: the split does not fit the run, has no such context, is damaged there, or has a byte that the
                 model lacks.
         """
-        split, context = self._config.data.validation_split, self._config.model.context
+        split, context = split or self._config.data.validation_split, self._config.model.context
         with placed():
             tokens = read_context(self._folder, split, number, context=context, cut=self._cut)
         _check_tokens(tokens, self._config.model.vocabulary)
@@ -311,8 +315,15 @@ class RunData:
             DataError: a split or shard is missing, damaged or too small, or the first context has bytes that the model
                 does not know.
         """
-        stream = self.stream()
-        self.evaluation()
+        stream, data = self.stream(), self._config.data
+        is_evaluated = self._config.train.evaluate_every is not None
+        if is_evaluated and not self.has_split(data.validation_split):
+            held = ", ".join(self._folder.manifest.splits)
+            rule = f"no split of {data.path}, which holds {held}; train.evaluate_every=null trains without evaluations"
+            raise ConfigError.at("data.validation_split", data.validation_split, rule)
+        splits = [data.validation_split] if is_evaluated else []
+        if is_evaluated:
+            self.evaluation()
         names = ("height", "width", "channels")
         pictures = {name: stream.properties[name] for name in names if name in stream.properties}
         embedding = self._config.model.embedding
@@ -327,9 +338,8 @@ class RunData:
             good = json.dumps({"type": "image", **pictures})
             rule = f"the data holds pictures of {shape} (height, width, channels); {good}"
             raise ConfigError.at("model.embedding", embedding.model_dump(), rule)
-        data = self._config.data
-        check_split(self._folder, data.validation_split)
-        if data.on_damage == "abort":
-            check_split(self._folder, data.train_split)
+        splits += [data.train_split] if data.on_damage == "abort" else []
+        for split in splits:
+            check_split(self._folder, split)
         if self._config.model.vocabulary < _BYTE_VALUES:
-            self.context(0)
+            self.context(0, data.validation_split if is_evaluated else data.train_split)

@@ -52,6 +52,9 @@ def of_run(
         folder = RunData(config, Ranks(), data)
         if folder.palette != told.palette:
             raise ConfigError(f"--data={data}: its pixels are told by another palette than the run's; name the run's")
+        if not folder.has_split(config.data.validation_split):
+            rule = f"the data has no split {config.data.validation_split!r} to show a context of"
+            raise ConfigError(f"--data={data or config.data.path}: {rule}; name data that has it, or give --text FILE")
         tokens, name = folder.context(number), f"{name}, {config.data.validation_split}: context {number}"
     # On the CPU, whatever trained it: only the model's queries and keys are taken, and the rows are computed here.
     state = master_weights(checkpoint, weights)

@@ -74,6 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     if data.palette != ModelData.of_run(config, arguments.run).palette:
         rule = "its pixels are told by another palette than the run's: build it with --palette-from the run's data"
         raise ConfigError(f"--data={arguments.data or config.data.path}: {rule}")
+    if arguments.split is None and not data.has_split(split):
+        rule = f"the data has no split {split!r}, which is the run's; score one that it has, such as --split "
+        raise ConfigError(f"--split: {rule}{config.data.train_split}, or other data by --data")
     contexts = partial(data.evaluation, split=split, batch_size=batch_size, min_context=arguments.min_context)
     contexts()  # raises what does not fit before a process group is made
     start = time.perf_counter()

@@ -34,6 +34,8 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exclude", action="append", metavar="NAME", help=leave)
     share = "put this share of the files, or of the records by --field, into the validation split (default: 0.05)"
     add("--validation-fraction", type=float, metavar="SHARE", help=share)
+    end = "hold out the end of the data, by its bytes, and no whole documents; of a single document always so"
+    add("--hold-out-end", action="store_true", default=None, help=end)
     size = "begin a new shard after so many content bytes (default: 16777216)"
     add("--shard-bytes", type=int, default=None, metavar="BYTES", help=size)
     seed = "another seed splits and orders the documents otherwise (default: 0)"

@@ -225,6 +225,9 @@ def _words(content: dict[str, Any], data: Any, machine: Machine, size: str, peak
     batch = train["micro_batch"]
     what = {"image": "a picture is one context", "audio": "no longer than sounds are in the mean"}
     why = what.get(data.modality, "as long as the size has it, or a sixteenth of the data")
+    saved, unless = "saved", ", and never evaluated, as the data has no split 'validation'"
+    if data.is_evaluated:
+        saved, unless = "evaluated and saved", ""
     recomputed = ", recomputed in the backward pass" if train["activation_checkpointing"] else ""
     return [
         f"Data: {data.location}, {data.modality}, {data.train_bytes:,} {unit} to train on.",
@@ -232,7 +235,7 @@ def _words(content: dict[str, Any], data: Any, machine: Machine, size: str, peak
         f"tables of {tables:,}.",
         f"Context: {model['context']:,} {unit}, {why}.",
         f"Length: {train['steps']:,} steps of {train['global_batch'] * model['context']:,} {unit}, "
-        f"{epochs:.3g} times the data; evaluated and saved every {train['evaluate_every']:,}.",
+        f"{epochs:.3g} times the data; {saved} every {train['checkpoint_every']:,}{unless}.",
         f"Machine: {machine.words}; {machine.processes} process{'es' if machine.processes > 1 else ''} in "
         f"{machine.precision}.",
         f"Micro-batch: {batch} context{'s' if batch > 1 else ''}{recomputed}, planned at {peak / _GIB:.2f} GiB a "

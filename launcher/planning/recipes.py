@@ -72,6 +72,7 @@ class Data:
     mean_document_bytes: int  # of the train split
     picture: tuple[int, int, int] | None  # height, width, channels as the model reads them
     colours: int | None  # of a palette
+    is_evaluated: bool  # whether there is a validation split
 
     @classmethod
     def read(cls, location: str) -> Data:
@@ -89,7 +90,15 @@ class Data:
             picture = properties["height"], properties["width"], channels
         num_bytes = record.content_bytes // (1 if palette is None else CHANNELS)  # a pixel of a palette is one token
         mean = num_bytes // max(1, record.documents)
-        return cls(location, manifest.modality, num_bytes, mean, picture, len(palette) if palette is not None else None)
+        return cls(
+            location,
+            manifest.modality,
+            num_bytes,
+            mean,
+            picture,
+            len(palette) if palette is not None else None,
+            "validation" in manifest.splits,
+        )
 
 
 def model_of(size: Size, data: Data) -> dict[str, Any]:
@@ -167,7 +176,7 @@ def _fitting(wanted: int, most: int, data: Data) -> int:
         if data.mean_document_bytes < LEAST_CONTEXT <= data.train_bytes // LEAST_CONTEXTS:
             rule += f", in sounds of {data.mean_document_bytes:,} bytes in the mean"
         need = f"a context takes at least {LEAST_CONTEXT}, and a run at least {LEAST_CONTEXTS} of them"
-        raise ConfigError(f"--data={data.location}: {rule}; {need}; add files")
+        raise ConfigError(f"--data={data.location}: {rule}; {need}; add data")
     return context
 
 
@@ -191,8 +200,8 @@ def train_of(size: Size, data: Data, context: int, global_batch: int) -> dict[st
         "warmup_steps": max(1, round(0.03 * steps)),
         "schedule": {"type": "wsd", "decay_fraction": 0.5},
         "log_every": max(1, min(10, steps // 50)),
-        "evaluate_every": often,
-        "evaluate_contexts": size.evaluate_contexts,
+        "evaluate_every": often if data.is_evaluated else None,
+        **({"evaluate_contexts": size.evaluate_contexts} if data.is_evaluated else {}),
         "checkpoint_every": often,
         "keep_last": 2,
     }

@@ -152,7 +152,8 @@ def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
         step = int(series.steps[series.values.argmin()])
         figures.append(("best validation", f"{best:.4f}", f"{record.unit}, {split}, step {step:,}"))
     else:
-        figures.append(("best validation", "–", "not evaluated yet"))
+        why = "not evaluated yet" if record.is_evaluated else "none, as train.evaluate_every is null"
+        figures.append(("best validation", "–", why))
     loss = record.train.get("bits")
     mean = "–" if loss is None else f"{sections.smoothed(loss).last:.4f}"
     figures.append(("training loss", mean, f"{record.unit}, running mean"))

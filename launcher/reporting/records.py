@@ -104,6 +104,12 @@ class RunRecord:
         every = [*self.train.values(), *self.evaluations.values()]
         return max((int(series.steps[-1]) for series in every if len(series)), default=0)
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether it evaluates, as far as its configuration tells."""
+        train = self.config.get("train")
+        return not isinstance(train, dict) or train.get("evaluate_every", 0) is not None
+
     def setting(self, path: str) -> Any:
         """A value of the configuration by its dotted path; None where there is none."""
         value: Any = self.config

@@ -107,7 +107,8 @@ def positions(runs: Runs, given: list[dict[str, Any]], answers: Sequence[Answers
         if not those and told is not None:
             missing.append(absent(f"{name}: {told.why_not}", told.command))
         elif not those and not given:
-            command = f"longstride evaluate {record.folder} --positions {record.folder / 'by-position.png'}"
+            split = "" if record.is_evaluated else f" --split {record.setting('data.train_split')}"
+            command = f"longstride evaluate {record.folder}{split} --positions {record.folder / 'by-position.png'}"
             missing.append(absent(f"{name} has not been scored by position yet; this page has it after", command))
     found += [(each["run"], len(runs) + place, each) for place, each in enumerate(given)]
     lines = [

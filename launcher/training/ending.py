@@ -33,9 +33,10 @@ def summary(run: Run, step: int, first: int, seconds: float) -> list[str]:
     folder = shlex.quote(str(run.folder))
     names = ("model", f"{run.folder.absolute().name}-model")  # nothing is written over
     model = shlex.quote(next((name for name in names if not Path(name).exists()), f"{names[1]}-{step}"))
+    split = "" if run.data.has_split(run.config.data.validation_split) else f" --split {run.config.data.train_split}"
     return [
         f"{'; '.join(parts)}; in {run.folder}",
-        f"next: longstride evaluate {folder}",
+        f"next: longstride evaluate {folder}{split}",
         f"      longstride export {folder} --output {model}",
         f"      longstride report {folder} --output report.html",
     ]

@@ -307,6 +307,6 @@ def lacks_evaluation(step: int, run: Run) -> bool:
     return bool(run.ranks.gather_objects(lacks)[0])
 
 
-def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something happens after a step: every so many, and after the last; 0 is after the last alone."""
-    return step == last or (every > 0 and step % every == 0)
+def is_due(step: int, every: int | None, last: int) -> bool:
+    """Whether something happens after a step: every so many, and after the last; 0: the last alone; None: never."""
+    return every is not None and (step == last or (every > 0 and step % every == 0))

@@ -338,7 +338,7 @@ WRONG: list[tuple[str, str]] = [
     ("data build tables --output new --suffix .", "--suffix=.: must be what a name ends in from its last dot (or"),
     ("data build tables --output new --suffix .CSV", "tables: no file to take (suffixes: .CSV); there are .csv"),
     ("data build tables --output new --suffix .csv --all-files", "--suffix=.csv: --all-files takes files of any name;"),
-    ("data build tables --output new --suffix .csv", "--validation-fraction=0.05: the only file, tables/b.csv, cannot"),
+    ("data build tables --output new --suffix .csv", "--validation-fraction=0.05: holds out none of 4 bytes; add"),
     ("data build tables --output new --modality image", "there are .csv, .json: name those to take by --suffix"),
     ("data build tables --output new --all-files --seed -1", "--seed=-1: must be from 0 to 2**63 - 1, such as 0"),
     (f"data build tables --output new --all-files --seed {MANY}", ": must be from 0 to 2**63 - 1, such as 0"),

@@ -481,7 +481,7 @@ def test_build_into_whole_file_system_is_refused_at_once(tmp_path):
         ({"suffixes": [".min.js"]}, r"suffixes=\.min\.js: must be what a name ends in .* such as \.js$"),
         ({"suffixes": [".a.txt.gz"]}, r"suffixes=\.a\.txt\.gz: must be what a name ends in .* such as \.txt\.gz$"),
         ({"modality": "smell"}, "modality='smell'"),
-        ({"inputs": ["source/0/f0.py"]}, "the only file.*cannot be in both splits"),
+        ({"hold_out_end": True, "validation_fraction": 0.0}, r"validation_fraction=0\.0: must be more than 0 where"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -134,9 +134,6 @@ def test_few_records_fill_both_splits(tmp_path, fraction):
     source = write_files(tmp_path / "source", {"a.jsonl": lines_of(["one", "two", None])})
     manifest = build([source], tmp_path / "data", field="text", validation_fraction=fraction)
     assert [split.documents for split in manifest.splits.values()] == [1, 1]
-    one = write_files(tmp_path / "one", {"a.jsonl": lines_of(["one", None])})
-    with pytest.raises(DataError, match=r"^validation_fraction=.*the only record that holds anything cannot be in"):
-        build([one], tmp_path / "none", field="text", validation_fraction=fraction)
 
 
 def test_records_by_two_ranks_and_after_a_change(tmp_path):
@@ -181,6 +178,10 @@ def flipped(table: pyarrow.Table) -> bytes:
         ("x.tgz", "tgz", {}, r": is compressed by gzip, and what it holds is a tar archive; unpack it"),
         ("x.gz", TWICE, {}, r": is compressed by gzip, and what it holds is compressed"),
         ("x.txt", b"%PDF-1.7\n1 0 obj", {}, r": is a PDF file, and no text; leave it out, such as by --exclude, or"),
+        ("x.txt", b"\x89PNG\r\n\x1a\n", {}, r": is a PNG picture, and no text; take it by --modality image, leave"),
+        ("x.txt", b"\xff\xd8\xff\xe0", {}, r": is a JPEG picture, and no text; take it by --modality image, leave"),
+        ("x.txt", b"RIFF\1\0\0\0WAVEfmt \x10\0", {}, r": is a WAV sound, and no text; take it by --modality audio, l"),
+        ("x.txt", b"fLaC\0\0", {}, r": is a FLAC sound, and no text; take it by --modality audio, leave it out, such"),
         ("x.gz", COMPRESS[".gz"](TEXTS["0.txt"])[:-5], {}, r": is compressed by gzip, and damaged or cut short \("),
         ("x.jsonl", PARQUET[4:], {"field": "text"}, r":1: is no JSON \(.+\); --field reads Parquet and JSON Lines"),
         ("x.jsonl", b'{"a": "b"}\n{"a": 1', {"field": "a"}, r":2: is no JSON \(.+\); --field reads Parquet"),
@@ -189,7 +190,8 @@ def flipped(table: pyarrow.Table) -> bytes:
         ("x.jsonl", b'{"a": "b", "c": {"d": 1}}', {"field": "e"}, r":1: has no field 'e'; it has a, c\.d$"),
         ("x.jsonl", b'["a"]', {"field": "a"}, r":1: is a list, and no object; --field reads an object a line"),
         ("x.jsonl", b'{"a": "\\ud83d"}', {"field": "a"}, r":1: field 'a' holds half a character \(\\ud83d alone\)"),
-        ("x.jsonl", b'{"a": null}', {"field": "a"}, r": no file to take .* 1 null records\); name other suffixes"),
+        ("x.jsonl", b'{"a": null}', {"field": "a"}, r": no file to take .* 1 null records\); name files that hold"),
+        ("x.txt", b"", {}, r": no file to take \(.* left out: 1 empty\); name files that hold something$"),
         ("x.zip", "zip", {"field": "a"}, r": is a zip archive; --field reads JSON Lines and Parquet"),
         ("x.jsonl", b"{}", {"field": ""}, r"^field='': must be the name"),
         ("x.jsonl", b"{}", {"field": "a", "properties": {"raw": 1}}, r"^field=a: reads what a file holds, and raw"),

@@ -57,6 +57,14 @@ SET = ["--output", "data", "--dataset", "text8"]
         ([*LATER, "--raw", "--modality", "image"], "--raw: goes with --modality text, and this is image"),
         ([*LATER, "--shard-bytes", "0"], "--shard-bytes=0: must be at least 1, such as 16777216"),
         ([*LATER, "--validation-fraction", "2"], "--validation-fraction=2.0: must be at least 0 and less than 1, such"),
+        (
+            [*LATER, "--hold-out-end", "--validation-fraction", "0"],
+            "--validation-fraction=0.0: must be more than 0 where the end is held out, such as 0.05",
+        ),
+        (
+            ["texts/1.txt", "--output", "data", "--validation-fraction", "0.004"],
+            "--validation-fraction=0.004: holds out none of 100 bytes; add files, or set it to 0 to train without eval",
+        ),
         (["--output", "data"], "PATH: none given; name files or folders, such as texts, or a --dataset"),
         ([*LATER, "--input", "texts"], "--input: goes with --dataset; name one of cifar10, enwik8, imagenet64, text8"),
         ([*LATER, "--download"], "--download: goes with --dataset; "),
@@ -70,6 +78,7 @@ SET = ["--output", "data", "--dataset", "text8"]
         ([*SET, "--validation-fraction", "0.0"], "--validation-fraction=0.0: goes without --dataset"),
         ([*SET, "--suffix", ".bin"], "--suffix=.bin: goes without --dataset"),
         ([*SET, "--field", "text"], "--field=text: goes without --dataset"),
+        ([*SET, "--hold-out-end"], "--hold-out-end: goes without --dataset"),
         ([*SET, "--raw"], "--raw: goes without --dataset, which has its own; leave it out"),
         ([*SET, "--rate", "8000"], "--rate=8000: goes without --dataset"),
         ([*SET, "--seed", "0"], "--seed=0: goes without --dataset"),
@@ -179,11 +188,51 @@ def test_what_a_url_has_of_secrets_is_not_printed(
     assert "whole" in printed and "no split 'test'" in printed and "secret" not in printed
 
 
+def test_build_of_one_file_tells_where_validation_begins(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (texts / "a.txt").write_text("ab" * 1000)
+    assert cli.main(["data", "build", "a.txt", "--output", "data"]) == 0
+    assert capsys.readouterr().err == (
+        "data: train 1,900 bytes of 1 document, validation 100 bytes of 1 document; validation begins in a.txt, at "
+        "byte 1,900\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "share"),
+    [
+        ((10, 3000), ("a.txt", "b.txt"), "0.3%"),
+        ((3000, 10), ("a.txt", "b.txt"), "99.7%"),
+        ((10, 3000), ("rows.jsonl", "--field", "t"), "0.3%"),
+        ((3000, 10), ("a.txt", "b.txt", "--hold-out-end"), None),
+        ((3000, 10), ("a.txt", "b.txt", "--validation-fraction", "0"), None),
+        ((100, 1900), ("a.txt", "b.txt"), None),
+    ],
+)
+def test_build_tells_a_share_of_bytes_that_is_far_from_the_one_of_documents(
+    texts: Path, sizes: tuple[int, int], options: tuple[str, ...], share: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the seed 0 it is the first one of the two files, or records, that is held out."""
+    for name, size in zip(("a.txt", "b.txt"), sizes, strict=True):
+        (texts / name).write_text("x" * size)
+    (texts / "rows.jsonl").write_text("".join(f'{{"t": "{"x" * size}"}}\n' for size in sizes))
+    assert cli.main(["data", "build", *options, "--output", "data"]) == 0
+    _, *notices = capsys.readouterr().err.splitlines()
+    what = "records" if "--field" in options else "files"
+    assert notices == (
+        [
+            f"longstride: notice: validation has {share} of the bytes, held out as whole {what}; --hold-out-end holds "
+            "out the last 5.0% of the bytes"
+        ]
+        if share
+        else []
+    )
+
+
 def test_files_that_are_left_out_are_counted_by_suffix(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.rs", "b.rs", "c.png", "d.JPG", "e.mp3", "f.jsonl", "Makefile", ".hidden.rs", "g.\x1b[31m"):
         (texts / "texts" / name).write_text("x")
     assert cli.main(["data", "build", *LATER, "--exclude", "e.mp3"]) == 0
-    first, made = capsys.readouterr().err.splitlines()
+    first, made, *_ = capsys.readouterr().err.splitlines()
     assert first == (
         "longstride: left out 7 of 27 files: 2 .rs, 1 .?[31m, 1 .JPG, 1 .jsonl, 2 others; --all-files --raw "
         "takes them, --modality image takes pictures (2), --field NAME takes the records of JSON Lines and Parquet"
