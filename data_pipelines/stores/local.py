@@ -91,6 +91,9 @@ class LocalStore(Store):
         return str(self._folder / name)
 
     def read(self, name: str) -> bytes:
+        if self._folder.is_file():
+            rule = f"build one of it with `longstride data build {self._folder} --output DIR`"
+            raise DataError(f"{self._folder}: is a file, and no data folder; {rule}")
         if not self._folder.is_dir():
             raise DataError(f"{self._folder}: no such folder; build one with `longstride data build`")
         with reading_file(self._folder / name):

@@ -318,10 +318,11 @@ class RunData:
         stream, data = self.stream(), self._config.data
         is_evaluated = self._config.train.evaluate_every is not None
         if is_evaluated and not self.has_split(data.validation_split):
-            held = ", ".join(self._folder.manifest.splits)
-            rule = f"no split of {data.path}, which holds {held}; train.evaluate_every=null trains without evaluations"
+            held = [*self._folder.manifest.splits]
+            good = "".join([f"take {name}, or " for name in held if name != data.train_split][:1])
+            rule = f"no split of {data.path}, which holds {', '.join(held)}; {good}train without evaluations by"
+            rule = f"{rule} train.evaluate_every=null"
             raise ConfigError.at("data.validation_split", data.validation_split, rule)
-        splits = [data.validation_split] if is_evaluated else []
         if is_evaluated:
             self.evaluation()
         names = ("height", "width", "channels")
@@ -338,8 +339,9 @@ class RunData:
             good = json.dumps({"type": "image", **pictures})
             rule = f"the data holds pictures of {shape} (height, width, channels); {good}"
             raise ConfigError.at("model.embedding", embedding.model_dump(), rule)
-        splits += [data.train_split] if data.on_damage == "abort" else []
-        for split in splits:
-            check_split(self._folder, split)
+        if is_evaluated:
+            check_split(self._folder, data.validation_split)
+        if data.on_damage == "abort":
+            check_split(self._folder, data.train_split)
         if self._config.model.vocabulary < _BYTE_VALUES:
             self.context(0, data.validation_split if is_evaluated else data.train_split)

@@ -110,6 +110,9 @@ def _check_words(arguments: argparse.Namespace) -> tuple[Path, str]:
         raise ConfigError("--data=: names no folder; such as data/mine, or leave it out")
     if "://" not in location and not Path(location).is_dir():
         kind = f" --modality {arguments.modality}" if arguments.modality not in (None, "text") else ""
+        if Path(location).is_file():
+            rule = f"build one of it by `longstride data build {location}{kind} --output DIR`, and name that by --data"
+            raise ConfigError(f"--data={location}: is a file, and no data folder; {rule}")
         rule = f"build it by `longstride data build FILES{kind} --output {location}`, or name another by --data"
         raise ConfigError(f"{location}: no such folder; {rule}")
     return output, location

@@ -82,8 +82,17 @@ def test_evaluations_of_a_split_that_is_not_there_are_refused(
     change: list[str], alone: Path, refused: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     arguments = ["--config", str(alone / "run.json"), f"train.output={tmp_path / 'new'}"]
-    rule = f"no split of {alone / 'data'}, which holds train; train.evaluate_every=null trains without evaluations"
+    rule = f"no split of {alone / 'data'}, which holds train; train without evaluations by train.evaluate_every=null"
     assert refused(*arguments, *change) == [f'data.validation_split="validation": {rule}']
+
+
+def test_split_that_is_not_there_is_refused_with_one_that_is(
+    config_file: Path, data: Path, refused: Callable[..., list[str]]
+) -> None:
+    rule = f"no split of {data}, which holds train, validation; take validation, or train without evaluations by"
+    assert refused("--config", str(config_file), "data.validation_split=test") == [
+        f'data.validation_split="test": {rule} train.evaluate_every=null'
+    ]
 
 
 @pytest.mark.parametrize(
