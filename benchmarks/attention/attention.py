@@ -156,7 +156,7 @@ def pass_gate(groups: list[Group], device: torch.device, backend: str) -> bool:
         print(line, file=sys.stderr)
     if not wrong:
         where = ", ".join(f"{dtype} of width {width}" for dtype, width in kinds) or "nothing to time"
-        print(f"gate: all patterns are within twice the error of dense attention in {where}")
+        print(f"gate: rounding explains how far all patterns are from fp64 in {where}")
     return not wrong
 
 

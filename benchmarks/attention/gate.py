@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -15,9 +13,9 @@ from torch import Tensor
 
 from benchmarks.attention.cases import patterns_of
 from longstride.kernels import sparse_attention
-from longstride.kernels.attention import head_patterns
-from longstride.kernels.backends.reference import pattern_mask
 from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import Selection
+from tests.harness.oracles import Inputs, expected
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, D) to (B, H, N, D)
 # Contexts and strides. On a card also some for which plans take large tiles; blocks of 128 stand alone, of 256 do not.
@@ -73,16 +71,17 @@ def problem_of(case: Case) -> str | None:
 def gate(
     pattern: Pattern, context: int, dtype: torch.dtype, head_width: int, device: torch.device, backend: str
 ) -> str | None:
-    """What is wrong, None where all results are within twice the error of dense attention in this dtype."""
+    """What is wrong, None where rounding in this dtype explains how far all results are from fp64."""
     inputs = [torch.randn(2, 2, context, head_width, device=device, dtype=dtype) for _ in range(4)]
-    wide = [x.double() for x in inputs]
-    wanted = results(ours(pattern, "reference"), wide)
-    found = results(ours(pattern, backend), inputs)
-    dense = results(functools.partial(masked, pattern=pattern), inputs)
-    for name, a, b, c in zip(("out", "dq", "dk", "dv"), found, dense, wanted, strict=True):
-        error, explained = (float((x.double() - c).square().mean().sqrt()) for x in (a, b))
-        if not error <= 2 * explained + 4 * torch.finfo(torch.float32).eps:
-            return f"{name} is off by {error:.3g}; dense attention is off by {explained:.3g}"
+    return unexplained(results(ours(pattern, backend), inputs), inputs, pattern)
+
+
+def unexplained(found: list[Tensor], inputs: list[Tensor], reads: Pattern | Selection) -> str | None:
+    """The first of these results that is farther from fp64 than rounding explains, or None."""
+    wanted = expected(Inputs(*inputs, None), reads)
+    for name, result in zip(("out", "dq", "dk", "dv"), found, strict=True):
+        if not (share := wanted[name].share(result)) <= 1:
+            return f"{name} is off by {share:.3g} times what rounding explains"
     return None
 
 
@@ -93,15 +92,6 @@ def ours(pattern: Pattern | Sequence[Pattern], backend: str) -> Attention:
         return sparse_attention(q, k, v, pattern, backend=backend)
 
     return attention
-
-
-def masked(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """Plain dense attention under the mask: products in the dtype, softmax in at least fp32."""
-    allowed = pattern_mask(head_patterns(pattern, q.shape[1]), q.shape[2], q.device)
-    blind = ~allowed.any(-1, keepdim=True)
-    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-    weights = torch.softmax(scores.masked_fill(~allowed, -math.inf).masked_fill(blind, 0.0), -1)
-    return weights.masked_fill(blind, 0.0).to(v.dtype) @ v
 
 
 def results(attention: Attention, inputs: list[Tensor]) -> list[Tensor]:

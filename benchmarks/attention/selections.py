@@ -30,7 +30,7 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from benchmarks.attention.cases import DTYPES, Group, heads_of, stride_of
 from benchmarks.attention.figures import PHASES, ByPhase, rounded_all
-from benchmarks.attention.gate import Attention, results
+from benchmarks.attention.gate import Attention, results, unexplained
 from benchmarks.attention.measure import GROUP_SECONDS
 from benchmarks.attention.timing import Contender, Inputs, inputs_of, take_turns
 from benchmarks.machine import about, slug
@@ -116,25 +116,15 @@ def selecting(select: Select, vectors: Tensor, backend: str) -> Attention:
 
 
 def gate(dtype: str, head_width: int, device: torch.device) -> dict[str, str]:
-    """For each selection what is wrong, or nothing within twice the error of the specification in this dtype."""
+    """For each selection what is wrong, or nothing where rounding explains how far all results are from fp64."""
     group = Group(GATE_CONTEXT, 1, head_width, dtype, 2)
     vectors, one = vectors_of(group).to(device), inputs_of(group, device)[0]
     inputs = [*(x.detach() for x in one.leaves), one.grad_out]
     said = {}
     for name, select in selects(16).items():
         selection = select(inputs[0], vectors)
-
-        def attending(backend: str, selection: Selection = selection) -> Attention:
-            return functools.partial(selected_attention, selection=selection, backend=backend)
-
-        wanted = results(attending("reference"), [x.double() for x in inputs])
-        found, dense = results(attending("auto"), inputs), results(attending("reference"), inputs)
-        errors = [
-            [float((x.double() - c).square().mean().sqrt()) for x in (a, b)]
-            for a, b, c in zip(found, dense, wanted, strict=True)
-        ]
-        wrong = [pair for pair in errors if not pair[0] <= 2 * pair[1] + 4 * torch.finfo(torch.float32).eps]
-        said[name] = f"off by {wrong[0][0]:.3g}; the specification is off by {wrong[0][1]:.3g}" if wrong else ""
+        found = results(functools.partial(selected_attention, selection=selection), inputs)
+        said[name] = unexplained(found, inputs, selection) or ""
     return said
 
 

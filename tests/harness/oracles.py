@@ -1,18 +1,31 @@
-"""What every backend is held against: attention in fp64, and the error that its own precision explains.
+"""What every backend is held against: attention in fp64, and how far rounding may take each number from it.
 
-Letters: B batch, H heads, K heads of keys and values, N positions, D width of queries and keys, Dv width of values.
+Letters: B batch, H heads, K heads of keys and values, N positions, R rows of queries, D width of queries and keys, Dv
+width of values; s scaled scores, w weights, p = grad_out . v, delta = sum_j w p, g = p - delta + grad_lse, ds = w g.
 
-A result passes where the root of its mean squared error against fp64 is at most twice that of the same computation
-done densely in the dtype itself (``dense_same_precision``). Where that error happens to be 0 (one key a query, say), a
-few units in the last place of the accumulator, at the largest intermediate, take its place. Single numbers are held to
-four times the largest dense error or those same few units: extremes of a few thousand numbers scatter, and in rows of
-few keys softmax's own backward cancels what no backward from a stored output and logsumexp can.
+The bounds follow from the formula, the dtype and the inputs; nothing that a machine computed enters them. A rounding
+changes x by at most u max(|x|, the smallest normal number), where u is half of an epsilon: of the dtype (``narrow``) or
+of the accumulator (``wide``). Rounding errors are independent and uniform. A sum of such errors, each at most a_i,
+exceeds SAFETY sqrt(sum a_i^2 / 3) with a probability below 2 exp(-SAFETY^2 / 2), as a uniform number is sub-Gaussian
+with its own variance (after Higham and Mary 2019, "A new approach to probabilistic rounding error analysis"). ``of_x``
+is such a sum of squares for x.
+
+- A sum of n terms t has n partial sums, each rounded in ``wide``, and in ``narrow`` where a kernel adds up parts. The
+  square of one is about (sum t)^2 + sum t^2 at most, by its end and a random walk (Higham and Mary 2020, "Sharper
+  probabilistic backward error analysis for basic linear algebra kernels with random data").
+- An error of s or lse is a relative error of w. One of s moves out by w (v - out) and lse by w; one of lse moves dq
+  by dq.
+- Parts are merged by their shares of the weights. One near 1 loses its last unit, which is that of any value.
+- An error of delta, which comes from w or from a rounded out, is shared by its row: it moves dq by sum_j w k.
+- A kernel may round s, p, g and the factors w and ds to ``narrow``. A result is rounded last, by at most u.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +40,10 @@ from longstride.kernels.selected import selected_attention
 from longstride.kernels.selections import Selection, selection_mask
 
 Reads = Pattern | Sequence[Pattern] | Selection
+Mask = Callable[[Tensor], Tensor]
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-MEAN_RATIO = 2.0  # of the same-precision error
-LARGEST_RATIO = 4.0
-ULPS = 4  # where the same-precision error is 0
+SAFETY = 6.0  # a bound fails by chance for less than one number in 30 million
+FEW = 8  # roundings of one number beside those of sums: exp, log, scaling, merging
 EXAMPLE_VALUES: dict[str, Any] = {  # of the required fields; any other gets 5
     "window": 11,
     "stride": 8,
@@ -169,17 +182,6 @@ def allowed_by(reads: Reads, heads: int, context: int) -> Tensor:
     return pattern_mask(head_patterns(reads, heads), context, torch.device("cpu"))
 
 
-def dense_same_precision(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """What a plain dense layer computes in this dtype: products in the dtype, softmax in fp32, weights rounded."""
-    blind = ~allowed.any(-1, keepdim=True)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2)).to(accumulator_dtype(q.dtype)) * scale
-    scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
-    weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
-    lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
-    return weights.to(v.dtype) @ v, lse
-
-
 def check_against_reference(
     backend: str,
     pattern: Pattern | Sequence[Pattern],
@@ -192,7 +194,7 @@ def check_against_reference(
     inputs: Inputs | None = None,
     device: str = "cpu",
 ) -> dict[str, float]:
-    """Assert that a backend's forward, logsumexp and gradients pass; their mean errors over the same-precision ones."""
+    """Assert that a backend's forward, logsumexp and gradients pass; the largest share of its bound for each."""
     inputs = make_inputs(shape, dtype, seed=seed, grad_lse=grad_lse) if inputs is None else inputs
     found = attention_and_gradients(
         lambda q, k, v: sparse_attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=True),
@@ -203,112 +205,147 @@ def check_against_reference(
 
 
 def assert_within_precision(
-    found: dict[str, Tensor], inputs: Inputs, reads: Reads, scale: float | None = None
+    found: dict[str, Tensor], inputs: Inputs, reads: Reads | Mask, scale: float | None = None
 ) -> dict[str, float]:
-    """Assert that results are within their precision of fp64; their mean errors over the same-precision ones."""
-    factor = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    allowed = allowed_by(reads, *inputs.q.shape[1:3])
-    wanted = exact(inputs, reads, scale)
-    dense = attention_and_gradients(lambda q, k, v: dense_same_precision(q, k, v, allowed, factor), inputs)
-    magnitude = magnitudes(inputs, factor)
-    where = f"{reads} {inputs.q.dtype}"
-    return {
-        name: assert_explained(name, found[name], dense[name], wanted[name], magnitude[name], inputs.q.dtype, where)
-        for name in RESULTS
-    }
+    """Assert that rounding explains how far results are from fp64; the largest share of its bound for each."""
+    wanted = expected(inputs, reads, scale)
+    return {name: assert_explained(name, found[name], wanted[name], reads) for name in RESULTS}
 
 
-def assert_explained(
-    name: str, found: Tensor, dense: Tensor, wanted: Tensor, magnitude: float, dtype: torch.dtype, where: str
-) -> float:
-    """Assert that one result is within its precision: its mean error over that of ``dense``, computed in this dtype.
+class Expected(NamedTuple):
+    """A result as it should be, and how far rounding may take it from there."""
 
-    ``wanted`` is exact; ``magnitude`` is that of the largest intermediate; ``where`` names the case.
-    """
-    assert found.dtype == dense.dtype, f"{name} is {found.dtype}, not {dense.dtype}"
-    assert found.shape == wanted.shape, f"{name} is {tuple(found.shape)}"
-    error, explained = (_errors(result, wanted, name) for result in (found, dense))
-    floor = ULPS * torch.finfo(accumulator_dtype(dtype)).eps * magnitude
-    # In fp64 the specification has an error of its own, which the dense computation repeats step by step.
-    floored = explained.mean == 0 or dtype == torch.float64
-    mean_limit = max(MEAN_RATIO * explained.mean, floor if floored else 0.0)
-    largest_limit = max(LARGEST_RATIO * explained.largest, floor)
-    assert error.mean <= mean_limit, f"{name} is off by {error.mean:.3g}, {mean_limit:.3g} allowed: {where}"
-    assert error.largest <= largest_limit, (
-        f"{name} is off by up to {error.largest:.3g}, {largest_limit:.3g} allowed: {where}"
-    )
-    return error.mean / explained.mean if explained.mean else 0.0
+    exact: Tensor  # fp64
+    bound: Tensor  # fp64, of each number
+    dtype: torch.dtype
+
+    def at(self, rows: Any) -> Expected:
+        """Some rows alone."""
+        return self._replace(exact=self.exact[:, :, rows], bound=self.bound[:, :, rows])
+
+    def share(self, found: Tensor) -> float:
+        """How much of its bound the error of a number takes at most; inf for NaN, or another inf than the exact one."""
+        found, infinite = found.to(self.exact.device).double(), self.exact.isinf()
+        error = (found - self.exact)[~infinite].abs()
+        if error.isnan().any() or not torch.equal(found[infinite], self.exact[infinite]):
+            return math.inf
+        return float(torch.where(error == 0, 0.0, error / self.bound[~infinite]).amax()) if error.numel() else 0.0
 
 
-class _Error(NamedTuple):
-    mean: float  # root of the mean square
-    largest: float
+def assert_explained(name: str, found: Tensor, wanted: Expected, reads: Reads | Mask) -> float:
+    """Assert that rounding explains how far each number of a result is from fp64; the largest share of its bound."""
+    assert found.dtype == wanted.dtype, f"{name} is {found.dtype}, not {wanted.dtype}"
+    assert found.shape == wanted.exact.shape, f"{name} is {tuple(found.shape)}"
+    share = wanted.share(found)
+    assert share <= 1, f"{name} is off by {share:.3g} times what rounding explains: {reads} {wanted.dtype}"
+    return share
 
 
-def _errors(found: Tensor, wanted: Tensor, name: str) -> _Error:
-    """Absolute differences; infinities must agree, and nothing may be NaN."""
-    found = found.double()
-    assert not bool(found.isnan().any()), f"{name} holds NaN"
-    infinite = wanted.isinf()
-    assert torch.equal(found[infinite], wanted[infinite]), f"{name} differs in its infinities"
-    difference = (found - wanted)[~infinite].abs()
-    if difference.numel() == 0:
-        return _Error(0.0, 0.0)
-    return _Error(float(difference.square().mean().sqrt()), float(difference.max()))
-
-
-def in_chunks(
-    inputs: Inputs, masked: Callable[[Tensor], Tensor], dtype: torch.dtype, scale: float, rows: int = 2_048
-) -> dict[str, Tensor]:
-    """All results of ``dense_same_precision`` and of its gradient in ``dtype``, in fp64 exact ones, at any context.
-
-    Where the inputs lie, so many rows at a time: products are rounded where a dense layer rounds them, sums over
-    chunks are kept wide and rounded at their end.
+def expected(inputs: Inputs, reads: Reads | Mask, scale: float | None = None, rows: int = 1_024) -> dict[str, Expected]:
+    """Return all results and their bounds, computed where the inputs lie, so many rows of queries at a time.
 
     Args:
-        masked: the mask of some queries, (H, R, N) or (B, H, R, N), from their positions (R,).
+        inputs: q, grad_out and grad_lse may be of some queries alone; ``reads`` is a mask then.
+        reads: patterns or a selection; or a function from numbers of rows (R,) to their mask (H, R, N) or (B, H, R, N).
     """
-    wide = accumulator_dtype(dtype)
-    heads, shared = inputs.q.shape[1], inputs.k.shape[1]
-    q, k, v, grad_out = (t.to(dtype).to(wide).repeat_interleave(heads // t.shape[1], 1) for t in inputs[:4])
-
-    def rounded(product: Tensor) -> Tensor:
-        return product.to(dtype).to(wide)
-
-    found = {name: torch.zeros_like(t) for name, t in (("out", v), ("lse", q[..., 0]), ("dq", q), ("dk", k), ("dv", v))}
+    dtype, heads, shared = inputs.q.dtype, inputs.q.shape[1], inputs.k.shape[1]
+    factor = inputs.q.shape[3] ** -0.5 if scale is None else scale
+    if not callable(reads):
+        reads = partial(allowed_by(reads, heads, inputs.k.shape[2]).to(inputs.q.device).index_select, -2)
+    q, k, v, grad_out = (t.double().repeat_interleave(heads // t.shape[1], 1) for t in inputs[:4])
+    grad_lse = q.new_zeros(q.shape[:3]) if inputs.grad_lse is None else inputs.grad_lse.double()
+    roundings, by_rows, sums = _Roundings.of_dtype(dtype), [], [0.0] * 7
     for some in torch.arange(q.shape[2], device=q.device).split(rows):
-        allowed = masked(some)
-        blind = ~allowed.any(-1, keepdim=True)
-        scores = rounded(q[:, :, some] @ k.mT) * scale
-        scores = scores.masked_fill_(~allowed, -torch.inf).masked_fill_(blind, 0.0)
-        found["lse"][:, :, some] = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), -torch.inf)
-        weights = torch.softmax(scores, -1).masked_fill_(blind, 0.0)
-        del scores
-        found["out"][:, :, some] = rounded(weights) @ v
-        found["dv"] += rounded(weights).mT @ grad_out[:, :, some]
-        gradient = rounded(grad_out[:, :, some] @ v.mT)
-        gradient -= (gradient * weights).sum(-1, keepdim=True)
-        if inputs.grad_lse is not None:
-            gradient += inputs.grad_lse[:, :, some, None].to(wide)
-        gradient = rounded(gradient.mul_(weights).mul_(scale))
-        found["dq"][:, :, some] = gradient @ k
-        found["dk"] += gradient.mT @ q[:, :, some]
-    for name in ("dk", "dv"):
-        found[name] = found[name].unflatten(1, (shared, heads // shared)).sum(2)
-    return {name: t if name == "lse" else t.to(dtype) for name, t in found.items()}
+        rows_of_inputs = Inputs(q[:, :, some], k, v, grad_out[:, :, some], grad_lse[:, :, some, None])
+        allowed = reads(some).expand(*q.shape[:2], -1, -1)
+        found, added = _of_rows(rows_of_inputs, allowed, factor, roundings)
+        by_rows.append(found)
+        sums = [total + more for total, more in zip(sums, added, strict=True)]
+    pairs = [[torch.cat(x, 2) for x in zip(*one, strict=True)] for one in zip(*by_rows, strict=True)]
+    count, *sums = (x.unflatten(1, (shared, -1)).sum(2) for x in sums)
+    for total, squares, variance in (sums[:3], sums[3:]):
+        pairs.append([total, variance + roundings.of_sum(count, total, squares)])
+    results = {}
+    for name, (exact, variance) in zip(RESULTS, pairs, strict=True):
+        bound = SAFETY * (variance / 3).sqrt()
+        if name == "lse":
+            results[name] = Expected(exact.squeeze(-1), bound.squeeze(-1), accumulator_dtype(dtype))
+        else:
+            results[name] = Expected(exact, bound + roundings.once(exact**2).sqrt(), dtype)
+    if dtype == torch.float64:  # the exact results are rounded as well
+        results = {name: each._replace(bound=2 * each.bound) for name, each in results.items()}
+    return results
 
 
-def magnitudes(inputs: Inputs, scale: float) -> dict[str, float]:
-    """The largest intermediate behind each result: what rounding is relative to where terms cancel."""
-    q, k, v, grad_out = (t.double().repeat_interleave(len(inputs.q[0]) // t.shape[1], 1) for t in inputs[:4])
-    gradient = float((grad_out.abs() @ v.abs().transpose(-1, -2)).max())  # of a weight
-    if inputs.grad_lse is not None:
-        gradient += float(inputs.grad_lse.abs().max())
-    exponent = float((q.abs() @ k.abs().transpose(-1, -2)).max()) * abs(scale)  # whose rounding a weight multiplies
-    return {
-        "out": float(v.abs().max()),
-        "lse": exponent,
-        "dq": gradient * float(k.abs().max()) * abs(scale),
-        "dk": gradient * float(q.abs().max()) * abs(scale),
-        "dv": float(grad_out.abs().max()) * max(1.0, exponent),
-    }
+class _Roundings(NamedTuple):
+    """Squares of errors, from squares of numbers."""
+
+    narrow: float  # half of the dtype's epsilon
+    wide: float  # of the accumulator's
+    smallest: float  # normal number of the dtype
+
+    @classmethod
+    def of_dtype(cls, dtype: torch.dtype) -> _Roundings:
+        narrow, wide = (torch.finfo(x) for x in (dtype, accumulator_dtype(dtype)))
+        return cls(narrow.eps / 2, wide.eps / 2, narrow.smallest_normal)
+
+    def once(self, square: Tensor, unit: float = 1.0) -> Tensor:
+        """Return that of a number rounded to ``narrow`` in this unit."""
+        return self.narrow**2 * square.clamp_min((unit * self.smallest) ** 2)
+
+    def of_sum(self, count: Tensor | int, total: Tensor, squares: Tensor) -> Tensor:
+        """Return that of a sum of so many terms, from its end and the sum of the squares of its terms."""
+        partial_sums = total**2 + squares
+        return self.once(partial_sums) + (count + FEW) * self.wide**2 * partial_sums
+
+
+def _of_rows(
+    inputs: Inputs, allowed: Tensor, factor: float, roundings: _Roundings
+) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+    """Compute what some rows give: out, lse and dq with their variances; and their share in the sums of keys.
+
+    These are the number of queries that read a key, and for each of dk and dv the sum, the sum of the squares of its
+    terms, and that of the squares of their errors.
+    """
+    (q, k, v, grad_out, grad_lse), wide = inputs, roundings.wide**2
+    assert grad_lse is not None
+    reading = allowed.sum(-1, keepdim=True)  # keys of a query
+    s = factor * (q @ k.mT)
+    bare = s.masked_fill(~allowed, -torch.inf)
+    lse = torch.logsumexp(bare, -1, keepdim=True)
+    shift = lse.masked_fill(reading == 0, 0.0)  # of exponents; a product may be accumulated onto it
+    w = (bare - shift).exp()
+    w2, out = w**2, w @ v
+    of_s = roundings.of_sum(q.shape[3], s, factor**2 * (q**2 @ (k**2).mT)) + wide * (q.shape[3] + FEW) * (1 + shift**2)
+    moved = w2 * of_s
+    of_lse = moved.sum(-1, keepdim=True) + wide * (reading + FEW * (1 + shift**2))
+    of_w = roundings.once(w2) * allowed
+    of_share = wide * (v**2).amax(-2, keepdim=True)
+    of_out = (
+        (moved @ v**2 - 2 * out * (moved @ v) + out**2 * moved.sum(-1, keepdim=True)).clamp_min(0.0)
+        + of_w @ v**2
+        + roundings.of_sum(reading, out, w2 @ v**2)
+        + of_share
+    )
+
+    p = grad_out @ v.mT
+    delta = (w * p).sum(-1, keepdim=True)
+    g = p - delta + grad_lse
+    around = delta**2 + grad_lse**2  # a product may be accumulated onto these, too
+    of_p = roundings.of_sum(v.shape[3], p, grad_out**2 @ (v**2).mT) + wide * (v.shape[3] + FEW) * around
+    of_g = of_p + roundings.once(g**2)
+    products = grad_out**2 * out**2
+    of_delta = (
+        (moved * (p - delta) ** 2 + of_w * p**2 + w2 * of_p).sum(-1, keepdim=True)
+        + (grad_out**2 * (roundings.once(out**2) + of_share)).sum(-1, keepdim=True)
+        + wide * (reading + v.shape[3] + FEW) * (delta**2 + products.sum(-1, keepdim=True))
+    )
+    ds = factor * w * g
+    ds2, coupling = ds**2, factor**2 * w2
+    of_ds = coupling * of_g + ds2 * of_s + roundings.once(ds2, max(1.0, abs(factor))) * allowed
+    dq = ds @ k
+    of_dq = of_ds @ k**2 + of_delta * (factor * w @ k) ** 2 + of_lse * dq**2 + roundings.of_sum(reading, dq, ds2 @ k**2)
+    of_dk = (of_ds + coupling * of_delta + ds2 * of_lse).mT @ q**2
+    of_dv = (moved + w2 * of_lse + of_w).mT @ grad_out**2
+    sums = [ds.mT @ q, ds2.mT @ q**2, of_dk, w.mT @ grad_out, w2.mT @ grad_out**2, of_dv]
+    return [(out, of_out), (lse, of_lse), (dq, of_dq)], [allowed.sum(-2).unsqueeze(-1), *sums]

@@ -23,7 +23,6 @@ from longstride.kernels import (
     attend_one,
     num_keys_read,
     plan,
-    sparse_attention,
 )
 from longstride.kernels.attention import head_patterns
 from longstride.kernels.backends.reference import pattern_mask
@@ -32,11 +31,9 @@ from tests.harness.backends import DEVICES, DTYPES, IN_THE_INTERPRETER, MIXES, W
 from tests.harness.oracles import (
     Inputs,
     Shape,
-    allowed_by,
     assert_explained,
-    dense_same_precision,
     example_patterns,
-    magnitudes,
+    expected,
     make_inputs,
 )
 
@@ -81,15 +78,10 @@ def check(
     """Assert that rows are within the precision of their dtype."""
     inputs = make_inputs(shape, dtype, seed=shape.context)
     positions = some_positions(shape.context) if positions is None else positions
-    factor = shape.width**-0.5 if scale is None else scale
     found = one_by_one(backend, inputs, pattern, positions, scale)
-    wide = [x.double() for x in inputs[:3]]
-    wanted = sparse_attention(*wide, pattern, scale=scale, backend="reference", return_lse=True)
-    dense = dense_same_precision(*inputs[:3], allowed_by(pattern, shape.heads, shape.context), factor)
-    magnitude = magnitudes(inputs, factor)
-    for number, name in enumerate(("out", "lse")):
-        rows = (x[number][:, :, positions] for x in (dense, wanted))
-        assert_explained(name, found[number], *rows, magnitude[name], dtype, f"{backend} {pattern} {dtype}")
+    wanted = expected(inputs, pattern, scale)
+    for name, rows in zip(("out", "lse"), found, strict=True):
+        assert_explained(name, rows, wanted[name].at(positions), pattern)
 
 
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)

@@ -37,10 +37,10 @@ from tests.harness.oracles import (
     Inputs,
     Shape,
     assert_explained,
+    assert_within_precision,
     attention_and_gradients,
-    dense_same_precision,
-    in_chunks,
-    magnitudes,
+    exact,
+    expected,
     make_inputs,
 )
 
@@ -51,7 +51,6 @@ CARD = DEVICE == "cuda"
 HALF, BRAIN, SINGLE, _ = DTYPES
 N, L, C = (4_096, 128, 8) if CARD else (96, 16, 2)
 CLOSED = 3_072 if CARD else N  # which three quarters of a tile divide as well
-EVERY = 16  # rows of which the largest intermediates are taken, in long contexts
 
 Reads = Pattern | list[Pattern]
 
@@ -79,26 +78,14 @@ def check(
     masked: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
     shape: Shape,
-    where: object,
     *,
     grad_lse: bool = False,
 ) -> None:
-    """Assert that all results of ``attend(q, k, v) -> (out, lse)`` are within the precision of dense attention."""
+    """Assert that all results of ``attend(q, k, v) -> (out, lse)`` are within their precision."""
     inputs = make_inputs(shape, dtype, grad_lse=grad_lse)
     # Heads cut from rows, as models have them.
     inputs = Inputs(*(t if t is None else t.to(DEVICE).transpose(1, 2).contiguous().transpose(1, 2) for t in inputs))
-    compare(attention_and_gradients(attend, inputs, DEVICE), inputs, masked, where)
-
-
-def compare(found: dict[str, Tensor], inputs: Inputs, masked: Callable[[Tensor], Tensor], where: object) -> None:
-    """Assert that results are within the precision of dense attention on these inputs."""
-    dtype, scale = inputs.q.dtype, inputs.q.shape[-1] ** -0.5
-    exact, dense = (in_chunks(inputs, masked, one, scale) for one in (torch.float64, dtype))
-    few = Inputs(*(t if t is None else t[:, :, :: EVERY if t.shape[2] > 2_048 else 1] for t in inputs))
-    magnitude = magnitudes(few, scale)
-    for name in RESULTS:
-        here, right, wanted = (x[name].to(DEVICE) for x in (found, dense, exact))
-        assert_explained(name, here, right, wanted, magnitude[name], dtype, f"{where} {dtype}")
+    assert_within_precision(attention_and_gradients(attend, inputs, DEVICE), inputs, masked)
 
 
 def ours(reads: Reads) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -107,21 +94,19 @@ def ours(reads: Reads) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def check_pattern(reads: Reads, dtype: torch.dtype, width: int, *, context: int = N, heads: int = 2) -> None:
     shape = Shape(1, heads, context, width, width)
-    check(ours(reads), mask_of(reads, heads, context), dtype, shape, reads)
+    check(ours(reads), mask_of(reads, heads, context), dtype, shape)
 
 
 @pytest.mark.parametrize("dtype", [BRAIN, torch.float64], ids=str)
 def test_the_oracle_in_chunks_is_the_whole(dtype: torch.dtype) -> None:
-    """The same numbers, and roundings at the same places: 37 rows at a time, the last chunk shorter."""
+    """37 rows at a time, the last chunk shorter; and exact results are those of the specification."""
     inputs, reads = make_inputs(Shape(2, 2, 90, 24, 16), dtype, grad_lse=True), [Fixed(9, 2), Column(7)]
-    masked = mask_of(reads, 2, 90)
-    inputs = Inputs(*(t if t is None else t.to(DEVICE) for t in inputs))
-    found = in_chunks(inputs, masked, dtype, 0.2, rows=37)
-    allowed = masked(torch.arange(90, device=DEVICE))
-    whole = attention_and_gradients(lambda q, k, v: dense_same_precision(q, k, v, allowed, 0.2), inputs, DEVICE)
-    for name in RESULTS:
-        limit = 4 * torch.finfo(dtype).eps * whole[name][whole[name].isfinite()].abs().max()
-        torch.testing.assert_close(found[name].cpu(), whole[name], rtol=0, atol=float(limit))
+    there = Inputs(*(t if t is None else t.to(DEVICE) for t in inputs))
+    in_chunks, whole = expected(there, mask_of(reads, 2, 90), 0.2, rows=37), expected(inputs, reads, 0.2)
+    for name, wanted in exact(inputs, reads, 0.2).items():
+        assert_explained(name, wanted.to(whole[name].dtype), whole[name], reads)
+        torch.testing.assert_close(in_chunks[name].exact.cpu(), wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(in_chunks[name].bound.cpu(), whole[name].bound, rtol=1e-9, atol=0)
 
 
 # Patterns
@@ -174,7 +159,7 @@ MIXES: tuple[list[Pattern], ...] = (
 def test_heads_that_differ_are_within_precision(heads: list[Pattern], dtype: torch.dtype) -> None:
     width = 64 if CARD else 16
     shape = Shape(2, len(heads), N, width, width // 2)
-    check(ours(heads), mask_of(heads, len(heads), N), dtype, shape, heads, grad_lse=True)
+    check(ours(heads), mask_of(heads, len(heads), N), dtype, shape, grad_lse=True)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +169,7 @@ def test_heads_that_differ_are_within_precision(heads: list[Pattern], dtype: tor
 )
 def test_heads_that_share_keys_are_within_precision(reads: Reads, dtype: torch.dtype, width: int) -> None:
     shape = Shape(1, 4, N, width, width, key_heads=2)
-    check(ours(reads), mask_of(reads, 4, N), dtype, shape, f"{reads}, shared keys")
+    check(ours(reads), mask_of(reads, 4, N), dtype, shape)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +261,6 @@ def test_selections_are_within_precision(rounds: int, dtype: torch.dtype) -> Non
         lambda rows: mask[:, :, rows],
         dtype,
         Shape(2, heads, N, width, width),
-        f"{rounds} rounds",
         grad_lse=True,
     )
 
@@ -298,23 +282,10 @@ def test_single_queries_are_rows_of_the_whole(reads: Reads, dtype: torch.dtype, 
     mask = torch.stack(
         [p.mask(torch.tensor(positions, device=DEVICE)[:, None], keys) for p in head_patterns(reads, heads)]
     )
-    for wide in (torch.float64, dtype):
-        scores = (q[:, :, positions].to(wide) @ k.to(wide).mT).double() * width**-0.5
-        weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1).nan_to_num(0)
-        lse = torch.logsumexp(scores.masked_fill(~mask, -torch.inf), -1)
-        out = (weights.to(wide) @ v.to(wide)).double()
-        if wide == torch.float64:
-            wanted = {"out": out, "lse": lse}
-        else:
-            dense = {"out": out, "lse": lse}
-    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-    magnitude = magnitudes(
-        Inputs(q[:, :, positions], k[:, :, ::EVERY], v[:, :, ::EVERY], v[:, :, positions], None), width**-0.5
-    )
-    for number, name in enumerate(("out", "lse")):
-        found = torch.stack([row[number] for row in rows], 2)
-        kind = dtype if name == "out" else accumulator
-        assert_explained(name, found, dense[name].to(kind), wanted[name], magnitude[name], dtype, f"{reads}")
+    some_queries = Inputs(q[:, :, positions], k, v, torch.zeros_like(v[:, :, positions]), None)
+    wanted = expected(some_queries, lambda some: mask[:, some])
+    for name, found in zip(("out", "lse"), zip(*rows, strict=True), strict=True):
+        assert_explained(name, torch.stack(found, 2), wanted[name], reads)
 
 
 # What only a card can get wrong
@@ -354,11 +325,9 @@ def test_more_elements_than_32_bits_count(kind: str, layout: str) -> None:
     found = dict(zip(RESULTS, (out.detach(), lse, *torch.autograd.grad(out, leaves, inputs[3])), strict=True))
     kept = slice(stride, None) if kind == "local" else slice(None)  # those that read no key before the first row
     end = Inputs(*(t[:, -1:, rows] for t in inputs), None)
-    exact, dense = (in_chunks(end, mask_of(alone, 1, end.q.shape[2]), d, width**-0.5) for d in (torch.float64, BRAIN))
-    magnitude = magnitudes(end, width**-0.5)
+    wanted = expected(end, mask_of(alone, 1, end.q.shape[2]))
     for name in RESULTS:
-        here, right, wanted = (x[:, :, kept] for x in (found[name][:, -1:, rows], dense[name], exact[name]))
-        assert_explained(name, here.detach(), right, wanted, magnitude[name], BRAIN, f"{kind}, {layout}")
+        assert_explained(name, found[name][:, -1:, rows][:, :, kept].detach(), wanted[name].at(kept), alone)
 
 
 def all_results(reads: Reads, inputs: Inputs) -> list[Tensor]:
@@ -432,4 +401,4 @@ def test_small_and_ragged(reads: Reads, widths: str) -> None:
     """A context that no tile divides: what compute-sanitizer is to watch."""
     heads, context = 3, 301 if CARD else 45
     shape = Shape(2, heads, context, *WIDTHS[widths])
-    check(ours(reads), mask_of(reads, heads, context), BRAIN, shape, reads, grad_lse=True)
+    check(ours(reads), mask_of(reads, heads, context), BRAIN, shape, grad_lse=True)

@@ -58,7 +58,7 @@ def test_one_command_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
     assert tables_of(found) == []  # another context than the README shows
     said = capsys.readouterr().out
-    assert "gate: all patterns are within twice the error" in said and "– / – / –" in said
+    assert "gate: rounding explains how far all patterns are from fp64" in said and "– / – / –" in said
 
 
 def test_a_time_limit_starts_nothing_more_and_writes(tmp_path: Path) -> None:
