@@ -1,4 +1,4 @@
-"""The bounds of ``oracles`` refuse what is wrong in one pair, one row, the scale or the precision of sums.
+"""The bounds of ``oracles`` and ``stochastic`` refuse one wrong pair, row, scale, or term of a sum.
 
 Letters: N positions, D width.
 """
@@ -22,6 +22,7 @@ from tests.harness.oracles import (
     expected,
     make_inputs,
 )
+from tests.harness.stochastic import assert_rounding_explains
 
 HALF, BRAIN, SINGLE, _ = DTYPES
 SHAPE = Shape(1, 2, 48, 16, 16)
@@ -107,3 +108,22 @@ def test_a_wrong_scale_is_refused(rows: slice, window: int, backend: str, dtype:
     wanted = expected(inputs, reads)
     inputs.q[0, :, rows] *= (SHAPE.width / (17 if rows == slice(None) else 8)) ** 0.5
     assert_refused(results(backend, inputs, reads), wanted)
+
+
+@each_dtype
+def test_stochastic_arithmetic_refuses_a_missing_term_and_a_wrong_row(dtype: torch.dtype) -> None:
+    def formula(a: Tensor, b: Tensor) -> list[Tensor]:
+        out = (a @ b).tanh() @ b
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), (a, b))]
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(64, 64, generator=generator, dtype=torch.float64).div(8).to(dtype) for _ in range(2)]
+    right, wrong = (formula(*(x.requires_grad_() for x in inputs)) for _ in range(2))
+    assert_rounding_explains(right, formula, inputs)
+    wrong[0] -= ((inputs[0] @ inputs[1]).tanh()[:, :1] @ inputs[1][:1]).detach()
+    for gradient in wrong[1:]:
+        gradient[5] = gradient[6]  # a row in the place of another
+    for number in range(3):
+        found = [*right[:number], wrong[number], *right[number + 1 :]]
+        with pytest.raises(AssertionError, match=f"result {number} is off by"):
+            assert_rounding_explains(found, formula, inputs)
