@@ -78,7 +78,8 @@ def gate(
 
 def unexplained(found: list[Tensor], inputs: list[Tensor], reads: Pattern | Selection) -> str | None:
     """The first of these results that is farther from fp64 than rounding explains, or None."""
-    wanted = expected(Inputs(*inputs, None), reads)
+    q, k, v, grad_out = inputs
+    wanted = expected(Inputs(q, k, v, grad_out, None), reads)
     for name, result in zip(("out", "dq", "dk", "dv"), found, strict=True):
         if not (share := wanted[name].share(result)) <= 1:
             return f"{name} is off by {share:.3g} times what rounding explains"

@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -153,7 +153,7 @@ def attention_and_gradients(
     attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, device: str = "cpu"
 ) -> dict[str, Tensor]:
     """out, lse, dq, dk and dv of ``attend(q, k, v) -> (out, lse)`` on a device; results are on the CPU."""
-    inputs = Inputs(*(t if t is None else t.to(device) for t in inputs))
+    inputs = Inputs(*(t if t is None else t.to(device) for t in inputs))  # type: ignore[arg-type]
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     out, lse = attend(*leaves)
     outputs, grads = [out], [inputs.grad_out.to(out.dtype)]
@@ -165,7 +165,7 @@ def attention_and_gradients(
 
 def exact(inputs: Inputs, reads: Reads, scale: float | None = None) -> dict[str, Tensor]:
     """All results by the specification in fp64."""
-    wide = Inputs(*(t if t is None else t.double() for t in inputs))
+    wide = Inputs(*(t if t is None else t.double() for t in inputs))  # type: ignore[arg-type]
     if isinstance(reads, Selection):
         attend: Callable[..., Any] = selected_attention
     else:
@@ -254,15 +254,16 @@ def expected(inputs: Inputs, reads: Reads | Mask, scale: float | None = None, ro
         reads = partial(allowed_by(reads, heads, inputs.k.shape[2]).to(inputs.q.device).index_select, -2)
     q, k, v, grad_out = (t.double().repeat_interleave(heads // t.shape[1], 1) for t in inputs[:4])
     grad_lse = q.new_zeros(q.shape[:3]) if inputs.grad_lse is None else inputs.grad_lse.double()
-    roundings, by_rows, sums = _Roundings.of_dtype(dtype), [], [0.0] * 7
+    roundings, by_rows, by_keys = _Roundings.of_dtype(dtype), [], []
     for some in torch.arange(q.shape[2], device=q.device).split(rows):
         rows_of_inputs = Inputs(q[:, :, some], k, v, grad_out[:, :, some], grad_lse[:, :, some, None])
         allowed = reads(some).expand(*q.shape[:2], -1, -1)
         found, added = _of_rows(rows_of_inputs, allowed, factor, roundings)
         by_rows.append(found)
-        sums = [total + more for total, more in zip(sums, added, strict=True)]
+        by_keys.append(added)
     pairs = [[torch.cat(x, 2) for x in zip(*one, strict=True)] for one in zip(*by_rows, strict=True)]
-    count, *sums = (x.unflatten(1, (shared, -1)).sum(2) for x in sums)
+    whole = [reduce(torch.add, each) for each in zip(*by_keys, strict=True)]
+    count, *sums = (each.unflatten(1, (shared, -1)).sum(2) for each in whole)
     for total, squares, variance in (sums[:3], sums[3:]):
         pairs.append([total, variance + roundings.of_sum(count, total, squares)])
     results = {}
