@@ -14,7 +14,15 @@ from longstride.kernels import selected_attention
 from longstride.kernels.plan import Intervals, transposed
 from longstride.kernels.selections import Part, Selection, recent_members
 from tests.harness.backends import DEVICES, DTYPES, IN_THE_INTERPRETER, WITH_TRITON, use_tiles
-from tests.harness.oracles import Inputs, Shape, assert_within_precision, attention_and_gradients, make_inputs
+from tests.harness.oracles import (
+    Inputs,
+    Shape,
+    assert_explained,
+    assert_within_precision,
+    attention_and_gradients,
+    expected,
+    make_inputs,
+)
 from tests.kernels.test_selections import NAMES, clusters, random_part, selections
 
 pytestmark = WITH_TRITON
@@ -190,12 +198,10 @@ def test_what_heads_share_is_kept_once() -> None:
 def test_no_row_reads_its_future() -> None:
     """When the second half is assigned otherwise, the first half stays, but for the rounding of its other tiles."""
     shape = Shape(2, 2, 64, 16, 16)
-    q, k, v = make_inputs(shape, DOUBLE)[:3]
+    inputs = make_inputs(shape, DOUBLE)
     assigned = clusters("random", *shape[:3])
     moved = torch.cat([assigned[..., :32], (assigned[..., 32:] + 3) % 7], -1)
-    later = [torch.cat([x[:, :, :32], x[:, :, 32:].flip(2) + 1], 2) for x in (q, k, v)]
-    first, second = (
-        selected_attention(*x, Selection((recent_members(c, window=6),), 6), backend="triton")[:, :, :32]
-        for x, c in (((q, k, v), assigned), (later, moved))
-    )
-    torch.testing.assert_close(first, second, rtol=0, atol=1e-15)
+    later = [torch.cat([x[:, :, :32], x[:, :, 32:].flip(2) + 1], 2) for x in inputs[:3]]
+    selection, other = (Selection((recent_members(x, window=6),), 6) for x in (assigned, moved))
+    out = selected_attention(*later, other, backend="triton")[:, :, :32]
+    assert_explained("out", out, expected(inputs, selection)["out"].at(slice(32)), selection)
