@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -254,16 +254,15 @@ def expected(inputs: Inputs, reads: Reads | Mask, scale: float | None = None, ro
         reads = partial(allowed_by(reads, heads, inputs.k.shape[2]).to(inputs.q.device).index_select, -2)
     q, k, v, grad_out = (t.double().repeat_interleave(heads // t.shape[1], 1) for t in inputs[:4])
     grad_lse = q.new_zeros(q.shape[:3]) if inputs.grad_lse is None else inputs.grad_lse.double()
-    roundings, by_rows, by_keys = _Roundings.of_dtype(dtype), [], []
+    roundings, by_rows, sums = _Roundings.of_dtype(dtype), [], [q.new_zeros(())] * 7
     for some in torch.arange(q.shape[2], device=q.device).split(rows):
         rows_of_inputs = Inputs(q[:, :, some], k, v, grad_out[:, :, some], grad_lse[:, :, some, None])
         allowed = reads(some).expand(*q.shape[:2], -1, -1)
         found, added = _of_rows(rows_of_inputs, allowed, factor, roundings)
         by_rows.append(found)
-        by_keys.append(added)
+        sums = [total + more for total, more in zip(sums, added, strict=True)]
     pairs = [[torch.cat(x, 2) for x in zip(*one, strict=True)] for one in zip(*by_rows, strict=True)]
-    whole = [reduce(torch.add, each) for each in zip(*by_keys, strict=True)]
-    count, *sums = (each.unflatten(1, (shared, -1)).sum(2) for each in whole)
+    count, *sums = (each.unflatten(1, (shared, -1)).sum(2) for each in sums)
     for total, squares, variance in (sums[:3], sums[3:]):
         pairs.append([total, variance + roundings.of_sum(count, total, squares)])
     results = {}
