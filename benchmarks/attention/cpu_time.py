@@ -10,6 +10,7 @@ Letters: B batch, H heads, N positions, D head width.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +115,7 @@ def sizes(patterns: dict[str, Pattern], inputs: Inputs, repeats: int) -> list[di
     """Each pattern's seconds with each of ``SIZES``, over those as shipped, and times faster than dense attention."""
     contenders = {"dense": Contender(ours(Dense(), "cpu"))}
     for size in SIZES:
-        cut = kept(chunks.chunked._function)  # a cache for each size
+        cut = kept(inspect.unwrap(chunks.chunked))  # a cache for each size
         contenders |= {f"{n}, {size}": Contender(_sized(pattern, size, cut)) for n, pattern in patterns.items()}
     shipped = slabs.SCORES_IN_WORK, chunks.KEY_COST, chunks.chunked
     try:
