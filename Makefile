@@ -36,8 +36,7 @@ browser: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m browser
 
 # What README and docs/tutorial show, run by the wheel in empty folders.
-pages: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --editable ".[serve]"
+pages: $(VENV)/.installed-dev $(VENV)/.installed-serve
 	$(BIN)/python -m pytest -m pages tests/test_pages.py
 
 # Files, servers and accidents that mean harm, and wrong inputs: a sample of each class. `make campaign` has all of them.
@@ -75,6 +74,6 @@ $(VENV)/.installed: setup.py pyproject.toml $(wildcard locks/*.txt)
 	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --editable .
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --editable ".[dev]"
+$(VENV)/.installed-%: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --editable ".[$*]"
 	touch $@

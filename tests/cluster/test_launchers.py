@@ -27,7 +27,7 @@ def launcher(person: Person, request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_run_on_two_hosts_is_that_of_one_and_goes_on(
     launcher: str, processes: int, person: Person, on_one_host: Lines
 ) -> None:

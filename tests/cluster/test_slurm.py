@@ -23,7 +23,7 @@ def submit(slurm: Slurm, person: Person, processes: int, *overrides: str) -> tup
     return match[1], person.run / f"slurm-{match[1]}.log"
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_job_that_is_stopped_is_requeued_and_finishes(
     processes: int, slurm: Slurm, person: Person, on_one_host: Lines
 ) -> None:
