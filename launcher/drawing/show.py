@@ -139,19 +139,19 @@ def draw_loss(run_folder: Path) -> Any:
         for (of_steps, split), curve in points.items():
             if not curve:
                 continue
-            steps, bits = map(list, zip(*curve, strict=True))
-            drawn += bits
+            steps, losses = map(list, zip(*curve, strict=True))
+            drawn += losses
             if not of_steps:
-                ends.append(f"{split} {bits[-1]:.3f} at step {steps[-1]:,}")
-                axis.plot(steps, bits, marker="o", markersize=4, color=LINES[1], label=split)
+                ends.append(f"{split} {losses[-1]:.3f} at step {steps[-1]:,}")
+                axis.plot(steps, losses, marker="o", markersize=4, color=LINES[1], label=split)
                 continue
-            window = len(bits) // MEAN_SHARE
+            window = len(losses) // MEAN_SHARE
             if window < LEAST_MEAN:
-                axis.plot(steps, bits, color=LINES[0], label=split)
+                axis.plot(steps, losses, color=LINES[0], label=split)
                 continue
             # Single batches are noisy: they stand pale behind their running mean.
-            axis.plot(steps, bits, linewidth=0.6, alpha=0.35, color=LINES[0], label=split)
-            axis.plot(steps, running_mean(bits, window), color=LINES[0], label=f"{split}, mean of {window} lines")
+            axis.plot(steps, losses, linewidth=0.6, alpha=0.35, color=LINES[0], label=split)
+            axis.plot(steps, running_mean(losses, window), color=LINES[0], label=f"{split}, mean of {window} lines")
         _scale(axis, drawn)
         axis.set(xlabel="step", ylabel=unit)
         axis.xaxis.set_major_formatter("{x:,.0f}")

@@ -102,11 +102,11 @@ def model_card(
     }
     split = config.data.validation_split
     steps, evaluations = metrics_file.find_steps(run), metrics_file.find_evaluations(run, split)
-    for title, lines in (("training", steps), ("validation", evaluations)):
-        line: dict[str, Any] = lines.get(manifest.step, {})
+    for title, recorded in (("training", steps), ("validation", evaluations)):
+        line: dict[str, Any] = recorded.get(manifest.step, {})
         bits = line.get("bits_per_byte" if palette is None else f"bits_per_{palette.unit}")
         if bits is not None:
-            what = "the step's batch" if lines is steps else f"{line['tokens']:,} {tokens} of {split}"
+            what = "the step's batch" if recorded is steps else f"{line['tokens']:,} {tokens} of {split}"
             rows[f"{title} bits per {tokens[:-1]}"] = f"{bits:.4f} on {what}"
     escaped = {title: text.replace("|", "\\|").replace("\n", " ") for title, text in rows.items()}
     front = {"library_name": "longstride", **licensed}

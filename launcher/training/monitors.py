@@ -62,10 +62,9 @@ def _claim(place: Path, run: Path, goes_on: bool) -> Path:
     places = (place.with_name(f"{place.name}-{number}") if number > 1 else place for number in itertools.count(1))
     taken = list(itertools.takewhile(lambda each: each.exists() and (not each.is_dir() or any(each.iterdir())), places))
     if goes_on:
-        owners = {each: _owner(each) for each in taken}
-        own = [each for each in taken if owners[each] == run]
+        own = [each for each in taken if _owner(each) == run]
         # Earlier versions left no mark, and a run folder may have been moved.
-        own = own or [each for each in taken if owners[each] is None or not owners[each].exists()][:1]
+        own = own or [each for each in taken if (owner := _owner(each)) is None or not owner.exists()][:1]
         if own:
             write_text(own[-1] / _MARK, str(run))
             return own[-1]
