@@ -34,6 +34,7 @@ import torch
 
 from benchmarks.machine import about, slug
 from benchmarks.report import RESULTS, add_output_arguments, check_output, rounded, write_json
+from longstride.launcher.output import metrics_file
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
@@ -250,7 +251,7 @@ def pilot(content: dict[str, Any], data: Path, folder: Path) -> float:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         lines = run(content, WARM_STEPS + PILOT_STEPS, 0, data, Path(place) / "run", evaluate_contexts=1)
     return statistics.median(
-        line["seconds"] for line in lines if line["split"] == "train" and line["step"] > WARM_STEPS
+        line["seconds"] for line in lines if metrics_file.is_step(line) and line["step"] > WARM_STEPS
     )
 
 
@@ -267,10 +268,11 @@ def train(
     with tempfile.TemporaryDirectory(dir=folder) as place:
         lines = run(content, steps, seed, data, Path(place) / "run", evaluate_contexts=contexts)
         found = look(Path(place) / "run")
-    steps_taken = [line for line in lines if line["split"] == "train"]
+    steps_taken = [line for line in lines if metrics_file.is_step(line)]
+    scores = [line["bits_per_byte"] for line in lines if not metrics_file.is_step(line)]
     return {
         "seed": seed,
-        "bits_per_byte": rounded(next(line["bits_per_byte"] for line in reversed(lines) if line["split"] != "train")),
+        "bits_per_byte": rounded(scores[-1]),
         "bytes": sum(line["tokens"] for line in steps_taken),
         "seconds": rounded(sum(line["seconds"] for line in steps_taken)),
         "steps": steps,

@@ -27,6 +27,7 @@ from benchmarks.machine import about, slug
 from benchmarks.paper.pictures_from_fonts import draw_pictures
 from benchmarks.recipe import changed, longstride, pilot, recipe, run
 from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from longstride.launcher.output import metrics_file
 
 EDGE, PICTURES = 32, 4_000
 STEP_BYTES = 12_288  # four pictures, or three contexts of 4,096
@@ -122,7 +123,7 @@ def measure(content: dict[str, Any], data: Path, seed: int, seconds: float, fold
         "seed": seed,
         "bits_per_byte": rounded(statistics.fmean(means)),
         "by_eighth": [rounded(mean) for mean in means],
-        "bytes": sum(line["tokens"] for line in lines if line["split"] == "train"),
+        "bytes": sum(line["tokens"] for line in lines if metrics_file.is_step(line)),
         "steps": steps,
     }
 

@@ -162,6 +162,7 @@ def _train(
         agreed_initial,
         begin,
         check_agreement,
+        claim_places,
         prepare_folder,
     )
 
@@ -179,7 +180,10 @@ def _train(
                 raise AgreedError(str(error)) from None
             initial = agreed_initial(run, initial, checkpoint, watchdog.hosts)
             with said_where_slow("building the engine"):
-                engine = build_engine(config, ranks, None if initial is None else initial.fill)
+                placed = ranks.first_works(lambda: claim_places(config))
+                engine = build_engine(
+                    placed if ranks.is_first else config, ranks, None if initial is None else initial.fill
+                )
             with said_where_slow("loading the checkpoint"):
                 state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
             if initial is not None:

@@ -28,6 +28,7 @@ import torch
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
 from longstride.data_pipelines.building.build import build
+from longstride.launcher.output import metrics_file
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +119,7 @@ def measure(context: int, data: Path, folder: Path, changes: list[str]) -> dict[
         assert started.returncode == 0, log.read()
     lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     model = ModelConfig.model_validate(json.loads((run / "config.json").read_text())["model"])
-    steps, scored = ([each for each in lines if (each["split"] == "train") == asked] for asked in (True, False))
+    steps, scored = ([each for each in lines if metrics_file.is_step(each) == asked] for asked in (True, False))
     return {
         "context": context,
         "stride": stride,

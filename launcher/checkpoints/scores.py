@@ -27,15 +27,15 @@ class Score(StrictModel):
 
     @classmethod
     def of_line(cls, line: dict[str, Any]) -> Score:
-        """What a validation line of metrics.jsonl says."""
-        bits = line.get("bits_per_byte", line.get("bits_per_pixel"))
-        finite = bits if isinstance(bits, float) and math.isfinite(bits) else None
-        return cls(step=line["step"], split=line["split"], tokens=line.get("tokens", 0), bits_per_byte=finite)
+        """Return the score that an evaluation's line of metrics.jsonl holds."""
+        _, bits = metrics_file.bits_of(line)
+        finite = bits if bits is not None and math.isfinite(bits) else None
+        return cls(step=line["step"], split=line["split"], tokens=line["tokens"], bits_per_byte=finite)
 
     @classmethod
     def recorded(cls, run: Path, split: str) -> list[Score]:
-        """What metrics.jsonl has of a split, in the order of the steps."""
-        lines = metrics_file.find_lines(run, split)
+        """Return the evaluations of a split that metrics.jsonl holds, in the order of the steps."""
+        lines = metrics_file.find_evaluations(run, split)
         return [cls.of_line(lines[step]) for step in sorted(lines)]
 
     def compares_with(self, other: Score) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from longstride.kernels import ConfigError
 from longstride.launcher.cluster.placement import HostRanks, LocalRanks, NoHostAnswersError
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest
-from longstride.launcher.output import exit_codes, file_names, say
+from longstride.launcher.output import exit_codes, file_names, metrics_file, say
 from longstride.launcher.ranks import check_unlocked
 from longstride.launcher.stops import StopFile
 
@@ -175,18 +175,11 @@ def read_progress(run: Path) -> Progress:
     try:
         with (run / file_names.METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines()
+            lines = file.read().splitlines(keepends=True)
     except OSError:
         lines = []
-    recorded = [0]
-    for line in lines:
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if isinstance(step, int):
-            recorded.append(step)
-    return Progress(max(saved_steps(run), default=0), max(recorded))
+    recorded = max((line["step"] for line in map(metrics_file.parse_line, lines) if line), default=0)
+    return Progress(max(saved_steps(run), default=0), recorded)
 
 
 def saved_steps(run: Path) -> list[int]:

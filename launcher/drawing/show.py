@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from longstride.data_pipelines.plain_files import parse_json, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.options import TRUST_OPTION
-from longstride.launcher.output import file_names, metrics_file
+from longstride.launcher.output import file_names, metrics_file, say
 
-MOST_METRICS_BYTES = 1 << 29  # three million lines
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
 LEAST_MEAN = 3  # lines that a running mean is over, at least: a shorter run has none
 
@@ -108,7 +106,7 @@ def draw_loss(run_folder: Path) -> Any:
     """Bits per byte over the steps of a run, training and held-out, from its metrics.jsonl.
 
     Raises:
-        ConfigError: there is no run, or as ``read_metrics``.
+        ConfigError: there is no run, or its metrics.jsonl cannot be read or holds no line yet.
     """
     from longstride.launcher.pictures import LINES, curves, styled
 
@@ -118,31 +116,44 @@ def draw_loss(run_folder: Path) -> Any:
     if not (run_folder / file_names.METRICS).exists():
         rule = f"holds no run: it has no {file_names.METRICS}; name a folder that `longstride train` wrote"
         raise ConfigError(f"{run_folder}: {rule}")
-    lines = read_metrics(run_folder / file_names.METRICS)
+    points: dict[tuple[bool, str], list[tuple[int, float]]] = {}  # of each curve: steps, or evaluations, of a split
+    unit, refused = "", 0
+    try:
+        for line in metrics_file.read_lines(run_folder):
+            refused += not line
+            if line:
+                unit, bits = metrics_file.bits_of(line)
+                curve = points.setdefault((metrics_file.is_step(line), line["split"]), [])
+                if bits is not None:  # null of a step whose loss was no number
+                    curve.append((line["step"], bits))
+    except OSError as error:
+        raise ConfigError(f"{run_folder / file_names.METRICS}: cannot be read: {error.strerror}") from None
+    if not points:
+        raise ConfigError(f"{run_folder / file_names.METRICS}: holds no line yet; wait for the first step")
+    if refused:
+        say(f"notice: {file_names.METRICS}: lines that are no measurement were left out: {refused:,}")
     ends: list[str] = []  # what each split ended at
     drawn: list[float] = []
     with styled():
         figure, axis = curves()
-        for split in dict.fromkeys(line["split"] for line in lines):
-            # A step whose loss was no number has null there.
-            points = [line for line in lines if line["split"] == split and line["bits"] is not None]
-            if not points:
+        for (of_steps, split), curve in points.items():
+            if not curve:
                 continue
-            steps, bits = [line["step"] for line in points], [line["bits"] for line in points]
-            drawn += bits
-            if split != "train":
-                ends.append(f"{split} {bits[-1]:.3f} at step {steps[-1]:,}")
-                axis.plot(steps, bits, marker="o", markersize=4, color=LINES[1], label=split)
+            steps, losses = map(list, zip(*curve, strict=True))
+            drawn += losses
+            if not of_steps:
+                ends.append(f"{split} {losses[-1]:.3f} at step {steps[-1]:,}")
+                axis.plot(steps, losses, marker="o", markersize=4, color=LINES[1], label=split)
                 continue
-            window = len(bits) // MEAN_SHARE
+            window = len(losses) // MEAN_SHARE
             if window < LEAST_MEAN:
-                axis.plot(steps, bits, color=LINES[0], label="train")
+                axis.plot(steps, losses, color=LINES[0], label=split)
                 continue
             # Single batches are noisy: they stand pale behind their running mean.
-            axis.plot(steps, bits, linewidth=0.6, alpha=0.35, color=LINES[0], label="train")
-            axis.plot(steps, running_mean(bits, window), color=LINES[0], label=f"train, mean of {window} lines")
+            axis.plot(steps, losses, linewidth=0.6, alpha=0.35, color=LINES[0], label=split)
+            axis.plot(steps, running_mean(losses, window), color=LINES[0], label=f"{split}, mean of {window} lines")
         _scale(axis, drawn)
-        axis.set(xlabel="step", ylabel=lines[-1]["unit"])
+        axis.set(xlabel="step", ylabel=unit)
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.set_title(" · ".join([run_folder.resolve().name, *ends]))
         if drawn:
@@ -161,34 +172,6 @@ def _scale(axis: Any, values: Sequence[float]) -> None:
     axis.yaxis.set_major_locator(LogLocator(base=2, subs=subs))
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
     axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, without a last one that a killed run left incomplete.
-
-    Raises:
-        ConfigError: the file cannot be read, holds no line yet, or a line that is no measurement.
-    """
-    try:
-        texts = read_plain(path, MOST_METRICS_BYTES).decode(errors="replace").splitlines(keepends=True)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    lines = []
-    for number, text in enumerate((text for text in texts if text.endswith("\n")), start=1):
-        try:
-            if len(text) > metrics_file.MOST_LINE_BYTES:
-                raise ValueError
-            line = parse_json(text)
-            unit, bits = metrics_file.bits_of(line)
-            if not (type(line["step"]) is int and isinstance(line["split"], str)) or isinstance(bits, str | bool):
-                raise TypeError
-            bits = None if bits is None else float(bits)
-            lines.append({"step": line["step"], "split": line["split"], "unit": unit, "bits": bits})
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{path}: line {number}: must be an object with step, split, bits_per_byte") from None
-    if not lines:
-        raise ConfigError(f"{path}: holds no line yet; wait for the first step")
-    return lines
 
 
 def running_mean(values: list[float], window: int) -> list[float]:

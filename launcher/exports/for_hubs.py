@@ -100,11 +100,13 @@ def model_card(
         "trained in": f"{manifest.precision}, ZeRO {manifest.zero_stage}, {manifest.world_size} processes",
         "weights": f"{dtype}, {weights}",
     }
-    for title, split in (("training", "train"), ("validation", config.data.validation_split)):
-        line: dict[str, Any] = metrics_file.find_lines(run, split).get(manifest.step, {})
+    split = config.data.validation_split
+    steps, evaluations = metrics_file.find_steps(run), metrics_file.find_evaluations(run, split)
+    for title, recorded in (("training", steps), ("validation", evaluations)):
+        line: dict[str, Any] = recorded.get(manifest.step, {})
         bits = line.get("bits_per_byte" if palette is None else f"bits_per_{palette.unit}")
-        if isinstance(bits, int | float):
-            what = "the step's batch" if split == "train" else f"{line.get('tokens', 0):,} {tokens} of {split}"
+        if bits is not None:
+            what = "the step's batch" if recorded is steps else f"{line['tokens']:,} {tokens} of {split}"
             rows[f"{title} bits per {tokens[:-1]}"] = f"{bits:.4f} on {what}"
     escaped = {title: text.replace("|", "\\|").replace("\n", " ") for title, text in rows.items()}
     front = {"library_name": "longstride", **licensed}

@@ -1,4 +1,4 @@
-"""metrics.jsonl: reads a run's lines of JSON, and cuts off those after a step."""
+"""metrics.jsonl: what a line is, a training step's or an evaluation's; reads the lines, and cuts off later ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from longstride.data_pipelines.durable import flush_folder
@@ -17,7 +18,17 @@ from longstride.launcher.output.file_names import METRICS
 
 NO_BYTE = "pixel"  # the one unit whose tokens are no bytes: of pictures that are read by a palette
 _BITS = "bits_per_"
-MOST_LINE_BYTES = 2**22  # thousands of replaced contexts are told by less
+_MOST_LINE_BYTES = 2**22  # thousands of replaced contexts are told by less
+# Keys and types that lines of every version have. Those of a step tell steps from evaluations, on whatever split.
+_OF_EVERY_LINE = {"step": (int,), "split": (str,), "loss_nats": (float, NoneType), "tokens": (int,)}
+_OF_A_STEP = {
+    "learning_rate": (int, float),
+    "loss_scale": (int, float),
+    "grad_norm": (int, float, NoneType),
+    "skipped_steps": (int,),
+    "sample_ids_crc32": (int,),
+    "epoch": (int,),
+}
 
 
 def bits_per_byte(nats: float) -> float:
@@ -41,6 +52,11 @@ def bits_of(line: dict[str, Any]) -> tuple[str, float | None]:
     return name.replace("_", " "), line[name]
 
 
+def is_step(line: dict[str, Any]) -> bool:
+    """Whether a line is of a training step; any other is of an evaluation. The name of the split decides nothing."""
+    return "learning_rate" in line
+
+
 def check_metrics(run: Path) -> None:
     """Whether the place of metrics.jsonl is free, or a plain file's, or a link's to one; OSError where it is not."""
     if os.path.lexists(run / METRICS):
@@ -48,7 +64,7 @@ def check_metrics(run: Path) -> None:
 
 
 def read_lines(run: Path) -> Iterator[dict[str, Any]]:
-    """What each line holds, in their order; empty for one that is torn, damaged or holds what no run writes.
+    """Yield what each line holds, in their order; an empty dictionary for one that ``parse_line`` refuses.
 
     Raises:
         OSError: the file is no plain one, or cannot be read.
@@ -56,16 +72,21 @@ def read_lines(run: Path) -> Iterator[dict[str, Any]]:
     return (line for _, line in _read_lines(run / METRICS))
 
 
-def find_lines(run: Path, split: str) -> dict[int, dict[str, Any]]:
-    """A split's whole lines by their step; without metrics.jsonl there are none."""
-    return {line["step"]: line for _, line in _read_lines(run / METRICS) if line.get("split") == split}
+def find_steps(run: Path) -> dict[int, dict[str, Any]]:
+    """Return the lines of training steps by their step; without metrics.jsonl there are none."""
+    return {line["step"]: line for line in read_lines(run) if line and is_step(line)}
+
+
+def find_evaluations(run: Path, split: str) -> dict[int, dict[str, Any]]:
+    """Return the evaluations of a split by their step; without metrics.jsonl there are none."""
+    return {line["step"]: line for line in read_lines(run) if line and not is_step(line) and line["split"] == split}
 
 
 def cut_metrics(run: Path, step: int, reason: str = "resume", last: str = "") -> Path | None:
     """Cuts off the lines after a step, so that no step stands there twice; returns a copy of the file before.
 
-    Torn and damaged lines are cut off as well. The copy is called ``metrics.before-REASON-N.jsonl`` and ends with
-    ``last``. Both are on the disk then. None where there was nothing to cut off.
+    Lines that ``parse_line`` refuses are cut out as well. The copy is called ``metrics.before-REASON-N.jsonl`` and
+    ends with ``last``. Both are on the disk then. None where there was nothing to cut off.
 
     Raises:
         OSError: the disk is full, or there is no plain file; metrics.jsonl is unchanged, and no copy is left.
@@ -109,26 +130,33 @@ def _copy(path: Path, copy: Path, last: str) -> None:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of a file, if it is there, with their ends and their content; see ``_parsed``.
+    """The lines of a file, if it is there, with their ends and their content; see ``parse_line``.
 
     Up to one that is longer than any of ours: what a disk or a person has put there may have no other end.
     """
     if not os.path.lexists(path):
         return
     with open_plain(path) as file:
-        while (text := file.readline(MOST_LINE_BYTES + 1)) and len(text) <= MOST_LINE_BYTES:
-            yield text, _parsed(text)
+        while (text := file.readline(_MOST_LINE_BYTES + 1)) and len(text) <= _MOST_LINE_BYTES:
+            yield text, parse_line(text)
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
-    """The content of a line; empty for one that is torn, damaged or holds what no run writes."""
+def parse_line(text: bytes) -> dict[str, Any]:
+    """Return the content of a line; empty for one that is torn, damaged, half or holds what no run writes."""
     try:
         content = json.loads(text.decode()) if text.endswith(b"\n") else None
     except (ValueError, RecursionError):  # no UTF-8, no JSON, or an integer of more digits than Python reads
         return {}
-    if not isinstance(content, dict):
-        return {}
-    counts = content.get("step"), content.get("tokens", 0)
-    losses = (content.get(f"{_BITS}byte"), content.get(f"{_BITS}{NO_BYTE}"))
-    plain = all(type(count) is int and 0 <= count < 2**63 for count in counts)
-    return content if plain and all(loss is None or type(loss) is float for loss in losses) else {}
+    return content if isinstance(content, dict) and _is_whole(content) else {}
+
+
+def _is_whole(line: dict[str, Any]) -> bool:
+    """Whether a line has all that readers of its kind take from it, and nothing of the other kind."""
+    types = dict(_OF_EVERY_LINE)
+    if any(name in line for name in _OF_A_STEP):
+        types |= _OF_A_STEP
+        line = {"tokens": 0} | line  # which the first steps' lines lacked
+    bits = {f"{_BITS}{unit}": (float, NoneType) for unit in ("byte", NO_BYTE) if f"{_BITS}{unit}" in line}
+    if not bits or any(type(line.get(name, ...)) not in each for name, each in (types | bits).items()):
+        return False
+    return line["step"] > 0 and all(0 <= line[name] < 2**63 for name in types if type(line[name]) is int)

@@ -66,8 +66,7 @@ def rate_of(run: Path) -> Rate:
         what = "holds no run" if run.is_dir() else "no such run folder"
         raise ConfigError(f"--rate-of={run}: {what}; name one that `longstride train` wrote")
     config = load_config(run / file_names.CONFIG)
-    lines = metrics_file.find_lines(run, "train")
-    logged = (line.get("seconds") for step, line in lines.items() if step > WARM_STEPS)
+    logged = (line.get("seconds") for step, line in metrics_file.find_steps(run).items() if step > WARM_STEPS)
     seconds = [each for each in logged if isinstance(each, float) and each > 0]
     if not seconds:
         rule = f"has logged no step behind its first {WARM_STEPS}; train on, or give --tflops"

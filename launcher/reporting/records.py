@@ -179,14 +179,13 @@ def _read_metrics(record: RunRecord) -> None:
     passed_over, lines, skipped = 0, 0, 0.0
     replaced: list[tuple[int, list[str]]] = []
     for line in metrics_file.read_lines(record.folder):
-        try:
-            step, split = line["step"], str(line["split"])[:_MOST_NAME_CHARACTERS]
-            unit, bits = metrics_file.bits_of(line)
-        except KeyError:
+        if not line:
             passed_over += 1
             continue
-        lines, record.unit = lines + 1, unit
-        if "learning_rate" not in line:  # an evaluation
+        step, split = line["step"], line["split"][:_MOST_NAME_CHARACTERS]
+        record.unit, bits = metrics_file.bits_of(line)
+        lines += 1
+        if not metrics_file.is_step(line):
             if len(evaluations) < 8 or split in evaluations:
                 evaluations.setdefault(split, {})[step] = _number(bits)
             continue

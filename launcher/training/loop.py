@@ -113,9 +113,8 @@ class Trainer:
         with StepPart.STEP.marked(engine.device):
             with StepPart.DATA.marked(engine.device):
                 batch = next(self._batches)
-            line = train_step(
-                engine, batch, settings.micro_batch, self._run.ranks, self._guards, None, self._run.data.unit
-            )
+            ranks, unit, split = self._run.ranks, self._run.data.unit, self._run.config.data.train_split
+            line = train_step(engine, batch, settings.micro_batch, ranks, self._guards, None, unit, split)
             line["seconds"] = device_seconds(engine.device) - start
             line["tokens_per_second"] = batch.num_bytes / line["seconds"]
             line |= self._utilization.fields(line["seconds"])
@@ -213,12 +212,13 @@ def train_step(
     guards: Guards,
     context_nats: list[float] | None = None,
     unit: str = "byte",
+    split: str = "train",
 ) -> dict[str, Any]:
     """One optimiser step over a global batch; returns its line for metrics.jsonl.
 
     ``guards.verdict`` says whether the step was taken: where it is to be skipped, the engine has dropped it, and where
     the run is to stop or rewind, the engine is as it was before. ``context_nats`` gets the sum of each context of this
-    rank. ``unit`` is what a token stands for.
+    rank. ``unit`` is what a token stands for, and ``split`` what the batch is from.
     """
     step, part = EngineStep(engine), batch.part
     # DeepSpeed takes the mean over micro-batches and ranks, which may hold different numbers of bytes. This factor
@@ -248,7 +248,7 @@ def train_step(
         observe(engine.module, observed, ranks)
     line = {
         "step": number,
-        "split": "train",
+        "split": split,
         "loss_nats": loss_nats if math.isfinite(loss_nats) else None,
         **metrics_file.bits_fields(loss_nats if math.isfinite(loss_nats) else None, unit),
         "tokens": batch.num_bytes,
@@ -303,7 +303,8 @@ def lacks_evaluation(step: int, run: Run) -> bool:
     settings = run.config.train
     if step == 0 or not is_due(step, settings.evaluate_every, settings.last_step):
         return False
-    lacks = run.ranks.is_first and step not in metrics_file.find_lines(run.folder, run.config.data.validation_split)
+    split = run.config.data.validation_split
+    lacks = run.ranks.is_first and step not in metrics_file.find_evaluations(run.folder, split)
     return bool(run.ranks.gather_objects(lacks)[0])
 
 

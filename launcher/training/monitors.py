@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import html
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,69 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.monitor.monitor import MonitorMaster
 
+from longstride.data_pipelines.plain_files import read_plain
+from longstride.launcher.checkpoints import write_text
+from longstride.launcher.config import RunConfig
 from longstride.launcher.models import ModelData
+from longstride.launcher.output import file_names, say
 
 _MOST_CHARACTERS = 200  # of a monitor's own words
+_MARK = ".run"  # in a monitor's folder: the path of the run folder that it belongs to
+_MOST_MARK_BYTES = 2**14
+
+
+def claim_places(config: RunConfig) -> RunConfig:
+    """Give TensorBoard and CSV folders that no other run writes to: ``job_name``, or the next free ``job_name-2``, ….
+
+    A run that was started before goes on in its own. Both may share one.
+
+    Raises:
+        OSError: a folder cannot be made or marked.
+    """
+    run, section = Path(config.train.output).resolve(), dict(config.deepspeed)
+    goes_on = (run / file_names.CONFIG).exists()
+    claimed: dict[Path, Path] = {}
+    for name in ("tensorboard", "csv_monitor"):
+        settings = section.get(name, {})
+        if not settings.get("enabled"):
+            continue
+        place = Path(settings.get("output_path", "")) / settings.get("job_name", run.name)
+        if place not in claimed:
+            claimed[place] = _claim(place, run, goes_on)
+        if claimed[place] != place:
+            say(f"deepspeed.{name}: {place} holds files already; this run's are in {claimed[place]}")
+        section[name] = settings | {"output_path": str(claimed[place].parent), "job_name": claimed[place].name}
+    return config.model_copy(update={"deepspeed": section})
+
+
+def _claim(place: Path, run: Path, goes_on: bool) -> Path:
+    """Mark a folder as a run's, at a place or at the next that is free; return it."""
+    if place.resolve() == run:  # monitors without an output_path write to the working directory
+        return place
+    places = (place.with_name(f"{place.name}-{number}") if number > 1 else place for number in itertools.count(1))
+    taken = list(itertools.takewhile(lambda each: each.exists() and (not each.is_dir() or any(each.iterdir())), places))
+    if goes_on:
+        own = [each for each in taken if _owner(each) == run]
+        # Earlier versions left no mark, and a run folder may have been moved.
+        own = own or [each for each in taken if (owner := _owner(each)) is None or not owner.exists()][:1]
+        if own:
+            write_text(own[-1] / _MARK, str(run))
+            return own[-1]
+    free = place if not taken else place.with_name(f"{place.name}-{len(taken) + 1}")
+    free.mkdir(parents=True, exist_ok=True)
+    try:
+        with (free / _MARK).open("x") as mark:
+            mark.write(str(run))
+    except FileExistsError:  # another run has just begun there
+        return _claim(place, run, goes_on)
+    return free
+
+
+def _owner(place: Path) -> Path | None:
+    """The run folder that a monitor's folder belongs to; None: no mark says it."""
+    with suppress(OSError, ValueError):
+        return Path(read_plain(place / _MARK, _MOST_MARK_BYTES, follow_links=False).decode())
+    return None
 
 
 class Monitors:
@@ -113,8 +175,11 @@ class Monitors:
             monitor.comet_monitor.experiment.end()
 
     def _begin(self, step: int) -> None:
-        """Guards the monitors, and has TensorBoard forget what an earlier start wrote behind this step."""
+        """Guards the monitors, has TensorBoard forget what an earlier start wrote behind this step, and CSV go on."""
         self._guard()
+        if (table := self._engine.monitor.csv_monitor) is not None:  # whose tables each have one heading
+            tables = [path for path in Path(table.log_dir).glob("*.csv") if path.is_file() and path.stat().st_size]
+            table.filenames += [path.stem for path in tables]
         monitor = self._engine.monitor.tb_monitor
         if monitor is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog

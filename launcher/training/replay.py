@@ -109,7 +109,7 @@ def find_record(run: Path, step: int) -> Record | None:
     for path, incident in read_incidents(run).items():
         if incident.step == step:
             return Record(str(path), {name: getattr(incident, name) for name in _COMPARED}, incident)
-    line = metrics_file.find_lines(run, "train").get(step)
+    line = metrics_file.find_steps(run).get(step)
     if line is None:
         return None
     return Record(str(run / file_names.METRICS), {name: line[name] for name in _COMPARED}, None)
@@ -149,7 +149,7 @@ def way_batches(run: Run, checkpoint: Checkpoint | None, record: Record | None, 
     for incident in read_incidents(run.folder).values():
         if incident.rewound_to is not None:
             turns.setdefault(incident.rewound_to, []).append(StreamState.from_json(incident.stream_after))
-    sums = {step: line["sample_ids_crc32"] for step, line in metrics_file.find_lines(run.folder, "train").items()}
+    sums = {step: line["sample_ids_crc32"] for step, line in metrics_file.find_steps(run.folder).items()}
     while True:
         state = _state_taken(number, [state, *turns.get(number, [])], sums, take)
         batches = take(state)

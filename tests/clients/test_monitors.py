@@ -153,5 +153,6 @@ def test_csv_files_go_on_in_the_order_of_writing(run: Path) -> None:
     rows = defaultdict(list)
     for path in (run / "csv").glob("train_*.csv"):
         rows[path.name] = [line.split(",") for line in path.read_text().splitlines()]
-    steps = [int(step) // BATCH for step, _ in rows["train_loss_nats.csv"] if step != "step"]
-    assert steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 5, 6, 7, 8]
+    heading, *points = rows["train_loss_nats.csv"]
+    steps = [int(step) // BATCH for step, _ in points]
+    assert heading == ["step", "loss_nats"] and steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 5, 6, 7, 8]

@@ -244,6 +244,7 @@ AROUND: dict[str, Damage] = {
     "metrics: an evaluation that is none": _line(b'{"split": "validation", "step": 3, "tokens": "x"}'),
     "metrics: NaN": _line(b'{"split": "validation", "step": 9, "tokens": NaN}'),
     "metrics: a step that is no number": _line(b'{"split": "train", "step": true}'),
+    "metrics: a step alone": _line(b'{"step": 1}'),
     "metrics: deep": _line(b"[" * 100_000),
     "metrics: no text": _line(b"\xff\xfe\x00"),
     "metrics: ten megabytes of a line": _line(b"x" * 10_000_000),

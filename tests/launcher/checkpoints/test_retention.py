@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from longstride.launcher.checkpoints.saving import (
 from longstride.launcher.checkpoints.scores import Score, known_scores, ranked
 from longstride.launcher.config import RunConfig
 from longstride.launcher.output.file_names import CHECKPOINTS
+from tests.harness.lines import evaluation_line, write_metrics
 from tests.harness.runs import configuration
 
 
@@ -187,9 +187,8 @@ def test_scores_are_ranked_and_outlive_metrics(tmp_path: Path) -> None:
     repeated = list_checkpoints(tmp_path)[0][0].manifest.best or []
     assert known_scores(tmp_path, "validation", repeated) == {4: score(4, 1.5), 2: score(2, 2.0)}
     assert known_scores(tmp_path, "test", repeated) == {}
-    line = {"step": 4, "split": "validation", "bits_per_byte": 1.25, "tokens": 64}
-    (tmp_path / "metrics.jsonl").write_text(f'{json.dumps(line)}\n{{"step": 9, "split": "validation"}}\n')
-    recorded = {4: score(4, 1.25), 9: score(9, None, 0)}
+    write_metrics(tmp_path, [evaluation_line(4, 1.25), evaluation_line(9, None)])
+    recorded = {4: score(4, 1.25), 9: score(9, None)}
     assert known_scores(tmp_path, "validation", repeated) == {2: score(2, 2.0)} | recorded
     assert "best" not in (make_checkpoint(tmp_path, 8) / "manifest.json").read_text()
     assert "best" in (folder / "manifest.json").read_text()

@@ -16,6 +16,7 @@ from longstride.launcher.cluster.placement import NoHostAnswersError
 from longstride.launcher.cluster.restarts import ResumeOption, run_with_restarts
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest
 from longstride.launcher.output import exit_codes
+from tests.harness.lines import step_line, write_metrics
 
 Attempt = Callable[[], int]
 
@@ -26,7 +27,7 @@ def save(run: Path, step: int) -> None:
 
 def record(run: Path, step: int) -> None:
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step}) + "\n")
+        file.write(json.dumps(step_line(step)) + "\n")
 
 
 class Played:
@@ -114,7 +115,7 @@ def test_run_that_comes_no_further_is_given_up(
     save(tmp_path, 4)
 
     def same() -> int:
-        (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+        write_metrics(tmp_path, [step_line(7)])
         return exit_codes.UNFORESEEN
 
     played = Played(tmp_path, [same] * 9, monkeypatch)

@@ -11,6 +11,7 @@ import pytest
 
 from longstride.launcher import cli
 from longstride.launcher.config import load_config
+from tests.harness.lines import step_line, write_metrics
 
 Plan = Callable[..., dict[str, Any]]
 
@@ -31,8 +32,7 @@ def finished_run(folder: Path, seconds: list[float], world_size: int = 2) -> Pat
     (folder / "checkpoints/step-00000004").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(load_config("paper_small").to_json()))
     (folder / "checkpoints/step-00000004/manifest.json").write_text(json.dumps({"world_size": world_size}))
-    lines = [{"step": number, "split": "train", "seconds": each} for number, each in enumerate(seconds, 1)]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_metrics(folder, (step_line(number, seconds=each) for number, each in enumerate(seconds, 1)))
     return folder
 
 

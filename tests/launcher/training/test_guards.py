@@ -26,6 +26,7 @@ from longstride.launcher.training.guards import (
     write_incident,
 )
 from longstride.launcher.training.replay import Record, compare, find_record, outcome_line
+from tests.harness.lines import step_line, write_metrics
 
 SPIKE = {"deviations": 3, "window": 4, "policy": "skip"}
 
@@ -215,11 +216,7 @@ def test_incidents_of_one_step_stand_side_by_side_and_read_back(tmp_path: Path) 
 
 
 def test_record_of_a_step_is_the_newest_file_of_a_guard_or_the_line(tmp_path: Path) -> None:
-    lines = [
-        {"step": step, "split": "train", "loss_nats": 2.0, "grad_norm": 1.0, "sample_ids_crc32": step}
-        for step in (5, 6)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_metrics(tmp_path, map(step_line, (5, 6)))
     write_incident(tmp_path, incident())
     newest = write_incident(tmp_path, incident(sample_ids_crc32=18))
     found = find_record(tmp_path, 5)

@@ -18,8 +18,10 @@ from longstride.launcher.checkpoints.scores import Score
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import Run as Asked
 from longstride.launcher.data.run_data import RunData
+from longstride.launcher.output.metrics_file import is_step
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training.plateau import Plateau
+from tests.harness.lines import evaluation_line
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import configuration, metrics, spawn
 
@@ -37,10 +39,7 @@ def score(step: int, bits: float | None, tokens: int = 64) -> Score:
 
 
 def lines_of(scores: dict[int, float]) -> str:
-    lines = [
-        {"step": step, "split": "validation", "bits_per_byte": bits, "tokens": 64} for step, bits in scores.items()
-    ]
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    return "".join(json.dumps(evaluation_line(step, bits)) + "\n" for step, bits in scores.items())
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def test_keys_are_checked(tmp_path: Path, change: dict[str, Any], line: str) -> 
 def check_ended(run: Path, told: str) -> None:
     """Over at step 10, saved, with the best two checkpoints beside the last one."""
     assert f"step 10: the run is over, as {OVER}, since 4.0000 at step 4; --resume auto" in told
-    assert [line["step"] for line in metrics(run) if line["split"] == "train"] == list(range(1, 11))
+    assert [line["step"] for line in metrics(run) if is_step(line)] == list(range(1, 11))
     assert (run / ".over").read_text() == "10\n"
     found = {each.manifest.step: each.manifest for each in list_checkpoints(run)[0]}
     assert sorted(found) == [4, 8, 10]
@@ -134,9 +133,13 @@ def check_ended(run: Path, told: str) -> None:
 
 
 def test_run_ends_keeps_its_best_and_says_how_to_go_on(config_file: Path, tmp_path: Path) -> None:
-    """Steps 2, 4 and 8 are saved as the best ones, of which 2 goes; 6 as it is due, and goes; 10 as the last one."""
+    """Steps 2, 4 and 8 are saved as the best ones, of which 2 goes; 6 as it is due, and goes; 10 as the last one.
+
+    It trains on the data's validation split, and evaluates on the other.
+    """
     run = tmp_path / "run"
     arguments = ["--config", str(config_file), *EVERY, "train.keep_best=2"]
+    arguments += ["data.train_split=validation", "data.validation_split=train"]
     for added, world_size in (([STOP, SHARED], 2), ([STOP, "--resume", "auto", "deepspeed=zero1_bf16"], 1)):
         ended = spawn([*arguments, *added], world_size, EXTRA)
         assert ended.codes == [0] * world_size, ended.stderr
@@ -147,6 +150,7 @@ def test_run_ends_keeps_its_best_and_says_how_to_go_on(config_file: Path, tmp_pa
     assert (run / ".over").read_text() == "14\n"
     assert [each.manifest.step for each in list_checkpoints(run)[0]] == [14, 8, 4]
     assert open_checkpoint(run, "best").manifest.step == 8
+    assert {(line["split"], is_step(line)) for line in metrics(run)} == {("validation", True), ("train", False)}
 
 
 def test_rewound_and_killed_run_ends_where_the_undisturbed_one_does(config_file: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from longstride.launcher.data.run_data import GlobalBatch, RunData
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training.guards import Incident, Origin, write_incident
 from longstride.launcher.training.replay import check_processes, find_record, way_batches
+from tests.harness.lines import step_line, write_metrics
 
 ALONE, CPU = Ranks(), torch.device("cpu")
 
@@ -65,9 +65,7 @@ def way(run: Run, count: int) -> list[int]:
 
 
 def write_lines(run: Path, sums: list[int]) -> None:
-    rest = {"split": "train", "loss_nats": 1.0, "grad_norm": 1.0}
-    lines = [json.dumps({"step": n, "sample_ids_crc32": crc32} | rest) for n, crc32 in enumerate(sums, 1)]
-    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    write_metrics(run, (step_line(step, sample_ids_crc32=crc32) for step, crc32 in enumerate(sums, 1)))
 
 
 def test_rewinds_between_the_checkpoint_and_the_step_are_gone_through(run: Run) -> None:
