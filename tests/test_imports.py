@@ -32,8 +32,8 @@ ORDER = {
     ],
     "launcher": [
         "options", "output", "stops", "config", "from_options", "pictures", "ranks", "models", "hub", "engine", "data",
-        "checkpoints", "exports", "evaluation", "training", "generation", "compression", "serving", "planning",
-        "drawing", "reporting", "train", "cluster", "doctor", "verbs", "completion", "cli", "demo",
+        "checkpoints", "identity", "exports", "evaluation", "training", "generation", "compression", "serving",
+        "planning", "drawing", "reporting", "train", "cluster", "doctor", "verbs", "completion", "cli", "demo",
     ],
 }  # fmt: skip
 # Big rooms that have one face, and the rooms inside that have another. All others are imported room by room.

@@ -33,6 +33,10 @@ class Cut:
     hop: int | None = None  # bytes between the beginnings of a document's contexts, where they are not; None: N
     apart: bool = False  # where they are packed: batches tell where documents begin, so that none sees another
 
+    def identity(self, context: int) -> str:
+        """Name the cutting of a settled cut: with the data set, it decides which bytes a context's number means."""
+        return f"packed/{context}/{self.separator}" if self.hop is None else f"documents/{context}/{self.hop}"
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -106,16 +110,13 @@ def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
 class Contexts(ABC):
     """The contexts of a split, numbered as in lanes.py. Each epoch permutes the shards anew.
 
-    ``units``: of each shard, (shards,) int64. ``identity`` names the cutting: with the data set, it decides which bytes
-    a context's number means. ``span`` does not: it only says which of them are read.
+    ``units``: of each shard, (shards,) int64. ``span`` only says which positions of a context are read.
     """
 
-    def __init__(
-        self, split: Split, context: int, units: np.ndarray, context_units: int, identity: str, span: Span | None
-    ) -> None:
+    def __init__(self, split: Split, context: int, units: np.ndarray, context_units: int, span: Span | None) -> None:
         self.split, self.context, self._units = split, context, units  # context: N
         self.span = range(context) if span is None else span.within(context)  # the P positions that are read
-        self.total_units, self.context_units, self.identity = int(units.sum()), context_units, identity
+        self.total_units, self.context_units = int(units.sum()), context_units
         self._kept: dict[tuple[int | None, int], tuple[np.ndarray, np.ndarray]] = {}
 
     @abstractmethod
@@ -177,7 +178,7 @@ class PackedContexts(Contexts):
         self._separator, self._apart = separator, apart
         extra = 0 if separator is None else 1
         units = np.array([shard.content_bytes + extra * shard.documents for shard in split.shards], dtype=np.int64)
-        super().__init__(split, context, units, context, f"packed/{context}/{separator}", span)
+        super().__init__(split, context, units, context, span)
 
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
         starts = (first + np.arange(len(rows))) * self.context
@@ -238,7 +239,7 @@ class DocumentContexts(Contexts):
                 counts = [int(contexts_in(sizes, *key).sum()) for sizes in split.document_sizes()]
                 split.tables[key] = np.array(counts, dtype=np.int64)
             units = split.tables[key]
-        super().__init__(split, context, units, 1, f"documents/{context}/{hop}", span)
+        super().__init__(split, context, units, 1, span)
 
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
         rows[:] = 0

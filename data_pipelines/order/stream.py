@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order.contexts import cut_contexts
+from longstride.data_pipelines.modalities import modality_named
+from longstride.data_pipelines.order.contexts import Cut, cut_contexts, settle_cut
 from longstride.data_pipelines.order.lanes import Lanes, StreamState
 from longstride.data_pipelines.order.loading import StreamSettings, Substitution, load_rows
 from longstride.data_pipelines.settings import RemoteSettings
@@ -60,15 +61,14 @@ class ByteStream(IterableDataset[Batch]):
         state: StreamState | None = None,
     ) -> None:
         self.settings = settings
-        opened = DataFolder.at(location, remote).split(split)
+        folder = DataFolder.at(location, remote)
+        opened = folder.split(split)
         read = settings.span if settings.on_damage == "abort" else None  # see the head of loading.py
         self.contexts = cut_contexts(opened, settings.context, settings.cut, read)
         self.lanes = Lanes(self.contexts.total_units, self.contexts.context_units, settings.global_batch)
         self._own = self.lanes.of_rank(settings.rank, settings.world_size)
         self.contexts.split.reserve(len(self._own))
-        # The data set's fingerprint, bound to what else decides the meaning of a step.
-        data, cutting = self.contexts.split.manifest.fingerprint, self.contexts.identity
-        self.fingerprint = hashlib.sha256(f"{data}/{split}/{cutting}/{settings.shuffle_bytes}".encode()).hexdigest()
+        self.fingerprint = stream_fingerprint(folder, split, settings.context, settings.cut, settings.shuffle_bytes)
         self.state = self._taken = self._state_at(0)
         if state is not None:
             self._begin_at(state)
@@ -135,3 +135,14 @@ class ByteStream(IterableDataset[Batch]):
     def _state_at(self, batch: int) -> StreamState:
         epoch, step = self.lanes.position(batch)
         return StreamState(self.fingerprint, self.settings.seed, epoch, step, self.lanes.global_batch)
+
+
+def stream_fingerprint(folder: DataFolder, split: str, context: int, cut: Cut, shuffle_bytes: int) -> str:
+    """Compute the fingerprint of a training stream: the data set's, bound to what else decides the meaning of a step.
+
+    No index is read. Raises DataError where the cut does not fit the documents.
+    """
+    manifest = folder.manifest
+    settled = settle_cut(cut, context, modality_named(manifest.modality), manifest.properties, folder.palette)
+    text = f"{manifest.fingerprint}/{split}/{settled.identity(context)}/{shuffle_bytes}"
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -20,7 +20,7 @@ from deepspeed import DeepSpeedEngine
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order import StreamState
 from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, read_plain
-from longstride.kernels import ConfigError, Problem
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import (
     MANIFEST,
     CheckpointManifest,
@@ -39,7 +39,7 @@ from longstride.launcher.checkpoints.pickles import (
 from longstride.launcher.checkpoints.probe import PROBE, Probe
 from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.checkpoints.scores import known_scores, ranked
-from longstride.launcher.config import RunConfig, flattened
+from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import set_random_states
 from longstride.launcher.output import AgreedError, file_names
 from longstride.launcher.ranks import Ranks, wait_until_visible
@@ -128,38 +128,6 @@ class Checkpoint:
         everyone = [line for each in ranks.gather_objects(lines) for line in each]
         if everyone:
             raise AgreedError("\n".join(everyone))
-
-    def check_matches(self, config: RunConfig, fingerprint: str) -> None:
-        """Whether a run of a configuration may go on from here; ``fingerprint`` is that of its data order.
-
-        Raises:
-            ConfigError: it belongs to another model, data order or batch. Another number of processes, ZeRO stage or
-                precision is no reason: see ``needs_conversion``.
-        """
-        saved, state = self.config, self.stream
-        origin = f"the checkpoint {self.folder}"
-        if saved.data.order != config.data.order:
-            rule = f"{origin} counts steps of the order {saved.data.order!r}, which is no more; index its tars with "
-            rule += "`longstride data index`, and begin a run in another folder"
-            raise ConfigError.at("data.order", config.data.order, rule)
-        problems = []
-        model, saved_model = (flattened(each.to_json()["model"], "model") for each in (config, saved))
-        for path in sorted((model.keys() | saved_model.keys()) - {"model.backend"}):  # who computes, not what
-            if model.get(path) != saved_model.get(path):
-                rule = f"{origin} belongs to another model, with {saved_model.get(path)!r} there"
-                problems.append(Problem(path, rule, model.get(path)))
-        names = ("train_split", "shuffle_bytes", "packing", "separator", "hop")
-        now, before = (each.to_json()["data"] for each in (config, saved))
-        pairs = [(f"data.{name}", now[name], before[name]) for name in names]
-        pairs.append(("data.seed", config.data.seed, state.seed))
-        pairs.append(("train.global_batch", config.train.global_batch, state.global_batch))
-        problems += [Problem(path, f"{origin} has {before}", now) for path, now, before in pairs if now != before]
-        # The fingerprint covers the context, the split, cutting and shuffling: no second line for what has one.
-        explained = any(each.path == "model.context" or each.path.startswith("data.") for each in problems)
-        if state.fingerprint != fingerprint and not explained:
-            problems.append(Problem("data.path", f"{origin} belongs to other data", config.data.path))
-        if problems:
-            raise ConfigError(*problems)
 
     def needs_conversion(self, config: RunConfig, world_size: int) -> bool:
         """Whether a run of so many processes would lay DeepSpeed's files out otherwise."""

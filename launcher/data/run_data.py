@@ -9,9 +9,10 @@ import hashlib
 import json
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -31,12 +32,14 @@ from longstride.data_pipelines.order import (
     Substitution,
     evaluation_contexts,
     read_context,
+    stream_fingerprint,
 )
 from longstride.data_pipelines.palette import CHANNELS, Palette
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, check_split
 from longstride.kernels import ConfigError
 from longstride.launcher.config import DATA_PATHS, RunConfig
+from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopAskedError, StopFlag
@@ -212,11 +215,22 @@ class RunData:
         """SHA-256 (hexadecimal) over what the data folder says of itself, its place left out."""
         return self._folder.manifest.fingerprint
 
-    def split_fingerprints(self) -> dict[str, str]:
-        """SHA-256 (hexadecimal) over what the data folder says of each split's shards."""
-        splits = self._folder.manifest.splits
-        lines = {name: "\n".join(shard.line() for shard in split.shards) for name, split in splits.items()}
-        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in lines.items()}
+    @cached_property
+    def identity(self) -> ModelData:
+        """What a run on this data is trained on; without a fingerprint where its documents do not fit the run."""
+        data, manifest = self._config.data, self._folder.manifest
+        lines = {name: "\n".join(shard.line() for shard in split.shards) for name, split in manifest.splits.items()}
+        fingerprint = None
+        with suppress(DataError):
+            fingerprint = stream_fingerprint(
+                self._folder, data.train_split, self._config.model.context, self._cut, data.shuffle_bytes
+            )
+        return replace(
+            ModelData.of_folder(self._folder),
+            separator=data.separator,
+            splits={name: hashlib.sha256(text.encode()).hexdigest() for name, text in lines.items()},
+            fingerprint=fingerprint,
+        )
 
     def has_split(self, name: str) -> bool:
         """Whether the data has a split of this name."""
@@ -233,14 +247,9 @@ class RunData:
         return self._folder.palette
 
     @property
-    def properties(self) -> Mapping[str, int]:
-        """What all documents have in common."""
-        return self._folder.manifest.properties
-
-    @property
     def unit(self) -> str:
         """What a token stands for."""
-        return modality_named(self.modality).unit if self.palette is None else self.palette.unit
+        return self.identity.unit
 
     def stream(self, state: StreamState | None = None) -> ByteStream:
         """This rank's training batches from a state on; None is the beginning.

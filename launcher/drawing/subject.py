@@ -14,9 +14,11 @@ from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.shards import DataFolder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
-from longstride.launcher.data import RunData, check_location
+from longstride.launcher.data import check_location
 from longstride.launcher.drawing.pattern import read_text
+from longstride.launcher.identity import open_data, trained_on
 from longstride.launcher.models import Exported, ModelData, load_model
+from longstride.launcher.output import say
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
 
@@ -45,13 +47,12 @@ def of_run(
     checkpoint = open_checkpoint(run, step, trusted=trusted)
     config = checkpoint.config
     name = f"{run.resolve().name}, step {checkpoint.manifest.step}"
-    told = ModelData.of_run(config, run)
     if text is not None:
+        told = trained_on(checkpoint)
         tokens, name = _text(text, told, config.model.context, config.model.vocabulary), f"{name}: {text.name}"
     else:
-        folder = RunData(config, Ranks(), data)
-        if folder.palette != told.palette:
-            raise ConfigError(f"--data={data}: its pixels are told by another palette than the run's; name the run's")
+        folder, _ = open_data(checkpoint, data, Ranks())
+        told = folder.identity
         if not folder.has_split(config.data.validation_split):
             rule = f"the data has no split {config.data.validation_split!r} to show a context of"
             raise ConfigError(f"--data={data or config.data.path}: {rule}; name data that has it, or give --text FILE")
@@ -80,8 +81,12 @@ def of_export(source: Path, number: int, data: str | None, text: Path | None) ->
     else:
         check_location(data)
         folder = DataFolder(data)
-        if folder.palette != told.palette:
-            raise ConfigError(f"--data={data}: its pixels are told by another palette than the model's")
+        found = told.differences(ModelData.of_folder(folder))
+        rule = f"--data={data}: is not what the model was trained on: {'; '.join(found.values())}"
+        if any(name in found for name in told.MEANING):
+            raise ConfigError(f"{rule}; name data of the model's palette and size")
+        if found:
+            say(f"notice: {rule}")
         try:
             tokens = read_context(folder, "validation", number, context=config.context)
         except DataError as error:

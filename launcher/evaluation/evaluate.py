@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,11 +28,12 @@ from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig, TrainConfig
-from longstride.launcher.data import Run, RunData, together
+from longstride.launcher.data import Run, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.evaluation.positions import bin_numbers, check_positions, position_edges, write_positions
-from longstride.launcher.models import DTYPES, ModelData
+from longstride.launcher.identity import open_data
+from longstride.launcher.models import DTYPES
 from longstride.launcher.output import counting, exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
@@ -63,17 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
-    path = config.data.path
-    if arguments.data is None and "://" not in path and not Path(path).exists():
-        raise ConfigError.at(
-            "data.path", path, f"of the run {arguments.run} is not found from here; give --data FOLDER"
-        )
-    data = RunData(config, ranks, arguments.data)
+    data, differences = open_data(checkpoint, arguments.data, ranks)
     if data.oddity and ranks.is_first:
         say(f"notice: {data.oddity}")
-    if data.palette != ModelData.of_run(config, arguments.run).palette:
-        rule = "its pixels are told by another palette than the run's: build it with --palette-from the run's data"
-        raise ConfigError(f"--data={arguments.data or config.data.path}: {rule}")
     if arguments.split is None and not data.has_split(split):
         rule = f"the data has no split {split!r}, which is the run's; score one that it has, such as --split "
         raise ConfigError(f"--split: {rule}{config.data.train_split}, or other data by --data")
@@ -119,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
             counter.close()
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.unit)
     line |= {"min_context": arguments.min_context, "weights": arguments.weights}
+    line |= {"other_data": differences} if differences else {}
     if ranks.is_first:
         print(json.dumps(line))
         unit, bits = metrics_file.bits_of(line)

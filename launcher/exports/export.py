@@ -33,13 +33,13 @@ from longstride.launcher.exports.licenses import license_fields
 from longstride.launcher.exports.programs import export_program
 from longstride.launcher.exports.weight_files import parse_size, write_weights
 from longstride.launcher.exports.whole_folder import check_free
+from longstride.launcher.identity import trained_on
 from longstride.launcher.models import (
     AVERAGE,
     DTYPES,
     TRAINED,
     Exported,
     Fingerprint,
-    ModelData,
     Shapes,
     streamed_model,
     usable_device,
@@ -153,7 +153,7 @@ def _write(
 ) -> None:
     """Weights, config.json, the files for transformers and the card, each on the disk once it is written."""
     config, manifest = checkpoint.config, checkpoint.manifest
-    model, data = config.to_json()["model"], ModelData.of_run(config, run_folder)
+    model, data = config.to_json()["model"], replace(trained_on(checkpoint), splits={}, fingerprint=None)
     fingerprint = Fingerprint(model)
     counter = counting.WorkCounter("writing", len(shapes.of), "tensors")
     given = _counted(tensor, counter)

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from longstride.data_pipelines.modalities import modality_named
 from longstride.kernels import ConfigError
 from longstride.launcher.generation.likelihood import MOST_POSITIONS, Piece, batches, check_bytes, piece_nats
-from longstride.launcher.models import DTYPES, Exported, computing_numbers, load_model, usable_device
+from longstride.launcher.models import DTYPES, Exported, ModelData, computing_numbers, load_model, usable_device
 from longstride.launcher.output import say
 from longstride.sparse_model import generate
 
@@ -73,6 +74,10 @@ class LongstrideLM(LM):
         exported = Exported(Path(str(path)))
         if exported.has_palette or exported.config.vocabulary > _BYTE_VALUES:
             raise ConfigError(f"path={path}: its tokens are no bytes of text, which lm_eval's tasks are")
+        trained = ModelData.from_json(exported.content.get("data"), exported.config)
+        self._differences = trained.differences(ModelData(modality_named("text"), {}))
+        for difference in self._differences.values():
+            say(f"notice: path={path}: a task is not what the model was trained on: {difference}")
         if type(min_context) is not int or not 0 <= min_context < exported.config.context:
             most = exported.config.context - 1
             raise ConfigError(f"min_context={min_context}: must be from 0 to {most}, less than the context")
@@ -98,6 +103,7 @@ class LongstrideLM(LM):
             "model_num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "model_dtype": str(self.model.embedding.start.dtype),
             "model_sha": self._fingerprint,
+            **({"other_data": self._differences} if self._differences else {}),
         }
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

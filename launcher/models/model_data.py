@@ -1,35 +1,38 @@
-"""What the bytes of an exported model are: its modality, and a picture's size or a sound's rate."""
+"""What a model was trained on: the modality, a picture's size, a sound's rate, the palette, and which data it was."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities import MODALITIES, Modality
+from longstride.data_pipelines.modalities import MODALITIES, Modality, modality_named
 from longstride.data_pipelines.palette import CHANNELS, Palette
 from longstride.kernels import ConfigError
-from longstride.launcher.config import load_json_object
 from longstride.launcher.output import file_names
 from longstride.sparse_model import ImageEmbedding, ModelConfig
 
 if TYPE_CHECKING:
-    from longstride.launcher.config import RunConfig
+    from longstride.data_pipelines.shards import DataFolder
+
+_ARRANGEMENT = ("height", "width", "channels")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelData:
-    """The kind of a model's bytes, and of its tokens."""
+    """What a model was trained on, or data that it is to read: the kind of the bytes and tokens, and their identity."""
 
     modality: Modality
     properties: Mapping[str, int]  # those that are known
     palette: Palette | None = None  # whose colours the tokens are; None: they are bytes
+    separator: int | None = None  # the byte behind each packed document
+    splits: Mapping[str, str] = field(default_factory=dict)  # a digest of each split's shards
+    fingerprint: str | None = None  # of the training stream, as checkpoints have it; None: not known
+
+    MEANING: ClassVar = ("palette", "arrangement")  # of ``differences``: tokens or their places mean something else
 
     @classmethod
     def of(
@@ -41,17 +44,9 @@ class ModelData:
             ConfigError: pictures of unknown size, or of another than the model's context; a rate out of range; tokens
                 that are neither bytes nor colours of a palette that is known.
         """
-        data = content.get("data")
-        data = data if isinstance(data, dict) else {}
-        known = data.get("properties")
-        palette = _palette(data.get("palette"), config)
-        known = (known if isinstance(known, dict) else {}) | (_picture_size(config) if palette is None else {})
-        name = modality or data.get("modality") or config.embedding.modality
-        if name not in MODALITIES:
-            rule = f"must be one of {', '.join(sorted(MODALITIES))}"
-            raise ConfigError(f"{file_names.CONFIG}: data.modality={name!r}: {rule}")
-        kind = MODALITIES[name]
-        if palette is not None and not kind.has_palettes:
+        data = cls.from_json(content.get("data"), config, modality=modality)
+        kind, name, known = data.modality, data.modality.name, dict(data.properties)
+        if data.palette is not None and not kind.has_palettes:
             rule = "the model's tokens are colours of a palette, which make pictures; leave it out"
             raise ConfigError(f"--modality={name}: {rule}")
         if rate is not None:
@@ -61,40 +56,88 @@ class ModelData:
                 raise ConfigError(f"--rate={rate}: must be from 1 to 2**32 - 1 Hz")
             known["rate"] = rate
         try:
-            context = config.context if palette is None else CHANNELS * config.context
-            return cls(kind, kind.model_properties(known, context), palette)
+            return replace(data, properties=kind.model_properties(known, data.token_bytes * config.context))
         except DataError as error:
             rule = f"{file_names.CONFIG} {error}; take --modality text for plain bytes"
             raise ConfigError(f"--modality={name}: {rule}") from None
 
     @classmethod
-    def of_run(cls, config: RunConfig, run: Path | None = None) -> ModelData:
-        """From what a ``run`` folder tells, or its data folder if that is on this machine, or the model's embedding.
+    def from_json(
+        cls, content: Any, config: ModelConfig, place: str = f"{file_names.CONFIG}: data.", modality: str | None = None
+    ) -> ModelData:
+        """Read what ``to_json`` wrote; the model's embedding tells what is not known.
 
-        Nothing is downloaded for it.
+        Args:
+            content: a run's data.json, or ``data`` in an export's config.json; anything else counts as empty.
+            config: the model.
+            place: where it stands, for messages.
+            modality: the name to take in place of what ``content`` has.
 
         Raises:
-            ConfigError: what the run folder tells of its tokens cannot be read.
+            ConfigError: an unknown modality, or a palette that is none or does not fit the model.
         """
-        from longstride.data_pipelines.shards import DataManifest, load_palette
-        from longstride.data_pipelines.stores import open_store
+        content = content if isinstance(content, dict) else {}
+        name = modality or content.get("modality") or config.embedding.modality
+        if not isinstance(name, str) or name not in MODALITIES:
+            raise ConfigError(f"{place}modality={name!r}: must be one of {', '.join(sorted(MODALITIES))}")
+        palette = _palette(content.get("palette"), config, place)
+        properties, splits = (_mapping(content.get(key), kind) for key, kind in (("properties", int), ("splits", str)))
+        if palette is None and isinstance(config.embedding, ImageEmbedding):
+            properties |= {size: getattr(config.embedding, size) for size in _ARRANGEMENT}
+        separator, fingerprint = content.get("separator"), content.get("fingerprint")
+        return cls(
+            MODALITIES[name],
+            properties,
+            palette,
+            separator if type(separator) is int else None,
+            splits,
+            fingerprint if isinstance(fingerprint, str) else None,
+        )
 
-        if run is not None and os.path.lexists(run / file_names.DATA):
-            return cls.of({"data": load_json_object(run / file_names.DATA)}, config.model)
-        sizes = _picture_size(config.model)
-        if "://" not in config.data.path:
-            with contextlib.suppress(DataError, OSError):
-                manifest = DataManifest.load(store := open_store(config.data.path))
-                kind, properties = MODALITIES[manifest.modality], manifest.properties
-                if manifest.palette is not None:
-                    return cls(kind, properties, load_palette(store, manifest.palette))
-                return cls(kind, {**properties, **sizes})
-        return cls(MODALITIES[config.data.modality or config.model.embedding.modality], sizes)
+    @classmethod
+    def of_folder(cls, folder: DataFolder) -> ModelData:
+        """What a data folder holds. Raises DataError for a damaged palette."""
+        return cls(modality_named(folder.manifest.modality), folder.manifest.properties, folder.palette)
+
+    def differences(self, data: ModelData) -> dict[str, str]:
+        """Compare data with what a model was trained on: a clause for each thing that differs, by its name.
+
+        No model can make sense of data where a name is in ``MEANING``.
+        """
+        found: dict[str, str] = {}
+        if self.palette != data.palette:
+            found["palette"] = "its tokens are of another palette"
+        here, there = ([each.properties.get(name) for name in _ARRANGEMENT] for each in (data, self))
+        if None not in here + there and here != there:
+            sizes = " and the model's ".join(" x ".join(map(str, each)) for each in (here, there))
+            found["arrangement"] = f"its pictures are {sizes} (height, width, channels)"
+        if self.modality is not data.modality:
+            found["modality"] = f"it holds {data.modality.words} and the model's data {self.modality.words}"
+        rate, trained = data.properties.get("rate"), self.properties.get("rate")
+        if rate and trained and rate != trained:
+            found["rate"] = f"its sounds have {rate} Hz and the model's {trained}"
+        if data.fingerprint and self.separator != data.separator:  # a folder alone is not cut into contexts
+            words = ["none" if each.separator is None else str(each.separator) for each in (data, self)]
+            found["separator"] = f"its separator is {words[0]} and the model's {words[1]}"
+        if self.fingerprint and self.fingerprint != data.fingerprint:
+            found["data"] = f"it is {self.different_splits(self.splits, data.splits)}"
+        return found
+
+    @staticmethod
+    def different_splits(trained: Mapping[str, str], splits: Mapping[str, str]) -> str:
+        """Name the splits whose digests differ, in words."""
+        names = [name for name, digest in trained.items() if splits.get(name) != digest]
+        if names:
+            return f"another split {' and '.join(names)}"
+        return "data that was built otherwise" if trained else "other data"
 
     def to_json(self) -> dict[str, Any]:
-        """As config.json of an export has it, and ``of`` reads it."""
+        """As a run's data.json and an export's config.json have it, and ``from_json`` reads it."""
         content: dict[str, Any] = {"modality": self.modality.name, "properties": dict(self.properties)}
-        return content if self.palette is None else {**content, "palette": self.palette.to_text()}
+        palette = self.palette and self.palette.to_text()
+        known = {"palette": palette, "separator": self.separator, "splits": dict(self.splits) or None}
+        known["fingerprint"] = self.fingerprint
+        return content | {name: value for name, value in known.items() if value is not None}
 
     @property
     def unit(self) -> str:
@@ -125,21 +168,18 @@ class ModelData:
         return self.properties
 
 
-def _palette(told: Any, config: ModelConfig) -> Palette | None:
-    """The palette that a config.json tells; ConfigError where it does not fit the model's tokens."""
+def _mapping(content: Any, kind: type) -> dict[str, Any]:
+    """The values of a type; anything else is left out."""
+    return {name: each for name, each in content.items() if type(each) is kind} if isinstance(content, dict) else {}
+
+
+def _palette(content: Any, config: ModelConfig, place: str) -> Palette | None:
+    """The palette that a file tells; ConfigError where it does not fit the model's tokens."""
     try:
-        palette = None if told is None else Palette.from_text(told)
+        palette = None if content is None else Palette.from_text(content)
     except DataError as error:
-        raise ConfigError(f"{file_names.CONFIG}: data.palette: {error}") from None
+        raise ConfigError(f"{place}palette: {error}") from None
     if palette is not None and len(palette) != config.vocabulary:
         rule = f"has {len(palette)} colours, and the model {config.vocabulary} tokens"
-        raise ConfigError(f"{file_names.CONFIG}: data.palette: {rule}; export it again")
+        raise ConfigError(f"{place}palette: {rule}; export it again")
     return palette
-
-
-def _picture_size(config: ModelConfig) -> dict[str, int]:
-    """Of a model whose positions are a picture's; else nothing."""
-    embedding = config.embedding
-    if not isinstance(embedding, ImageEmbedding):
-        return {}
-    return {name: getattr(embedding, name) for name in ("height", "width", "channels")}

@@ -3,7 +3,7 @@
 CONFIG = "config.json"  # in a run, in each of its checkpoints and in an exported model
 METRICS = "metrics.jsonl"
 STARTS = "starts.jsonl"  # a line for each start of a run
-DATA = "data.json"  # of a run on pictures with a palette: what its tokens are, wherever its data folder goes
+DATA = "data.json"  # what a run is trained on, whatever becomes of its data folder
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"  # of the model in training, by step
 GUARDS = "guards"  # a file for each step that a guard rejected

@@ -15,6 +15,7 @@ from longstride.kernels import Problem
 from longstride.launcher.config import flattened
 from longstride.launcher.data import Run
 from longstride.launcher.engine import package_versions
+from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import code_digest
 
@@ -63,7 +64,7 @@ def check_agreement(run: Run, hosts: Sequence[str], replay: int | None = None) -
     digests = ranks.gather_objects(hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest())
     if len({*digests}) == 1:
         return
-    everyone = ranks.gather_objects(Given(alike, run.config.data.path, data.split_fingerprints()))
+    everyone = ranks.gather_objects(Given(alike, run.config.data.path, dict(data.identity.splits)))
     names = [f"rank {rank} on {host.partition(' ')[0]}" for rank, host in enumerate(hosts)]
     for given, name in zip(everyone, names, strict=True):
         if problem := difference(everyone[0], given, names[0], name):
@@ -80,8 +81,7 @@ def difference(first: Given, second: Given, first_name: str, second_name: str) -
     if path is None:
         return None
     if path == _DATA:
-        names = [name for name, split in first.splits.items() if second.splits.get(name) != split]
-        what = f"another split {' and '.join(names)}" if names else "data that was built otherwise"
+        what = ModelData.different_splits(first.splits, second.splits)
         there = f"{_cut(second.place)} has for {second_name}"
         return Problem(path, f"has {what} for {first_name} than {there}; give all hosts the same data", first.place)
     there = _cut(json.dumps(second.alike[path], ensure_ascii=False)) if path in second.alike else "left out"

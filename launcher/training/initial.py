@@ -23,7 +23,8 @@ from longstride.launcher.config import flattened
 from longstride.launcher.data import Run
 from longstride.launcher.engine import states
 from longstride.launcher.from_options import FromOptions
-from longstride.launcher.models import AVERAGE, TRAINED, Exported, Shapes
+from longstride.launcher.identity import trained_on
+from longstride.launcher.models import AVERAGE, TRAINED, Exported, ModelData, Shapes
 from longstride.launcher.output import AgreedError, file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
@@ -50,6 +51,9 @@ class Source(Protocol):
     def record(self) -> dict[str, Any]:
         """What names it in a manifest: nothing of the machine but the folder's name."""
 
+    def trained_on(self, data: ModelData) -> ModelData:
+        """What its model was trained on; what is not known is as in ``data``, which another is to be trained on."""
+
 
 class _Export:
     """An exported model."""
@@ -74,6 +78,10 @@ class _Export:
 
     def record(self) -> dict[str, Any]:
         return {"export": self._exported.folder.resolve().name, "fingerprint": self.digest}
+
+    def trained_on(self, data: ModelData) -> ModelData:
+        kind = {"modality": data.modality.name, "properties": data.properties}  # older exports say nothing
+        return ModelData.from_json(self._exported.content.get("data", kind), self.config)
 
 
 class _Run:
@@ -102,6 +110,9 @@ class _Run:
     def record(self) -> dict[str, Any]:
         step = self.checkpoint.manifest.step
         return {"run": self._name, "step": step, "weights": self._weights, "manifest_sha256": self.digest}
+
+    def trained_on(self, data: ModelData) -> ModelData:
+        return trained_on(self.checkpoint, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +255,7 @@ class InitialWeights:
         ConfigError: there is no such source, or it does not fit the model.
     """
 
-    def __init__(self, asked: FromOptions, model: ModelConfig, *, trusted: bool) -> None:
+    def __init__(self, asked: FromOptions, model: ModelConfig, data: ModelData, *, trusted: bool) -> None:
         self._asked, self._model = asked, model
         self._source: Source
         if (asked.path / file_names.CHECKPOINTS).is_dir():
@@ -253,9 +264,22 @@ class InitialWeights:
             self._source = _Export(asked)
         self.place = self._source.place
         self.fit = fit(self._source.config, model, asked, self.place)
+        self._differences = self._source.trained_on(data).differences(data)
+        self._differences.pop("data", None)  # a run from other weights is mostly one on other data
+        self._check_meaning()
         shapes = Shapes.of_model(model)
         self._parameters = shapes.parameters
         self._taken = sum(shapes.of[name].numel() for name in self.fit.taken if name not in shapes.buffers)
+
+    def _check_meaning(self) -> None:
+        """Raise ConfigError where tokens or positions that are taken mean something else in the run's data."""
+        found, rule = self._differences, f"--from={self._asked.path}: the run's data is another: "
+        if "palette" in found and self._source.config.vocabulary == self._model.vocabulary:
+            way = f"build it with --palette-from the data of {self.place}"
+            raise ConfigError(f"{rule}{found['palette']} than there; {way}")
+        made = (name for name in (*self.fit.extended, *self.fit.anew) if name.startswith(_POSITIONS))
+        if "arrangement" in found and self._asked.positions != "fresh" and not any(made):
+            raise ConfigError(f"{rule}{found['arrangement']}; take --from-positions fresh, or data of that size")
 
     @property
     def record(self) -> dict[str, Any]:
@@ -316,7 +340,11 @@ class InitialWeights:
             ("left there", self.fit.left),
             ("the model is another", self.fit.changed),
         )
-        return lines + [f"from {self.place}: {what}: {_some(pieces)}" for what, pieces in told if pieces]
+        lines += [f"from {self.place}: {what}: {_some(pieces)}" for what, pieces in told if pieces]
+        if self._differences:
+            kinds = "; ".join(self._differences.values())
+            lines.append(f"notice: from {self.place}: the data is of another kind: {kinds}")
+        return lines
 
 
 def open_initial(run: Run, checkpoint: Checkpoint | None = None) -> InitialWeights | None:
@@ -327,7 +355,7 @@ def open_initial(run: Run, checkpoint: Checkpoint | None = None) -> InitialWeigh
     """
     if run.source is None or checkpoint is not None:
         return None
-    return InitialWeights(run.source, run.config.model, trusted=run.trusted)
+    return InitialWeights(run.source, run.config.model, run.data.identity, trusted=run.trusted)
 
 
 def agreed_initial(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +21,11 @@ from deepspeed import DeepSpeedEngine
 from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, first_whole, list_checkpoints
+from longstride.launcher.config import load_json_object
 from longstride.launcher.data import GlobalBatch, Run
 from longstride.launcher.engine import apply_settings, build_engine
+from longstride.launcher.identity import check_matches
+from longstride.launcher.models import ModelData
 from longstride.launcher.output import exit_codes, exit_on_mistake, file_names, metrics_file, say
 from longstride.launcher.ranks import process_group
 from longstride.launcher.training import loop
@@ -57,8 +61,15 @@ def replay_step(run: Run, step: int) -> int:
     first = incident.origin.step if incident else 0
     listed, _ = list_checkpoints(run.folder, trusted=run.trusted)
     candidates = [each for each in listed if first <= each.manifest.step < step]
+    for newest in listed[:1]:
+        check_matches(newest, config, run.data.identity)
+    path = run.folder / file_names.DATA
+    if not listed and os.path.lexists(path):
+        known = ModelData.from_json(load_json_object(path), config.model, f"{path}: ")
+        if found := known.differences(run.data.identity):
+            rule = f"is not what the run was trained on: {'; '.join(found.values())}; name the run's data"
+            raise ConfigError.at("data.path", config.data.path, rule)
     for newest in candidates[:1]:
-        newest.check_matches(config, run.data.stream().fingerprint)
         if not newest.is_repeated_by(config, ranks.world_size):
             raise ConfigError(f"--replay={step}: {newest.layout}, and is repeated so alone: start as it was saved")
     config = config.without_monitors()

@@ -18,7 +18,6 @@ from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.durable import flush_folder, naming
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order import Batch, StreamState
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import (
@@ -32,7 +31,7 @@ from longstride.launcher.checkpoints import (
 )
 from longstride.launcher.data import GlobalBatch, Run, check_output
 from longstride.launcher.engine import apply_settings
-from longstride.launcher.models import ModelData
+from longstride.launcher.identity import check_matches
 from longstride.launcher.output import AgreedError, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, wait_until_visible
 from longstride.launcher.training.guards import (
@@ -98,7 +97,7 @@ def _read_start(run: Run) -> Start:
 
 def _check_fits(run: Run, checkpoint: Checkpoint) -> None:
     """Raise ConfigError where a run cannot go on from a checkpoint, by its manifest and configuration."""
-    checkpoint.check_matches(run.config, run.data.stream().fingerprint)
+    check_matches(checkpoint, run.config, run.data.identity)
     last_step = run.config.train.last_step
     if checkpoint.manifest.step > last_step:  # in the words in which the user gave the length
         rule = f"the checkpoint {checkpoint.folder} is already beyond it"
@@ -176,9 +175,7 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
             moved = [*go_back_to(run.folder, step), metrics_file.cut_metrics(run.folder, step)]
         (run.folder / file_names.OVER).unlink(missing_ok=True)
         write_json(run.folder / file_names.CONFIG, run.config.to_json())
-        if run.data.palette is not None:
-            told = ModelData(modality_named(run.data.modality), run.data.properties, run.data.palette)
-            write_json(run.folder / file_names.DATA, told.to_json())
+        write_json(run.folder / file_names.DATA, run.data.identity.to_json())
         write_start(run.folder, start)
         flush_folder(run.folder)
         if chosen is None:

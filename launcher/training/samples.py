@@ -15,7 +15,6 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.durable import naming, write_over
-from longstride.data_pipelines.modalities import modality_named
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import error_line
 from longstride.launcher.config import RunConfig
@@ -36,7 +35,7 @@ class Sampler:
 
     def __init__(self, run: Run, engine: DeepSpeedEngine, recorder: Recorder) -> None:
         self._run, self._engine, self._recorder = run, engine, recorder
-        self._data = data_of(run.data)
+        self._data = run.data.identity
 
     def sample(self, step: int) -> None:
         """After a step. All ranks must call; what cannot be drawn or written is told, and ends nothing."""
@@ -89,11 +88,6 @@ class Sampler:
         return [(modality.output_suffix or "", content) for content in contents]
 
 
-def data_of(data: RunData) -> ModelData:
-    """What the tokens of a run are."""
-    return ModelData(modality_named(data.modality), data.properties, data.palette)
-
-
 def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:
     """How many samples are drawn, and of how many tokens each, behind the prompt.
 
@@ -131,7 +125,7 @@ def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:
 def check_samples(config: RunConfig, data: RunData) -> None:
     """Raise ConfigError where a run is to draw samples that it cannot."""
     if config.train.samples_every:
-        num_sampled(config, data_of(data))
+        num_sampled(config, data.identity)
 
 
 def draw(

@@ -185,7 +185,7 @@ def test_checkpoint_of_other_data(
     build([tmp_path / "source"], tmp_path / "other", validation_fraction=0.3)
     (line,) = refused("--config", str(config_file), "--resume", "auto", f"data.path={tmp_path / 'other'}")
     assert line.startswith(f'data.path="{tmp_path / "other"}": the checkpoint {run_copy}')
-    assert line.endswith("belongs to other data")
+    assert "belongs to other data: it is another split train" in line
 
 
 def test_newer_checkpoint_format(refused: Callable[..., list[str]], config_file: Path, run_copy: Path) -> None:

@@ -14,6 +14,7 @@ from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import CheckpointManifest
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run_data import RunData
+from longstride.launcher.identity import check_matches, trained_on
 from longstride.launcher.models.model_data import ModelData
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.ranks import Ranks
@@ -104,7 +105,9 @@ def test_a_streaming_configuration_is_refused_in_one_line(config_file: Path, str
 
 
 def test_a_streaming_run_is_still_exported_and_scored_on_an_index(streaming: RunConfig, tars: Path) -> None:
-    assert ModelData.of_run(streaming) == ModelData(MODALITIES["text"], {})
+    checkpoint = Checkpoint(Path("run/checkpoints/step-00000004"), CheckpointManifest.model_construct(stream={}))
+    vars(checkpoint)["config"] = streaming
+    assert trained_on(checkpoint) == ModelData(MODALITIES["text"], {})
     assert cli.main(["data", "index", str(tars), "--output", str(tars)]) == 0
     assert next(RunData(streaming, Ranks(), str(tars)).evaluation()).lengths.sum() > 0
 
@@ -115,8 +118,10 @@ def test_a_streaming_run_is_not_gone_on_with(config_file: Path, streaming: RunCo
 
     state = {"fingerprint": "0" * 64, "seed": 0, "epoch": 0, "step": 4, "global_batch": 8}
     manifest = CheckpointManifest.model_construct(stream=state)
+    config = load_config(str(config_file))
+    saved = Saved(Path("run/checkpoints/step-00000004"), manifest)
     with pytest.raises(ConfigError) as caught:
-        Saved(Path("run/checkpoints/step-00000004"), manifest).check_matches(load_config(str(config_file)), "0" * 64)
+        check_matches(saved, config, RunData(config, Ranks()).identity)
     (line,) = str(caught.value).splitlines()
     assert line.startswith('data.order="exact": the checkpoint run/checkpoints/step-00000004 counts steps of the order')
     assert "index its tars with `longstride data index`, and begin a run in another folder" in line
