@@ -103,8 +103,9 @@ def model_card(
     for title, split in (("training", "train"), ("validation", config.data.validation_split)):
         line: dict[str, Any] = metrics_file.find_lines(run, split).get(manifest.step, {})
         bits = line.get("bits_per_byte" if palette is None else f"bits_per_{palette.unit}")
-        if isinstance(bits, int | float):
-            what = "the step's batch" if split == "train" else f"{line.get('tokens', 0):,} {tokens} of {split}"
+        is_per_byte = "bytes" in line or config.data.separator is None  # older lines count separators as bytes
+        if isinstance(bits, int | float) and is_per_byte:
+            what = "the step's batch" if split == "train" else f"{metrics_file.content_of(line):,} {tokens} of {split}"
             rows[f"{title} bits per {tokens[:-1]}"] = f"{bits:.4f} on {what}"
     escaped = {title: text.replace("|", "\\|").replace("\n", " ") for title, text in rows.items()}
     front = {"library_name": "longstride", **licensed}

@@ -20,19 +20,35 @@ _BITS = "bits_per_"
 MOST_LINE_BYTES = 2**22  # thousands of replaced contexts are told by less
 
 
-def bits_per_byte(nats: float) -> float:
-    """Nats a byte in bits a byte."""
-    return nats / math.log(2)
+def bits_per_byte(nats: float, tokens: int, content: int) -> float:
+    """Return the bits of all ``tokens``, separators included, over the bytes of ``content``; NaN without content.
+
+    ``nats`` is the mean over the tokens.
+    """
+    return nats / math.log(2) * (tokens / content) if content else math.nan
 
 
-def bits_fields(nats: float | None, unit: str = "byte") -> dict[str, float | None]:
-    """A loss in nats a token as lines have it in bits, under ``bits_per_byte`` and the name of the unit.
+def loss_fields(nats: float, tokens: int, content: int, unit: str = "byte") -> dict[str, Any]:
+    """Return a loss as every line has it: in nats a token, in bits a byte, and over how much of both.
 
     A pixel of a palette is no byte, and neither are its colour's channels: its bits stand under ``bits_per_pixel``
     alone, and say nothing of the picture that it was before.
+
+    Args:
+        nats: mean over the tokens; null in a line of training if it is not finite.
+        tokens: scored positions, without padding.
+        content: those of them that hold the data, without separators.
+        unit: what a token stands for.
     """
-    names = (unit,) if unit == NO_BYTE else ("byte", unit)
-    return {f"{_BITS}{name}": None if nats is None else bits_per_byte(nats) for name in names}
+    bits = bits_per_byte(nats, tokens, content)
+    names, counts = (("byte", unit), {"bytes": content}) if unit != NO_BYTE else ((unit,), {})
+    return {"loss_nats": nats, **{f"{_BITS}{name}": bits for name in names}, "tokens": tokens, **counts}
+
+
+def content_of(line: dict[str, Any]) -> int:
+    """Return the bytes of content of a line, or pixels; older lines say only how many tokens, often the same."""
+    count: int = line.get("bytes", line.get("tokens", 0))
+    return count
 
 
 def bits_of(line: dict[str, Any]) -> tuple[str, float | None]:
@@ -128,7 +144,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         return {}
-    counts = content.get("step"), content.get("tokens", 0)
+    counts = content.get("step"), content.get("tokens", 0), content.get("bytes", 0)
     losses = (content.get(f"{_BITS}byte"), content.get(f"{_BITS}{NO_BYTE}"))
     plain = all(type(count) is int and 0 <= count < 2**63 for count in counts)
     return content if plain and all(loss is None or type(loss) is float for loss in losses) else {}
