@@ -202,5 +202,11 @@ def _batches(
                 begins[row] = windows.begins(number)
             if separators is not None:
                 separators[row] = windows.separators(number)
-        arrays = (tokens, lengths, scored_from, ids, begins, separators)
-        yield EvaluationBatch(*(None if each is None else torch.from_numpy(each) for each in arrays))
+        yield EvaluationBatch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(lengths),
+            torch.from_numpy(scored_from),
+            torch.from_numpy(ids),
+            begins=None if begins is None else torch.from_numpy(begins),
+            separators=None if separators is None else torch.from_numpy(separators),
+        )

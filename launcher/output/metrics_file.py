@@ -41,7 +41,8 @@ def loss_fields(nats: float, tokens: int, content: int, unit: str = "byte") -> d
         unit: what a token stands for.
     """
     bits = bits_per_byte(nats, tokens, content)
-    names, counts = (("byte", unit), {"bytes": content}) if unit != NO_BYTE else ((unit,), {})
+    names = (unit,) if unit == NO_BYTE else ("byte", unit)
+    counts = {} if unit == NO_BYTE else {"bytes": content}
     return {"loss_nats": nats, **{f"{_BITS}{name}": bits for name in names}, "tokens": tokens, **counts}
 
 
