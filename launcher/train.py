@@ -201,7 +201,8 @@ def _train(
             if stop_file is not None:
                 stop_file.mark_begun()
             try:
-                Trainer(run, engine, guards, plateau, watchdog).train(state)
+                trainer = Trainer(run, engine, guards, plateau, watchdog)
+                trainer.train(state, checkpoint.manifest.content_seen if checkpoint is not None else 0)
             except StopAskedError as stopping:
                 code, ending = exit_codes.REQUEUE, f"stopped by {stopping}; --resume auto goes on"
                 if engine.global_steps == 0:

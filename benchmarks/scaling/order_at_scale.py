@@ -76,6 +76,8 @@ class _Unread:
     def begins(self, first: int, count: int, seed: int | None) -> None:
         """No documents are kept apart."""
 
+    separators = begins
+
 
 def plan_rank(stream: ByteStream, rank: int, world_size: int) -> list[tuple[list[int], list[str]]]:
     """Of some steps: the contexts that a rank reads, by slot, and the shards in which they begin."""

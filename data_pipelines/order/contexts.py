@@ -136,6 +136,13 @@ class Contexts(ABC):
         """
         return None
 
+    def separators(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
+        """Return how many separators each context from ``first`` on holds, (count,) int64; None if none can.
+
+        Raises DataError for a damaged index.
+        """
+        return None
+
     @property
     def dtype(self) -> np.dtype:
         """Of tokens: uint8, but for the numbers of a large palette."""
@@ -197,22 +204,40 @@ class PackedContexts(Contexts):
         start, end = first * self.context, (first + count) * self.context
         return self.begins_of_bytes(start, end, seed).reshape(count, self.context) if self._apart else None
 
+    def separators(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
+        start, end = first * self.context, (first + count) * self.context
+        places = self.separators_of_bytes(start, end, seed)
+        return None if places is None else places.reshape(count, self.context).sum(1)
+
     def begins_of_bytes(self, start: int, end: int, seed: int | None) -> np.ndarray:
         """Which bytes ``[start, end)`` of the stream begin a document, (end - start,) bool; all behind its end do.
 
         A document that goes on in another shard begins anew there. Raises as ``begins`` does.
         """
-        begins, done = np.zeros(end - start, dtype=bool), 0
+        begins = self._marks(start, end, seed, slice(None, -1))
+        if seed is None:
+            begins[max(0, self.total_units - start) :] = True
+        return begins
+
+    def separators_of_bytes(self, start: int, end: int, seed: int | None) -> np.ndarray | None:
+        """Return which bytes ``[start, end)`` of the stream are separators, (end - start,) bool; None without any.
+
+        The same byte can stand in a document, so the indexes tell and not the bytes. Raises as ``begins`` does.
+        """
+        return None if self._separator is None else self._marks(start, end, seed, slice(1, None))
+
+    def _marks(self, start: int, end: int, seed: int | None, taken: slice) -> np.ndarray:
+        """Return which bytes ``[start, end)`` stand at the ``taken`` document edges, (end - start,) bool."""
+        marks, done = np.zeros(end - start, dtype=bool), 0
         last = end if seed is not None else min(end, self.total_units)
         for visit, _ in self.visits(start, last, seed):
-            edges = self.split.open(visit.shard).document_edges[:-1]
+            edges = self.split.open(visit.shard).document_edges[taken]
             if self._separator is not None:
                 edges = edges + np.arange(len(edges))
             within = edges[slice(*np.searchsorted(edges, (visit.start, visit.end)))]
-            begins[within - visit.start + done] = True
+            marks[within - visit.start + done] = True
             done += visit.end - visit.start
-        begins[done:] = True
-        return begins
+        return marks
 
     def fill(self, reader: SampleReader, start: int, out: np.ndarray, seed: int | None) -> None:
         """Write the stream from byte ``start`` on into ``out``, (n,) uint8; raises as ``read`` does."""

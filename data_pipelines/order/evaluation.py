@@ -37,12 +37,18 @@ class EvaluationBatch:
     scored_from: Tensor  # (B,) int64: the bytes of the row before it are scored in the row before, and only seen here
     sample_ids: Tensor  # (B,) int64: the context's number within the split, PADDING_ID for a row without bytes
     begins: Tensor | None = None  # (B, N) bool, as ``Batch`` has it; padding begins anew at every position
+    separators: Tensor | None = None  # (B, N) bool, True on separators; None: there are none
 
     @property
     def scored(self) -> Tensor:
         """(B, N) bool: True on the bytes to be scored."""
         position = torch.arange(self.tokens.shape[1])
         return (position >= self.scored_from[:, None]) & (position < self.lengths[:, None])
+
+    @property
+    def content(self) -> Tensor:
+        """(B, N) bool: True on the bytes to be scored that are of the data, no separators."""
+        return self.scored if self.separators is None else self.scored & ~self.separators
 
 
 def evaluation_contexts(
@@ -149,7 +155,7 @@ class _Windows:
         else:
             self._contexts = DocumentContexts(split, context, self._hop, span=span)
             self.count = self._contexts.total_units
-        self.dtype, self.apart = self._contexts.dtype, settled.apart
+        self.dtype, self.apart, self.separated = self._contexts.dtype, settled.apart, settled.separator is not None
 
     def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
         """Write window ``number``, or the span of it, into ``row``, (N,) zeros ``dtype``.
@@ -172,6 +178,12 @@ class _Windows:
         start = number * self._hop
         return self._contexts.begins_of_bytes(start, start + self._contexts.context, None)
 
+    def separators(self, number: int) -> np.ndarray | None:
+        """Where separators stand in window ``number`` of packed ones, (N,) bool. Raises as ``begins`` does."""
+        assert isinstance(self._contexts, PackedContexts)
+        start = number * self._hop
+        return self._contexts.separators_of_bytes(start, start + self._contexts.context, None)
+
 
 def _batches(
     windows: _Windows, context: int, numbers: Iterator[int], batch_size: int, num_batches: int
@@ -182,10 +194,19 @@ def _batches(
         lengths, scored_from = np.zeros((2, batch_size), dtype=np.int64)
         ids = np.full(batch_size, PADDING_ID, dtype=np.int64)
         begins = np.ones((batch_size, context), dtype=bool) if windows.apart else None
+        separators = np.zeros((batch_size, context), dtype=bool) if windows.separated else None
         for row, number in enumerate(islice(numbers, batch_size)):
             lengths[row], scored_from[row] = windows.read(reader, number, tokens[row])
             ids[row] = number
             if begins is not None:
                 begins[row] = windows.begins(number)
-        arrays = (tokens, lengths, scored_from, ids) if begins is None else (tokens, lengths, scored_from, ids, begins)
-        yield EvaluationBatch(*map(torch.from_numpy, arrays))
+            if separators is not None:
+                separators[row] = windows.separators(number)
+        yield EvaluationBatch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(lengths),
+            torch.from_numpy(scored_from),
+            torch.from_numpy(ids),
+            begins=None if begins is None else torch.from_numpy(begins),
+            separators=None if separators is None else torch.from_numpy(separators),
+        )

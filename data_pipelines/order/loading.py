@@ -84,6 +84,7 @@ class LaneRows:
     sample_ids: np.ndarray  # (lanes,) int64
     substitutions: tuple[Substitution, ...]
     begins: np.ndarray | None = None  # (lanes, N) bool, see ``Contexts.begins``
+    separators: np.ndarray | None = None  # (lanes,) int64, see ``Contexts.separators``
 
 
 class LanesReader:
@@ -99,6 +100,7 @@ class LanesReader:
         self._readers = [SampleReader(contexts.split) for _ in own]
         self._rows = np.empty((len(own), 0, len(contexts.span)), dtype=contexts.dtype)  # (L, S, P)
         self._begins: list[np.ndarray | None] = [None] * len(own)  # (S, N) each
+        self._separators: list[np.ndarray | None] = [None] * len(own)  # (S,) each
         self._loaded: tuple[int, int] | None = None  # epoch and block
 
     def take(self, epoch: int, step: int) -> LaneRows:
@@ -113,13 +115,14 @@ class LanesReader:
             lengths=self._lengths.take(chosen),
             sample_ids=self._ids.take(chosen),
             substitutions=tuple(each for each in stand_ins if each is not None),
-            begins=self._begins_of(chosen),
+            begins=self._chosen(self._begins, chosen),
+            separators=self._chosen(self._separators, chosen),
         )
 
-    def _begins_of(self, chosen: np.ndarray) -> np.ndarray | None:
-        """Of contexts by their places, (L,): where documents begin in them, (L, N)."""
+    def _chosen(self, blocks: Sequence[np.ndarray | None], chosen: np.ndarray) -> np.ndarray | None:
+        """Take from each lane's block, (S, ...), the context at its place, (L,): (L, ...); None without blocks."""
         size = self._rows.shape[1]
-        rows = [begins[place % size] for begins, place in zip(self._begins, chosen, strict=True) if begins is not None]
+        rows = [block[place % size] for block, place in zip(blocks, chosen, strict=True) if block is not None]
         return np.stack(rows) if rows else None
 
     def _load(self, epoch: int, block: int) -> None:
@@ -140,6 +143,7 @@ class LanesReader:
             try:
                 self._contexts.read(self._readers[place], first, self._rows[place], self._lengths[place], self._seed)
                 self._begins[place] = self._contexts.begins(first, count, self._seed)
+                self._separators[place] = self._contexts.separators(first, count, self._seed)
             except DataError:
                 if self._on_damage == "abort":
                     raise
@@ -156,8 +160,10 @@ class LanesReader:
             row, length = self._rows[place, number : number + 1], self._lengths[place, number : number + 1]
             self._contexts.read(self._readers[place], context, row, length, self._seed)
             begins.append(self._contexts.begins(context, 1, self._seed))
+            separators.append(self._contexts.separators(context, 1, self._seed))
 
         begins: list[np.ndarray | None] = []
+        separators: list[np.ndarray | None] = []
         for number, context in enumerate(self._ids[place].tolist()):
             try:
                 read(context, number)
@@ -175,7 +181,7 @@ class LanesReader:
             self._ids[place, number] = candidate
             stand_in = Substitution(candidate, context, damage.removesuffix(f"; {REPAIR}"))
             self._substitutions[place * self._rows.shape[1] + number] = stand_in
-        self._begins[place] = _joined(begins)
+        self._begins[place], self._separators[place] = _joined(begins), _joined(separators)
 
 
 def load_rows(
@@ -205,6 +211,7 @@ def load_rows(
                     sample_ids=np.concatenate([part.sample_ids for part in step]),
                     substitutions=tuple(each for part in step for each in part.substitutions),
                     begins=_joined([part.begins for part in step]),
+                    separators=_joined([part.separators for part in step]),
                 )
             )
 

@@ -34,6 +34,12 @@ class Batch:
     state: StreamState  # after this batch: a stream that is given it begins with the next one
     substitutions: tuple[Substitution, ...] = ()  # contexts of this rank that stand in for damaged ones
     begins: Tensor | None = None  # (G / W, N) bool, True where a document begins; None: each context is one whole
+    separators: Tensor | None = None  # (G / W,) int64, how many of each context's positions are; None: none is
+
+    @property
+    def content(self) -> Tensor:
+        """(G / W,) int64: positions of each context that hold the data, neither separators nor padding."""
+        return self.lengths if self.separators is None else self.lengths - self.separators
 
 
 class ByteStream(IterableDataset[Batch]):
@@ -106,6 +112,7 @@ class ByteStream(IterableDataset[Batch]):
                     state=self._taken,
                     substitutions=rows.substitutions,
                     begins=None if rows.begins is None else torch.from_numpy(rows.begins),
+                    separators=None if rows.separators is None else torch.from_numpy(rows.separators),
                 )
 
     @property

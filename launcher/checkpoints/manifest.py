@@ -60,8 +60,9 @@ class CheckpointManifest(StrictModel):
     plateau: dict[str, Any] | None = None  # training.plateau.PlateauMemory: what the next evaluation is held against
     origin: dict[str, Any] | None = None  # training.initial.InitialWeights.record: what the run's first weights are of
     best: list[Score] | None = None  # of the run's checkpoints when it was saved, with train.keep_best; best first
+    content_seen: int | None = Field(default=None, ge=0)  # bytes that the steps have read, or pixels; None: not counted
 
-    left_out_at_default = ("sequence_parallel", "plateau", "origin", "best")
+    left_out_at_default = ("sequence_parallel", "plateau", "origin", "best", "content_seen")
 
     @model_validator(mode="after")
     def _check_sharing(self) -> Self:

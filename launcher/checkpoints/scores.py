@@ -22,7 +22,7 @@ class Score(StrictModel):
 
     step: int = Field(gt=0)
     split: str
-    tokens: int  # bytes that were scored: figures over others do not compare
+    tokens: int  # bytes of content that were scored, or pixels: figures over others do not compare
     bits_per_byte: float | None  # of pictures with a palette, bits per pixel; None: no finite number
 
     @classmethod
@@ -30,7 +30,7 @@ class Score(StrictModel):
         """Return the score that an evaluation's line of metrics.jsonl holds."""
         _, bits = metrics_file.bits_of(line)
         finite = bits if bits is not None and math.isfinite(bits) else None
-        return cls(step=line["step"], split=line["split"], tokens=line["tokens"], bits_per_byte=finite)
+        return cls(step=line["step"], split=line["split"], tokens=metrics_file.content_of(line), bits_per_byte=finite)
 
     @classmethod
     def recorded(cls, run: Path, split: str) -> list[Score]:

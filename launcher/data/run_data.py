@@ -63,7 +63,8 @@ class GlobalBatch(Generic[SomeBatch]):
     """What all ranks take at once, in a step or an evaluation; each rank holds its part."""
 
     part: SomeBatch  # of this rank
-    num_bytes: int  # over all contexts, without padding: what the loss is normalised by
+    num_tokens: int  # over all contexts, without padding: what the loss is normalised by
+    content: int  # tokens of them that are the data's own, without separators; of an evaluation those to be scored
     sample_ids: tuple[int, ...]  # of all ranks, in rank order; once of those that share contexts
     sample_ids_crc32: int  # of the same as little-endian int64
     substitutions: tuple[Substitution, ...]  # of all ranks: what stands in for damaged contexts
@@ -107,12 +108,12 @@ def together(
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
         asked = int(stop is not None and stop.reason is not None)
         if batch is not None:
-            counts = torch.tensor([state, int(batch.lengths.sum()), len(substitutions), asked])
-            row = torch.cat([counts, batch.sample_ids])
+            tokens, content = int(batch.lengths.sum()), int(batch.content.sum())
+            row = torch.cat([torch.tensor([state, tokens, len(substitutions), asked, content]), batch.sample_ids])
         else:
-            row = torch.zeros(4 + rows, dtype=torch.int64)
+            row = torch.zeros(5 + rows, dtype=torch.int64)
             row[0], row[3] = state, asked
-        everyone = ranks.gather_int64(row, device)  # (W, 4 + rows)
+        everyone = ranks.gather_int64(row, device)  # (W, 5 + rows)
         states = everyone[:, 0]
         if bool((states == _AT_THE_END).all()):
             return
@@ -137,9 +138,10 @@ def together(
         if int(everyone[:, 2].sum()):
             parts = ranks.gather_objects(substitutions)[:: ranks.sequence_parallel]
             substitutions = tuple(each for part in parts for each in part)
-        ids = everyone[:, 4:].contiguous().numpy().astype("<i8")
+        ids = everyone[:, 5:].contiguous().numpy().astype("<i8")
+        num_tokens, content = int(everyone[:, 1].sum()), int(everyone[:, 4].sum())
         crc32 = zlib.crc32(ids.tobytes())
-        yield GlobalBatch(batch, int(everyone[:, 1].sum()), tuple(ids.reshape(-1).tolist()), crc32, substitutions)
+        yield GlobalBatch(batch, num_tokens, content, tuple(ids.reshape(-1).tolist()), crc32, substitutions)
 
 
 def within_vocabulary(batches: Iterator[SomeBatch], vocabulary: int) -> Iterator[SomeBatch]:
@@ -200,6 +202,13 @@ class RunData:
     def packed(self) -> bool:
         """Whether documents are laid end to end; else contexts may be short, and are filled up."""
         return modality_named(self.modality).packing if self._cut.packing is None else self._cut.packing
+
+    @property
+    def fills_contexts(self) -> bool:
+        """Whether every position of every context holds the data: no padding and no separators."""
+        if self.packed:
+            return self._cut.separator is None
+        return modality_named(self.modality).document_bytes(self.properties) is not None
 
     @property
     def oddity(self) -> str | None:

@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
                 ranks.device,
                 edges=edges,
                 threads=threads,
-                scored_bytes=lambda count: counter.add(count * ranks.world_size),
+                scored_content=lambda count: counter.add(count * ranks.world_size),
             )
             counter.close()
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.unit)
@@ -156,15 +156,8 @@ def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:
 
 def evaluation_line(step: int, split: str, sums: ExactSums, start: float, unit: str) -> dict[str, Any]:
     """An evaluation as it is written and printed; ``unit`` is what a token stands for."""
-    loss_nats = sums.mean()
-    return {
-        "step": step,
-        "split": split,
-        "loss_nats": loss_nats,
-        **metrics_file.bits_fields(loss_nats, unit),
-        "tokens": sums.count,
-        "seconds": time.perf_counter() - start,
-    }
+    loss = metrics_file.loss_fields(sums.mean(), sums.count, sums.content, unit)
+    return {"step": step, "split": split, **loss, "seconds": time.perf_counter() - start}
 
 
 def score(
@@ -177,14 +170,14 @@ def score(
     edges: np.ndarray | None = None,
     threads: int = 0,
     stop: StopFlag | None = None,
-    scored_bytes: Callable[[int], None] = lambda _: None,
+    scored_content: Callable[[int], None] = lambda _: None,
 ) -> ExactSums:
     """The nats of all ranks' scored bytes, summed without rounding: over all, or by the bins of positions ``edges``.
 
     Batches hold the same rows for any number of ranks, and the sum has no order: so its bits do not depend on the
     number of ranks. ``threads`` above 0 compute a batch each, at the same time, by one thread of torch: the bits of a
     matrix product may depend on how many threads share it. All ranks must call, with equally many batches.
-    ``scored_bytes`` is told of each batch how many tokens this rank has scored.
+    ``scored_content`` is called for each batch with the number of tokens that this rank has scored, without separators.
 
     Raises:
         StopAskedError: on every rank, where any rank has been asked to stop.
@@ -202,8 +195,10 @@ def score(
         first = ranks.sequence_rank * nats.shape[1]
         own = slice(first, first + nats.shape[1])  # the positions that this rank has
         scored = batch.scored[:, own]  # (B, n)
-        scored_bytes(int(scored.sum()))
-        sums.add(nats[scored].numpy(), None if bins is None else bins[own][scored.nonzero()[:, 1].numpy()])
+        content = batch.content[:, own][scored]  # (n,)
+        scored_content(int(content.sum()))
+        places = None if bins is None else bins[own][scored.nonzero()[:, 1].numpy()]
+        sums.add(nats[scored].numpy(), places, content.numpy())
     sums.gather(ranks, device)
     return sums
 

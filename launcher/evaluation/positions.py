@@ -54,9 +54,12 @@ def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict
 
     name = metrics_file.bits_of(line)[0].replace(" ", "_")
     count = "bytes" if name == "bits_per_byte" else "tokens"
-    told = {name: sums.means(), "standard_error": sums.standard_errors()}
-    bits = {key: [None if math.isnan(n) else metrics_file.bits_per_byte(n) for n in nats] for key, nats in told.items()}
-    bins = {"first": edges[:-1].tolist(), "end": edges[1:].tolist(), count: sums.counts(), **bits}
+    content, bits, errors = _bits(sums)
+    figures = {
+        key: [None if math.isnan(each) else each for each in column.tolist()]
+        for key, column in ((name, bits), ("standard_error", errors))
+    }
+    bins = {"first": edges[:-1].tolist(), "end": edges[1:].tolist(), count: content.tolist(), **figures}
     beside = output.with_suffix(".json")
     figure = draw_positions(sums, edges, line, run)
     save_content((json.dumps({"run": str(run), **line, "positions": bins}) + "\n").encode(), beside, "--positions")
@@ -67,6 +70,16 @@ def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict
         raise
 
 
+def _bits(sums: ExactSums, edges: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return bytes of content, bits per byte and their standard errors, (bins,) each; of bins joined at ``edges``."""
+    counts, contents = sums.counts(edges), sums.contents(edges)
+    bits, errors = (
+        np.array([*map(metrics_file.bits_per_byte, nats, counts, contents)])
+        for nats in (sums.means(edges), sums.standard_errors(edges))
+    )
+    return np.array(contents), bits, errors
+
+
 def draw_positions(sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run: Path) -> Any:
     """Bits per byte over the position, the mean of a bin each with a band of two standard errors.
 
@@ -75,17 +88,13 @@ def draw_positions(sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run
     """
     from longstride.launcher.pictures import FAINT, LINES, curves, styled
 
-    counts = np.array(sums.counts())
-    least = min(LEAST_BYTES, max(1, line["tokens"] // FEWEST_BINS))
+    counts = np.array(sums.contents())
+    least = min(LEAST_BYTES, max(1, sums.content // FEWEST_BINS))
     start = int(np.searchsorted(edges, line["min_context"]))
     start = start if counts[:start].sum() < least else 0
     joined = joined_bins(counts, edges, start, least)
-    bits, errors = (
-        np.array([metrics_file.bits_per_byte(each) for each in nats])
-        for nats in (sums.means(joined), sums.standard_errors(joined))
-    )
+    inside, bits, errors = _bits(sums, joined)
     bounds = edges[joined] + 1  # positions from 1 on: a logarithm has no place for 0
-    inside = np.add.reduceat(counts, joined[:-1])
     unit, mean = metrics_file.bits_of(line)
     unit = "bits per dimension" if "bits_per_dimension" in line else unit
     things = "pixels" if unit == "bits per pixel" else "bytes"
@@ -105,7 +114,7 @@ def draw_positions(sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run
         context = f", at least {line['min_context']:,} earlier bytes" if line["min_context"] else ""
         title = f"{run.resolve().name}, step {line['step']}, {line['split']}: loss by position"
         each = f"{inside.min():,}" if inside.min() == inside.max() else f"{inside.min():,} to {inside.max():,}"
-        axis.set_title(f"{title}\n{line['tokens']:,} {things}{context}; {each} a bin")
+        axis.set_title(f"{title}\n{sums.content:,} {things}{context}; {each} a bin")
         figure.legend(loc="outside lower center", ncols=3)
     return figure
 

@@ -105,8 +105,10 @@ def model_card(
     for title, recorded in (("training", steps), ("validation", evaluations)):
         line: dict[str, Any] = recorded.get(manifest.step, {})
         bits = line.get("bits_per_byte" if palette is None else f"bits_per_{palette.unit}")
-        if bits is not None:
-            what = "the step's batch" if recorded is steps else f"{line['tokens']:,} {tokens} of {split}"
+        is_per_byte = "bytes" in line or config.data.separator is None  # older lines count separators as bytes
+        if bits is not None and is_per_byte:
+            content = f"{metrics_file.content_of(line):,} {tokens} of {split}"
+            what = "the step's batch" if recorded is steps else content
             rows[f"{title} bits per {tokens[:-1]}"] = f"{bits:.4f} on {what}"
     escaped = {title: text.replace("|", "\\|").replace("\n", " ") for title, text in rows.items()}
     front = {"library_name": "longstride", **licensed}

@@ -90,9 +90,9 @@ def likelihood(
     if not math.isfinite(mean):
         raise FloatingPointError("logits that are no numbers")
     return {
-        "loss_nats": mean,
-        **metrics_file.bits_fields(mean, unit or modality_named(model.config.embedding.modality).unit),
-        "tokens": len(content),
+        **metrics_file.loss_fields(
+            mean, len(content), len(content), unit or modality_named(model.config.embedding.modality).unit
+        ),
         "min_context": min_context,
         "seconds": time.perf_counter() - start,
     }

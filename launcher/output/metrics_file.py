@@ -31,19 +31,36 @@ _OF_A_STEP = {
 }
 
 
-def bits_per_byte(nats: float) -> float:
-    """Nats a byte in bits a byte."""
-    return nats / math.log(2)
+def bits_per_byte(nats: float, tokens: int, content: int) -> float:
+    """Return the bits of all ``tokens``, separators included, over the bytes of ``content``; NaN without content.
+
+    ``nats`` is the mean over the tokens.
+    """
+    return nats / math.log(2) * (tokens / content) if content else math.nan
 
 
-def bits_fields(nats: float | None, unit: str = "byte") -> dict[str, float | None]:
-    """A loss in nats a token as lines have it in bits, under ``bits_per_byte`` and the name of the unit.
+def loss_fields(nats: float, tokens: int, content: int, unit: str = "byte") -> dict[str, Any]:
+    """Return a loss as every line has it: in nats a token, in bits a byte, and over how much of both.
 
     A pixel of a palette is no byte, and neither are its colour's channels: its bits stand under ``bits_per_pixel``
     alone, and say nothing of the picture that it was before.
+
+    Args:
+        nats: mean over the tokens; null in a line of training if it is not finite.
+        tokens: scored positions, without padding.
+        content: those of them that hold the data, without separators.
+        unit: what a token stands for.
     """
+    bits = bits_per_byte(nats, tokens, content)
     names = (unit,) if unit == NO_BYTE else ("byte", unit)
-    return {f"{_BITS}{name}": None if nats is None else bits_per_byte(nats) for name in names}
+    counts = {} if unit == NO_BYTE else {"bytes": content}
+    return {"loss_nats": nats, **{f"{_BITS}{name}": bits for name in names}, "tokens": tokens, **counts}
+
+
+def content_of(line: dict[str, Any]) -> int:
+    """Return the bytes of content of a line, or pixels; older lines say only how many tokens, often the same."""
+    count: int = line.get("bytes", line.get("tokens", 0))
+    return count
 
 
 def bits_of(line: dict[str, Any]) -> tuple[str, float | None]:
@@ -156,6 +173,8 @@ def _is_whole(line: dict[str, Any]) -> bool:
     if any(name in line for name in _OF_A_STEP):
         types |= _OF_A_STEP
         line = {"tokens": 0} | line  # which the first steps' lines lacked
+    if "bytes" in line:
+        types["bytes"] = (int,)
     bits = {f"{_BITS}{unit}": (float, NoneType) for unit in ("byte", NO_BYTE) if f"{_BITS}{unit}" in line}
     if not bits or any(type(line.get(name, ...)) not in each for name, each in (types | bits).items()):
         return False

@@ -124,8 +124,10 @@ def _take_step(run: Run, state: StreamState | None, initial: InitialWeights | No
             lengths=part.lengths[:size],
             sample_ids=part.sample_ids[:size],
             begins=None if part.begins is None else part.begins[:size],
+            separators=None if part.separators is None else part.separators[:size],
         )
-        batch = replace(batch, part=first, num_bytes=int(first.lengths.sum()) * ranks.data_world_size)
+        tokens, content = (int(each.sum()) * ranks.data_world_size for each in (first.lengths, first.content))
+        batch = replace(batch, part=first, num_tokens=tokens, content=content)
         guards, begin = Guards(config.train.guards), time.perf_counter()
         engine.train()
         with said_where_slow("taking a step"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longstride.data_pipelines.durable import write_new
-from longstride.data_pipelines.modalities import MODALITIES
+from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, load_config
 from longstride.launcher.options import SIZES
@@ -227,6 +227,7 @@ def _words(content: dict[str, Any], data: Any, machine: Machine, size: str, peak
     epochs = seen / data.train_bytes
     batch = train["micro_batch"]
     what = {"image": "a picture is one context", "audio": "no longer than sounds are in the mean"}
+    most = "" if modality_named(data.modality).packing or data.picture is not None else "up to "  # others are padded
     why = what.get(data.modality, "as long as the size has it, or a sixteenth of the data")
     saved, unless = "saved", ", and never evaluated, as the data has no split 'validation'"
     if data.is_evaluated:
@@ -237,8 +238,8 @@ def _words(content: dict[str, Any], data: Any, machine: Machine, size: str, peak
         f"Model: the recipe of docs/recipes.md, size {size}: {sum(parts.values()) - tables:,} parameters and n-gram "
         f"tables of {tables:,}.",
         f"Context: {model['context']:,} {unit}, {why}.",
-        f"Length: {train['steps']:,} steps of {train['global_batch'] * model['context']:,} {unit}, "
-        f"{epochs:.3g} times the data; {saved} every {train['checkpoint_every']:,}{unless}.",
+        f"Length: {train['steps']:,} steps of {most}{train['global_batch'] * model['context']:,} {unit}, "
+        f"{most}{epochs:.3g} times the data; {saved} every {train['checkpoint_every']:,}{unless}.",
         f"Machine: {machine.words}; {machine.processes} process{'es' if machine.processes > 1 else ''} in "
         f"{machine.precision}.",
         f"Micro-batch: {batch} context{'s' if batch > 1 else ''}{recomputed}, planned at {peak / _GIB:.2f} GiB a "

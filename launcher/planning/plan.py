@@ -150,8 +150,9 @@ def make_plan(
         },
         "step": {**step, "dense_flops": sum(as_dense.values())},
         "length": {
-            **asdict(length),
+            **{name: value for name, value in asdict(length).items() if name != "is_full"},
             "unit": "byte" if model.vocabulary == BYTE_VALUES else "token",
+            "at_most": not length.is_full,  # of bytes: padding and separators are none
             "tokens_per_step": train.global_batch * model.context,
             "tokens": length.steps and length.steps * train.global_batch * model.context,
             "flops": length.steps and length.steps * sum(step.values()),
@@ -182,6 +183,7 @@ class Length:
     epochs: float | None
     contexts: int | None  # of the train split
     origin: str  # of the number of contexts, in words
+    is_full: bool  # whether every position of every context is known to hold the data
 
 
 def run_length(config: RunConfig, contexts: int | None) -> Length:
@@ -192,35 +194,39 @@ def run_length(config: RunConfig, contexts: int | None) -> Length:
         DataError: the data is here, and does not fit the run.
     """
     train = config.train
-    origin = "as given by --contexts"
+    origin, is_full = "as given by --contexts", config.data.packed is True and config.data.separator is None
     if contexts is None:
-        contexts, origin = _contexts_of(config)
+        contexts, origin, is_full = _contexts_of(config, is_full)
     if contexts is None:
-        return Length(train.steps, train.epochs, None, origin)
+        return Length(train.steps, train.epochs, None, origin, is_full)
     if train.steps is not None:
-        return Length(train.steps, train.steps * train.global_batch / contexts, contexts, origin)
+        return Length(train.steps, train.steps * train.global_batch / contexts, contexts, origin, is_full)
     assert train.epochs is not None
     from longstride.launcher.data import steps_of
 
-    return Length(steps_of(train, contexts), train.epochs, contexts, origin)
+    return Length(steps_of(train, contexts), train.epochs, contexts, origin, is_full)
 
 
-def _contexts_of(config: RunConfig) -> tuple[int | None, str]:
-    """Contexts of the train split: of the data that is here, or by the published size of a set of that name."""
+def _contexts_of(config: RunConfig, is_full: bool) -> tuple[int | None, str, bool]:
+    """Contexts of the train split: of the data that is here, or by the published size of a set of that name.
+
+    The last value is whether they are full; ``is_full`` is what the configuration alone says of that.
+    """
     data, location = config.data, config.data.path
     if Path(location).exists():
         from longstride.launcher.data import RunData
         from longstride.launcher.ranks import Ranks
 
-        return RunData(config, Ranks()).stream().lanes.num_contexts, f"in {location}"
+        run_data = RunData(config, Ranks())
+        return run_data.stream().lanes.num_contexts, f"in {location}", run_data.fills_contexts
     name = location.rstrip("/").rpartition("/")[2]
     usual = (data.train_split, data.packing, data.separator, data.hop) == ("train", None, None, None)
     if name in PUBLISHED_TRAIN_BYTES and usual:
         contexts = PUBLISHED_TRAIN_BYTES[name] // config.model.context
         if contexts == 0:
             raise DataError(f"model.context={config.model.context}: longer than the train split of {name}")
-        return contexts, f"as published; {location} is not here"
-    return None, f"{location} is not here; give --contexts N"
+        return contexts, f"as published; {location} is not here", True
+    return None, f"{location} is not here; give --contexts N", is_full
 
 
 def describe(plan: dict[str, Any]) -> str:
@@ -345,15 +351,16 @@ def _work(plan: dict[str, Any]) -> list[str]:
 def _length(plan: dict[str, Any]) -> list[str]:
     length = plan["length"]
     steps, epochs = length["steps"], length["epochs"]
+    most = "up to " if length["at_most"] else ""
     facts = [
-        f"{length['tokens_per_step']:,} {length['unit']}s a step",
+        f"{most}{length['tokens_per_step']:,} {length['unit']}s a step",
         "steps unknown" if steps is None else f"{steps:,} steps",
         "epochs unknown" if epochs is None else f"{epochs:,.6g} epochs",
     ]
     contexts = "" if length["contexts"] is None else f"{length['contexts']:,} contexts in the train split, "
     lines = [f"the run  {', '.join(facts)}", f"  {contexts}{length['origin']}"]
     if steps is not None:
-        lines.append(f"  {length['tokens']:,} {length['unit']}s and {_flops(length['flops'])} in all")
+        lines.append(f"  {most}{length['tokens']:,} {length['unit']}s and {_flops(length['flops'])} in all")
     if words := pace.words_on_length(epochs):
         lines.append(f"  {words}")
     return lines

@@ -161,9 +161,8 @@ def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
     share = f"{record.last_step / steps:.0%} of {steps:,}" if isinstance(steps, int) and steps > 0 else ""
     figures.append(("steps", f"{record.last_step:,}", share))
     rate = record.train.get("tokens_per_second")
-    unit = "pixels" if record.unit == "bits per pixel" else "bytes"
     median = "–" if rate is None else number(float(np.median(rate.values)))
-    figures.append(("throughput", median, f"{unit} a second, median"))
+    figures.append(("throughput", median, "tokens a second, median"))
     seconds = record.train.get("seconds")
     total = "–" if seconds is None else counting.duration(float(seconds.values.mean()) * record.last_step)
     figures.append(("training time", total, "in steps, without evaluations"))
@@ -171,7 +170,7 @@ def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
     if mfu is not None:
         figures.append(("MFU", f"{float(np.median(mfu.values)):.1%}", "of the peak, by visited tiles"))
     else:
-        tokens = record.train.get("tokens")
-        read = "–" if tokens is None else number(float(tokens.values.mean()) * record.last_step)
-        figures.append((f"{unit} read", read, "in all steps"))
+        content = record.train.get("content")
+        read = "–" if content is None else number(float(content.values.mean()) * record.last_step)
+        figures.append((f"{'pixels' if record.unit == 'bits per pixel' else 'bytes'} read", read, "in all steps"))
     return figures

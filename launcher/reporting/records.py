@@ -25,7 +25,7 @@ MEASURES = (  # of a training line, beside its loss
     "mfu",
     "mfu_dense_equivalent",
     "peak_memory_bytes",
-    "tokens",
+    "content",
 )
 MOST_EVENTS = 200  # that a page lists of a run
 _MOST_NAME_CHARACTERS = 100  # of a split
@@ -191,6 +191,7 @@ def _read_metrics(record: RunRecord) -> None:
             continue
         steps.append(step)
         columns["bits"].append(_number(bits))
+        line["content"] = metrics_file.content_of(line)
         for name in MEASURES:
             columns[name].append(_number(line.get(name)))
         count = _number(line.get("skipped_steps"))

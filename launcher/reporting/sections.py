@@ -28,12 +28,11 @@ def curves(runs: Runs) -> str:
     of_one = len(runs) == 1
     marks = _marks(runs[0][1]) if of_one else []
     drawn = _losses(runs, marks)
-    unit = "pixels" if runs[0][1].unit == "bits per pixel" else "bytes"
     others = (  # title, unit, measure, whether it is smoothed, whether its scale is logarithmic
         ("Learning rate", "", "learning_rate", False, False),
         ("Gradient norm", "before clipping", "grad_norm", True, None),
         ("Loss scale", "fp16", "loss_scale", False, None),
-        ("Throughput", f"{unit} a second", "tokens_per_second", True, False),
+        ("Throughput", "tokens a second", "tokens_per_second", True, False),
         ("Step time", "seconds", "seconds", True, False),
         ("MFU", "% of the peak, by visited tiles", "mfu", True, False),
         ("MFU of dense attention", "% of the peak, as if all pairs were computed", "mfu_dense_equivalent", True, False),
@@ -331,8 +330,9 @@ def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, 
             rows.append((title, "", f"{float(np.median(series.values)):.2%}"))
     planned_steps = length.get("steps") or record.setting("train.steps")
     rows.append(("steps", f"{planned_steps:,}" if isinstance(planned_steps, int) else "", f"{record.last_step:,}"))
-    if (total := length.get("tokens")) and (tokens := record.train.get("tokens")) is not None:
-        rows.append(("bytes read", number(total), number(float(tokens.values.mean()) * record.last_step)))
+    if (total := length.get("tokens")) and (content := record.train.get("content")) is not None:
+        most = "up to " if length.get("at_most") else ""
+        rows.append(("bytes read", f"{most}{number(total)}", number(float(content.values.mean()) * record.last_step)))
     if epochs := length.get("epochs"):
         rows.append(("epochs", f"{epochs:,.3g}", ""))
     return rows

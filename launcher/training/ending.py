@@ -11,19 +11,28 @@ from longstride.launcher.output import counting, metrics_file
 from longstride.launcher.training.progress import amount
 
 
-def summary(run: Run, step: int, first: int, seconds: float) -> list[str]:
-    """Lines about a run whose last step is saved. This start began at step ``first``, and took so many seconds."""
+def summary(run: Run, step: int, first: int, seconds: float, content_seen: int | None) -> list[str]:
+    """Return lines about a run whose last step is saved.
+
+    Args:
+        step, first: the last step, and the one at which this start began.
+        seconds: that this start took.
+        content_seen: bytes of content that all steps have read, or pixels; None where they were not counted.
+    """
     train, context = run.config.train, run.config.model.context
     is_byte = run.data.unit != metrics_file.NO_BYTE
-    seen = f"{amount(step * train.global_batch * context)}{'B' if is_byte else 'pixels'}"
+    most = "" if run.data.fills_contexts else "up to "
+    positions = step * train.global_batch * context
+    seen = f"{most if content_seen is None else ''}{amount(positions if content_seen is None else content_seen)}"
+    seen += "B" if is_byte else "pixels"
     took = (
         f", in {counting.duration(seconds)}"
         if first == 0
         else f", the last {step - first:,} in {counting.duration(seconds)}"
     )
     parts = [
-        f"done: {step:,} steps of {train.global_batch:,} contexts of {context:,} {'bytes' if is_byte else 'pixels'}, "
-        f"{seen}{took if step > first else ''}"
+        f"done: {step:,} steps of {train.global_batch:,} contexts of {most}{context:,} "
+        f"{'bytes' if is_byte else 'pixels'}, {seen}{took if step > first else ''}"
     ]
     scores = [each for each in Score.recorded(run.folder, run.config.data.validation_split) if each.bits_per_byte]
     if scores := [each for each in scores if each.compares_with(scores[-1])]:

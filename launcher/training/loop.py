@@ -44,14 +44,16 @@ class Trainer:
         self._sampler = Sampler(run, engine, self._recorder)
         self._saver = Saver(engine, run.config, run.ranks, self._recorder.say, self._recorder.flush)
         self._state: StreamState  # the next batch
+        self._content_seen: int | None
         self._batches: Generator[GlobalBatch[Batch]]
 
-    def train(self, state: StreamState | None) -> None:
+    def train(self, state: StreamState | None, content_seen: int | None = 0) -> None:
         """Trains to the last step, or until the validation loss stands still. All ranks must call.
 
         It evaluates, records and saves on the way.
 
-        ``state``: the next batch; None is the first.
+        ``state``: the next batch; None is the first. ``content_seen``: bytes of content, or pixels, that the
+        steps before have read; None where they were not counted.
 
         Raises:
             AgreedError: on every rank, where data cannot be read; what is done is saved.
@@ -61,6 +63,7 @@ class Trainer:
             GuardStopError: on every rank, where a guard stops the run; what is done before its step is saved.
         """
         run, engine = self._run, self._engine
+        self._content_seen = content_seen
         first, begin = engine.global_steps, time.monotonic()
         evaluation_is_missing = lacks_evaluation(first, run)
         self._open_batches(state)
@@ -102,7 +105,7 @@ class Trainer:
             profiler.close()
             self._recorder.close()
         if run.ranks.is_first:  # now that no bar is in the way
-            for line in summary(run, engine.global_steps, first, time.monotonic() - begin):
+            for line in summary(run, engine.global_steps, first, time.monotonic() - begin, self._content_seen):
                 say(line)
 
     def _step(self) -> None:
@@ -116,16 +119,19 @@ class Trainer:
             ranks, unit, split = self._run.ranks, self._run.data.unit, self._run.config.data.train_split
             line = train_step(engine, batch, settings.micro_batch, ranks, self._guards, None, unit, split)
             line["seconds"] = device_seconds(engine.device) - start
-            line["tokens_per_second"] = batch.num_bytes / line["seconds"]
+            line["tokens_per_second"] = batch.num_tokens / line["seconds"]
             line |= self._utilization.fields(line["seconds"])
             line["peak_memory_bytes"] = peak_memory_bytes(engine.device)
             self._report(line, batch)
-        rewound = False
+        rewound_to = None
         if verdict := self._guards.verdict:
             self._saver.finish()  # a rewind looks for the newest checkpoint
-            rewound = self._response.act(verdict, line, batch, self._state)
+            rewound_to = self._response.act(verdict, line, batch, self._state)
         self._state = batch.part.state  # only now: where a guard has ended the run, its batch is still the next one
-        if rewound:
+        if self._content_seen is not None:
+            self._content_seen += batch.content
+        if rewound_to:
+            self._content_seen = rewound_to.manifest.content_seen
             self._saver.go_on()
             self._batches.close()
             self._open_batches(self._state)
@@ -185,8 +191,13 @@ class Trainer:
                 self._recorder.say(error_line(error, self._run.folder))
 
     def _memory(self) -> dict[str, Any]:
-        """What a checkpoint keeps of guards and evaluations, and what the run's first weights are of."""
-        return {"guards": self._guards.memory(), "plateau": self._plateau.memory(), "origin": self._run.origin}
+        """What a checkpoint keeps of guards, evaluations and data, and what the run's first weights are of."""
+        return {
+            "guards": self._guards.memory(),
+            "plateau": self._plateau.memory(),
+            "origin": self._run.origin,
+            "content_seen": self._content_seen,
+        }
 
     def _save_what_is_done(self) -> bool:
         """Saves the engine's step where a run ends early; returns whether it is saved."""
@@ -223,7 +234,7 @@ def train_step(
     step, part = EngineStep(engine), batch.part
     # DeepSpeed takes the mean over micro-batches and ranks, which may hold different numbers of bytes. This factor
     # turns it into the sum over all bytes divided by their global number.
-    factor = len(part.tokens) // micro_batch * ranks.world_size / batch.num_bytes
+    factor = len(part.tokens) // micro_batch * ranks.world_size / batch.num_tokens
     nats = torch.zeros((), dtype=torch.float64, device=engine.device)
     observed: list[Tensor] = []  # by each part that does, of all micro-batches
     for first in range(0, len(part.tokens), micro_batch):
@@ -235,7 +246,7 @@ def train_step(
             step.accumulate(loss * factor)
     # Judged before the last backward pass, which can still have the step dropped.
     rank_nats = ranks.gather_float64(nats, engine.device).tolist()
-    loss_nats = sum(rank_nats) / batch.num_bytes
+    loss_nats = sum(rank_nats) / batch.num_tokens
     refused = guards.judge_loss(loss_nats)
     grad_norm = step.take(loss * factor, drop=refused is not None)
     number = engine.global_steps
@@ -246,12 +257,11 @@ def train_step(
         step.undo_scale()
     if observed and grad_norm is not None and not verdict:
         observe(engine.module, observed, ranks)
+    fields = metrics_file.loss_fields(loss_nats, batch.num_tokens, batch.content, unit)
     line = {
         "step": number,
         "split": split,
-        "loss_nats": loss_nats if math.isfinite(loss_nats) else None,
-        **metrics_file.bits_fields(loss_nats if math.isfinite(loss_nats) else None, unit),
-        "tokens": batch.num_bytes,
+        **{name: each if math.isfinite(each) else None for name, each in fields.items()},
         "learning_rate": step.learning_rate,
         "loss_scale": step.loss_scale,
         "grad_norm": grad_norm,

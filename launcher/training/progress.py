@@ -24,7 +24,7 @@ _USUAL_SIZE = {"ncols": 80, "nrows": 20}  # of a terminal that says it has none
 
 class _Step(NamedTuple):
     seconds: float
-    tokens: int
+    content: int
     mfu: float | None
     mfu_dense: float | None
 
@@ -47,7 +47,9 @@ class Rates:
             self.recent.clear()
         self.steps += 1
         self.in_steps += line["seconds"]
-        self.recent.append(_Step(line["seconds"], line["tokens"], line.get("mfu"), line.get("mfu_dense_equivalent")))
+        self.recent.append(
+            _Step(line["seconds"], metrics_file.content_of(line), line.get("mfu"), line.get("mfu_dense_equivalent"))
+        )
         self.unit, bits = metrics_file.bits_of(line)
         if bits is not None:
             self.sum, self.weight = _KEPT * self.sum + bits, _KEPT * self.weight + 1
@@ -69,8 +71,8 @@ class Rates:
         parts = ["no loss" if loss is None else f"{loss:.3f} {self.unit}"]
         if left:
             parts.append(f" · {counting.duration(self.seconds_left(left))} left")
-        tokens, unit = sum(each.tokens for each in self.recent), self.unit.removeprefix("bits per ")
-        parts.append(f" · {amount(tokens / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
+        content, unit = sum(each.content for each in self.recent), self.unit.removeprefix("bits per ")
+        parts.append(f" · {amount(content / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
         newest = self.recent[-1]
         if newest.mfu is not None and newest.mfu_dense is not None:
             # Each step has as many operations: the mean over time is that of the mean time.

@@ -214,14 +214,14 @@ def _repeat(run: Run, engine: DeepSpeedEngine, step: int, batches: Batches, guar
         report["loss_nats"] = as_number(sum(map(float, line["rank_nats"])) / line["tokens"])
 
     def loss(context: dict[str, Any]) -> float:
-        nats_per_byte = float(context["nats"]) / context["bytes"]
+        nats_per_byte = float(context["nats"]) / (context["bytes"] or math.nan)  # of separators alone: no bytes
         return nats_per_byte if math.isfinite(nats_per_byte) else math.inf
 
     ranks = run.ranks
     first_of_group = ranks.rank - ranks.sequence_rank
     sections = ranks.gather_objects(context_nats)[first_of_group : first_of_group + ranks.sequence_parallel]
     whole = map(sum, zip(*sections, strict=True))  # of the same contexts
-    rows = zip(batch.part.sample_ids.tolist(), whole, batch.part.lengths.tolist(), strict=True)
+    rows = zip(batch.part.sample_ids.tolist(), whole, batch.part.content.tolist(), strict=True)
     contexts = [{"sample_id": number, "nats": as_number(nats), "bytes": length} for number, nats, length in rows]
     everywhere = (each for part in ranks.gather_objects(contexts)[:: ranks.sequence_parallel] for each in part)
     return report | {"contexts": sorted(everywhere, key=loss, reverse=True)}

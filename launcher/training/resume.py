@@ -215,8 +215,10 @@ class GuardResponse:
         self._guards, self._plateau = guards, plateau
         self._origin = Origin(step=engine.global_steps, stream=state.to_json())
 
-    def act(self, verdict: Verdict, line: dict[str, Any], batch: GlobalBatch[Batch], before: StreamState) -> bool:
-        """Reports and records what a guard found in a step; returns whether the run was rewound. All ranks must call.
+    def act(
+        self, verdict: Verdict, line: dict[str, Any], batch: GlobalBatch[Batch], before: StreamState
+    ) -> Checkpoint | None:
+        """Reports and records what a guard found in a step; returns what the run was rewound to. All ranks must call.
 
         ``line``: of the step, for metrics.jsonl. ``before``: the stream before the step's batch.
 
@@ -263,7 +265,7 @@ class GuardResponse:
         if verdict.outcome == "stop":
             raise GuardStopError(step, verdict)
         if checkpoint is None:
-            return False
+            return None
         checkpoint.load(self._engine, run.config, run.ranks)
         apply_settings(self._engine, run.config.train)
         back = checkpoint.manifest.step
@@ -272,7 +274,7 @@ class GuardResponse:
         self._origin = Origin(step=back, stream=after.to_json())
         self._recorder.go_back(back, f"rewound from step {step}")
         self._recorder.say(f"step {back}: going on from {checkpoint.folder} with the batch behind that of step {step}")
-        return True
+        return checkpoint
 
     def _move_back(self, step: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:
         """Brings the run folder back to a step; returns where the rest now lies, and what failed. All ranks must call.

@@ -57,18 +57,20 @@ def test_documents_in_pieces_follow_definition(pieces):
 
 @pytest.mark.parametrize("separator", [None, 255])
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_batches_tell_where_documents_begin(pieces, monkeypatch, separator, one_by_one):
+def test_batches_tell_where_documents_begin_and_separators_stand(pieces, monkeypatch, separator, one_by_one):
     """In training by any way of reading, and in evaluation; the bytes and their order stay what they are."""
     shards = {split: shard_documents(pieces, split) for split in ("train", "validation")}
     cut = Cut(separator=separator, apart=True)
 
-    def begins_of(split: str, order: list[int]) -> np.ndarray:
+    def marks_of(split: str, order: list[int]) -> tuple[np.ndarray, np.ndarray]:
         ended = [shard.documents for shard in pieces.manifest.splits[split].shards]
-        places = ((number, place) for number in order for place in range(len(shards[split][number])))
-        sizes = [len(shards[split][n][place]) + (separator is not None and place < ended[n]) for n, place in places]
-        begins = np.zeros(sum(sizes), dtype=bool)
-        begins[np.cumsum([0, *sizes[:-1]])] = True
-        return begins
+        places = [(number, place) for number in order for place in range(len(shards[split][number]))]
+        behind = np.array([separator is not None and place < ended[number] for number, place in places])
+        ends = np.cumsum([len(shards[split][number][place]) for number, place in places] + behind)
+        begins, separators = np.zeros((2, ends[-1]), dtype=bool)
+        begins[np.append(0, ends[:-1])] = True
+        separators[ends[behind] - 1] = True
+        return begins, separators
 
     if one_by_one:
         read = PackedContexts.read
@@ -80,19 +82,25 @@ def test_batches_tell_where_documents_begin(pieces, monkeypatch, separator, one_
 
         monkeypatch.setattr(PackedContexts, "read", damaged_blocks)
     order = [number for epoch in range(2) for number in shard_order(len(shards["train"]), 3, epoch)]
-    wanted = begins_of("train", order)
+    wanted, separators = marks_of("train", order)
     options = {"context": 200, "global_batch": 3, "seed": 3, "shuffle_bytes": 2000, "on_damage": "substitute"}
     apart, plain = (open_stream(pieces.folder, cut=each, **options) for each in (cut, Cut(separator=separator)))
     assert apart.fingerprint == plain.fingerprint
     for batch, other in itertools.islice(zip(apart, plain, strict=True), apart.lanes.batches_before(2)):
         assert torch.equal(batch.tokens, other.tokens) and other.begins is None
-        for number, row in zip(batch.sample_ids.tolist(), batch.begins.numpy(), strict=True):
+        assert torch.equal(batch.content, other.content) and (separator is None) == (batch.separators is None)
+        rows = zip(batch.sample_ids.tolist(), batch.begins.numpy(), batch.content.tolist(), strict=True)
+        for number, row, content in rows:
             assert np.array_equal(row, wanted[number * 200 : (number + 1) * 200])
-    wanted = begins_of("validation", list(range(len(shards["validation"]))))
+            assert content == 200 - separators[number * 200 : (number + 1) * 200].sum()
+    wanted, separators = marks_of("validation", list(range(len(shards["validation"]))))
     for batch in evaluation_contexts(pieces.folder, context=200, batch_size=3, cut=cut, min_context=50):
-        for number, row in zip(batch.sample_ids.tolist(), batch.begins.numpy(), strict=True):
-            window = wanted[number * 150 : number * 150 + 200] if number >= 0 else wanted[:0]
-            assert np.array_equal(row[: len(window)], window) and row[len(window) :].all()
+        rows = (each.numpy() for each in (batch.begins, batch.scored, batch.content))
+        for number, row, scored, content in zip(batch.sample_ids.tolist(), *rows, strict=True):
+            inside = slice(number * 150, number * 150 + 200) if number >= 0 else slice(0)
+            size = len(wanted[inside])
+            assert np.array_equal(row[:size], wanted[inside]) and row[size:].all()
+            assert np.array_equal(content[:size], scored[:size] & ~separators[inside]) and not content[size:].any()
     first = read_context(pieces.folder, "validation", 0, context=5000, cut=cut)
     behind = b"" if separator is None or pieces.manifest.splits["validation"].shards[0].documents == 0 else b"\xff"
     part = shards["validation"][0][0]

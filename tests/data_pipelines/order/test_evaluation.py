@@ -56,7 +56,8 @@ def test_evaluation_covers_split_once(corpus, context, batch_size, world_size, l
 @pytest.mark.parametrize("min_context", [0, 70])
 def test_a_batch_holds_the_same_rows_for_any_number_of_ranks(corpus, limit, min_context):
     def batches(world_size):
-        options = {"context": 100, "batch_size": 4, "limit": limit, "min_context": min_context, "cut": Cut(apart=True)}
+        options = {"context": 100, "batch_size": 4, "limit": limit, "min_context": min_context}
+        options["cut"] = Cut(separator=10, apart=True)
         everyones = [
             list(evaluation_contexts(corpus.folder, rank=rank, world_size=world_size, **options))
             for rank in range(world_size)

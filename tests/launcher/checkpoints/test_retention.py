@@ -174,6 +174,20 @@ def test_a_run_of_a_palettes_tokens_is_ranked_by_bits_per_pixel() -> None:
     assert [score.step for score in ranked(map(Score.of_line, lines))] == [2, 1]
 
 
+@pytest.mark.parametrize(("newer", "order"), [({"bytes": 64}, [1, 2, 3]), ({"bytes": 48}, [2, 3, 1])])
+def test_an_older_line_compares_with_newer_ones_unless_separators_are_between(
+    newer: dict[str, int], order: list[int]
+) -> None:
+    """An older line has its bits over tokens: they are the bytes of content unless some are separators."""
+    line = {"split": "validation", "tokens": 64}
+    lines = [
+        {"step": 1, "bits_per_byte": 2.2, **line},
+        {"step": 2, "bits_per_byte": 2.9, **line, **newer},
+        {"step": 3, "bits_per_byte": 3.1, **line, **newer},
+    ]
+    assert [score.step for score in ranked(map(Score.of_line, lines))] == order
+
+
 def test_scores_are_ranked_and_outlive_metrics(tmp_path: Path) -> None:
     """Lower is better, then earlier; what was scored over other bytes comes last, and what is no number not at all."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.data_pipelines.order.workers import LostWorkerError
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run_data import RunData, together, within_vocabulary
+from longstride.launcher.data.run_data import GlobalBatch, RunData, together, within_vocabulary
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.stops import StopAskedError, StopFlag
@@ -49,10 +50,18 @@ Take = Callable[[Ranks], Iterator[EvaluationBatch]]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Future[list[int]]]]:
-    """A function (W, B, take, U = 1, stop = None) -> each rank's sample ids, or what it raised."""
+    """A function (W, B, take, U = 1, stop = None) -> each rank's numbers, or what it raised.
+
+    The numbers are what ``look`` finds in each global batch: the rank's sample ids.
+    """
 
     def run(
-        world_size: int, rows: int, take: Take, sequence_parallel: int = 1, stop: StopFlag | None = None
+        world_size: int,
+        rows: int,
+        take: Take,
+        sequence_parallel: int = 1,
+        stop: StopFlag | None = None,
+        look: Callable[[GlobalBatch[Any]], list[int]] = lambda each: each.part.sample_ids.tolist(),
     ) -> list[Future[list[int]]]:
         meeting = Meeting(world_size)
         meeting.replace_collectives(monkeypatch)
@@ -60,7 +69,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Future[list[int
         def one(rank: int) -> list[int]:
             ranks = Ranks(rank, rank, world_size, sequence_parallel)
             all_taken = together(lambda: take(ranks), rows, ranks, torch.device("cpu"), stop)
-            return [number for each in all_taken for number in each.part.sample_ids.tolist()]
+            return [number for each in all_taken for number in look(each)]
 
         with ThreadPoolExecutor(world_size) as pool:
             return [pool.submit(one, rank) for rank in range(world_size)]
@@ -89,6 +98,31 @@ def test_every_evaluation_ends_on_all_ranks_with_each_context_once(
             numbers = sorted(number for each in ids for number in each if number >= 0)
             assert len(set(numbers)) == len(numbers)
             assert len(numbers) == limit if limit is not None else len(numbers) > 8
+
+
+@pytest.mark.parametrize("cut", [(), ("data.separator=10",), ("data.packing=false", "data.hop=48")], ids=str)
+def test_tokens_and_content_are_those_of_all_ranks_once(
+    cut: tuple[str, ...], config_file: Path, taken: Callable[..., list[Future[list[int]]]]
+) -> None:
+    """Whether ranks share contexts or not; the data has no line ends, so those in contexts are the separators."""
+    config = load_config(str(config_file), ["train.global_batch=4", *cut])
+    counts = []
+    for each in islice(RunData(config, Ranks()).stream(), 60):
+        rows = [row[:length] for row, length in zip(each.tokens, each.lengths.tolist(), strict=True)]
+        counts += [sum(map(len, rows)), sum(int((row != 10).sum()) for row in rows)]
+    tokens, content = sum(counts[::2]), sum(counts[1::2])
+    assert (tokens < 60 * 4 * 64) == ("data.packing=false" in cut) and (content < tokens) == (
+        "data.separator=10" in cut
+    )
+    for world_size, sharing in ((1, 1), (2, 1), (2, 2), (4, 2)):
+        everyone = taken(
+            world_size,
+            4 * sharing // world_size,
+            lambda ranks: islice(RunData(config, ranks).stream(), 60),
+            sharing,
+            look=lambda each: [each.num_tokens, each.content],
+        )
+        assert [each.result() for each in everyone] == [counts] * world_size
 
 
 def batch(number: int, length: int = 4) -> EvaluationBatch:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.durable import write_new
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
@@ -142,6 +143,76 @@ def test_score_of_groups_is_the_same_whatever_the_number_of_groups(trained: Trai
 def test_any_number_of_processes_prints_the_same_bits(trained: Trained, options: tuple) -> None:
     lines = [evaluate_processes(trained("alone", 1), world_size, *options) for world_size in (1, 2, 3, 4)]
     assert len({line["loss_nats"] for line in lines}) == len({line["tokens"] for line in lines}) == 1
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder of documents of 1 to 90 bytes, most of which end within a context of 40."""
+    folder = tmp_path_factory.mktemp("records")
+    (folder / "source").mkdir()
+    for number in range(60):
+        (folder / f"source/{number}.txt").write_text("abs"[number % 3] * (1 + 7 * number % 90))
+    build([folder / "source"], folder / "data", validation_fraction=0.3)
+    return folder / "data"
+
+
+CUTS = {
+    "packed": Cut(),
+    "separated": Cut(separator=10),
+    "separated by a byte that documents hold": Cut(separator=ord("s")),
+    "contexts of their own": Cut(packing=False),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"min_context": 29}, {"limit": 5}], ids=str)
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_bits_per_byte_are_all_bits_over_the_bytes_of_documents(
+    records: Path, tmp_path: Path, cut: Cut, options: dict[str, int]
+) -> None:
+    """By hand, window after window; for one rank and several, over all and by position.
+
+    Tolerance: fp32 in batches of other sizes.
+    """
+    model, shared = random_model(), options.get("min_context", 0)
+    behind = b"" if cut.separator is None else bytes([cut.separator])
+    texts = [row.tobytes() + behind for row in documents(records)]
+    # Each stream, and which of its bytes are a document's.
+    streams = [(text, [True] * (len(text) - len(behind)) + [False] * len(behind)) for text in texts]
+    if cut.packing is None:
+        streams = [(b"".join(texts), [each for _, marks in streams for each in marks])]
+    windows = [
+        (text[start : start + 40], marks[start : start + 40], shared if start else 0)
+        for text, marks in streams
+        for start in range(0, max(1, len(text) - shared), 40 - shared)
+    ]
+    if limit := options.get("limit"):
+        windows = [windows[place * len(windows) // limit] for place in range(limit)]
+    bits, content = np.zeros(40), np.zeros(40, dtype=int)  # by position
+    tokens = 0
+    for text, marks, first in windows:
+        with torch.no_grad():
+            nats = model(torch.tensor(list(text))[None], return_nats=True)[0].double().numpy()
+        bits[first : len(text)] += nats[first:] / math.log(2)
+        content[first : len(text)] += marks[first:]
+        tokens += len(text) - first
+    assert (tokens > content.sum()) == (cut.separator is not None)
+    for world_size in (1, 2, 3):
+        edges = position_edges(40)
+        sums = ExactSums(40, squares=True)
+        for rank in range(world_size):
+            share = scored(model, records, cut=cut, edges=edges, rank=rank, world_size=world_size, **options)
+            sums._table += share._table
+            sums._squares._table += share._squares._table
+        line = evaluation_line(0, "validation", sums, 0.0, "byte") | {"min_context": shared}
+        assert (line["tokens"], line["bytes"]) == (tokens, content.sum())
+        assert line["bits_per_byte"] == pytest.approx(bits.sum() / content.sum(), rel=2**-17)
+        assert line["loss_nats"] == pytest.approx(bits.sum() * math.log(2) / tokens, rel=2**-17)
+    write_positions(tmp_path / "by.png", sums, edges, line, tmp_path)
+    bins = json.loads((tmp_path / "by.json").read_text())["positions"]
+    assert bins["bytes"] == content.tolist()
+    for place in range(40):
+        wanted = bits[place] / content[place] if content[place] else None
+        assert bins["bits_per_byte"][place] == (wanted and pytest.approx(wanted, rel=2**-16))
 
 
 def test_ranks_and_threads_do_not_change_a_bit(data: Path) -> None:

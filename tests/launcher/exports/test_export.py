@@ -151,6 +151,7 @@ def test_card_has_the_runs_figures(run: Path, tmp_path: Path) -> None:
     assert front.splitlines()[:3] == ["library_name: longstride", "pipeline_tag: text-generation", "tags:"]
     count = sum(tensor.numel() for tensor in load_model(tmp_path / "out").parameters())
     lines = {line["split"]: line["bits_per_byte"] for line in metrics(run) if line["step"] == 8}
+    (scored,) = (line["bytes"] for line in metrics(run) if line["step"] == 8 and line["split"] == "validation")
     for cell in (
         f"| parameters | {count:,} |",
         "| context | 64 bytes |",
@@ -160,7 +161,7 @@ def test_card_has_the_runs_figures(run: Path, tmp_path: Path) -> None:
         "| trained in | fp16, ZeRO 2, 2 processes |",
         "| weights | fp32, as they were trained |",
         f"| training bits per byte | {lines['train']:.4f} on the step's batch |",
-        f"| validation bits per byte | {lines['validation']:.4f} on ",
+        f"| validation bits per byte | {lines['validation']:.4f} on {scored:,} bytes of validation |",
         f"| fingerprint | `{Exported(tmp_path / 'out').fingerprint()}` |",
         "longstride sample .",
     ):

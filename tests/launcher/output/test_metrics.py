@@ -21,7 +21,14 @@ from longstride.launcher.config import load_config
 from longstride.launcher.drawing.show import draw_loss
 from longstride.launcher.exports.for_hubs import model_card
 from longstride.launcher.models import ModelData
-from longstride.launcher.output.metrics_file import bits_per_byte, cut_metrics, is_step, parse_line, read_lines
+from longstride.launcher.output.metrics_file import (
+    content_of,
+    cut_metrics,
+    is_step,
+    loss_fields,
+    parse_line,
+    read_lines,
+)
 from longstride.launcher.planning.costs import step_flops, work
 from longstride.launcher.planning.pace import rate_of
 from longstride.launcher.ranks import Ranks
@@ -36,8 +43,23 @@ MADE = Path(__file__).parents[2] / "made_before/zero2_fp32"
 STEP_BITS, EVALUATED = {1: 8.0, 2: 7.0, 3: 6.0, 4: 5.0}, {2: 0.5, 4: 1.5}  # the best one is no step's nor the last
 
 
-def test_bits_are_nats_over_log_two() -> None:
-    assert bits_per_byte(math.log(256)) == pytest.approx(8.0)
+@pytest.mark.parametrize(("tokens", "content"), [(64, 64), (2036, 1457), (3, 1), (5, 0)])
+@pytest.mark.parametrize(
+    ("unit", "names"),
+    [
+        ("byte", ["bits_per_byte"]),
+        ("dimension", ["bits_per_byte", "bits_per_dimension"]),
+        ("pixel", ["bits_per_pixel"]),
+    ],
+)
+def test_bits_are_all_nats_over_log_two_and_content(unit: str, names: list[str], tokens: int, content: int) -> None:
+    line = loss_fields(math.log(256), tokens, content, unit)
+    assert (line["loss_nats"], line["tokens"]) == (math.log(256), tokens)
+    assert [name for name in line if name.startswith("bits_per_")] == names
+    wanted = 8.0 * tokens / content if content else math.nan
+    assert [line[name] for name in names] == pytest.approx([wanted] * len(names), nan_ok=True)
+    assert line.get("bytes") == (None if unit == "pixel" else content)
+    assert content_of(line) == (tokens if unit == "pixel" else content)
 
 
 def made_run(folder: Path, train_split: str = "train", validation_split: str = "validation", steps_on: str = "") -> Any:
@@ -217,3 +239,10 @@ def test_every_line_of_older_versions_is_whole(path: Path) -> None:
 def test_a_line_as_runs_write_it_is_taken(line: dict[str, Any], unit: str) -> None:
     written = {name.replace("byte", unit): value for name, value in line.items()}
     assert parse_line(json.dumps(written).encode() + b"\n") == written
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True, [], None, 2**63])
+def test_a_line_of_no_number_of_bytes_is_damaged(count: Any) -> None:
+    line = step_line(1) | {"bytes": 3}
+    assert parse_line(json.dumps(line).encode() + b"\n") == line
+    assert parse_line(json.dumps(line | {"bytes": count}).encode() + b"\n") == {}

@@ -135,8 +135,10 @@ def test_what_fits_the_data_is_chosen(folders: Path, place: Path, capsys: pytest
     seen = text["train"]["steps"] * text["train"]["global_batch"] * text["model"]["context"]
     assert seen <= recipes.MOST_EPOCHS * data.train_bytes or text["train"]["steps"] == recipes.LEAST_STEPS
     for name, kind, context in (("a", "pictures", 192), ("b", "palette", 64), ("c", "sounds", 256)):
+        capsys.readouterr()
         assert cli.main(["new", name, "--data", str(folders / kind)]) == 0
         assert load_config(place / f"{name}.json").model.context == context
+        assert (" steps of up to " in capsys.readouterr().out) == (kind == "sounds")  # which may end within a context
 
 
 def test_less_memory_takes_smaller_batches_and_then_recomputes(

@@ -14,6 +14,7 @@ import pytest
 from longstride.launcher import cli
 from longstride.launcher.config import load_config
 from longstride.launcher.planning.costs import parameter_parts, states
+from longstride.launcher.planning.plan import run_length
 from longstride.launcher.planning.rehearsal import activations
 from tests.harness.runs import ROOT, files_under, plain_environment
 
@@ -61,6 +62,43 @@ def test_what_content_decides_is_told_as_a_bound(capsys: pytest.CaptureFixture[s
     (share,) = (line for line in lines if "of the pairs of dense" in line)
     assert share.startswith("  attention to at most 6.15% of the pairs")
     assert any(line.endswith("  layers 0, 1: at most 256 keys a query of 4 routed heads") for line in lines)
+
+
+ELSEWHERE = ("enwik8_fixed", "data.path=elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_full"),
+    [
+        (("enwik8_fixed",), True),  # as published
+        (("cifar10_strided",), True),
+        (("enwik8_fixed", "data.separator=10"), False),
+        (("enwik8_fixed", "data.packing=false"), False),
+        (("enwik8_fixed", "data.path={data}", "model.context=1536"), True),
+        (("enwik8_fixed", "data.path={data}", "data.separator=10"), False),
+        (("enwik8_fixed", "data.path={data}", "data.packing=false"), False),
+        (ELSEWHERE, False),  # sounds or texts
+        ((*ELSEWHERE, "data.packing=true"), True),
+        ((*ELSEWHERE, "data.packing=true", "data.separator=10"), False),
+    ],
+    ids=str,
+)
+def test_bytes_are_at_most_the_positions_where_these_may_hold_others(
+    data: Path, words: tuple[str, ...], is_full: bool
+) -> None:
+    name, *overrides = (word.format(data=data) for word in words)
+    assert run_length(load_config(name, ["train.epochs=null", "train.steps=3", *overrides]), None).is_full is is_full
+
+
+@pytest.mark.parametrize(("overrides", "most"), [((), ""), (("data.separator=10",), "up to ")])
+def test_bytes_of_the_run_say_whether_they_are_a_bound(
+    capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], most: str
+) -> None:
+    assert cli.main(["plan", "paper_small", "train.steps=3", "data.packing=true", "model.layers=1", *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (a_step,) = (line for line in lines if line.startswith("the run  "))
+    assert a_step.startswith(f"the run  {most}") and a_step.startswith("the run  up to") == bool(most)
+    assert sum(line.startswith(f"  {most}") and " bytes and " in line for line in lines) == 1
 
 
 def test_json_adds_up(plan: Plan) -> None:

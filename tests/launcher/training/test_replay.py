@@ -29,7 +29,7 @@ def incident(step: int, back: int | None, before: StreamState, taken: GlobalBatc
         reason="the loss is nan",
         loss_nats="nan",
         rank_nats=["nan"],
-        tokens=taken.num_bytes,
+        tokens=taken.num_tokens,
         grad_norm=None,
         loss_scale=1.0,
         learning_rate=0.1,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from longstride.launcher.checkpoints import open_checkpoint
 from longstride.launcher.exports.export import Options, export
 from longstride.launcher.models import AVERAGE
 from longstride.sparse_model import ModelConfig, SparseTransformer
@@ -199,12 +200,17 @@ def test_accumulated_gradients_equal_unaccumulated_ones(trained: Trained) -> Non
 def test_padded_contexts_weigh_by_their_bytes_whoever_reads_them(trained: Trained) -> None:
     """Short contexts fall on other ranks and micro-batches; loss and gradient are those of all bytes together.
 
-    Tolerances as above.
+    Only these bytes count as seen. Tolerances as above.
     """
     padded = ("model.dropout=0", "data.packing=false", "data.hop=48")
-    alone = metrics(trained("padded-alone", 1, *padded, "train.micro_batch=8"))
-    shared = metrics(trained("padded-shared", 2, *padded, "train.micro_batch=1", "deepspeed=zero2_fp32"))
+    runs = (
+        trained("padded-alone", 1, *padded, "train.micro_batch=8"),
+        trained("padded-shared", 2, *padded, "train.micro_batch=1", "deepspeed=zero2_fp32"),
+    )
+    alone, shared = map(metrics, runs)
     assert any(line["tokens"] < 8 * 64 for line in alone)
+    seen = sum(line["tokens"] for line in alone if line["split"] == "train")
+    assert [open_checkpoint(run, 8).manifest.content_seen for run in runs] == [seen, seen]
     for one, same in zip(alone, shared, strict=True):
         assert one["tokens"] == same["tokens"] and one.get("sample_ids_crc32") == same.get("sample_ids_crc32")
         assert one["loss_nats"] == pytest.approx(same["loss_nats"], rel=2**-17)
