@@ -5,7 +5,6 @@ Whatever DeepSpeed does otherwise than a run needs is mended here. Importing it 
 
 from longstride.launcher.engine import states
 from longstride.launcher.engine.build import (
-    apply_settings,
     build_engine,
     check_engine,
     package_versions,
@@ -13,4 +12,5 @@ from longstride.launcher.engine.build import (
 )
 from longstride.launcher.engine.device import compile_kernels, prepare_accelerator, random_states, set_random_states
 from longstride.launcher.engine.optimizer import parameter_groups, rate_change
+from longstride.launcher.engine.settings import HYSTERESIS, SCALE_STATE, dynamic_scale
 from longstride.launcher.engine.step import EngineStep, Overflow, StepPart

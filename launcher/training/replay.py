@@ -21,7 +21,7 @@ from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, first_whole, list_checkpoints
 from longstride.launcher.data import GlobalBatch, Run
-from longstride.launcher.engine import apply_settings, build_engine
+from longstride.launcher.engine import build_engine
 from longstride.launcher.output import exit_codes, exit_on_mistake, file_names, metrics_file, say
 from longstride.launcher.ranks import process_group
 from longstride.launcher.training import loop
@@ -83,7 +83,6 @@ def replay_step(run: Run, step: int) -> int:
             engine = build_engine(config, ranks, None if initial is None else initial.fill)
             if checkpoint is not None:
                 checkpoint.load(engine, config, ranks)
-                apply_settings(engine, config.train)
             if ranks.is_first:
                 place = checkpoint.folder if checkpoint else "the beginning"
                 say(f"replaying step {step}, from {place}")
