@@ -40,7 +40,7 @@ from longstride.launcher.checkpoints.probe import PROBE, Probe
 from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.checkpoints.scores import known_scores, ranked
 from longstride.launcher.config import RunConfig, flattened
-from longstride.launcher.engine import dynamic_scale, set_random_states
+from longstride.launcher.engine import set_random_states, states
 from longstride.launcher.output import AgreedError, file_names
 from longstride.launcher.ranks import Ranks, wait_until_visible
 
@@ -205,7 +205,7 @@ class Checkpoint:
         if loaded is None or engine.global_steps != self.manifest.step:
             rule = f"its manifest says step {self.manifest.step}, and its files {engine.global_steps}"
             raise AgreedError(f"{self.folder}: {rule}; take another checkpoint")
-        engine.settings.apply(engine, dynamic_scale(engine))
+        engine.settings.apply(engine, states.dynamic_scale(engine))
         self.load_generators(config, ranks, engine.device)
         return self.stream
 

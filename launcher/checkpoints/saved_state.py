@@ -20,7 +20,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import DEEPSPEED_TAG, Checkpoint
 from longstride.launcher.checkpoints.pickles import foreign_content_refused, read_pickle
 from longstride.launcher.checkpoints.saved_tables import SavedTables
-from longstride.launcher.engine import HYSTERESIS, SCALE_STATE, states
+from longstride.launcher.engine import states
 from longstride.launcher.models import AVERAGE, MAPPED_BYTES, TRAINED, Shapes
 from longstride.launcher.output import file_names
 
@@ -30,7 +30,7 @@ MASTER = "fp32"
 KINDS = (MASTER, *chain.from_iterable(states.MOMENTS), AVERAGE)  # as the optimiser's state names them
 _SHARD = re.compile(rf"{DEEPSPEED_TAG}/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = re.compile(rf"{DEEPSPEED_TAG}/(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
-_SCALE = (*SCALE_STATE, HYSTERESIS)  # what is kept of a dynamic loss scale
+_SCALE = (*states.SCALE_STATE, states.HYSTERESIS)  # what is kept of a dynamic loss scale
 
 
 class _Piece(NamedTuple):

@@ -33,7 +33,7 @@ from longstride.launcher.engine.optimizer import (
     make_schedule,
     parameter_groups,
 )
-from longstride.launcher.engine.settings import Settings, dynamic_scale
+from longstride.launcher.engine.settings import Settings
 from longstride.launcher.engine.tables import Tables
 from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks
@@ -97,7 +97,7 @@ def build_engine(
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
         engine.optimizer.optimizer.state.clear()
-    scaler = dynamic_scale(engine)
+    scaler = states.dynamic_scale(engine)
     if scaler is not None and "raise_error_at_min_scale" in scaler:
         # A step that overflows at the lowest loss scale is left to the guards: DeepSpeed would raise.
         scaler["raise_error_at_min_scale"] = False

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from longstride.launcher.engine.device import random_states, set_random_states
-from longstride.launcher.engine.settings import is_dynamic, loss_scaler, lowest_scale
+from longstride.launcher.engine.states import is_dynamic, loss_scaler, lowest_scale
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 

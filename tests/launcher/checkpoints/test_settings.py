@@ -23,7 +23,7 @@ from longstride.launcher.config.schema import entries
 from longstride.launcher.engine import EngineStep, build_engine, check_engine, prepare_accelerator
 from longstride.launcher.engine.build import _PART_MODELS
 from longstride.launcher.engine.optimizer import rate_factor
-from longstride.launcher.engine.settings import dynamic_scale, loss_scaler
+from longstride.launcher.engine.states import dynamic_scale, loss_scaler
 from longstride.launcher.ranks.processes import Ranks, process_group
 from tests.harness.runs import configuration
 
