@@ -39,6 +39,7 @@ from longstride.launcher.output import (
     AgreedError,
     exit_codes,
     exit_on_mistake,
+    mistake,
     report,
     said_where_slow,
     say,
@@ -124,9 +125,16 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     )
     if options.replay is not None:
         return replay_step(run, int(options.replay))
-    with said_where_slow("reading the data and the run folder"):
-        start = choose_start(run)
-        initial = open_initial(run, *start.candidates[:1])
+    try:
+        with said_where_slow("reading the data and the run folder"):
+            start = choose_start(run)
+            initial = open_initial(run, *start.candidates[:1])
+    except (OSError, ValueError) as error:
+        wrong = mistake(error)
+        if ranks.world_size == 1 or wrong is None:
+            raise
+        # This rank may have met it alone, and the others wait for it: it is told once all have come together.
+        return _train(run, None, wrong, stop, launcher_gone, stop_file)
     train, apart, padded = config.train, config.data.apart, not data.packed
     division = Division(ranks.sequence_rank, ranks.sequence_parallel, None, train.sequence_exchange)
     with said_where_slow("compiling kernels"):
@@ -141,13 +149,23 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
             division=division,
         )
     stop.listen()
-    return _train(run, initial, stop, launcher_gone, stop_file)
+    return _train(run, initial, None, stop, launcher_gone, stop_file)
 
 
 def _train(
-    run: Run, initial: InitialWeights | None, stop: StopFlag, launcher_gone: LauncherGone, stop_file: StopFile | None
+    run: Run,
+    initial: InitialWeights | None,
+    wrong: str | None,
+    stop: StopFlag,
+    launcher_gone: LauncherGone,
+    stop_file: StopFile | None,
 ) -> int:
-    """Joins the other ranks and trains; returns the exit code. ``initial``: where the first weights come from."""
+    """Joins the other ranks and trains; returns the exit code.
+
+    Args:
+        initial: where the first weights come from.
+        wrong: the user's mistake that this rank has met in its data or the run folder.
+    """
     from longstride.data_pipelines.order import LostWorkerError
     from longstride.launcher.checkpoints import NotSavedError, restore
     from longstride.launcher.data import discard_start
@@ -171,7 +189,8 @@ def _train(
     # A loss is reported while stops are handled: a launcher that has seen it sends the other ranks SIGTERM.
     with group as watchdog, stop.handled(), watchdog.reporting(), run_lock(run.folder, ranks):
         with exit_on_mistake(ranks.barrier):
-            check_agreement(run, watchdog.hosts)
+            check_agreement(run, watchdog.hosts)  # first: it says who has something else, and what
+            ranks.agree(wrong)
         checkpoint = begin(run)
         with exit_on_mistake(ranks.barrier):
             try:

@@ -40,7 +40,7 @@ from longstride.launcher.checkpoints.probe import PROBE, Probe
 from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.checkpoints.scores import known_scores, ranked
 from longstride.launcher.config import RunConfig
-from longstride.launcher.engine import set_random_states
+from longstride.launcher.engine import set_random_states, states
 from longstride.launcher.output import AgreedError, file_names
 from longstride.launcher.ranks import Ranks, wait_until_visible
 
@@ -156,7 +156,7 @@ class Checkpoint:
     def load(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) -> StreamState:
         """Brings an engine of the same layout, and the random generators, to where they were; returns the next batch.
 
-        The files are verified already.
+        The engine keeps the settings of its own configuration. The files are verified already.
 
         Raises:
             ConfigError: a file holds more than tensors and numbers, and the checkpoint is not trusted; or what no run
@@ -173,6 +173,7 @@ class Checkpoint:
         if loaded is None or engine.global_steps != self.manifest.step:
             rule = f"its manifest says step {self.manifest.step}, and its files {engine.global_steps}"
             raise AgreedError(f"{self.folder}: {rule}; take another checkpoint")
+        engine.settings.apply(engine, states.dynamic_scale(engine))
         self.load_generators(config, ranks, engine.device)
         return self.stream
 

@@ -23,12 +23,10 @@ from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.saved_state import MASTER
 from longstride.launcher.checkpoints.universal import Universal, ready_universal
 from longstride.launcher.config import RunConfig
-from longstride.launcher.engine import apply_settings, rate_change, states
+from longstride.launcher.engine import rate_change, states
 from longstride.launcher.models import AVERAGE
 from longstride.launcher.output import say
 from longstride.launcher.ranks import Ranks
-
-_WHOLE_NUMBERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a loss scale's state
 
 
 def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> StreamState:
@@ -55,7 +53,6 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
         state = checkpoint.load(engine, config, ranks)
         if not checkpoint.is_repeated_by(config, ranks.world_size):
             conversion = checkpoint.conversion(config, ranks.world_size)
-    apply_settings(engine, config.train)
     if (probe := checkpoint.probe) is not None:
         probe.check(engine, config, ranks)
     change = rate_change(checkpoint.config.train, config.train, engine.lr_scheduler.last_epoch)
@@ -79,14 +76,7 @@ def load_universal(engine: DeepSpeedEngine, form: Universal) -> None:
     engine.lr_scheduler.load_state_dict(engine.lr_scheduler.state_dict() | manifest.schedule)
     for name, value in manifest.numbers.items():
         setattr(engine, name, value)
-    if manifest.loss_scale is not None and engine.fp16_enabled():
-        # A static one is the configuration's. Window and bounds are the new run's too.
-        half = isinstance(optimizer, FP16_UnfusedOptimizer)
-        scaler = optimizer.loss_scale_config if half else optimizer.loss_scaler
-        if scaler.dynamic_loss_scale if half else scaler.dynamic:
-            for key, number in manifest.loss_scale.items():
-                if hasattr(scaler, key):
-                    setattr(scaler, key, int(number) if key in _WHOLE_NUMBERS else number)
+    engine.settings.apply(engine, manifest.loss_scale)
 
 
 def _fill(engine: DeepSpeedEngine, form: Universal) -> None:

@@ -30,7 +30,7 @@ MASTER = "fp32"
 KINDS = (MASTER, *chain.from_iterable(states.MOMENTS), AVERAGE)  # as the optimiser's state names them
 _SHARD = re.compile(rf"{DEEPSPEED_TAG}/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = re.compile(rf"{DEEPSPEED_TAG}/(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
-_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # the state of a dynamic loss scale
+_SCALE = (*states.SCALE_STATE, states.HYSTERESIS)  # what is kept of a dynamic loss scale
 
 
 class _Piece(NamedTuple):

@@ -228,6 +228,13 @@ def _contradictions(section: dict[str, Any]) -> list[Problem]:
     elif stage == 0 and gathered_as not in (None, precision(section)):
         rule = f"ZeRO 0 gathers gradients in the model's own {precision(section)}; take stage 1, 2 or 3"
         problems.append(Problem("data_types.grad_accum_dtype", rule, gathered_as))
+    elif zero.get("pipeline_loading_checkpoint") and stage != 3:
+        rule = f"only ZeRO 3 loads checkpoints so, and this is stage {stage}; leave it out"
+        problems.append(Problem("zero_optimization.pipeline_loading_checkpoint", rule, True))
+    elif zero.get("elastic_checkpoint") and stage == 3:
+        problems.append(Problem("zero_optimization.elastic_checkpoint", "ZeRO 3 cannot save so; leave it out", True))
+    if zero.get("legacy_stage1"):
+        problems.append(Problem("zero_optimization.legacy_stage1", "DeepSpeed has removed it; leave it out", True))
     # States moved to where a checkpoint would not find them, or offloading that needs DeepSpeed's own Adam.
     if zero.get("zenflow") is not None:
         problems.append(Problem("zero_optimization.zenflow", "needs DeepSpeed's own optimiser; leave it out"))

@@ -5,7 +5,6 @@ Whatever DeepSpeed does otherwise than a run needs is mended here. Importing it 
 
 from longstride.launcher.engine import states
 from longstride.launcher.engine.build import (
-    apply_settings,
     build_engine,
     check_engine,
     package_versions,

@@ -23,20 +23,19 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from longstride.kernels import ConfigError
-from longstride.launcher.config import RunConfig, TrainConfig, part_errors
+from longstride.launcher.config import RunConfig, part_errors
 from longstride.launcher.engine import states
 from longstride.launcher.engine.compiled import check_compiler, compile_blocks
 from longstride.launcher.engine.muon import Muon, matrices_in
 from longstride.launcher.engine.optimizer import (
     MATRICES,
-    apply_to_groups,
     make_optimizer,
     make_schedule,
     parameter_groups,
-    rate_factor,
 )
+from longstride.launcher.engine.settings import Settings
 from longstride.launcher.engine.tables import Tables
-from longstride.launcher.models import AVERAGE, DTYPES
+from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import Mixed, SparseTransformer
 
@@ -98,6 +97,11 @@ def build_engine(
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
         engine.optimizer.optimizer.state.clear()
+    scaler = states.dynamic_scale(engine)
+    if scaler is not None and "raise_error_at_min_scale" in scaler:
+        # A step that overflows at the lowest loss scale is left to the guards: DeepSpeed would raise.
+        scaler["raise_error_at_min_scale"] = False
+    engine.settings = Settings(engine, config.train)
     if isinstance(optimizer, Muon):
         optimizer.lay_out(states.vectors(engine), matrices, engine.device)
     if config.train.compile:
@@ -134,18 +138,6 @@ def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) ->
 
     deepspeed.checkpointing.configure(None, deepspeed_config=section)
     model.activation_checkpoint = checkpoint_in_training
-
-
-def apply_settings(engine: deepspeed.DeepSpeedEngine, train: TrainConfig) -> None:
-    """Brings the optimiser and schedule of a loaded checkpoint to the run's own settings, should they have changed.
-
-    A checkpoint holds the rates, decay and betas that it was trained with, and loading restores them in silence.
-    """
-    schedule, optimizer = engine.lr_scheduler, engine.basic_optimizer
-    schedule.base_lrs = apply_to_groups(optimizer, train, rate_factor(train, schedule.last_epoch))
-    if train.ema_decay is None:  # an average that is no longer updated would be saved as if it were
-        for state in optimizer.state.values():
-            state.pop(AVERAGE, None)
 
 
 def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:

@@ -84,21 +84,6 @@ def _settings(train: TrainConfig, part: str | None) -> dict[str, Any]:
     return {"betas": train.betas, "eps": train.eps}
 
 
-def apply_to_groups(optimizer: torch.optim.Optimizer, train: TrainConfig, factor: float) -> list[float]:
-    """Brings the settings of a loaded optimiser to the run's own; returns the rate of each group.
-
-    ``factor``: the share of the rates that the schedule is at.
-    """
-    rates = []
-    for number, group in enumerate(optimizer.param_groups):
-        part = group.get("part")
-        rates.append(train.rate_of(part))
-        group.update(_settings(train, part), initial_lr=rates[-1], lr=rates[-1] * factor)
-        decays = part != VECTORS if part else number == 0  # as ``parameter_groups`` has them
-        group["weight_decay"] = train.weight_decay if decays else 0.0
-    return rates
-
-
 def make_schedule(optimizer: torch.optim.Optimizer, train: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:
     """The rate of each step of the optimiser, from the first on."""
     for group in optimizer.param_groups:

@@ -1,10 +1,11 @@
-"""What the optimiser keeps of each parameter, and where DeepSpeed keeps that and the fp32 master weights.
+"""What the optimiser keeps of each parameter, and where DeepSpeed keeps that, the master weights and the loss scale.
 
 Offsets and paddings are asked of the engine, never computed from its configuration.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
 MOMENTUM = "momentum_buffer"
+SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a dynamic loss scale
+HYSTERESIS = "delayed_shift"  # DeepSpeed's name of the setting that ``cur_hysteresis`` counts down from
 TABLES = "embedding.ngrams.rows"  # the model's parameter that is not DeepSpeed's, see ``tables.py``
 # The keys of the optimiser's state of a parameter: of Adam, Muon, and Adafactor for matrices and for vectors.
 MOMENTS = (("exp_avg", "exp_avg_sq"), (MOMENTUM,), ("row_var", "col_var"), ("variance",))
@@ -128,3 +131,29 @@ def _parameter_shards(engine: DeepSpeedEngine) -> list[Vector]:
         moments = _moments(optimizer.param_groups[optimizer.sub_group_to_group_id[number]], 1)
         shards.append(Vector(master, moments, tuple(shares), torch.distributed.get_rank(sharing), sharing))
     return shards
+
+
+def loss_scaler(engine: DeepSpeedEngine) -> Any:
+    """Return DeepSpeed's object that holds the loss scale; None where nothing does."""
+    return getattr(engine.optimizer, scaler_name(engine), None)
+
+
+def dynamic_scale(engine: DeepSpeedEngine) -> dict[str, Any] | None:
+    """Return the fields of the engine's loss scaler if its scale is dynamic, else None."""
+    scaler = loss_scaler(engine)
+    return vars(scaler) if scaler is not None and is_dynamic(vars(scaler)) else None
+
+
+def is_dynamic(scaler: Mapping[str, Any]) -> bool:
+    """Whether the loss scaler with these fields moves its scale."""
+    return bool(scaler.get("dynamic", scaler.get("dynamic_loss_scale")))
+
+
+def lowest_scale(scaler: Mapping[str, Any]) -> float:
+    """Return how far the scale of the dynamic loss scaler with these fields may fall."""
+    return float(scaler["min_scale"] if "min_scale" in scaler else scaler["min_loss_scale"])
+
+
+def scaler_name(engine: DeepSpeedEngine) -> str:
+    """Return the attribute of the engine's optimiser that is its loss scaler, where it has one."""
+    return "loss_scaler" if hasattr(engine.optimizer, "loss_scaler") else "loss_scale_config"

@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from longstride.launcher.engine.device import random_states, set_random_states
+from longstride.launcher.engine.states import is_dynamic, loss_scaler, lowest_scale
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -56,9 +57,7 @@ class EngineStep:
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
-        self._scaler = getattr(engine.optimizer, "loss_scaler", None) or getattr(
-            engine.optimizer, "loss_scale_config", None
-        )  # holds the loss scale; None where nothing does
+        self._scaler = loss_scaler(engine)
         # What a dropped step changes although the weights stay.
         self._counters = {name: getattr(engine, name) for name in _COUNTERS}
         self._random = random_states(engine.device)
@@ -85,10 +84,6 @@ class EngineStep:
         """
         engine = self._engine
         self._backward(loss * math.nan if drop else loss)
-        if self._scaler is not None and "raise_error_at_min_scale" in vars(self._scaler):
-            # A step that overflows at the lowest loss scale is left to the guards: DeepSpeed would raise under ZeRO 1
-            # to 3. Set at every step, as a loaded checkpoint brings a scaler of its own.
-            self._scaler.raise_error_at_min_scale = False
         with StepPart.OPTIMIZER.marked(engine.device):
             return self._optimize()
 
@@ -133,12 +128,11 @@ class EngineStep:
         if not self._engine.fp16_enabled():
             return Overflow.GRADIENT
         before = self._scaler_before
-        if not before.get("dynamic", before.get("dynamic_loss_scale")):
+        if not is_dynamic(before):
             return Overflow.FIXED
-        lowest = before["min_scale"] if "min_scale" in before else before["min_loss_scale"]
         # With hysteresis left the scale would have stayed anyway.
         patient = before.get("delayed_shift", 1) > 1 and before["cur_hysteresis"] > 1
-        return Overflow.FLOOR if before["cur_scale"] <= lowest and not patient else Overflow.SCALE
+        return Overflow.FLOOR if before["cur_scale"] <= lowest_scale(before) and not patient else Overflow.SCALE
 
     def undo_scale(self) -> None:
         """Has the loss scale forget the step: a batch that was dropped on purpose is no overflow."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 
 from longstride.kernels import ConfigError, Problem
-from longstride.launcher.output import file_names, said_where_slow, say
+from longstride.launcher.output import AgreedError, file_names, mistake, said_where_slow, say
 from longstride.launcher.ranks.hangs import Watchdog
 from longstride.launcher.ranks.rank_environment import choose_interface
 from longstride.launcher.ranks.waiting import Result, first_works
@@ -171,6 +171,32 @@ class Ranks:
             AgreedError: on every rank, for a mistake of the user that the work met.
         """
         return first_works(work if self.is_first else None, self.gather_objects)
+
+    def all_work(self, work: Callable[[], Result]) -> Result:
+        """What this rank's ``work`` returns, once that of every rank has gone well.
+
+        Raises:
+            AgreedError: on every rank, for a mistake of the user that the work of any met; see ``agree``.
+        """
+        try:
+            result = work()
+        except (OSError, ValueError) as error:
+            if (wrong := mistake(error)) is None:
+                raise
+            self.agree(wrong)
+            raise
+        self.agree(None)
+        return result
+
+    def agree(self, wrong: str | None) -> None:
+        """Lets all ranks know what any has found wrong; None: nothing.
+
+        Raises:
+            AgreedError: on every rank, with what the first of those found that found something.
+        """
+        for found in self.gather_objects(wrong):
+            if found is not None:
+                raise AgreedError(found)
 
 
 @dataclass(frozen=True, slots=True)

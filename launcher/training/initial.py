@@ -7,7 +7,7 @@ each ZeRO stage and precision begins with them as it does with drawn ones. Optim
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -298,10 +298,10 @@ class InitialWeights:
         if other is not None:
             first, second = (f"{digests[rank][:12]} for rank {rank} on {hosts[rank].split()[0]}" for rank in (0, other))
             raise AgreedError(f"--from={self._asked.path}: has {first}, and {second}; give all hosts the same")
-        _on_all(ranks, self._source.verify if ranks.local_rank == 0 else lambda: None)  # once a host
+        ranks.all_work(self._source.verify if ranks.local_rank == 0 else lambda: None)  # once a host
         if isinstance(self._source, _Run):
             self._source.checkpoint.check_trust(ranks)
-            _on_all(ranks, self._source.open)
+            ranks.all_work(self._source.open)
 
     @torch.no_grad()
     def fill(self, model: SparseTransformer) -> None:
@@ -377,18 +377,6 @@ def agreed_initial(
     assert initial is not None
     initial.agree(run.ranks, hosts)
     return initial
-
-
-def _on_all(ranks: Ranks, work: Callable[[], None]) -> None:
-    """Does some work on every rank; raises AgreedError on all where it raised ConfigError on one."""
-    try:
-        work()
-        wrong = None
-    except ConfigError as error:
-        wrong = str(error)
-    found = [each for each in ranks.gather_objects(wrong) if each is not None]
-    if found:
-        raise AgreedError(found[0])
 
 
 def _some(pieces: Sequence[str]) -> str:

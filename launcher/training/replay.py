@@ -23,7 +23,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, first_whole, list_checkpoints
 from longstride.launcher.config import load_json_object
 from longstride.launcher.data import GlobalBatch, Run
-from longstride.launcher.engine import apply_settings, build_engine
+from longstride.launcher.engine import build_engine
 from longstride.launcher.identity import check_matches
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import exit_codes, exit_on_mistake, file_names, metrics_file, say
@@ -52,31 +52,13 @@ def replay_step(run: Run, step: int) -> int:
     Raises:
         ConfigError: the run does not hold what is needed, or does not fit the configuration.
     """
-    config, ranks = run.config, run.ranks
-    if step > config.train.last_step:
-        raise ConfigError(f"--replay={step}: the run has {config.train.last_step} steps")
-    record = find_record(run.folder, step)
-    incident = record.incident if record else None
-    # The checkpoints before the step that lie on the way to it, newest first.
-    first = incident.origin.step if incident else 0
-    listed, _ = list_checkpoints(run.folder, trusted=run.trusted)
-    candidates = [each for each in listed if first <= each.manifest.step < step]
-    for newest in listed[:1]:
-        check_matches(newest, config, run.data.identity)
-    path = run.folder / file_names.DATA
-    if not listed and os.path.lexists(path):
-        known = ModelData.from_json(load_json_object(path), config.model, f"{path}: ")
-        if found := known.differences(run.data.identity):
-            rule = f"is not what the run was trained on: {'; '.join(found.values())}; name the run's data"
-            raise ConfigError.at("data.path", config.data.path, rule)
-    for newest in candidates[:1]:
-        if not newest.is_repeated_by(config, ranks.world_size):
-            raise ConfigError(f"--replay={step}: {newest.layout}, and is repeated so alone: start as it was saved")
-    config = config.without_monitors()
+    config, ranks = run.config.without_monitors(), run.ranks
     run = replace(run, config=config)
     with process_group(ranks, config.train.timeout_seconds, run.folder) as watchdog:
         with exit_on_mistake(ranks.barrier):
             check_agreement(run, watchdog.hosts, replay=step)
+            record, candidates, is_from_others = ranks.all_work(lambda: _find_way(run, step))
+        incident = record.incident if record else None
         checkpoint, damaged = first_whole(run.folder, candidates, ranks)
         if ranks.is_first:
             for line in damaged:
@@ -84,7 +66,7 @@ def replay_step(run: Run, step: int) -> int:
         if checkpoint is None and incident and incident.origin.step:
             way = f"from step {incident.origin.step} to {step - 1} is whole, from which to come to it"
             raise ConfigError(f"{run.folder}: no checkpoint {way}")
-        if checkpoint is None and run.source is None and any(each.manifest.origin for each in listed):
+        if checkpoint is None and run.source is None and is_from_others:
             raise ConfigError(f"--replay={step}: the run began from other weights; give its --from too")
         if checkpoint is None and incident:
             check_processes(incident, ranks.world_size, config.train.sequence_parallel)
@@ -94,7 +76,6 @@ def replay_step(run: Run, step: int) -> int:
             engine = build_engine(config, ranks, None if initial is None else initial.fill)
             if checkpoint is not None:
                 checkpoint.load(engine, config, ranks)
-                apply_settings(engine, config.train)
             if ranks.is_first:
                 place = checkpoint.folder if checkpoint else "the beginning"
                 say(f"replaying step {step}, from {place}")
@@ -113,6 +94,32 @@ def replay_step(run: Run, step: int) -> int:
         ranks.barrier()  # a launcher ends all ranks once one has ended
         engine.destroy()
     return exit_codes.UNFORESEEN if report["reproduced"] is False else exit_codes.DONE
+
+
+def _find_way(run: Run, step: int) -> tuple[Record | None, list[Checkpoint], bool]:
+    """What is recorded of a step, the checkpoints on the way to it, newest first, and whether --from led to any.
+
+    Raises:
+        ConfigError: the run has no such step, or was trained with something else.
+    """
+    if step > run.config.train.last_step:
+        raise ConfigError(f"--replay={step}: the run has {run.config.train.last_step} steps")
+    record = find_record(run.folder, step)
+    first = record.incident.origin.step if record and record.incident else 0
+    listed, _ = list_checkpoints(run.folder, trusted=run.trusted)
+    candidates = [each for each in listed if first <= each.manifest.step < step]
+    for newest in listed[:1]:
+        check_matches(newest, run.config, run.data.identity)
+    path = run.folder / file_names.DATA
+    if not listed and os.path.lexists(path):
+        known = ModelData.from_json(load_json_object(path), run.config.model, f"{path}: ")
+        if found := known.differences(run.data.identity):
+            rule = f"is not what the run was trained on: {'; '.join(found.values())}; name the run's data"
+            raise ConfigError.at("data.path", run.config.data.path, rule)
+    for newest in candidates[:1]:
+        if not newest.is_repeated_by(run.config, run.ranks.world_size):
+            raise ConfigError(f"--replay={step}: {newest.layout}, and is repeated so alone: start as it was saved")
+    return record, candidates, any(each.manifest.origin for each in listed)
 
 
 def find_record(run: Path, step: int) -> Record | None:

@@ -30,7 +30,6 @@ from longstride.launcher.checkpoints import (
     write_json,
 )
 from longstride.launcher.data import GlobalBatch, Run, check_output
-from longstride.launcher.engine import apply_settings
 from longstride.launcher.identity import check_matches
 from longstride.launcher.output import AgreedError, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, wait_until_visible
@@ -267,7 +266,6 @@ class GuardResponse:
         if checkpoint is None:
             return None
         checkpoint.load(self._engine, run.config, run.ranks)
-        apply_settings(self._engine, run.config.train)
         back = checkpoint.manifest.step
         self._guards.rewound(step, checkpoint.manifest.guards)
         self._plateau.recall(checkpoint.manifest.plateau)

@@ -355,8 +355,8 @@ def test_state_before_adams_first_step_has_weights_alone(trained: Trained, tmp_p
         optimizer=optimizer,
         param_names={parameter: name for name, parameter in model.named_parameters()},
         zero_optimization=lambda: False,
-        fp16_enabled=lambda: False,
         lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
+        settings=SimpleNamespace(apply=lambda *_: None),
     )
     load_universal(engine, form)  # type: ignore[arg-type]  ZeRO 0, fp32
     for name, parameter in model.named_parameters():

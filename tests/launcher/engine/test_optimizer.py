@@ -18,7 +18,6 @@ from longstride.launcher.engine import muon, states
 from longstride.launcher.engine.muon import Matrix, Muon, matrices_in, orthogonal
 from longstride.launcher.engine.optimizer import (
     PARTS,
-    apply_to_groups,
     make_optimizer,
     make_schedule,
     parameter_groups,
@@ -170,12 +169,6 @@ def test_each_part_has_its_rate_and_one_schedule_scales_all() -> None:
     assert schedule.get_last_lr() == [0.01, 0.0015, 0.002, 0.0005]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.1, 0.0]
     assert config.train.rate_of("tables") == 0.001
-    later = run_config(optimizer={"type": "muon", "momentum": 0.5}, weight_decay=0.2, betas=[0.8, 0.9]).train
-    assert apply_to_groups(optimizer, later, 0.5) == [0.001] * 4
-    assert [group["lr"] for group in optimizer.param_groups] == [0.0005] * 4
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.2, 0.2, 0.0]
-    assert [group.get("betas") for group in optimizer.param_groups] == [None, *[(0.8, 0.9)] * 3]
-    assert optimizer.param_groups[0]["momentum"] == 0.5
 
 
 def test_muon_has_no_moments_of_adam_and_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:

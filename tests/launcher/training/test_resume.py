@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from longstride.data_pipelines.building.build import build
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import list_checkpoints, open_checkpoint
@@ -19,7 +20,7 @@ from longstride.launcher.checkpoints.saving import set_aside
 from longstride.launcher.output import exit_codes
 from longstride.launcher.output.metrics_file import check_metrics, cut_metrics, find_steps
 from tests.harness.lines import step_line
-from tests.harness.runs import metrics, spawn
+from tests.harness.runs import Rank, free_port, metrics, plain_environment, rank_environment, spawn
 
 Trained = Callable[..., Path]
 
@@ -186,6 +187,39 @@ def test_run_without_a_whole_checkpoint_is_refused(run_copy: Path, config_file: 
     assert len(lines) == 3
     assert "Traceback" not in ended.stderr[0]
     assert len(metrics(run_copy)) == 10
+
+
+@pytest.mark.parametrize("option", ["--resume=auto", "--replay=6"])
+@pytest.mark.parametrize(
+    ("differing", "change", "line"),
+    [
+        (1, "train.global_batch=16", "train.global_batch=8: is so for rank 0 on "),
+        (0, 'data.path="{other}"', 'data.path="{other}": has another split train'),
+        (None, "train.global_batch=16", "train.global_batch=16: the checkpoint "),
+    ],
+    ids=["configuration", "data", "all alike"],
+)
+def test_ranks_agree_before_one_ends_that_differs_from_the_checkpoint(
+    option: str, differing: int | None, change: str, line: str, trained: Trained, config_file: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained("zero0-fp32", 2), tmp_path / "run")
+    (tmp_path / "text.txt").write_text("other words " * 400)
+    build([tmp_path / "text.txt"], tmp_path / "other", validation_fraction=0.2)
+    change, line = (text.format(other=tmp_path / "other") for text in (change, line))
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    port = free_port()
+    ranks = [
+        Rank(
+            ["--config", str(config_file), option, *([change] if differing in (rank, None) else [])],
+            plain_environment() | rank_environment(rank, 2, port),
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(50.0) for rank in ranks] == [exit_codes.WRONG_INPUT] * 2  # long before the time-out
+    errors = "".join(rank.end()[1] for rank in ranks)
+    (told,) = [each for each in errors.splitlines() if each.startswith("longstride: error: ")]
+    assert told.startswith(f"longstride: error: {line}") and "Traceback" not in errors
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
 def test_checkpoints_are_listed_newest_first_without_partial_ones(run_copy: Path) -> None:

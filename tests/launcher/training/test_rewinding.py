@@ -49,7 +49,6 @@ class Folder:
         point_to(self.run, 4)
         monkeypatch.setattr(Checkpoint, "needs_conversion", lambda *_: False)
         monkeypatch.setattr(Checkpoint, "load", lambda checkpoint, *_: self.loaded.append(checkpoint.manifest.step))
-        monkeypatch.setattr(resume, "apply_settings", lambda *_: None)
         self.engine: Any = SimpleNamespace(global_steps=6, monitor=SimpleNamespace(enabled=False))
         self.recorder = Recorder(self.run, self.engine, True, 8)
         self.state = StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=6, global_batch=1)
