@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two processes on two cores: one thread each, or they get in each other's way. A third makes nothing sooner.
 WORKERS ?= 2
 TESTS ?= tests
-# The exact versions that this Python is tested with; `make locks` makes all of them anew.
+# The exact versions that this Python is tested with, which `make locks` makes anew. LOCK=locks/lowest.txt: the oldest allowed.
 LOCK = locks/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
 .PHONY: demo test arithmetic campaign cluster browser hostile clients image locks pages lint format clean

@@ -5,14 +5,14 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 # What fsspec needs for https:// and s3://; s3fs asks for an fsspec of its own date.
-SERVE = ["aiohttp>=3.9,<4"]
-REMOTE = [*SERVE, "s3fs>=2024.6"]
-# FLAC, Ogg and MP3 files (1.1 of libsndfile reads MP3: soundfile 0.12 has it), and sounds of another rate.
-AUDIO = ["soundfile>=0.12.1,<1", "soxr>=0.3.7,<2"]
+SERVE = ["aiohttp>=3.11.11,<4"]
+REMOTE = [*SERVE, "s3fs>=2024.12"]
+# FLAC, Ogg and MP3 files, and sounds of another rate.
+AUDIO = ["soundfile>=0.13,<1", "soxr>=0.5,<2"]
 # What `data build` reads beside plain files: zstd (gzip, bzip2 and xz come with Python), and Parquet by a column.
-FORMATS = ["zstandard>=0.22,<1", "pyarrow>=15,<27"]
+FORMATS = ["zstandard>=0.23,<1", "pyarrow>=18.1,<27"]
 # Scripts by which shells complete verbs and options: plain ones, so that a TAB starts no Python.
-COMPLETION = ["shtab>=1.7,<2"]
+COMPLETION = ["shtab>=1.7.2,<2"]
 
 setup(
     name="longstride",
@@ -48,15 +48,15 @@ setup(
         "triton>=3.5,<3.8; platform_system == 'Linux'",
         "deepspeed>=0.19.8,<0.20",
         "webdataset>=1.0,<2",
-        "mpi4py>=4.0,<5",  # how DeepSpeed finds its ranks under the openmpi and mpich launchers
-        "numpy>=1.26,<3",
-        "pillow>=10,<14",
-        "fsspec>=2024.6",
-        "pydantic>=2.7,<3",
-        "safetensors>=0.4.3,<1",
-        "tqdm>=4.66,<5",
-        "psutil>=5.9,<8",  # processes, and the interface of an address; deepspeed asks for it as well
-        "matplotlib>=3.8,<4",
+        "mpi4py>=4.1,<5",  # how DeepSpeed finds its ranks under the openmpi and mpich launchers
+        "numpy>=2.1,<3",
+        "pillow>=11,<14",
+        "fsspec>=2024.12",
+        "pydantic>=2.10.3,<3",
+        "safetensors>=0.5,<1",
+        "tqdm>=4.67,<5",
+        "psutil>=6.1,<8",  # processes, and the interface of an address; deepspeed asks for it as well
+        "matplotlib>=3.10.8,<4",
     ],
     extras_require={
         "remote": REMOTE,
@@ -95,9 +95,9 @@ setup(
             *FORMATS,
             *COMPLETION,
             "setuptools>=77",  # tests build the wheel
-            "pytest>=8,<10",
-            "pytest-xdist>=3.5,<4",
-            "hypothesis>=6.100,<7",
+            "pytest>=8.3.4,<10",
+            "pytest-xdist>=3.6,<4",
+            "hypothesis>=6.122,<7",
             "ruff==0.17.5",
             "mypy==2.4.1",
             "pre-commit>=4,<5",
