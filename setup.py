@@ -51,6 +51,7 @@ setup(
         "mpi4py>=4.0,<5",  # how DeepSpeed finds its ranks under the openmpi and mpich launchers
         "numpy>=1.26,<3",
         "pillow>=10,<14",
+        "simplejpeg>=1.8.2,<2",  # damage of JPEG files, which Pillow reads over
         "fsspec>=2024.6",
         "pydantic>=2.7,<3",
         "safetensors>=0.4.3,<1",
