@@ -67,11 +67,12 @@ def test_png_with_any_changed_byte_is_refused_or_as_it_was():
 
 
 @pytest.mark.parametrize("form", ["JPEG", "progressive JPEG", "restarted JPEG"])
-def test_jpeg_with_a_block_of_zeros_is_refused(form):
+def test_jpeg_with_a_block_of_zeros_is_refused_nearly_always(form):
     whole = saved(form, np.tile(PIXELS, (4, 4, 1)))
     places = range(len(whole) // 4, len(whole) - 2000, len(whole) // 40)
     assert len(places) > 10
-    assert not [place for place in places if pixels_of(whole[:place] + bytes(1024) + whole[place + 1024 :]) is not None]
+    silent = [place for place in places if pixels_of(whole[:place] + bytes(1024) + whole[place + 1024 :]) is not None]
+    assert len(silent) <= len(places) // 10  # by chance as many blocks come of it as there were
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_jpeg_with_a_block_of_zeros_is_refused(form):
         b"P6 #" + b"x" * 10**6,
         b"P6 " + b" " * 10**6,
         b"P3 4 4 255\n" + b"#\n" * 2000 + b"1 " * 48,
-        png(4, 4, *[png_chunk(b"teXt", b"")] * 30_000, rows=bytes(52)),
+        png(4, 4, *[png_chunk(b"teXt", b"")] * 40_000, rows=bytes(52)),
         png(4, 4, rows=bytes(52))[:-12] + png_chunk(b"IDAT", b"") * 2**17,
         b"\xff\xd8" + b"\xff\xfe\0\2" * 30_000,
     ],
