@@ -51,6 +51,7 @@ setup(
         "mpi4py>=4.1,<5",  # how DeepSpeed finds its ranks under the openmpi and mpich launchers
         "numpy>=2.1,<3",
         "pillow>=11,<14",
+        "simplejpeg>=1.8.2,<2",  # damage of JPEG files, which Pillow reads over
         "fsspec>=2024.12",
         "pydantic>=2.10.3,<3",
         "safetensors>=0.5,<1",

@@ -303,13 +303,28 @@ def frames_at(path: Path, form: Form, rate: int) -> int:
             f"{path}: has {form.rate} Hz, and soxr, which would resample it to {rate}, cannot be imported ({error}); "
             f'pip install "longstride[audio]", or resample it first, such as with `sox IN.wav -r {rate} OUT.wav`'
         ) from error
-    return (2 * form.frames * rate + form.rate) // (2 * form.rate)
+    return _rounded_frames(form.frames, form.rate, rate)
 
 
 def resampled(blocks: Iterator[np.ndarray], rate: int, wanted: int) -> Iterator[np.ndarray]:
-    """Blocks of (n,) float64 at one rate -> blocks at another, which do not depend on where the first are cut."""
+    """Resample blocks of (n,) float64 to another rate; where the blocks are cut changes nothing.
+
+    As many frames come out as ``frames_at`` plans for the frames that went in.
+    """
     import soxr
 
     stream = soxr.ResampleStream(rate, wanted, 1, dtype="float64", quality=_QUALITY)
-    yield from filter(len, map(stream.resample_chunk, blocks))
-    yield from filter(len, [stream.resample_chunk(np.empty(0), last=True)])
+    frames = made = 0
+    for block in blocks:
+        frames += len(block)
+        output = stream.resample_chunk(block)
+        made += len(output)
+        if len(output):
+            yield output
+    # libsoxr rounds its length in floating point. Silence, as it appends itself, makes it one frame longer at least.
+    tail = stream.resample_chunk(np.zeros(-(-rate // wanted)), last=True)
+    yield tail[: _rounded_frames(frames, rate, wanted) - made]
+
+
+def _rounded_frames(frames: int, rate: int, wanted: int) -> int:
+    return (2 * frames * wanted + rate) // (2 * rate)

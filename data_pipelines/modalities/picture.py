@@ -1,4 +1,4 @@
-"""A picture file to 8-bit red, green and blue, and back. The only file that imports Pillow.
+"""A picture file to 8-bit red, green and blue, and back. Only this file and ``damage.py`` import Pillow.
 
 Grey pictures get three equal channels. Of 16 bits the upper 8 are taken, of an animation the first frame. Transparent
 pictures are laid on white: a drawing in black on nothing would vanish on black. An orientation in the metadata is
@@ -10,18 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities.damage import check_undamaged
 
 MAX_PIXELS = 2**26  # of a file, or of what is made of it: a few bytes of a file may claim any number
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM")  # Pillow knows more, some of which start other programs
 _MOST_FILE_BYTES = 6 * MAX_PIXELS + 2**20  # of which some formats are read whole: 48 bits a pixel, and a header
 _MOST_METADATA_BYTES = 2**16  # of EXIF, as a JPEG file's: each entry may claim all of it again
-_SLOW, _MOST_SLOW_PIXELS = ("ppm", "ppm_plain"), 2**22  # decoders that Pillow has in Python: a microsecond a pixel
+# Pillow reads heads, and some formats' rows, in Python: part by part, a microsecond each.
+_SLOW, _MOST_SLOW_PIXELS = ("ppm", "ppm_plain", "bmp_rle"), 2**22
+_MOST_HEAD_READS, _MOST_READS = 2**16, 2**24
 _ORIENTATION = 0x0112  # EXIF's number for it
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -76,13 +79,32 @@ def _opened(file: BinaryIO) -> ImageFile.ImageFile:
     size = file.seek(0, 2)
     if size > _MOST_FILE_BYTES:
         raise ValueError(f"has {size:,} bytes, where {_MOST_FILE_BYTES:,} are the most")
-    file.seek(0)
-    picture = Image.open(file, formats=_FORMATS)
+    counted = _CountedReads(file, _MOST_HEAD_READS)
+    picture = Image.open(cast("BinaryIO", counted), formats=_FORMATS)
     if picture.width * picture.height > MAX_PIXELS:
         raise Image.DecompressionBombError
     if any(tile[0] in _SLOW for tile in picture.tile) and picture.width * picture.height > _MOST_SLOW_PIXELS:
-        raise ValueError(f"a PPM of more than {_MOST_SLOW_PIXELS:,} pixels must be binary and have values up to 255")
+        raise ValueError(
+            f"of more than {_MOST_SLOW_PIXELS:,} pixels, a PPM must be binary and have values up to 255, and a BMP not "
+            "be compressed"
+        )
+    counted.left = _MOST_READS
     return picture
+
+
+class _CountedReads:
+    """A file that Pillow may read in so many parts: a comment of a PPM is read a byte at a time."""
+
+    def __init__(self, file: BinaryIO, left: int) -> None:
+        self.left = left
+        self.seek, self.tell, self._read = file.seek, file.tell, file.read
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes, fewer at the end. Raises ValueError where it was called too often."""
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("its head, or its rows, are in too many parts")
+        return self._read(size)
 
 
 def _orientation(picture: Image.Image) -> int:
@@ -100,6 +122,7 @@ def _upright(file: BinaryIO) -> Image.Image:
     opened = _opened(file)
     orientation = _orientation(opened)
     raw_mode = opened.tile[0][3] if opened.tile else None
+    check_undamaged(file, opened)
     opened.load()
     picture: Image.Image = opened
     if picture.mode == "F":

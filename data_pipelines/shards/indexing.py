@@ -23,7 +23,7 @@ from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.formats import HEAD_BYTES, file_format, unpacked
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.shards.manifest import DataManifest, IndexRow, ShardRecord, SplitRecord
+from longstride.data_pipelines.shards.manifest import MOST_SAMPLES, DataManifest, IndexRow, ShardRecord, SplitRecord
 from longstride.data_pipelines.shards.places import FoundTar, find_tars
 from longstride.data_pipelines.shards.splits import deal_tars
 from longstride.data_pipelines.shards.tar_stream import TarStream, shown
@@ -232,6 +232,9 @@ class _Reader:
                 if keys.get(key):
                     raise DataError(f"{where} stands twice in this tar; give every sample a name of its own")
                 keys[key] = True
+                pieces = -(-member.size // PIECE_BYTES) if self.modality.divisible else 1
+                if len(rows) + pieces > MOST_SAMPLES:  # told before it is read: no index may be longer
+                    raise DataError(f"{where}: a tar has more than {MOST_SAMPLES:,} samples or pieces; split the tar")
                 rows += self._rows(where, member.offset, member.size, stream)
         lacking = [key for key, complete in keys.items() if not complete]
         if lacking and self.complete:

@@ -1,15 +1,16 @@
 """Sounds of other formats and rates: the same bytes in whatever pieces they are asked for, and from any process."""
 
 import io
+import math
 import sys
+from fractions import Fraction
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 import soxr
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
@@ -147,14 +148,37 @@ def test_resampling_removes_what_the_rate_cannot_hold(tmp_path):
     assert np.abs(found[200:-200]).max() <= 8  # of 32,768: mu-law's smallest step
 
 
-@given(st.integers(0, 3000), st.integers(100, 3000), st.integers(100, 3000), st.integers(1, 999))
-@settings(max_examples=60, deadline=None)
-def test_resampler_makes_the_frames_that_were_planned(frames, rate, wanted, step):
-    samples = np.random.default_rng(frames).standard_normal(frames)
-    blocks = list(resampled((samples[start : start + step] for start in range(0, frames, step)), rate, wanted))
-    found = np.concatenate([np.empty(0), *blocks])
-    assert len(found) == frames_at(Path("a"), DecodedFormat(rate, frames), wanted)
-    assert np.array_equal(found, soxr.resample(samples, rate, wanted, quality="VHQ"))
+RATES = (8000, 11_025, 12_000, 22_050, 44_100, 48_000, 96_000)
+
+
+@pytest.mark.parametrize(("rate", "wanted"), [*permutations(RATES, 2), (7919, 4421), (100, 25_600)])
+def test_resampled_sound_is_libsoxrs_and_has_the_frames_that_were_planned(rate, wanted):
+    """Also of the lengths that fall amidst two frames, some of which libsoxr rounds upwards and some downwards."""
+    halves = rate // math.gcd(rate, wanted) // 2
+    for frames in {*range(4), halves, 3 * halves, 5 * halves, 60, 997, 3440}:
+        samples = np.random.default_rng(frames).standard_normal(frames)
+        planned = math.floor(Fraction(frames * wanted, rate) + Fraction(1, 2))
+        assert frames_at(Path("a"), DecodedFormat(rate, frames), wanted) == planned
+        expected = soxr.resample(samples, rate, wanted, quality="VHQ") if frames else np.empty(0)
+        assert planned - 1 <= len(expected) <= planned
+        cut = [[samples[start : start + step] for start in range(0, frames, step)] for step in (63, 1000, 4000)]
+        first, *others = [np.concatenate([np.empty(0), *resampled(iter(blocks), rate, wanted)]) for blocks in cut]
+        assert len(first) == planned and np.array_equal(first[: len(expected)], expected)
+        assert all(np.array_equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("rate", "wanted", "frames"), [(48_000, 44_100, 3440), (12_000, 44_100, 60), (48_000, 12_000, 3442)]
+)
+def test_sound_is_built_at_another_rate_unless_it_is_short(tmp_path, rate, wanted, frames):
+    path = tmp_path / "a.wav"
+    path.write_bytes(wav(tone(frames).tobytes(), rate=rate))
+    assert len(content(path, wanted)) == math.floor(Fraction(frames * wanted, rate) + Fraction(1, 2))
+    with path.open("rb", buffering=0) as file:
+        opened = AUDIO.open(path, file, {"rate": wanted, "resampled": 1})
+        path.write_bytes(path.read_bytes()[:-20])  # ten frames
+        with pytest.raises(DataError, match=r"a\.wav: says \d+ frames .* and holds \d+: it is cut short"):
+            opened.read(0, frames * wanted)
 
 
 def test_audio_folder_of_many_formats_is_brought_to_one_rate(tmp_path):
