@@ -170,7 +170,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         ConfigError: the file cannot be read, holds no line yet, or a line that is no measurement.
     """
     try:
-        texts = read_plain(path, MOST_METRICS_BYTES).decode(errors="replace").splitlines(keepends=True)
+        texts = (
+            read_plain(path, MOST_METRICS_BYTES, follow_links=False).decode(errors="replace").splitlines(keepends=True)
+        )
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     lines = []

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import Field
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES, Modality
@@ -17,10 +18,18 @@ from longstride.data_pipelines.palette import CHANNELS, Palette
 from longstride.kernels import ConfigError
 from longstride.launcher.config import load_json_object
 from longstride.launcher.output import file_names
-from longstride.sparse_model import ImageEmbedding, ModelConfig
+from longstride.sparse_model import ImageEmbedding, ModelConfig, StrictModel
 
 if TYPE_CHECKING:
     from longstride.launcher.config import RunConfig
+
+
+class _SavedData(StrictModel, extra="ignore"):
+    """What an export and a run tell of their data."""
+
+    modality: str | None = None
+    properties: dict[str, int] = Field(default_factory=dict)
+    palette: Any = None  # see ``Palette.from_text``
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +50,13 @@ class ModelData:
             ConfigError: pictures of unknown size, or of another than the model's context; a rate out of range; tokens
                 that are neither bytes nor colours of a palette that is known.
         """
-        data = content.get("data")
-        data = data if isinstance(data, dict) else {}
-        known = data.get("properties")
-        palette = _palette(data.get("palette"), config)
-        known = (known if isinstance(known, dict) else {}) | (_picture_size(config) if palette is None else {})
-        name = modality or data.get("modality") or config.embedding.modality
+        try:
+            data = _SavedData.model_validate(content.get("data") or {})
+        except ConfigError as error:
+            raise ConfigError(*(f"{file_names.CONFIG}: {each}" for each in error.under("data").problems)) from None
+        palette = _palette(data.palette, config)
+        known = data.properties | (_picture_size(config) if palette is None else {})
+        name = modality or data.modality or config.embedding.modality
         if name not in MODALITIES:
             rule = f"must be one of {', '.join(sorted(MODALITIES))}"
             raise ConfigError(f"{file_names.CONFIG}: data.modality={name!r}: {rule}")
@@ -80,7 +90,7 @@ class ModelData:
         from longstride.data_pipelines.stores import open_store
 
         if run is not None and os.path.lexists(run / file_names.DATA):
-            return cls.of({"data": load_json_object(run / file_names.DATA)}, config.model)
+            return cls.of({"data": load_json_object(run / file_names.DATA, follow_links=False)}, config.model)
         sizes = _picture_size(config.model)
         if "://" not in config.data.path:
             with contextlib.suppress(DataError, OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longstride.data_pipelines.durable import flush_folder
-from longstride.data_pipelines.plain_files import open_plain
+from longstride.data_pipelines.plain_files import JSONError, open_plain, parse_json
 from longstride.launcher.output.file_names import METRICS
 
 NO_BYTE = "pixel"  # the one unit whose tokens are no bytes: of pictures that are read by a palette
@@ -42,9 +41,9 @@ def bits_of(line: dict[str, Any]) -> tuple[str, float | None]:
 
 
 def check_metrics(run: Path) -> None:
-    """Whether the place of metrics.jsonl is free, or a plain file's, or a link's to one; OSError where it is not."""
+    """Whether the place of metrics.jsonl is free, or a plain file's; OSError where it is not."""
     if os.path.lexists(run / METRICS):
-        open_plain(run / METRICS).close()
+        open_plain(run / METRICS, follow_links=False).close()
 
 
 def read_lines(run: Path) -> Iterator[dict[str, Any]]:
@@ -75,7 +74,7 @@ def cut_metrics(run: Path, step: int, reason: str = "resume", last: str = "") ->
     if not path.exists() or (not last and sum(map(len, kept)) == path.stat().st_size):
         return None
     number = 1
-    while (copy := run / f"metrics.before-{reason}-{number}.jsonl").exists():
+    while os.path.lexists(copy := run / f"metrics.before-{reason}-{number}.jsonl"):
         number += 1
     partial = run / f".{METRICS}.partial"
     try:
@@ -99,32 +98,31 @@ def _copy(path: Path, copy: Path, last: str) -> None:
     """Keeps a file under another name, with a last line; without one by a link, which takes no room and no time."""
     if not last:
         with suppress(OSError):  # some file systems have none
-            os.link(path.resolve(), copy)
+            os.link(path, copy, follow_symlinks=False)
             return
-    shutil.copy2(path, copy)
-    with copy.open("a", encoding="utf-8") as file:
-        file.write(last)
-        file.flush()
+    shutil.copy2(path, copy, follow_symlinks=False)
+    with open_plain(copy, "ab", follow_links=False) as file:
+        file.write(last.encode())
         os.fsync(file.fileno())
 
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of a file, if it is there, with their ends and their content; see ``_parsed``.
+    """The lines of a file, if it is there, with their ends and their content; see ``parse_line``.
 
     Up to one that is longer than any of ours: what a disk or a person has put there may have no other end.
     """
     if not os.path.lexists(path):
         return
-    with open_plain(path) as file:
+    with open_plain(path, follow_links=False) as file:
         while (text := file.readline(MOST_LINE_BYTES + 1)) and len(text) <= MOST_LINE_BYTES:
-            yield text, _parsed(text)
+            yield text, parse_line(text)
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def parse_line(text: bytes) -> dict[str, Any]:
     """The content of a line; empty for one that is torn, damaged or holds what no run writes."""
     try:
-        content = json.loads(text.decode()) if text.endswith(b"\n") else None
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, or an integer of more digits than Python reads
+        content = parse_json(text) if text.endswith(b"\n") else None
+    except JSONError:
         return {}
     if not isinstance(content, dict):
         return {}
