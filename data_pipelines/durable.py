@@ -155,7 +155,7 @@ def write_over(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        with naming(path):
+        with naming(path, partial):
             partial.replace(path)
     finally:
         with suppress(OSError):

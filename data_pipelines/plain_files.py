@@ -9,16 +9,18 @@ import errno
 import gc
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, cast
 
 MOST_JSON_BYTES = 2**26  # a manifest of 100,000 shards has half of it
 _MOST_JSON_VALUES = 4_000_000  # about 100 bytes of memory each; such a manifest has a quarter of them
 _DEEPEST = 64  # objects and lists within each other
 _MOST_DIGITS = 39  # of an integer: 128 bits
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")  # as a shell replaces it
 _KINDS = (
     (stat.S_ISDIR, errno.EISDIR, "is a folder, not a plain file"),
     (stat.S_ISLNK, errno.ELOOP, "is a link, not a plain file"),
@@ -41,6 +43,36 @@ class RepeatedKeyError(JSONError):
     """A key stands twice in one object."""
 
 
+def expand_path(text: str) -> str:
+    """Return a path with its leading ``~`` or ``~name`` replaced by that home folder; a URL and ``./~`` as they are.
+
+    Shells leave ``~`` alone behind ``=``, and JSON always does. Variables are never replaced: a run would depend on the
+    environment of whoever reads its configuration.
+
+    Raises:
+        ValueError: there is no such home folder, or the path names a variable; worded to follow ``path=text: ``.
+            A name that is there, letter by letter, is taken as it is.
+    """
+    if "://" in text:
+        return text
+    expanded = text
+    if text.startswith("~"):
+        try:
+            expanded = str(Path(text).expanduser())
+        except RuntimeError:
+            if not os.path.lexists(text.partition("/")[0]):
+                rule = f"there is no such home folder; for a name that begins so write ./{text}"
+                raise ValueError(rule) from None
+    if (variable := _VARIABLE.search(expanded)) is None:
+        return expanded
+    end = expanded.find("/", variable.start())
+    if os.path.lexists(expanded if end < 0 else expanded[:end]):
+        return expanded
+    meant = _VARIABLE.sub(lambda each: os.environ.get(each[1] or each[2], each[0]), expanded)
+    good = f"{variable[0]} is not set here; write the path" if _VARIABLE.search(meant) else f"write {meant}"
+    raise ValueError(f"variables are not replaced here; {good}")
+
+
 def plain_status(path: Path) -> os.stat_result:
     """The size and times of a plain file, links followed; nothing is opened.
 
@@ -52,25 +84,30 @@ def plain_status(path: Path) -> os.stat_result:
     return status
 
 
-def open_plain(path: Path, *, follow_links: bool = True) -> BinaryIO:
-    """A plain file, open for reading and without a buffer's worth read yet.
+def open_plain(path: Path, mode: str = "rb", *, follow_links: bool = True) -> BinaryIO:
+    """Open a plain file without a buffer, or with one from which nothing has been read yet.
 
     Links to plain files are followed unless ``follow_links`` is False: a hub's cache and many data folders are made of
-    them, a checkpoint has none.
+    them, a run folder and a checkpoint have none.
+
+    Args:
+        mode: "rb"; or "ab" and "a+b", which append to a file and make one where there is none, without a buffer.
 
     Raises:
-        OSError: there is none, it cannot be read, or it is no plain file; with the file's name.
+        OSError: there is none, it cannot be opened, or it is no plain file; with the file's name.
     """
     # Without O_NONBLOCK opening a pipe waits for whoever writes to it. It does nothing to a plain file.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    flags = {"rb": os.O_RDONLY}.get(mode, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     try:
-        _refuse_kind(path, (os.stat if follow_links else os.lstat)(path).st_mode)  # opening a device may do something
-        descriptor = os.open(path, flags)
+        with nullcontext() if mode == "rb" else suppress(FileNotFoundError):
+            _refuse_kind(path, (os.stat if follow_links else os.lstat)(path).st_mode)  # opening a device may act
+        descriptor = os.open(path, flags, 0o666)
     except ValueError as error:  # a zero byte in the name
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     try:
         _refuse_kind(path, os.fstat(descriptor).st_mode)  # of what was opened: the name may lead elsewhere by now
-        return os.fdopen(descriptor, "rb")
+        return cast(BinaryIO, os.fdopen(descriptor, mode, buffering=-1 if mode == "rb" else 0))
     except BaseException:
         os.close(descriptor)
         raise

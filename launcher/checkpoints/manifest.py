@@ -126,7 +126,7 @@ def read_checkpoint_config(folder: Path) -> RunConfig:
         ConfigError: none, or not one of this version's.
     """
     try:
-        return RunConfig.model_validate(load_json_object(folder / file_names.CONFIG))
+        return RunConfig.model_validate(load_json_object(folder / file_names.CONFIG, follow_links=False))
     except ConfigError as error:
         prefix = f"{folder / file_names.CONFIG}: "
         lines = (line if line.startswith(str(folder)) else prefix + line for line in str(error).splitlines())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import shutil
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -15,6 +16,7 @@ from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.durable import flush_folder
 from longstride.data_pipelines.order import StreamState
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import (
     DEEPSPEED_TAG,
     checkpoint_folder,
@@ -335,10 +337,10 @@ def go_back_to(run: Path, step: int) -> list[Path]:
 
 def set_aside(path: Path) -> Path | None:
     """Renames what is there to a free name beside it; None where nothing is."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     number = 1
-    while (aside := path.with_name(f"{path.name}.replaced-{number}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.name}.replaced-{number}")):
         number += 1
     path.rename(aside)
     return aside
@@ -350,6 +352,13 @@ def remove_leftovers(run: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
             remove_tree(path)
+
+
+def check_pointer(run: Path) -> None:
+    """Raise ConfigError where no file can take the place of `latest`, before any step is taken."""
+    path = run / file_names.CHECKPOINTS / _LATEST
+    if path.is_dir() and not path.is_symlink():
+        raise ConfigError(f"{path}: is a folder, not a plain file; move it away")
 
 
 def point_to(run: Path, step: int) -> None:

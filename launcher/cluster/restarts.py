@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -11,9 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from longstride.data_pipelines.plain_files import open_plain, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.cluster.placement import HostRanks, LocalRanks, NoHostAnswersError
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest
+from longstride.launcher.config import load_json_object
 from longstride.launcher.output import exit_codes, file_names, metrics_file, say
 from longstride.launcher.ranks import check_unlocked
 from longstride.launcher.stops import StopFile
@@ -25,6 +26,7 @@ _POLL_SECONDS = 1.0
 _UNLOCK_SECONDS = 60.0  # for the system, or a file server, to free the lock of a process that was killed
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _TAIL_BYTES = 1 << 16
+_MOST_DIGITS = 32  # of a step, in a file of its own
 
 
 def run_with_restarts(
@@ -173,9 +175,9 @@ class Progress:
 def read_progress(run: Path) -> Progress:
     """How far a run has come, by the names of its checkpoints and the last whole lines of metrics.jsonl."""
     try:
-        with (run / file_names.METRICS).open("rb") as file:
+        with open_plain(run / file_names.METRICS, follow_links=False) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines(keepends=True)
+            lines = file.read(_TAIL_BYTES).splitlines(keepends=True)
     except OSError:
         lines = []
     recorded = max((line["step"] for line in map(metrics_file.parse_line, lines) if line), default=0)
@@ -199,12 +201,11 @@ def is_done(run: Path, last_step: int | None) -> bool:
     """
     saved = saved_steps(run)
     with suppress(OSError, ValueError):
-        if int((run / file_names.OVER).read_text(encoding="ascii")) in saved:
+        if int(read_plain(run / file_names.OVER, _MOST_DIGITS, follow_links=False)) in saved:
             return True
     if last_step is None:
         try:
-            content = json.loads((run / file_names.CONFIG).read_text(encoding="utf-8"))
-            last_step = content["train"]["steps"]
-        except (OSError, ValueError, KeyError, TypeError):
+            last_step = load_json_object(run / file_names.CONFIG, follow_links=False)["train"]["steps"]
+        except (ConfigError, KeyError, TypeError):
             return False
     return last_step in saved

@@ -82,6 +82,13 @@ class _Timers(StrictModel):
     throughput: _ThroughputTimer = _ThroughputTimer()
 
 
+class _ZeroOptimization(StrictModel, extra="allow"):
+    """The keys that the launcher computes with before DeepSpeed's own class has checked them all."""
+
+    reduce_bucket_size: float = Field(default=0, ge=0)
+    stage3_max_live_parameters: float = Field(default=0, ge=0)
+
+
 class _Section(StrictModel):
     """What the training loop works with. The defaults are never used; what is given goes to DeepSpeed as it is.
 
@@ -114,7 +121,7 @@ class _Section(StrictModel):
     wall_clock_breakdown: bool = False
     wandb: dict[str, Any] = Field(default_factory=dict)
     zero_allow_untested_optimizer: bool = False
-    zero_optimization: dict[str, Any] = Field(default_factory=dict)
+    zero_optimization: _ZeroOptimization = _ZeroOptimization()
 
 
 KNOWN = tuple(_Section.model_fields)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from longstride.data_pipelines.plain_files import expand_path
 from longstride.kernels import ConfigError, Problem, nearest
 from longstride.launcher.config.json_file import load_json_object
 
@@ -81,7 +82,10 @@ def load_written(path: Path, before: tuple[Path, ...] = ()) -> Written:
     if not isinstance(name, str) or not name:
         rule = "must be text: the path of a file, from this file's folder, or a name in ds_configs/experiments"
         raise ConfigError(f"{path}: {Problem(EXTENDS, rule, name)}")
-    base, chain = path.parent / name, (*before, path)
+    try:
+        base, chain = path.parent / expand_path(name), (*before, path)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {Problem(EXTENDS, str(error), name)}") from None
     if not base.is_file():
         known = {file.stem: file for file in sorted(EXPERIMENTS.glob("*.json"))}
         if name not in known:

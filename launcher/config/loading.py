@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from longstride.data_pipelines.plain_files import expand_path
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.config.deepspeed_keys import KNOWN
 from longstride.launcher.config.extending import (
@@ -19,10 +21,14 @@ from longstride.launcher.config.extending import (
     name_length,
     resolve_deepspeed,
 )
-from longstride.launcher.config.json_file import parse_override, put
+from longstride.launcher.config.json_file import flattened, parse_override, put
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.config.schema import known_keys
 
+# Keys whose values are paths; those of DeepSpeed's section by their names there.
+PATHS = re.compile(
+    r"data\.path|data\.remote\.cache|train\.output|deepspeed\.(?:.+\.)?(?:output_path|output_file|nvme_path)"
+)
 _MOST_PLACES = 3  # that are named for a key
 
 
@@ -59,11 +65,29 @@ def load_config(
     written = replace(written, given=written.given | _with_parents(given))
     try:
         resolve_deepspeed(content)
+        _expand_paths(content)
         config = RunConfig.model_validate(content)
     except ConfigError as error:
         raise ConfigError(*_advised(error.problems, written)) from None
     config.data.check_order()
     return config
+
+
+def _expand_paths(content: dict[str, Any]) -> None:
+    """Expands every path of a configuration that a person wrote, in place; what a run saved has been expanded.
+
+    Raises:
+        ConfigError: every path that cannot be.
+    """
+    problems = []
+    for place, text in flattened(content).items():
+        if isinstance(text, str) and PATHS.fullmatch(place):
+            try:
+                put(content, place.split("."), expand_path(text))
+            except ValueError as error:
+                problems.append(Problem(place, str(error), text))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _shorter_warm_up(train: Any, given: dict[str, Any]) -> int | None:

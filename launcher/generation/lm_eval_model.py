@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from longstride.data_pipelines.modalities import modality_named
+from longstride.data_pipelines.plain_files import expand_path
 from longstride.kernels import ConfigError
 from longstride.launcher.generation.likelihood import MOST_POSITIONS, Piece, batches, check_bytes, piece_nats
 from longstride.launcher.models import DTYPES, Exported, ModelData, computing_numbers, load_model, usable_device
@@ -71,7 +72,10 @@ class LongstrideLM(LM):
         types = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
         if dtype not in (None, "auto", *types):
             raise ConfigError(f"dtype={dtype}: must be one of {', '.join(types)}; auto is as the export is stored")
-        exported = Exported(Path(str(path)))
+        try:
+            exported = Exported(Path(expand_path(str(path))))
+        except ValueError as error:
+            raise ConfigError(f"path={path}: {error}") from None
         if exported.has_palette or exported.config.vocabulary > _BYTE_VALUES:
             raise ConfigError(f"path={path}: its tokens are no bytes of text, which lm_eval's tasks are")
         trained = ModelData.from_json(exported.content.get("data"), exported.config)

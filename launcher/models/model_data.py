@@ -7,18 +7,30 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from pydantic import Field
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES, Modality, modality_named
 from longstride.data_pipelines.palette import CHANNELS, Palette
 from longstride.kernels import ConfigError
 from longstride.launcher.output import file_names
-from longstride.sparse_model import ImageEmbedding, ModelConfig
+from longstride.sparse_model import ImageEmbedding, ModelConfig, StrictModel
 
 if TYPE_CHECKING:
     from longstride.data_pipelines.shards import DataFolder
 
 _ARRANGEMENT = ("height", "width", "channels")
+
+
+class _SavedData(StrictModel, extra="ignore"):
+    """What an export and a run tell of their data."""
+
+    modality: str | None = None
+    properties: dict[str, int] = Field(default_factory=dict)
+    palette: Any = None  # see ``Palette.from_text``
+    separator: int | None = None
+    splits: dict[str, str] = Field(default_factory=dict)
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +80,26 @@ class ModelData:
         """Read what ``to_json`` wrote; the model's embedding tells what is not known.
 
         Args:
-            content: a run's data.json, or ``data`` in an export's config.json; anything else counts as empty.
+            content: a run's data.json, or ``data`` in an export's config.json; None counts as empty.
             config: the model.
             place: where it stands, for messages.
             modality: the name to take in place of what ``content`` has.
 
         Raises:
-            ConfigError: an unknown modality, or a palette that is none or does not fit the model.
+            ConfigError: what no run writes, an unknown modality, or a palette that is none or does not fit the model.
         """
-        content = content if isinstance(content, dict) else {}
-        name = modality or content.get("modality") or config.embedding.modality
-        if not isinstance(name, str) or name not in MODALITIES:
+        try:
+            saved = _SavedData.model_validate({} if content is None else content)
+        except ConfigError as error:
+            raise ConfigError(*(f"{place}{each}" for each in error.problems)) from None
+        name = modality or saved.modality or config.embedding.modality
+        if name not in MODALITIES:
             raise ConfigError(f"{place}modality={name!r}: must be one of {', '.join(sorted(MODALITIES))}")
-        palette = _palette(content.get("palette"), config, place)
-        properties, splits = (_mapping(content.get(key), kind) for key, kind in (("properties", int), ("splits", str)))
+        palette = _palette(saved.palette, config, place)
+        properties = dict(saved.properties)
         if palette is None and isinstance(config.embedding, ImageEmbedding):
             properties |= {size: getattr(config.embedding, size) for size in _ARRANGEMENT}
-        separator, fingerprint = content.get("separator"), content.get("fingerprint")
-        return cls(
-            MODALITIES[name],
-            properties,
-            palette,
-            separator if type(separator) is int else None,
-            splits,
-            fingerprint if isinstance(fingerprint, str) else None,
-        )
+        return cls(MODALITIES[name], properties, palette, saved.separator, saved.splits, saved.fingerprint)
 
     @classmethod
     def of_folder(cls, folder: DataFolder) -> ModelData:
@@ -166,11 +173,6 @@ class ModelData:
                 rule = f"does not tell the {self.modality.words}' {name}; add it, such as --{name} 12000"
                 raise ConfigError(f"--{name}: {file_names.CONFIG} {rule}")
         return self.properties
-
-
-def _mapping(content: Any, kind: type) -> dict[str, Any]:
-    """The values of a type; anything else is left out."""
-    return {name: each for name, each in content.items() if type(each) is kind} if isinstance(content, dict) else {}
 
 
 def _palette(content: Any, config: ModelConfig, place: str) -> Palette | None:

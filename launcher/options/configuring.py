@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from longstride.launcher.options.shared import path, place
 
 SIZES = ("tiny", "small", "base")  # that `longstride new` has recipes of
 
@@ -13,12 +14,12 @@ def add_new_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", metavar="NAME", help="name of the run: writes NAME.json, to train into runs/NAME")
     folder = "fit this folder of `longstride data build` or `index` (default: data/NAME)"
-    add("--data", metavar="DIR", help=folder)
+    add("--data", type=place, metavar="DIR", help=folder)
     kind = "refuse data of another modality than this (default: take what the folder says)"
     add("--modality", metavar="text|image|audio", help=kind)
     size = "tiny: minutes of two cores; small: an hour or more of a large card; base: eight of them (default: tiny)"
     add("--size", default=SIZES[0], metavar="|".join(SIZES), help=size)
-    add("--output", type=Path, metavar="FILE.json", help="write this new file (default: NAME.json)")
+    add("--output", type=path, metavar="FILE.json", help="write this new file (default: NAME.json)")
     many = "fit a run of so many processes (default: one for each GPU, or by the cores)"
     add("--processes", metavar="W", help=many)
     memory = "fit so much memory of each GPU, for a run on another machine (default: as found on this one)"
@@ -28,7 +29,7 @@ def add_new_arguments(parser: argparse.ArgumentParser) -> None:
 def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the schema goes."""
     what = "write it to this new file, for `$schema` of configurations (default: print it)"
-    parser.add_argument("--output", type=Path, default=None, metavar="FILE.json", help=what)
+    parser.add_argument("--output", type=path, default=None, metavar="FILE.json", help=what)
 
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:

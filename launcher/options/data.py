@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from longstride.data_pipelines.datasets import DATASETS
 from longstride.data_pipelines.modalities import MODALITIES
+from longstride.launcher.options.shared import path, place
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `data build`."""
     add = parser.add_argument
-    add("inputs", nargs="*", default=[], metavar="PATH", help="files and folders to take documents from")
-    add("--output", required=True, metavar="DIR", help="make the data folder here; nothing is written over")
+    add("inputs", type=place, nargs="*", default=[], metavar="PATH", help="files and folders to take documents from")
+    add("--output", type=place, required=True, metavar="DIR", help="make the data folder here; nothing is written over")
     add("--modality", choices=sorted(MODALITIES), help="what kind of documents the files are (default: text)")
     for kind in MODALITIES.values():
         for option in kind.build_options:
@@ -22,7 +22,7 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     colours = "make a palette of K colours of the pictures; the model's tokens are pixels, and not channels"
     palette.add_argument("--palette", type=int, metavar="K", help=colours)
     same = "take the palette of another data folder, as validation on other pictures needs"
-    palette.add_argument("--palette-from", metavar="DIR|URL", help=same)
+    palette.add_argument("--palette-from", type=place, metavar="DIR|URL", help=same)
     record = "read JSON Lines or Parquet: each line or row is a document, the text under this name"
     add("--field", metavar="NAME", help=record)
     add("--raw", action="store_true", default=None, help="take files of any format byte by byte, as they are")
@@ -42,7 +42,12 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help=seed)
     published = f"read a published dataset in place of files: {', '.join(sorted(DATASETS))}"
     add("--dataset", metavar="NAME", help=published)
-    add("--input", metavar="PATH", help="where the dataset lies as it is distributed: its archive or its folder")
+    add(
+        "--input",
+        type=place,
+        metavar="PATH",
+        help="where the dataset lies as it is distributed: its archive or its folder",
+    )
     add("--download", action="store_true", help="fetch the dataset where it is not here yet")
     add("--unpublished", action="store_true", help="take other content than the published in the dataset's form")
 
@@ -58,8 +63,20 @@ def _suffixes() -> str:
 def add_index_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `data index`."""
     add = parser.add_argument
-    add("places", nargs="+", metavar="DIR|URL|TAR", help="tars: folders that hold them, their names, or patterns")
-    add("--output", required=True, metavar="DIR", help="write manifest and indexes here; may be the tars' own folder")
+    add(
+        "places",
+        type=place,
+        nargs="+",
+        metavar="DIR|URL|TAR",
+        help="tars: folders that hold them, their names, or patterns",
+    )
+    add(
+        "--output",
+        type=place,
+        required=True,
+        metavar="DIR",
+        help="write manifest and indexes here; may be the tars' own folder",
+    )
     kind = "what kind of samples the members are (default: text)"
     add("--modality", choices=sorted(MODALITIES), default="text", help=kind)
     members = "take the members that end so as the content of samples (default: as the modality names its own)"
@@ -75,15 +92,15 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `data verify`."""
-    parser.add_argument("location", metavar="DIR|URL", help="data folder to read whole and check")
+    parser.add_argument("location", type=place, metavar="DIR|URL", help="data folder to read whole and check")
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `data show`."""
     add = parser.add_argument
-    add("location", metavar="DIR|URL", help="data folder to show samples of")
+    add("location", type=place, metavar="DIR|URL", help="data folder to show samples of")
     add("--split", default="train", metavar="NAME", help="show samples of this split (default: train)")
     add("--count", type=int, metavar="N", help="show so many (default: 3 texts, 16 pictures, 4 sounds)")
     add("--seed", type=int, default=0, metavar="N", help="another seed shows other samples (default: 0)")
     picture = "PNG to draw them into: pictures and sounds alone, as texts are printed"
-    add("--output", type=Path, metavar="PNG", help=picture)
+    add("--output", type=path, metavar="PNG", help=picture)

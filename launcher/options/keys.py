@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
+
 KEYS = Path(__file__).with_name("keys.json")
 _PRESETS = Path(__file__).resolve().parents[2] / "ds_configs" / "experiments"
 _MOST_BYTES = 1 << 20  # of a file that is looked at here
@@ -39,10 +41,8 @@ def _content(config: str) -> Any:
     if not path.is_file():
         path = _PRESETS / f"{path.name}.json"
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            return None
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return parse_json(read_plain(path, _MOST_BYTES))
+    except (OSError, JSONError):
         return None
 
 

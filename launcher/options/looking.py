@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from longstride.launcher.options.shared import (
@@ -12,16 +11,18 @@ from longstride.launcher.options.shared import (
     add_step_argument,
     add_trust_argument,
     add_weights_argument,
+    path,
+    place,
 )
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `longstride evaluate`."""
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run folder that holds the checkpoint")
+    add("run", type=path, metavar="RUN", help="run folder that holds the checkpoint")
     add_step_argument(parser, "score")
     add("--split", default=None, metavar="NAME", help="score this split (default: the run's validation split)")
-    add("--data", default=None, metavar="DIR|URL", help="score this data folder (default: the run's)")
+    add("--data", type=place, default=None, metavar="DIR|URL", help="score this data folder (default: the run's)")
     add("--batch", type=int, default=None, metavar="B", help="compute B contexts at once (default: micro_batch)")
     add("--precision", choices=PRECISIONS, default=None, help="compute in this precision (default: the run's)")
     add_weights_argument(parser)
@@ -29,7 +30,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     seen = "score bytes that see at least M earlier bytes, where there are so many (default: 0)"
     add("--min-context", type=int, default=0, metavar="M", help=seen)
     drawn = "draw the loss by position in the context, and write its numbers to FILE.json"
-    add("--positions", type=Path, metavar="FILE.png", help=drawn)
+    add("--positions", type=path, metavar="FILE.png", help=drawn)
     shared = "share each context among U of the processes that a launcher started (default: 1)"
     add("--sequence-parallel", type=int, default=1, metavar="U", help=shared)
 
@@ -43,7 +44,7 @@ class _Queries(argparse.Action):
         """Adds the numbers to those of the options before."""
         numbers = list(values)
         if len(numbers) > 1 and not _is_number(numbers[-1]) and namespace.behind is None:
-            namespace.behind = Path(numbers.pop())
+            namespace.behind = path(numbers.pop())
         if not all(map(_is_number, numbers)):
             parser.error(f"argument --query: must be positions, such as --query 100 2000; not {' '.join(numbers)}")
         namespace.query = [*(namespace.query or ()), *map(int, numbers)]
@@ -55,7 +56,7 @@ def _is_number(word: str) -> bool:
 
 def _add_source(parser: argparse.ArgumentParser, metavar: str, help_text: str) -> None:
     # The parser does not ask for it, as it may stand behind the numbers of --query.
-    parser.add_argument("source", type=Path, nargs="?", metavar=metavar, help=help_text)
+    parser.add_argument("source", type=path, nargs="?", metavar=metavar, help=help_text)
     parser.set_defaults(behind=None)
 
 
@@ -66,9 +67,9 @@ def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
         "CONFIG|RUN",
         "a run's JSON file, the name of one of ds_configs/experiments such as demo, or a run's folder",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="picture to make")
+    parser.add_argument("--output", type=path, metavar="FILE.png", help="picture to make")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="page to make, which tells what each query reads (one file)"
+        "--html", type=path, metavar="FILE.html", help="page to make, which tells what each query reads (one file)"
     )
     parser.add_argument(
         "--query",
@@ -79,7 +80,7 @@ def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--text",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="draw what heads that choose their keys by content read of the first bytes of this file",
     )
@@ -89,7 +90,7 @@ def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `show attention`."""
     _add_source(parser, "RUN|MODEL", "a run's folder, or an exported model's with --data or --text")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to make")
+    parser.add_argument("--output", type=path, required=True, metavar="FILE.png", help="picture to make")
     parser.add_argument(
         "--query",
         nargs="+",
@@ -105,9 +106,9 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
         help="context of the validation split that is read, from 0 (default: 0)",
     )
     parser.add_argument(
-        "--data", metavar="DIR|URL", help="data folder whose validation split is read (default: the run's)"
+        "--data", type=place, metavar="DIR|URL", help="data folder whose validation split is read (default: the run's)"
     )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="file whose first bytes are read, in place of data")
+    parser.add_argument("--text", type=path, metavar="FILE", help="file whose first bytes are read, in place of data")
     parser.add_argument(
         "--weights",
         choices=WEIGHTS,
@@ -120,8 +121,8 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `show loss`."""
-    parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="picture to make")
+    parser.add_argument("source", type=path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--output", type=path, required=True, metavar="FILE.png", help="picture to make")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,14 +130,14 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "runs",
-        type=Path,
+        type=path,
         nargs="+",
         metavar="RUN",
         help="run folders, at most twelve, drawn into the same charts",
     )
-    add("--output", type=Path, required=True, metavar="FILE.html", help="write the page here; nothing is written over")
+    add("--output", type=path, required=True, metavar="FILE.html", help="write the page here; nothing is written over")
     written = "show the losses by position that `longstride evaluate --positions` wrote here, too (repeatable)"
-    add("--positions", type=Path, action="append", default=[], metavar="FILE.json", help=written)
+    add("--positions", type=path, action="append", default=[], metavar="FILE.json", help=written)
     add("--by-position", action="store_true", help="score each run's validation split by position first, for the page")
     quick = "leave out the plan and the pictures of pattern and attention, which take a minute"
     add("--quick", action="store_true", help=quick)

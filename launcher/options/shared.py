@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
+
+from longstride.data_pipelines.plain_files import expand_path
 
 TRUST_OPTION = "--trust-checkpoint"
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -11,13 +14,26 @@ WEIGHTS = ("trained", "ema")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
+def place(text: str) -> str:
+    """Take an option that names a path or a URL; see ``expand_path``."""
+    try:
+        return expand_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
+def path(text: str) -> Path:
+    """Take an option that names a path."""
+    return Path(place(text))
+
+
 def add_config_argument(parser: argparse.ArgumentParser, name: str) -> None:
     """A run's configuration, by ``name``: an option, or an argument by its place."""
     what = "JSON file of the run, or the name of one of ds_configs/experiments, such as enwik8_fixed"
     if name.startswith("--"):
-        parser.add_argument(name, required=True, metavar="X.json|NAME", help=what)
+        parser.add_argument(name, type=place, required=True, metavar="X.json|NAME", help=what)
     else:
-        parser.add_argument(name, metavar="CONFIG", help=what)
+        parser.add_argument(name, type=place, metavar="CONFIG", help=what)
 
 
 def add_override_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,8 @@ from longstride.launcher.options.shared import (
     add_config_argument,
     add_override_arguments,
     add_trust_argument,
+    path,
+    place,
     step_named,
 )
 
@@ -22,7 +24,7 @@ def add_from_arguments(parser: argparse.ArgumentParser) -> None:
     """`--from` and the options beside it, of every verb that starts a run."""
     add = parser.add_argument
     what = "take the first weights from an exported folder or from another run; the optimiser begins anew"
-    add("--from", dest="source", metavar="MODEL|RUN", help=what)
+    add("--from", type=place, dest="source", metavar="MODEL|RUN", help=what)
     which = "take this checkpoint of the other run (best: the lowest validation loss; default: the newest)"
     add("--from-step", type=step_named, metavar="N|best", help=which)
     which = "take the other run's weights as trained, or their moving average (default: trained)"
@@ -66,7 +68,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     here = "start so many processes on this host (default: one for each GPU, or one on a CPU)"
     add("--processes", type=int, default=None, metavar="N", help=here)
     lines = f"start them on the hosts of this file, lines such as `node1 slots=4` (default: {HOSTFILE} if it is there)"
-    add("--hostfile", type=Path, default=None, metavar="FILE", help=lines)
+    add("--hostfile", type=path, default=None, metavar="FILE", help=lines)
     reach = "reach several hosts by this launcher (default: pdsh)"
     add("--launcher", choices=LAUNCHERS, default=None, help=reach)
     include = "take these hosts and slots of the hostfile alone, such as node1@node2:0,2 (pdsh, slurm)"
@@ -102,7 +104,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     add("--job-name", metavar="NAME", help="name the job and the script so (default: the run folder's name)")
     stop = "save and stop so many seconds before the time is up (default: 120)"
     add("--stop-seconds", type=int, default=120, metavar="S", help=stop)
-    add("--output-dir", type=Path, metavar="DIR", help="write script and logs here (default: the run folder)")
+    add("--output-dir", type=path, metavar="DIR", help="write script and logs here (default: the run folder)")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--submit", action="store_true", help="hand the script to sbatch")
     action.add_argument("--print", action="store_true", dest="print_only", help="print the script, and write nothing")
@@ -124,7 +126,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     rates.add_argument("--tflops", metavar="X", help=reached)
     timed = "tell hours, by timing a block of each kind on this machine; takes a minute"
     rates.add_argument("--measure", action="store_true", help=timed)
-    rates.add_argument("--rate-of", type=Path, metavar="RUN", help="tell hours, at the rate that a run has had")
+    rates.add_argument("--rate-of", type=path, metavar="RUN", help="tell hours, at the rate that a run has had")
     add("--json", action="store_true", help="print one JSON object in place of tables")
     add_override_arguments(parser)
 
@@ -132,14 +134,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `longstride doctor`."""
     add = parser.add_argument
-    add("config", nargs="?", metavar="CONFIG", help="see too whether this run finds here what it needs")
+    add("config", type=place, nargs="?", metavar="CONFIG", help="see too whether this run finds here what it needs")
     add(
         "--processes",
         type=int,
         metavar="N",
         help="see to a run of so many processes here (default: one for each GPU, or 1)",
     )
-    add("--hostfile", type=Path, metavar="FILE", help="ask the hosts of this file too, lines such as `node1 slots=4`")
+    add("--hostfile", type=path, metavar="FILE", help="ask the hosts of this file too, lines such as `node1 slots=4`")
     add(
         "--launcher",
         choices=LAUNCHERS,

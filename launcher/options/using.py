@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from longstride.launcher.options.shared import (
     PRECISIONS,
@@ -11,6 +10,7 @@ from longstride.launcher.options.shared import (
     add_step_argument,
     add_trust_argument,
     add_weights_argument,
+    path,
 )
 
 DEFAULT_SHARD_SIZE = "5GB"
@@ -21,7 +21,7 @@ _EXPORT = "folder that `longstride export` wrote"
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `longstride export`."""
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run folder; with --format or --refresh, an exported folder")
+    add("run", type=path, metavar="RUN", help="run folder; with --format or --refresh, an exported folder")
     add_step_argument(parser, "export")
     add_weights_argument(parser)
     add("--dtype", choices=PRECISIONS, default="fp32", help="round the weights to this type (default: fp32, exact)")
@@ -33,7 +33,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
     card = "license to name in the model card: an identifier of Hugging Face's hub such as apache-2.0, or other:NAME"
     add("--license", metavar="ID", help=card)
-    add("--output", type=Path, metavar="DIR", help="make the exported folder here; nothing is written over")
+    add("--output", type=path, metavar="DIR", help="make the exported folder here; nothing is written over")
     program = "write the forward pass of an exported folder for other runtimes: a program of torch.export, or ONNX"
     add("--format", choices=FORMATS, help=program)
     add("--refresh", action="store_true", help="write an old export's file for transformers anew, and nothing else")
@@ -44,14 +44,14 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     from longstride.data_pipelines.modalities import MODALITIES  # which brings numpy
 
     add = parser.add_argument
-    add("model", type=Path, metavar="DIR", help=_EXPORT)
+    add("model", type=path, metavar="DIR", help=_EXPORT)
     prompted = [modality for modality in MODALITIES.values() if modality.prompt_help is not None]
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default=None, metavar="TEXT", help="text to continue (default: nothing)")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="file to continue, as its bytes stand")
+    prompt.add_argument("--prompt-file", type=path, metavar="FILE", help="file to continue, as its bytes stand")
     for modality in prompted:
         option, count = f"--prompt-{modality.name}", modality.prompt_files
-        prompt.add_argument(option, type=Path, nargs=count, metavar="FILE", help=modality.prompt_help)
+        prompt.add_argument(option, type=path, nargs=count, metavar="FILE", help=modality.prompt_help)
     for modality in prompted:
         if (keep := modality.keep_option) is not None:
             add(keep.name, type=keep.type, metavar=keep.metavar, help=keep.help)
@@ -75,10 +75,10 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     add("--modality", choices=sorted(MODALITIES), help="write the bytes as this (default: what the model learned)")
     add("--rate", type=int, metavar="HZ", help="give sounds this rate, in samples a second (default: the model's)")
     into = "write samples into this file: .png for pictures, .wav for sounds, any for text (default: text is printed)"
-    add("--output", type=Path, metavar="FILE", help=into)
+    add("--output", type=path, metavar="FILE", help=into)
     add_device_argument(parser, "compute")
     score = parser.add_argument_group("a file's score, instead of samples")
-    score.add_argument("--likelihood", type=Path, metavar="FILE", help="print the bits per byte of a file's bytes")
+    score.add_argument("--likelihood", type=path, metavar="FILE", help="print the bits per byte of a file's bytes")
     decoded = "score the file's pixels or its sound, as the model writes them"
     score.add_argument("--decoded", action="store_true", help=decoded)
     seen = "let every byte see at least M earlier ones (default: 0)"
@@ -96,29 +96,29 @@ def add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `compress`."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="file of any kind to compress")
+    parser.add_argument("file", type=path, metavar="FILE", help="file of any kind to compress")
     _add_coding_arguments(parser, "FILE.lsz")
 
 
 def add_decompress_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `decompress`."""
-    parser.add_argument("file", type=Path, metavar="FILE.lsz", help="file that `longstride compress` wrote")
+    parser.add_argument("file", type=path, metavar="FILE.lsz", help="file that `longstride compress` wrote")
     _add_coding_arguments(parser, "FILE")
     elsewhere = "try it where the model computes other bits than where the file was compressed"
     parser.add_argument("--elsewhere", action="store_true", help=elsewhere)
 
 
 def _add_coding_arguments(parser: argparse.ArgumentParser, output: str) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help=f"{_EXPORT}, the same both ways")
+    parser.add_argument("--model", type=path, required=True, metavar="DIR", help=f"{_EXPORT}, the same both ways")
     text = "write the result here; nothing is written over"
-    parser.add_argument("--output", type=Path, required=True, metavar=output, help=text)
+    parser.add_argument("--output", type=path, required=True, metavar=output, help=text)
     add_device_argument(parser, "compute both ways", "cpu")
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `longstride serve`."""
     add = parser.add_argument
-    add("model", type=Path, metavar="DIR", help=_EXPORT)
+    add("model", type=path, metavar="DIR", help=_EXPORT)
     host = "listen at this address; 0.0.0.0 for other machines too (default: 127.0.0.1, this machine alone)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
     names = "answer requests that name this server so, beside those that name its address; repeatable"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -13,7 +12,7 @@ from types import NoneType
 from typing import Any
 
 from longstride.data_pipelines.durable import flush_folder
-from longstride.data_pipelines.plain_files import open_plain
+from longstride.data_pipelines.plain_files import JSONError, open_plain, parse_json
 from longstride.launcher.output.file_names import METRICS
 
 NO_BYTE = "pixel"  # the one unit whose tokens are no bytes: of pictures that are read by a palette
@@ -42,19 +41,19 @@ def bits_per_byte(nats: float, tokens: int, content: int) -> float:
 def loss_fields(nats: float, tokens: int, content: int, unit: str = "byte") -> dict[str, Any]:
     """Return a loss as every line has it: in nats a token, in bits a byte, and over how much of both.
 
-    A pixel of a palette is no byte, and neither are its colour's channels: its bits stand under ``bits_per_pixel``
-    alone, and say nothing of the picture that it was before.
+    What is not finite is None. A pixel of a palette is no byte, and neither are its colour's channels: its bits stand
+    under ``bits_per_pixel`` alone, and say nothing of the picture that it was before.
 
     Args:
-        nats: mean over the tokens; null in a line of training if it is not finite.
+        nats: mean over the tokens.
         tokens: scored positions, without padding.
         content: those of them that hold the data, without separators.
         unit: what a token stands for.
     """
-    bits = bits_per_byte(nats, tokens, content)
     names = (unit,) if unit == NO_BYTE else ("byte", unit)
-    counts = {} if unit == NO_BYTE else {"bytes": content}
-    return {"loss_nats": nats, **{f"{_BITS}{name}": bits for name in names}, "tokens": tokens, **counts}
+    losses = {"loss_nats": nats} | {f"{_BITS}{name}": bits_per_byte(nats, tokens, content) for name in names}
+    counts = {"tokens": tokens} if unit == NO_BYTE else {"tokens": tokens, "bytes": content}
+    return {name: each if math.isfinite(each) else None for name, each in losses.items()} | counts
 
 
 def content_of(line: dict[str, Any]) -> int:
@@ -75,9 +74,9 @@ def is_step(line: dict[str, Any]) -> bool:
 
 
 def check_metrics(run: Path) -> None:
-    """Whether the place of metrics.jsonl is free, or a plain file's, or a link's to one; OSError where it is not."""
+    """Whether the place of metrics.jsonl is free, or a plain file's; OSError where it is not."""
     if os.path.lexists(run / METRICS):
-        open_plain(run / METRICS).close()
+        open_plain(run / METRICS, follow_links=False).close()
 
 
 def read_lines(run: Path) -> Iterator[dict[str, Any]]:
@@ -113,7 +112,7 @@ def cut_metrics(run: Path, step: int, reason: str = "resume", last: str = "") ->
     if not path.exists() or (not last and sum(map(len, kept)) == path.stat().st_size):
         return None
     number = 1
-    while (copy := run / f"metrics.before-{reason}-{number}.jsonl").exists():
+    while os.path.lexists(copy := run / f"metrics.before-{reason}-{number}.jsonl"):
         number += 1
     partial = run / f".{METRICS}.partial"
     try:
@@ -137,12 +136,11 @@ def _copy(path: Path, copy: Path, last: str) -> None:
     """Keeps a file under another name, with a last line; without one by a link, which takes no room and no time."""
     if not last:
         with suppress(OSError):  # some file systems have none
-            os.link(path.resolve(), copy)
+            os.link(path, copy, follow_symlinks=False)
             return
-    shutil.copy2(path, copy)
-    with copy.open("a", encoding="utf-8") as file:
-        file.write(last)
-        file.flush()
+    shutil.copy2(path, copy, follow_symlinks=False)
+    with open_plain(copy, "ab", follow_links=False) as file:
+        file.write(last.encode())
         os.fsync(file.fileno())
 
 
@@ -153,7 +151,7 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """
     if not os.path.lexists(path):
         return
-    with open_plain(path) as file:
+    with open_plain(path, follow_links=False) as file:
         while (text := file.readline(_MOST_LINE_BYTES + 1)) and len(text) <= _MOST_LINE_BYTES:
             yield text, parse_line(text)
 
@@ -161,8 +159,8 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def parse_line(text: bytes) -> dict[str, Any]:
     """Return the content of a line; empty for one that is torn, damaged, half or holds what no run writes."""
     try:
-        content = json.loads(text.decode()) if text.endswith(b"\n") else None
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, or an integer of more digits than Python reads
+        content = parse_json(text) if text.endswith(b"\n") else None
+    except JSONError:
         return {}
     return content if isinstance(content, dict) and _is_whole(content) else {}
 

@@ -15,11 +15,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import BinaryIO, Literal
 
 import torch
 import torch.distributed
 
+from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.output import AgreedError, file_names, mistake, said_where_slow, say
 from longstride.launcher.ranks.hangs import Watchdog
@@ -29,6 +30,7 @@ from longstride.sparse_model import Division
 
 _AFTER_THE_WATCHDOG_SECONDS = 15.0
 _HELD_BY_ANOTHER = (errno.EAGAIN, errno.EACCES)
+_MOST_LOCK_BYTES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,14 +314,11 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
         problem = None
         if ranks.is_first:
             run.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context((run / file_names.LOCK).open("a+", encoding="utf-8"))
-            problem = _lock(file, run)
-            if problem is None:
-                file.seek(0)
-                file.truncate()
+            file, problem = _lock(run)
+            if file is not None:
+                held.enter_context(file).truncate(0)
                 since = time.strftime("%Y-%m-%d %H:%M:%S")
-                file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-                file.flush()
+                file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
         problem = ranks.gather_objects(problem)[0]
         if problem is not None:
             raise ConfigError(problem)
@@ -340,23 +339,30 @@ def check_unlocked(run: Path) -> None:
     Raises:
         ConfigError: another run does.
     """
-    if not (run / file_names.LOCK).exists():
+    if not os.path.lexists(run / file_names.LOCK):
         return
-    with (run / file_names.LOCK).open("r+", encoding="utf-8") as file:
-        problem = _lock(file, run)
+    file, problem = _lock(run)
+    if file is not None:
+        file.close()
     if problem is not None:
         raise ConfigError(problem)
 
 
-def _lock(file: TextIO, run: Path) -> Problem | None:
-    """Takes the lock; returns what is wrong where another process holds it."""
+def _lock(run: Path) -> tuple[BinaryIO | None, Problem | None]:
+    """Opens the lock file and takes the lock; or returns what is wrong, such as another process that holds it."""
+    path = run / file_names.LOCK
+    try:
+        file = open_plain(path, "a+b", follow_links=False)
+    except OSError as error:
+        return None, Problem("train.output", f"{path}: {error.strerror}; remove it", str(run))
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD_BY_ANOTHER:
-            file.seek(0)
-            holder = file.readline().strip() or "another process"
+            with file:
+                file.seek(0)
+                holder = file.read(_MOST_LOCK_BYTES).decode(errors="replace").strip() or "another process"
             rule = f"another run writes there ({holder}); wait for it, or name another folder"
-            return Problem("train.output", rule, str(run))
+            return None, Problem("train.output", rule, str(run))
         say(f"{run}: no locks on this file system; see to it that no second run writes there")
-    return None
+    return file, None

@@ -141,16 +141,18 @@ def read_run(folder: Path) -> RunRecord:
     _read_starts(record)
     _read_samples(record)
     for path in sorted(folder.glob("*.json"))[:_MOST_FILES]:
-        if path.name not in (file_names.CONFIG, file_names.DATA) and (found := read_positions(path)):
+        if path.name not in (file_names.CONFIG, file_names.DATA) and (
+            found := read_positions(path, follow_links=False)
+        ):
             record.positions.append(found)
     record.events.sort(key=lambda event: event.step)
     return record
 
 
-def read_positions(path: Path) -> dict[str, Any] | None:
+def read_positions(path: Path, *, follow_links: bool = True) -> dict[str, Any] | None:
     """The loss by position that `longstride evaluate --positions` has written; None where the file has none."""
     try:
-        content = parse_json(read_plain(path, _MOST_RECORD_BYTES))
+        content = parse_json(read_plain(path, _MOST_RECORD_BYTES, follow_links=follow_links))
         positions = content["positions"]
         name = next(name for name in ("bits_per_byte", "bits_per_pixel") if name in positions)
         counts = positions["bytes" if name == "bits_per_byte" else "tokens"]
@@ -247,7 +249,7 @@ def _read_incidents(record: RunRecord) -> None:
     incidents = []
     for path in sorted(each for each in folder.glob("*.json") if _INCIDENT.fullmatch(each.name))[:_MOST_FILES]:
         try:
-            incident = load_json_object(path)
+            incident = load_json_object(path, follow_links=False)
             step, outcome = int(incident["step"]), f"{incident['outcome']}: {incident['reason']}"
             back = incident.get("rewound_to")
             text = outcome if back is None else f"{outcome}; back to step {int(back):,}"
@@ -263,7 +265,7 @@ def _read_incidents(record: RunRecord) -> None:
 def _read_starts(record: RunRecord) -> None:
     path = record.folder / file_names.STARTS
     try:
-        texts = read_plain(path, _MOST_RECORD_BYTES).splitlines()
+        texts = read_plain(path, _MOST_RECORD_BYTES, follow_links=False).splitlines()
     except FileNotFoundError:
         return
     except OSError as error:
@@ -285,7 +287,7 @@ def _read_samples(record: RunRecord) -> None:
     ]
     for step, kind, path in thinned(sorted(found, key=lambda each: each[:2])):
         try:
-            record.samples.append(Sample(step, kind, read_plain(path, _MOST_SAMPLE_BYTES)))
+            record.samples.append(Sample(step, kind, read_plain(path, _MOST_SAMPLE_BYTES, follow_links=False)))
         except OSError as error:
             record.notices.append(f"{file_names.SAMPLES}/{path.name}: cannot be shown: {error.strerror}")
 

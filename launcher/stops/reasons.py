@@ -13,9 +13,12 @@ from pathlib import Path
 
 import psutil
 
+from longstride.data_pipelines.durable import write_over
+from longstride.data_pipelines.plain_files import open_plain, read_plain
 from longstride.launcher.output import say
 
 LEAVE_AT_ONCE = "leave at once"  # the reason in a stop file by which ranks leave without saving
+_MOST_REASON_BYTES = 1000
 _LAUNCH = "deepspeed.launcher.launch"
 _RUNNERS = ("deepspeed", "sshd")  # in the command line of the process that started launch
 _MOST_LINKS = 4  # launch, a shell or two, the runner
@@ -48,8 +51,8 @@ class StopFile:
         try:
             if self.path not in self.path.parent.iterdir():  # NFS asks its server for a listing, unlike for one file
                 return None
-            return self.path.read_text(encoding="utf-8").strip() or None
-        except OSError:
+            return read_plain(self.path, _MOST_REASON_BYTES, follow_links=False).decode().strip() or None
+        except (OSError, UnicodeDecodeError):
             return None
 
     def write(self, reason: str) -> None:
@@ -57,16 +60,14 @@ class StopFile:
         try:
             self._made_folder = self._made_folder or not self.path.parent.exists()
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_name(f"{self.path.name}.partial")
-            partial.write_text(reason, encoding="utf-8")
-            partial.replace(self.path)
+            write_over(self.path, reason.encode())
         except OSError as error:
             say(f"{self.path}: {error.strerror}; only processes on this host are told to stop")
 
     def mark_begun(self) -> None:
         """Tells whoever started this rank that its run now takes steps, so that a stop has something to save."""
         with suppress(OSError):  # a full disk: a stop may then cost the steps that no checkpoint has
-            self._begun.touch()
+            open_plain(self._begun, "ab", follow_links=False).close()
 
     def has_begun(self) -> bool:
         """Whether the run has said so, on whatever host."""

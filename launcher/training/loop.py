@@ -257,11 +257,10 @@ def train_step(
         step.undo_scale()
     if observed and grad_norm is not None and not verdict:
         observe(engine.module, observed, ranks)
-    fields = metrics_file.loss_fields(loss_nats, batch.num_tokens, batch.content, unit)
     line = {
         "step": number,
         "split": split,
-        **{name: each if math.isfinite(each) else None for name, each in fields.items()},
+        **metrics_file.loss_fields(loss_nats, batch.num_tokens, batch.content, unit),
         "learning_rate": step.learning_rate,
         "loss_scale": step.loss_scale,
         "grad_norm": grad_norm,

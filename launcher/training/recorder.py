@@ -17,6 +17,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.durable import flush_folder
+from longstride.data_pipelines.plain_files import open_plain
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import file_names, metrics_file
 from longstride.launcher.training.monitors import Monitors
@@ -113,7 +114,7 @@ class LineFile:
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
-        self._file = path.open("ab", buffering=0)
+        self._file = open_plain(path, "ab", follow_links=False)
         self._waiting: list[bytes] = []
         self._first = ""  # what the oldest waiting line is about
         self._dropped = 0

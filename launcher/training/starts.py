@@ -56,8 +56,9 @@ def write_start(run: Path, start: dict[str, Any]) -> None:
     text = json.dumps(start)
     try:
         if os.path.lexists(path):
-            with open_plain(path) as file:  # a power cut may have torn the last line
-                text = text if file.read()[-1:] in (b"", b"\n") else f"\n{text}"
+            with open_plain(path, follow_links=False) as file:  # a power cut may have torn the last line
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+                text = text if file.read() in (b"", b"\n") else f"\n{text}"
         lines = LineFile(path, say)
         lines.append(text, "this start")
         lines.close()
@@ -68,7 +69,7 @@ def write_start(run: Path, start: dict[str, Any]) -> None:
 def _changes(run: Run) -> dict[str, list[Any]]:
     """By its path, each value of the configuration that is another than at the start before: [old, new]."""
     try:
-        before = flattened(load_json_object(run.folder / file_names.CONFIG))
+        before = flattened(load_json_object(run.folder / file_names.CONFIG, follow_links=False))
     except ConfigError:  # there is none, or none that can be told
         return {}
     now = flattened(run.config.to_json())

@@ -56,8 +56,10 @@ def test_bits_are_all_nats_over_log_two_and_content(unit: str, names: list[str],
     line = loss_fields(math.log(256), tokens, content, unit)
     assert (line["loss_nats"], line["tokens"]) == (math.log(256), tokens)
     assert [name for name in line if name.startswith("bits_per_")] == names
-    wanted = 8.0 * tokens / content if content else math.nan
-    assert [line[name] for name in names] == pytest.approx([wanted] * len(names), nan_ok=True)
+    wanted = 8.0 * tokens / content if content else None
+    assert [line[name] for name in names] == pytest.approx([wanted] * len(names))
+    lost = loss_fields(math.nan, tokens, content, unit)
+    assert [lost[name] for name in ("loss_nats", *names)] == [None] * (1 + len(names))
     assert line.get("bytes") == (None if unit == "pixel" else content)
     assert content_of(line) == (tokens if unit == "pixel" else content)
 
