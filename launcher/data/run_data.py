@@ -208,7 +208,7 @@ class RunData:
         """Whether every position of every context holds the data: no padding and no separators."""
         if self.packed:
             return self._cut.separator is None
-        return modality_named(self.modality).document_bytes(self.properties) is not None
+        return modality_named(self.modality).document_bytes(self._folder.manifest.properties) is not None
 
     @property
     def oddity(self) -> str | None:

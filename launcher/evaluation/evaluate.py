@@ -114,9 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
     line |= {"other_data": differences} if differences else {}
     if ranks.is_first:
         print(json.dumps(line))
-        unit, bits = metrics_file.bits_of(line)
-        unit = "bits per dimension (and per byte)" if "bits_per_dimension" in line else unit
-        print(f"{bits:.4f} {unit} on {line['split']}", file=sys.stderr)
+        text = metrics_file.bits_text(line)
+        text = text.replace("per byte", "per dimension (and per byte)") if "bits_per_dimension" in line else text
+        print(f"{text} on {line['split']}", file=sys.stderr)
         if edges is not None:
             write_positions(arguments.positions, sums, edges, line, arguments.run)
             print(f"{arguments.positions}, {arguments.positions.with_suffix('.json')}: by position", file=sys.stderr)

@@ -68,6 +68,12 @@ def bits_of(line: dict[str, Any]) -> tuple[str, float | None]:
     return name.replace("_", " "), line[name]
 
 
+def bits_text(line: dict[str, Any]) -> str:
+    """Return a line's loss in bits as a person reads it, such as "1.2000 bits per byte"."""
+    unit, bits = bits_of(line)
+    return f"{math.nan if bits is None else bits:.4f} {unit}"
+
+
 def is_step(line: dict[str, Any]) -> bool:
     """Whether a line is of a training step; any other is of an evaluation. The name of the split decides nothing."""
     return "learning_rate" in line

@@ -5,7 +5,6 @@ Letters: W ranks, B contexts of a micro-batch, N bytes of a context.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
@@ -174,8 +173,7 @@ class Trainer:
         score = Score.of_line(line)
         self._plateau.add(score)
         self._recorder.write(line)
-        unit, bits = metrics_file.bits_of(line)
-        self._recorder.say(f"step {line['step']}: {bits:.4f} {unit} on {line['split']}")
+        self._recorder.say(f"step {line['step']}: {metrics_file.bits_text(line)} on {line['split']}")
         self._watchdog.at(f"saving step {line['step']}")
         self._saver.keep_best(score, self._state, self._memory())
 
