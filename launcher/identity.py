@@ -29,12 +29,12 @@ def trained_on(checkpoint: Checkpoint, data: ModelData | None = None) -> ModelDa
     path, config = checkpoint.folder.parents[1] / file_names.DATA, checkpoint.config
     fingerprint = checkpoint.manifest.stream.get("fingerprint")
     if os.path.lexists(path):
-        known = ModelData.from_json(load_json_object(path), config.model, f"{path}: ")
+        known = ModelData.from_json(load_json_object(path, follow_links=False), config.model, f"{path}: ")
     elif data is not None and data.fingerprint == fingerprint:
         known = data
     else:
         content = {"modality": config.data.modality} if data is None else data.to_json()
-        kind = {name: content.get(name) for name in ("modality", "properties")}  # older runs have no palette
+        kind = {name: content[name] for name in ("modality", "properties") if name in content}  # older: no palette
         known = ModelData.from_json(kind, config.model)
         if "://" not in config.data.path:  # nothing is downloaded for it
             with suppress(ConfigError, DataError, OSError):

@@ -112,7 +112,7 @@ def _find_way(run: Run, step: int) -> tuple[Record | None, list[Checkpoint], boo
         check_matches(newest, run.config, run.data.identity)
     path = run.folder / file_names.DATA
     if not listed and os.path.lexists(path):
-        known = ModelData.from_json(load_json_object(path), run.config.model, f"{path}: ")
+        known = ModelData.from_json(load_json_object(path, follow_links=False), run.config.model, f"{path}: ")
         if found := known.differences(run.data.identity):
             rule = f"is not what the run was trained on: {'; '.join(found.values())}; name the run's data"
             raise ConfigError.at("data.path", run.config.data.path, rule)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from longstride.launcher.checkpoints import check_pointer, write_json
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.checkpoints.saving import point_to, set_aside
 from longstride.launcher.cluster.restarts import is_done, read_progress
-from longstride.launcher.drawing.show import read_metrics
+from longstride.launcher.drawing.show import draw_loss
+from longstride.launcher.identity import trained_on
 from longstride.launcher.output import metrics_file
 from longstride.launcher.ranks.processes import Ranks, check_unlocked, run_lock
 from longstride.launcher.reporting.records import (
@@ -30,6 +32,7 @@ from longstride.launcher.reporting.records import (
 from longstride.launcher.stops import StopFile
 from longstride.launcher.training.recorder import LineFile
 from longstride.launcher.training.starts import write_start
+from tests.harness.lines import step_line
 
 PRECIOUS = "precious\n"
 
@@ -66,6 +69,16 @@ def record(run: Path) -> RunRecord:
     return RunRecord(run, "run")
 
 
+def read_data(run: Path) -> object:
+    """Reads what the run was trained on, as all that compares data with it does."""
+    checkpoint: Any = SimpleNamespace(
+        folder=run / "checkpoints/step-00000001",
+        config=SimpleNamespace(model=None),
+        manifest=SimpleNamespace(stream={}),
+    )
+    return trained_on(checkpoint)
+
+
 # Each file of a run folder, with everything that opens it by its name: to read, to append, to write it anew.
 USES: dict[str, list[Callable[[Path], Any]]] = {
     ".lock": [take_lock, check_unlocked],
@@ -73,9 +86,9 @@ USES: dict[str, list[Callable[[Path], Any]]] = {
         append,
         metrics_file.check_metrics,
         lambda run: list(metrics_file.read_lines(run)),
-        lambda run: metrics_file.find_lines(run, "train"),
+        lambda run: metrics_file.find_steps(run),
         lambda run: metrics_file.cut_metrics(run, 1, last="{}\n"),
-        lambda run: read_metrics(run / "metrics.jsonl"),
+        draw_loss,
         read_progress,
     ],
     "starts.jsonl": [lambda run: write_start(run, {"step": 1}), lambda run: _read_starts(record(run))],
@@ -84,6 +97,7 @@ USES: dict[str, list[Callable[[Path], Any]]] = {
         read_checkpoint_config,
         lambda run: write_json(run / "config.json", {}),
     ],
+    "data.json": [read_data, lambda run: write_json(run / "data.json", {})],
     ".over": [lambda run: is_done(run, 3), lambda run: write_json(run / ".over", 3)],
     "checkpoints/latest": [check_pointer, lambda run: point_to(run, 8)],
     "checkpoints/step-00000004": [lambda run: set_aside(run / "checkpoints/step-00000004")],
@@ -154,7 +168,7 @@ def test_folder_in_the_place_of_latest_is_refused_by_its_name(tmp_path: Path) ->
     "line", ["[" * 1000, '{"step": []}', '{"step": {}}', "[1]", "7", '{"step": ' + "9" * 5000 + "}", '{"step": true}']
 )
 def test_progress_passes_over_lines_that_no_run_writes(tmp_path: Path, line: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 3}}\n{line}\n')
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step_line(3, tokens=64))}\n{line}\n")
     (tmp_path / "config.json").write_text(line)
     assert read_progress(tmp_path).recorded == 3
     assert not is_done(tmp_path, None)

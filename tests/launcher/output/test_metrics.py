@@ -81,7 +81,7 @@ def made_run(folder: Path, train_split: str = "train", validation_split: str = "
         if step in EVALUATED:
             lines.append(evaluation_line(step, EVALUATED[step], validation_split, seconds=90.0))
     write_metrics(folder, lines)
-    data = SimpleNamespace(unit="byte", has_split=lambda split: True)
+    data = SimpleNamespace(unit="byte", has_split=lambda split: True, fills_contexts=True)
     config = load_config(folder / "config.json")
     return SimpleNamespace(
         folder=folder, config=config, ranks=Ranks(), data=data, steps_on=steps_on, split=validation_split
@@ -106,7 +106,7 @@ def check_missing_evaluation(run: Any) -> None:
 
 
 def check_summary(run: Any) -> None:
-    assert f"; best 0.5000 bits per byte on {run.split}, at step 2; in " in summary(run, 4, 0, 1.0)[0]
+    assert f"; best 0.5000 bits per byte on {run.split}, at step 2; in " in summary(run, 4, 0, 1.0, 256)[0]
 
 
 def check_pace(run: Any) -> None:
