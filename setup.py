@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 # What fsspec needs for https:// and s3://; s3fs asks for an fsspec of its own date.
 SERVE = ["aiohttp>=3.11.11,<4"]
-REMOTE = [*SERVE, "s3fs>=2024.12"]
+REMOTE = [*SERVE, "s3fs>=2025.5.1"]
 # FLAC, Ogg and MP3 files, and sounds of another rate.
 AUDIO = ["soundfile>=0.13,<1", "soxr>=0.5,<2"]
 # What `data build` reads beside plain files: zstd (gzip, bzip2 and xz come with Python), and Parquet by a column.
@@ -52,7 +52,7 @@ setup(
         "numpy>=2.1,<3",
         "pillow>=11,<14",
         "simplejpeg>=1.8.2,<2",  # damage of JPEG files, which Pillow reads over
-        "fsspec>=2024.12",
+        "fsspec>=2025.5.1",  # older ones hang in a forked loader worker: they wait for the event loop of its parent
         "pydantic>=2.10.3,<3",
         "safetensors>=0.5,<1",
         "tqdm>=4.67,<5",

@@ -26,7 +26,7 @@ from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores.cache import Cache, lock_file, unlock_file
 from longstride.data_pipelines.stores.local import Store, StoredFile
 from longstride.data_pipelines.stores.transfers import DifferentFileError, LimitError, RefusedError, Transfer
-from longstride.data_pipelines.stores.transport import FolderUrl, Transport, mend_after_fork
+from longstride.data_pipelines.stores.transport import FolderUrl, Transport
 
 CHUNK_BYTES = 8 * 2**20  # of a request where bodies cannot be streamed; halved with every failure
 SMALLEST_CHUNK_BYTES = 2**18
@@ -153,11 +153,8 @@ class RemoteStore(Store):
         process = self._by_process.get(os.getpid())
         if process is None:
             # A parent's entries stay in the dictionary: closing its connections here would disturb the parent.
-            inherited = list(self._by_process.values())
-            for cache in (cache for parent in inherited for cache in parent.caches.values()):
+            for cache in (cache for parent in self._by_process.values() for cache in parent.caches.values()):
                 cache.forget_locks()
-            if inherited:
-                mend_after_fork()
             process = self._by_process.setdefault(os.getpid(), _InProcess(self._url, self.settings))
         process.fingerprint = self._fingerprint
         return process

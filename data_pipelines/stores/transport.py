@@ -99,13 +99,6 @@ class FolderUrl:
             )
 
 
-def mend_after_fork() -> None:
-    """Call in a forked child before its first Transport: it may have inherited fsspec's event loop with a held lock."""
-    from fsspec.asyn import reset_lock
-
-    reset_lock()
-
-
 class Transport:
     """One process's connection to a remote folder. No other process may use it."""
 
