@@ -45,6 +45,16 @@ def is_silent(content: bytes, expected: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("height, width", [(1, 1), (2, 3), (17, 5), (64, 33)])
+def test_whole_picture_is_read(form, height, width):
+    """Flat ones too, whose last bytes hold little."""
+    noise = np.random.default_rng(1).integers(0, 256, (height, width, 3))
+    half = np.where(np.arange(height)[:, None, None] < height // 2, noise, 7)
+    for pixels in (noise, half, half[::-1], np.zeros_like(noise), np.full_like(noise, 255)):
+        assert pixels_of(saved(form, pixels.astype(np.uint8))) is not None
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rest", ["cut", "zeros"])
 def test_picture_without_its_end_is_refused_or_as_it_was(form, rest):
     """A lossy WebP decoder may end near the place of the last bytes by chance."""

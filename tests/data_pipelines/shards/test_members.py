@@ -137,3 +137,15 @@ def test_a_tar_of_nothing_but_meta_members_is_refused_with_the_way_out(tmp_path)
     write_tar(tmp_path / "train.tar", [("__tests__/a.txt", b"text")])
     with pytest.raises(DataError, match=r"members are named __…__/; rename them, as WebDataset passes over"):
         index_tars([str(tmp_path)], tmp_path / "index", validation_fraction=0)
+
+
+def test_a_tar_that_claims_more_than_an_index_may_hold_is_refused_at_its_header(tmp_path: Path) -> None:
+    """A sparse file of a terabyte of zeros, which costs nothing to make: none of it is read."""
+    header = tarfile.TarInfo("a.txt")
+    header.size = 2**40
+    path = tmp_path / "train.tar"
+    path.write_bytes(header.tobuf())
+    os.truncate(path, 2**40 + 2048)
+    with pytest.raises(DataError, match=r"a tar has more than 8,388,608 samples or pieces; split the tar"):
+        index_tars([str(path)], tmp_path / "index", modality="text", validation_fraction=0)
+    assert not (tmp_path / "index").exists()

@@ -41,6 +41,11 @@ import pytest
         ("comms_logger.verbos=true", ["comms_logger.verbos: unknown key; nearest verbose"]),
         ("timers.throughput.enabled=1", ["timers.throughput.enabled=1: must be a valid boolean"]),
         ("zero_optimization.stage=1.0", ["zero_optimization.stage=1.0: must be 0, 1, 2 or 3"]),
+        *(
+            (f"zero_optimization.{name}={value}", [f"zero_optimization.{name}={value}: must be a valid number"])
+            for name in ("reduce_bucket_size", "stage3_max_live_parameters")
+            for value in ("null", '""', "[]", "true")
+        ),
         ("zero_optimization.overlap_comm=1", ["zero_optimization.overlap_comm=1: must be true or false"]),
         (
             'zero_optimization.offload_optimizer={"device": "cpu", "pin_memory": "no"}',
