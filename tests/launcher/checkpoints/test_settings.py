@@ -13,6 +13,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order import StreamState
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Saver, open_checkpoint, restore
@@ -24,12 +25,17 @@ from longstride.launcher.engine import EngineStep, build_engine, check_engine, p
 from longstride.launcher.engine.build import _PART_MODELS
 from longstride.launcher.engine.optimizer import rate_factor
 from longstride.launcher.engine.states import dynamic_scale, loss_scaler
+from longstride.launcher.identity import check_matches
+from longstride.launcher.models import ModelData
 from longstride.launcher.ranks.processes import Ranks, process_group
 from tests.harness.runs import configuration
 
+# Of what DeepSpeed calls in torch.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 RANKS = Ranks()
 LEAST_KEYS = 90
 STREAM = StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=2, global_batch=8)
+DATA = ModelData(modality_named("text"), {}, fingerprint=STREAM.fingerprint)
 LAYOUT_KEYS = {
     f"deepspeed.zero_optimization.{name}" for name in ("round_robin_gradients", "parameter_alignment", "sub_group_size")
 }
@@ -202,7 +208,7 @@ def accepted(base: RunConfig, values: dict[str, Any], checkpoint: Checkpoint) ->
         try:
             config = RunConfig.model_validate(with_values(base.to_json(), values))
             check_engine(config, RANKS)
-            checkpoint.check_matches(config, STREAM.fingerprint)
+            check_matches(checkpoint, config, DATA)
         except ConfigError as error:
             paths = [problem.path for problem in error.problems if problem.path]
             named = {key for key in values if key in paths}

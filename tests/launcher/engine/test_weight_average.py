@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
-from longstride.launcher.engine.optimizer import keep_average
+from longstride.launcher.config import TrainConfig
+from longstride.launcher.engine.optimizer import keep_average, make_schedule
+from longstride.launcher.engine.settings import Settings
 from longstride.launcher.models import AVERAGE
 
 
@@ -42,4 +47,9 @@ def test_adam_is_left_as_it_is_and_its_state_comes_back() -> None:
                 assert torch.equal(again.state[weight][AVERAGE], optimizer.state[weight][AVERAGE])
             optimizer = again
         results.append(weight.detach())
+        train = TrainConfig(output="run", steps=3, global_batch=1, micro_batch=1, learning_rate=0.1)
+        schedule = make_schedule(optimizer, train)
+        engine: Any = SimpleNamespace(lr_scheduler=schedule, optimizer=optimizer, basic_optimizer=optimizer)
+        Settings(engine, train).apply(engine, None)
+        assert AVERAGE not in optimizer.state[weight]  # it would be saved as if it were kept
     assert torch.equal(*results)
