@@ -54,7 +54,12 @@ ONLY_IN = {
     "shtab": ["launcher/completion.py"],
     "lm_eval": ["launcher/generation/lm_eval_model.py", "launcher/generation/lm_eval_command.py"],
     "wandb": ["launcher/training/monitors.py"],
-    "PIL": ["data_pipelines/modalities/picture.py", "launcher/reporting/verbs.py"],
+    "PIL": [
+        "data_pipelines/modalities/picture.py",
+        "data_pipelines/modalities/damage.py",
+        "launcher/reporting/verbs.py",
+    ],
+    "simplejpeg": ["data_pipelines/modalities/damage.py"],
     "soundfile": ["data_pipelines/modalities/decoder.py"],
     "soxr": ["data_pipelines/modalities/audio.py"],
     "zstandard": ["data_pipelines/formats.py"],

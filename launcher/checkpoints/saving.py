@@ -78,6 +78,13 @@ class Saver:
         self._pending: _Save | None = None
         self.go_on()
 
+    @staticmethod
+    def check_pointer(run: Path) -> None:
+        """Raise ConfigError where no file can take the place of `latest`, before any step is taken."""
+        path = run / file_names.CHECKPOINTS / _LATEST
+        if path.is_dir() and not path.is_symlink():
+            raise ConfigError(f"{path}: is a folder, not a plain file; move it away")
+
     def go_on(self) -> None:
         """Begins anew with the run folder as it is, once the engine has come to one of its checkpoints."""
         self.saved = self._engine.global_steps  # the newest step that is safe
@@ -352,13 +359,6 @@ def remove_leftovers(run: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
             remove_tree(path)
-
-
-def check_pointer(run: Path) -> None:
-    """Raise ConfigError where no file can take the place of `latest`, before any step is taken."""
-    path = run / file_names.CHECKPOINTS / _LATEST
-    if path.is_dir() and not path.is_symlink():
-        raise ConfigError(f"{path}: is a folder, not a plain file; move it away")
 
 
 def point_to(run: Path, step: int) -> None:

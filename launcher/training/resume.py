@@ -22,7 +22,7 @@ from longstride.data_pipelines.order import Batch, StreamState
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import (
     Checkpoint,
-    check_pointer,
+    Saver,
     error_line,
     first_whole,
     go_back_to,
@@ -81,7 +81,7 @@ def _read_start(run: Run) -> Start:
     if run.resume == "never":
         return Start()
     metrics_file.check_metrics(run.folder)
-    check_pointer(run.folder)
+    Saver.check_pointer(run.folder)
     if run.resume == "auto":
         checkpoints, refusals = list_checkpoints(run.folder, trusted=run.trusted)
         lines = tuple(refusal.line for refusal in refusals)

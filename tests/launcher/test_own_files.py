@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import check_pointer, write_json
+from longstride.launcher.checkpoints import Saver, write_json
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.checkpoints.saving import point_to, set_aside
 from longstride.launcher.cluster.restarts import is_done, read_progress
@@ -99,7 +99,7 @@ USES: dict[str, list[Callable[[Path], Any]]] = {
     ],
     "data.json": [read_data, lambda run: write_json(run / "data.json", {})],
     ".over": [lambda run: is_done(run, 3), lambda run: write_json(run / ".over", 3)],
-    "checkpoints/latest": [check_pointer, lambda run: point_to(run, 8)],
+    "checkpoints/latest": [Saver.check_pointer, lambda run: point_to(run, 8)],
     "checkpoints/step-00000004": [lambda run: set_aside(run / "checkpoints/step-00000004")],
     "guards/step-00000001.json": [lambda run: _read_incidents(record(run))],
     "samples/step-00000001.txt": [lambda run: _read_samples(record(run))],
@@ -158,7 +158,7 @@ def test_lock_that_is_no_file_is_refused_in_a_line(tmp_path: Path, kind: str) ->
 def test_folder_in_the_place_of_latest_is_refused_by_its_name(tmp_path: Path) -> None:
     pointer = tmp_path / "checkpoints/latest"
     pointer.mkdir(parents=True)
-    for use in (check_pointer, lambda run: point_to(run, 8)):
+    for use in (Saver.check_pointer, lambda run: point_to(run, 8)):
         with pytest.raises((OSError, ConfigError)) as refused:
             use(tmp_path)
         assert str(pointer) in str(refused.value) and ".partial" not in str(refused.value)

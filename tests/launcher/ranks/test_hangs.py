@@ -64,13 +64,14 @@ def test_error_of_a_collective_is_told_from_a_mistake_of_ours(error: Exception) 
         assert "\n" not in found.reason and "/" not in found.reason.split(" keys")[0].split("clients.")[0]
 
 
-def test_every_group_has_the_time_out_however_it_is_made() -> None:
+def test_every_group_has_the_time_out_however_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's clone of the world, and what asks torch in its own way; test_rank_that_halts… asks whole runs."""
     from deepspeed.utils import groups
 
     from longstride.launcher.engine.device import prepare_accelerator
 
     prepare_accelerator()
+    monkeypatch.setattr(groups, "_WORLD_GROUP", None)  # which an engine of this process has left
     before = torch.distributed.distributed_c10d.default_pg_timeout
     with process_group(Ranks(), 77):
         groups._clone_world_group()

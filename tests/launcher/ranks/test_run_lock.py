@@ -17,6 +17,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.cluster.restarts import Progress, is_done, read_progress
 from longstride.launcher.output.file_names import OVER
 from longstride.launcher.ranks.processes import Ranks, check_unlocked, run_lock
+from tests.harness.lines import step_line
 
 # Another process that takes the lock, says whether it got it, and holds it until it is told to end.
 _TAKE = """
@@ -64,7 +65,7 @@ def test_progress_is_read_from_names_and_the_last_lines(tmp_path: Path) -> None:
     assert not is_done(tmp_path, None)
     for name in ("step-00000004", "step-00000012", "step-00000016.replaced-1", ".step-00000020.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    lines = [json.dumps({"step": step, "notes": "x" * 5000}) for step in range(1, 41)]
+    lines = [json.dumps(step_line(step, notes="x" * 5000)) for step in range(1, 41)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, "[41]", '{"step": 4']))
     assert read_progress(tmp_path) == Progress(12, 40)
     for steps, done in ((12, True), (16, False)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from longstride.launcher.config import load_config
 from longstride.launcher.data import Run, RunData
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.training.ending import summary
+from tests.harness.lines import evaluation_line, write_metrics
 
 
 @pytest.fixture
@@ -20,10 +20,7 @@ def run(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> R
     monkeypatch.chdir(tmp_path)
     config = load_config(config_file, ["train.output=run", "train.steps=8"])
     Path("run").mkdir()
-    scores = [
-        {"step": step, "split": "validation", "bits_per_byte": bits, "tokens": 64} for step, bits in ((4, 2.5), (8, 3))
-    ]
-    Path("run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in scores))
+    write_metrics(Path("run"), [evaluation_line(4, 2.5), evaluation_line(8, 3.0)])
     return Run(config, Ranks(), RunData(config, Ranks()))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.launcher.checkpoints.checkpoint import (
     Checkpoint,
@@ -24,6 +25,7 @@ from longstride.launcher.checkpoints.saving import point_to, universal_folder
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import Run
 from longstride.launcher.data.run_data import RunData
+from longstride.launcher.models import ModelData
 from longstride.launcher.output.file_names import CHECKPOINTS
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import recorder as metrics
@@ -32,6 +34,7 @@ from longstride.launcher.training.guards import Guards, GuardStopError, Verdict,
 from longstride.launcher.training.plateau import Plateau
 from longstride.launcher.training.recorder import Recorder
 from longstride.launcher.training.resume import GuardResponse, prepare_folder
+from tests.harness.lines import evaluation_line, step_line
 from tests.launcher.checkpoints.test_retention import make_checkpoint
 
 REWIND = Verdict("non_finite", "rewind", "the loss is nan")
@@ -56,13 +59,12 @@ class Folder:
         run = Run(config, Ranks(), RunData(config, Ranks()))
         self.response = GuardResponse(run, self.engine, guards, Plateau(run), self.recorder, self.state)
         for step in range(1, 7):
-            self.recorder.write({"step": step, "split": "train"})
+            self.recorder.write(step_line(step))
 
     def act(self, verdict: Verdict) -> bool:
-        line = {"step": 7, "split": "train", "rank_nats": ["nan"], "tokens": 64, "grad_norm": None}
-        line |= {"loss_scale": 1.0, "learning_rate": 0.1, "sample_ids_crc32": 1, "guard": str(verdict)}
+        line = step_line(7, None, grad_norm=None, tokens=64, rank_nats=["nan"], guard=str(verdict))
         taken: Any = SimpleNamespace(part=SimpleNamespace(state=self.state), sample_ids=(5,))
-        return self.response.act(verdict, line, taken, self.state)
+        return self.response.act(verdict, line, taken, self.state) is not None
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / name).read_text().splitlines()]
@@ -119,8 +121,8 @@ def test_newest_checkpoint_has_its_lines_wherever_going_back_is_cut_short(
             if way == "rewind":
                 folder.act(REWIND)
             else:
-                palette: Any = SimpleNamespace(palette=None)
-                prepare_folder(replace(folder.response._run, data=palette), open_checkpoint(folder.run, 2))
+                data: Any = SimpleNamespace(identity=ModelData(modality_named("text"), {}))
+                prepare_folder(replace(folder.response._run, data=data), open_checkpoint(folder.run, 2))
         except KeyboardInterrupt:
             pass
         newest, lines = list_checkpoints(folder.run)[0][0].manifest.step, [line["step"] for line in folder.lines()]
@@ -154,7 +156,7 @@ def test_rewind_without_room_is_a_stop(folder: Folder, monkeypatch: pytest.Monke
     """Nothing is loaded, and line and incident say the same."""
     full = folder.run / "metrics.before-rewind-1.jsonl"
 
-    def fail(_: Path, copy: Path) -> None:
+    def fail(_: Path, copy: Path, *, follow_symlinks: bool) -> None:
         copy.write_bytes(b"half")
         raise no_room(copy)
 
@@ -173,11 +175,11 @@ def test_lines_that_wait_for_room_outlive_a_rewind(folder: Folder, monkeypatch: 
     write = metrics.LineFile._write
     with monkeypatch.context() as patch:
         patch.setattr(metrics.LineFile, "_write", lambda _: "No space left on device")
-        folder.recorder.write({"step": 2, "split": "validation"})
+        folder.recorder.write(evaluation_line(2))
         with pytest.raises(OSError, match="No space left on device, and lines from step 2 on wait"):
-            folder.recorder.rewind(2, {"step": 7, "split": "train"})
+            folder.recorder.rewind(2, step_line(7))
     assert metrics.LineFile._write is write
-    folder.recorder.rewind(2, {"step": 7, "split": "train"})
+    folder.recorder.rewind(2, step_line(7))
     assert [(line["step"], line["split"]) for line in folder.lines()] == [
         (1, "train"),
         (2, "train"),
