@@ -57,11 +57,11 @@ def test_whole_picture_is_read(form, height, width):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rest", ["cut", "zeros"])
 def test_picture_without_its_end_is_refused_or_as_it_was(form, rest):
-    """A lossy WebP decoder may end near the place of the last bytes by chance."""
+    """A WebP decoder may end near the last bytes by chance: docs/data.md promises nine tenths of a photograph."""
     whole = saved(form, PIXELS[:12, :12] if form == "PNG" else PIXELS)
     expected = pixels_of(whole)
     assert expected is not None
-    end = len(whole) - (64 if "WebP" in form and rest == "zeros" else 0)
+    end = len(whole) * 9 // 10 if "WebP" in form and rest == "zeros" else len(whole)
     places = range(1, end, max(1, end // 400))
     tails = [b"" if rest == "cut" else bytes(len(whole) - place) for place in places]
     assert not [place for place, tail in zip(places, tails, strict=True) if is_silent(whole[:place] + tail, expected)]
@@ -77,12 +77,14 @@ def test_png_with_any_changed_byte_is_refused_or_as_it_was():
 
 
 @pytest.mark.parametrize("form", ["JPEG", "progressive JPEG", "restarted JPEG"])
-def test_jpeg_with_a_block_of_zeros_is_refused_nearly_always(form):
+def test_jpeg_with_a_block_of_zeros_is_refused_mostly(form):
+    """Always where restart markers count the blocks; else a decoder may find as many blocks as there were by chance."""
     whole = saved(form, np.tile(PIXELS, (4, 4, 1)))
+    expected = pixels_of(whole)
+    assert expected is not None
     places = range(len(whole) // 4, len(whole) - 2000, len(whole) // 40)
-    assert len(places) > 10
-    silent = [place for place in places if pixels_of(whole[:place] + bytes(1024) + whole[place + 1024 :]) is not None]
-    assert len(silent) <= len(places) // 10  # by chance as many blocks come of it as there were
+    silent = [place for place in places if is_silent(whole[:place] + bytes(1024) + whole[place + 1024 :], expected)]
+    assert len(places) > 10 and len(silent) < (len(places) / 2 if form != "restarted JPEG" else 1)
 
 
 @pytest.mark.parametrize(
