@@ -54,7 +54,7 @@ setup(
         "simplejpeg>=1.8.2,<2",  # damage of JPEG files, which Pillow reads over
         "fsspec>=2025.5.1",  # older ones hang in a forked loader worker: they wait for the event loop of its parent
         "pydantic>=2.10.3,<3",
-        "safetensors>=0.5,<1",
+        "safetensors>=0.5.1,<1",
         "tqdm>=4.67,<5",
         "psutil>=6.1,<8",  # processes, and the interface of an address; deepspeed asks for it as well
         "matplotlib>=3.10.8,<4",
