@@ -35,7 +35,6 @@ setup(
     packages=[*find_packages(include=["longstride", "longstride.*"]), "longstride.ds_configs"],
     package_data={
         "longstride.ds_configs": ["*.json", "experiments/*.json"],
-        "longstride.kernels.backends.triton": ["tuned/*.json"],
         "longstride.launcher.cluster": ["sbatch.sh"],
         "longstride.launcher.drawing": ["pattern.html", "pattern.css", "pattern.js"],
         "longstride.launcher.options": ["keys.json"],

@@ -4,7 +4,7 @@
 #   benchmarks/gpu_session.sh PART… [--output DIR] [--seconds N] [--wheels DIR] [--python PROGRAM] [--overwrite] [--rehearse]
 #
 #   PART 1  correctness: production tiles and contexts, more than 2^31 elements, small contexts, compute-sanitizer
-#   PART 2  tuning, which writes the rows that the parts after it launch
+#   PART 2  tuning: the fastest configurations, to be taken over into the kernels' tables
 #   PART 3  the cases that bars are set on, the card's counters, other dtypes and widths, selections, the bars
 #   PART 4  whole training steps: batch 4, batch 1, a million bytes; sampling byte by byte
 #   PART 5  the whole grid of attention; a DeepSpeed training of some hundred steps, and its resume
@@ -12,8 +12,7 @@
 #   PART 7  music_1m_152m, 152 million parameters over a million bytes: some steps, and their memory beside the plan's
 #
 # Several parts run one after another; --seconds (default 590) is the time of them all, so that one call of ten minutes
-# has what fits: a step that no longer does is left out and named. Part 2 writes to kernels/backends/triton/tuned, and a
-# copy to the output: where later parts run on another checkout, put the file there first.
+# has what fits: a step that no longer does is left out and named.
 #
 # Nothing need be installed but torch, triton, numpy, pytest, hypothesis and matplotlib: the checkout is found through
 # PYTHONPATH, and what else is missing is installed from --wheels (benchmarks/wheels.sh collects them) into a folder
@@ -110,12 +109,8 @@ for name in ("triton", "numpy", "pydantic", "deepspeed", "webdataset", "safetens
     found = next((d.version for d in importlib.metadata.distributions(name=name)), None)
     print(f"{name:<12} {found or 'not installed'}")
 print(*(f"{name}: {shutil.which(name) or 'not installed'}" for name in ("ncu", "compute-sanitizer")), sep="\n")
-from longstride.kernels.backends.triton import tuned
 if torch.cuda.is_available():
-    name = torch.cuda.get_device_name()
-    print(name, torch.cuda.get_device_capability())
-    file = tuned.file_of(name)
-    print("rows in force:", f"{len(tuned.rows_on(name))} of {file.name}, else the tables'" if file.exists() else "the tables'")
+    print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     if shutil.which("nvidia-smi"):
         subprocess.run(["nvidia-smi"], check=False)
 END
@@ -158,9 +153,8 @@ part_1() {
 }
 part_2() {
   local options=(--time-limit $((SESSION - SECONDS < 520 ? SESSION - SECONDS - 60 : 460)))
-  [ -z "$REHEARSE" ] || options=(--device cpu --widths 64 --dtypes bfloat16 --processes 1 --rows "$OUTPUT/rows.json")
+  [ -z "$REHEARSE" ] || options=(--device cpu --widths 64 --dtypes bfloat16 --processes 1)
   step tuning 540 "$PYTHON" benchmarks/attention/tune.py "${options[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/tuning-$SLUG.json"
-  [ -n "$REHEARSE" ] || cp kernels/backends/triton/tuned/"$SLUG"-triton-*.json "$OUTPUT"
 }
 part_3() {
   local options=(--preset bars --time-limit 170 --flex-patterns local) # each compiles for many seconds

@@ -1,8 +1,8 @@
 """The tables of attention in README.md and docs/kernels.md, made from the files in benchmarks/results/.
 
 `python benchmarks/readme_table.py` writes both; a test holds that they agree. The README has one table a device, of its
-first head width. docs/kernels.md has all, those of selections, where a CPU's time goes, what the compiler made of the
-kernels, and what a card is estimated to make of that.
+first head width. docs/kernels.md has all, those of selections, where a CPU's time goes, and what the compiler made of
+the kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README, DETAILS = ROOT / "README.md", ROOT / "docs" / "kernels.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by benchmarks/readme_table.py: begin -->", "<!-- end -->"
-EVIDENCE = "<!-- made by benchmarks/readme_table.py from evidence-*.json: begin -->"
-ESTIMATES = "<!-- made by benchmarks/readme_table.py from estimates-*.json: begin -->"
+COMPILED = "<!-- made by benchmarks/readme_table.py from compiled.json: begin -->"
 SHOWN_CONTEXT = 12_288
 PHASES = ("forward", "backward", "both")
 GPU_COLUMNS = ("× FlexAttention forward", "× FlexAttention both", "of ideal forward", "of ideal backward")
@@ -43,10 +41,7 @@ def with_tables(page: Path) -> str:
         tables += [cpu_time_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("cpu-time-*.json"))]
     text = replaced(page.read_text(), BEGIN, "\n".join(tables))
     if page == DETAILS:
-        (evidence,) = (json.loads(path.read_text()) for path in RESULTS.glob("evidence-*.json"))
-        text = replaced(text, EVIDENCE, evidence_table(evidence))
-        (estimates,) = (json.loads(path.read_text()) for path in RESULTS.glob("estimates-*.json"))
-        text = replaced(text, ESTIMATES, estimates_table(estimates))
+        text = replaced(text, COMPILED, compiled_table(json.loads((RESULTS / "compiled.json").read_text())))
     return text
 
 
@@ -143,72 +138,38 @@ def cpu_time_table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def evidence_table(result: dict[str, Any]) -> str:
-    """What the compiler made of each configuration of 16 bits: under each version of Triton, the most of all shapes."""
-    names = ("kernel", "width", "block_q", "block_k", "num_warps", "num_stages", "maxnreg")
-    of_version: list[dict[tuple[Any, ...], list[dict[str, Any]]]] = []
-    for entry in result["tritons"].values():
-        of_version.append({})
-        for row in entry["kernels"]:
-            if row["dtype"] != "float32":
-                of_version[-1].setdefault(tuple(row[name] for name in names), []).append(row)
-    versions = [f"Triton {version} ({entry['date']})" for version, entry in result["tritons"].items()]
+def compiled_table(result: dict[str, Any]) -> str:
+    """What the compiler made of each configuration of 16 bits for sm_90, and the rate that an H100 should reach."""
     lines = [
-        f"{result['architecture']}, {', '.join(versions)}; a slash where they differ.",
+        f"sm_90, Triton {result['triton']}. Estimates are of TFLOP/s in visits without a mask, not measurements.",
         "",
         "| kernel | width | tile, queries × keys | warps, stages | products a visit | least | instructions a visit, "
-        "unmasked | registers | spilled in a visit | programs |",
-        "|---" * 10 + "|",
+        "unmasked | registers | spilled in a visit | programs | estimate |",
+        "|---" * 11 + "|",
     ]
-    for key in of_version[0]:
-        kernel, width, block_q, block_k, warps, stages, most = key
-        shapes = [rows[key] for rows in of_version]
-        ordinary = [
-            version
-            for version, (row, *_) in zip(result["tritons"], shapes, strict=True)
-            if not row.get("specializes", 1)
-        ]
-        first = [row["visits"][0]["instructions"] for rows in shapes for row in rows[:1]]
+    for row in result["found"]:
+        architecture, kernel, dtype, width, *further = row["case"].split(":")
+        if architecture != "sm_90" or dtype == "float32" or "," not in row["case"]:
+            continue
+        block_q, block_k, warps, stages, most = further[-1].split(",")
         cells = [
-            kernel + "".join(f", ordinary warps under {version}" for version in ordinary),
-            str(width),
+            kernel,
+            width,
             f"{block_q} × {block_k}",
             f"{warps}, {stages}",
-            both(max(row["products"] for row in rows) for rows in shapes),
-            str(shapes[0][0]["fewest_products"] or "mma"),
-            both(first),
-            both(max(row["registers"] for row in rows) for rows in shapes) + (" (bound)" if most else ""),
-            both(max(row["local"] for row in rows) for rows in shapes),
-            both(min(row["programs"] for row in rows) for rows in shapes),
+            max(sum(visit["products"].values()) for visit in row["visits"]),
+            row["fewest_products"] or "mma",
+            row["visits"][0]["instructions"],
+            f"{row['registers']}{' (bound)' if int(most) else ''}",
+            max(visit["local"] for visit in row["visits"]),
+            row["programs"],
+            shown(row.get("tflops"), "{:.0f}"),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    for one in result["known"]:
+        sizes = f"{one['width']} | {one['block_q']} × {one['block_k']} | {one['num_warps']} | | | {one['instructions']}"
+        lines.append(f"| {one['what']} | {sizes} | | | {one['programs']} | {one['estimate']:.0f} |")
     return "\n".join(lines) + "\n"
-
-
-def estimates_table(result: dict[str, Any]) -> str:
-    """What a card should reach, beside its bars, and what the same model says of kernels that others measured."""
-    lines = [
-        f"Estimated from the code of Triton {result['triton']}, not measured:",
-        "",
-        "| what | estimate | bar |",
-        "|---" * 3 + "|",
-        *(f"| {one['what']} | {one['estimate']:.3g} {one['unit']} | {one['bar']} |" for one in result["estimates"]),
-        "",
-        "The same model of kernels that others measured, TFLOP/s forward:",
-        "",
-        "| kernel | model | measured |",
-        "|---" * 3 + "|",
-        *(
-            f"| {one['what']} | {one['model_tflops']:.0f} | {one['tflops']} ({one['source']}) |"
-            for one in result["known"]
-        ),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def both(figures: Iterable[int]) -> str:
-    """Figures of several versions, once where they are alike."""
-    return " / ".join(dict.fromkeys(map(str, figures)))
 
 
 def on_gpu(result: dict[str, Any]) -> bool:

@@ -64,9 +64,9 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention in which each position reads the keys its pattern allows (Child et al. 2019, section 4.2).
 
-    A query without keys gives output 0, logsumexp -inf and zero gradients. NaN and inf in q, k, v and gradients reach
-    what reads them, as NaN (or as what arithmetic makes of an inf), and change no bit of a row that does not; on
-    ``flex``, whose gradients are torch's own, of the output and the logsumexp.
+    A query without keys gives output 0, logsumexp -inf and zero gradients. NaN in q, k, v and gradients reaches what
+    reads it, as NaN, and may reach other rows of the same context: tiles are multiplied whole. Other contexts of the
+    batch keep their bits. An inf does likewise, or becomes what arithmetic makes of it.
 
     Args:
         q: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).

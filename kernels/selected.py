@@ -59,9 +59,9 @@ def selected_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention in which each position reads the keys that a selection gives it.
 
-    A query without keys gives output 0, logsumexp -inf and zero gradients. What is not finite reaches what reads it and
-    nothing else, as in ``sparse_attention``. A selection's values are not looked at: where they break the rules of
-    ``Part``, results are undefined (``Selection.check`` tells).
+    A query without keys gives output 0, logsumexp -inf and zero gradients. What is not finite spreads as in
+    ``sparse_attention``. A selection's values are not looked at: where they break the rules of ``Part``, results are
+    undefined (``Selection.check`` finds that).
 
     Args:
         q: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).

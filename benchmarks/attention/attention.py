@@ -29,7 +29,7 @@ from benchmarks.attention.gate import problems
 from benchmarks.attention.measure import Settings, measure
 from benchmarks.attention.peers import forget_compiled, reason_of
 from benchmarks.attention.plot import plot
-from benchmarks.attention.tiles import measure_plans, rows_in_force
+from benchmarks.attention.tiles import measure_plans
 from benchmarks.machine import about, copy_bandwidth, matmul_flops, slug
 from benchmarks.report import DASH, add_output_arguments, cell, check_output, rounded, write_json
 
@@ -174,7 +174,6 @@ def beginning(device: torch.device, options: argparse.Namespace) -> dict[str, An
         "backend": options.backend,
         "repeats": options.repeats,
         "preset": options.preset,
-        "rows": rows_in_force(device),
         "copy_bytes_per_second": rounded(copied),
         "matmul_flops_per_second": rounded(multiplied),
         "timings": [],

@@ -1,13 +1,11 @@
 """What the compiler made of a kernel: registers, memory, and what each of its loops does, read from the machine code.
 
 A kernel that was compiled ahead of time for an NVIDIA card needs no card to be read: triton brings the disassembler.
-Loops are found in the graph of jumps. A kernel's time goes by in its *hot* loops. Others *repair*: they compute a tile
-again in which a NaN turned up, and are known by the lines that instructions came from (``tile.read_product``).
+Loops, in which a kernel's time goes by, are found in the graph of jumps.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 import subprocess
 import tempfile
@@ -17,7 +15,6 @@ from typing import NamedTuple
 
 import triton
 
-from longstride.kernels.backends.triton import tile
 from longstride.kernels.backends.triton.configurations import Configuration, Kernel
 
 WARP = 32  # threads
@@ -56,7 +53,6 @@ class Stretch(NamedTuple):
     local: int  # loads and stores of what was spilled
     shared: int
     to_global: int  # loads and stores of global memory, and copies from there
-    repairs: bool = False
 
     @property
     def by_groups(self) -> bool:
@@ -77,26 +73,13 @@ class Code(NamedTuple):
     shared_bytes: int
     num_warps: int
     loops: tuple[Stretch, ...]  # by their place
-    outside: Stretch  # what is in no loop, and no repair
-
-    @property
-    def hot(self) -> tuple[Stretch, ...]:
-        """The loops that do not repair."""
-        return tuple(loop for loop in self.loops if not loop.repairs)
+    outside: Stretch  # what is in no loop
 
     def visits(self, kernel: str) -> tuple[Stretch, ...]:
-        """Where tiles are visited: hot loops with products; of a closed run, which is one visit, what is in no loop."""
+        """Where tiles are visited: loops with products; of a closed run, which is one visit, what is in no loop."""
         if kernel.startswith("closed"):
             return (self.outside,)
-        return tuple(loop for loop in self.hot if loop.products or loop.fused > loop.instructions // 3)
-
-    def once(self, groups: int = 1) -> int:
-        """Instructions of a warp that no visit has, each once a program; of one of so many groups of specialised warps.
-
-        Such groups have their visits inside a loop that hands out work, with what surrounds the visits of each.
-        """
-        handed_out = max((loop.instructions for loop in self.hot if not loop.products), default=0)
-        return self.outside.instructions + (handed_out // groups if groups > 1 else 0)
+        return tuple(loop for loop in self.loops if loop.products or loop.fused > loop.instructions // 3)
 
     def programs(self, architecture: str) -> int:
         """How many programs one multiprocessor holds at a time."""
@@ -159,38 +142,26 @@ def read(cubin: bytes, shared_bytes: int, num_warps: int) -> Code:
         file.write(cubin)
         file.flush()
         usage = _told_by("cuobjdump", "-res-usage", file.name)
-        text = _told_by("nvdisasm", "-c", "-g", "-ndf", file.name)  # without its own analysis, which takes long
+        text = _told_by("nvdisasm", "-c", "-ndf", file.name)  # without its own analysis, which takes long
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
     loops, outside = stretches(text)
     return Code(registers, stack, shared_bytes, num_warps, loops, outside)
 
 
 def stretches(text: str) -> tuple[tuple[Stretch, ...], Stretch]:
-    """The loops of disassembled code, and what is in none, as ``nvdisasm -c -g`` prints it."""
+    """The loops of disassembled code, and what is in none, as ``nvdisasm -c`` prints it."""
     blocks = _blocks(text)
     bodies = _loops(blocks, _reached(blocks, 0) | {0})
     inner = [body.difference(*(other for other in bodies if other < body)) for body in bodies]
     loops = tuple(_stretch(blocks, body) for body in inner)
     outside = frozenset(_reached(blocks, 0) | {0}).difference(*bodies)
-    repairing = frozenset[int]().union(*(body for body, loop in zip(inner, loops, strict=True) if loop.repairs))
-    hot = frozenset[int]().union(*(body for body, loop in zip(inner, loops, strict=True) if not loop.repairs))
-    if hot:  # then what leads to a repair and to no hot loop any more, or follows a repair, is the repair's too
-        after_repairs = frozenset[int]().union(*(_reached(blocks, block) for block in repairing))
-        ahead = {block: _reached(blocks, block) for block in outside}
-        outside -= after_repairs
-        outside -= {block for block in outside if ahead[block] & repairing and not ahead[block] & hot}
     return loops, _stretch(blocks, outside)
-
-
-class _Instruction(NamedTuple):
-    opcode: str
-    repairs: bool
 
 
 class _Block(NamedTuple):
     """Instructions that run one after another, and the numbers of the blocks that may follow."""
 
-    instructions: list[_Instruction]
+    opcodes: list[str]
     next: set[int]
 
 
@@ -199,7 +170,6 @@ def _told_by(program: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-LINE = re.compile(r'//## File "(?P<file>[^"]*)", line (?P<line>\d+)')
 LABEL = re.compile(r"(?P<name>\.[\w.$]+):$")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?P<guard>@!?\w+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;]*);")
 TARGET = re.compile(r"`?\((\.L_[\w.]+)\)|\b(\.L_[\w.]+)")
@@ -207,13 +177,10 @@ TARGET = re.compile(r"`?\((\.L_[\w.]+)\)|\b(\.L_[\w.]+)")
 
 def _blocks(text: str) -> list[_Block]:
     """The blocks of disassembled code, by their place; the first one is where the kernel begins."""
-    source, first = inspect.getsourcelines(tile.read_product.fn)
-    repair_lines = range(first, first + len(source))
-    repair_file = Path(tile.__file__).name
     blocks: list[_Block] = [_Block([], set())]
     places: dict[str, int] = {}  # of labels
     jumps: list[tuple[int, str]] = []
-    repairs, open_ended = False, True  # whether the last block goes on into the next one
+    open_ended = True  # whether the last block goes on into the next one
 
     def begin() -> None:
         if open_ended:
@@ -221,13 +188,11 @@ def _blocks(text: str) -> list[_Block]:
         blocks.append(_Block([], set()))
 
     for line in text.splitlines():
-        if found := LINE.search(line):
-            repairs = Path(found["file"]).name == repair_file and int(found["line"]) in repair_lines
-        elif found := LABEL.match(line.strip()):
+        if found := LABEL.match(line.strip()):
             begin()
             places[found["name"]], open_ended = len(blocks) - 1, True
         elif found := INSTRUCTION.search(line):
-            blocks[-1].instructions.append(_Instruction(found["opcode"], repairs))
+            blocks[-1].opcodes.append(found["opcode"])
             name, operands = found["opcode"].split(".")[0], found["operands"]
             if name in ("BRA", "BRX", "CALL", "BSSY", "EXIT", "RET"):
                 targets = [a or b for a, b in TARGET.findall(operands)]
@@ -267,13 +232,13 @@ def _loops(blocks: list[_Block], within: set[int] | frozenset[int]) -> list[froz
 
 
 def _stretch(blocks: list[_Block], body: frozenset[int]) -> Stretch:
-    instructions = [one for block in sorted(body) for one in blocks[block].instructions]
-    names = Counter(one.opcode.split(".")[0] for one in instructions)
+    opcodes = [opcode.split(".") for block in sorted(body) for opcode in blocks[block].opcodes]
+    names = Counter(name for name, *_ in opcodes)
 
     def of(*kinds: str) -> int:
         return sum(names[kind] for kind in kinds)
 
-    shapes = Counter(_shape(one.opcode.split(".")[1]) for one in instructions if one.opcode.split(".")[0] in PRODUCTS)
+    shapes = Counter(_shape(kinds[0]) for name, *kinds in opcodes if name in PRODUCTS)
     return Stretch(
         sum(names.values()) - names["NOP"],
         dict(sorted(shapes.items())),
@@ -282,7 +247,6 @@ def _stretch(blocks: list[_Block], body: frozenset[int]) -> Stretch:
         of(*LOCAL),
         of(*SHARED),
         of(*GLOBAL),
-        any(one.repairs for one in instructions),
     )
 
 

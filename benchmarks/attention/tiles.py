@@ -71,16 +71,6 @@ def visited_pairs(
     return once + round((4 * of("dkdv", "keys", parts) + 3 * of("dq", "queries", parts)) / 7)
 
 
-def rows_in_force(device: torch.device) -> str | None:
-    """The file of measured configurations that launches on this card read, or None: the tables."""
-    if device.type != "cuda":
-        return None
-    from longstride.kernels.backends.triton import tuned
-
-    path = tuned.file_of(torch.cuda.get_device_name(device))
-    return path.name if path.exists() else None
-
-
 def measure_plans(context: int, stride: int | None, summary: int) -> list[dict[str, Any]]:
     """A row a pattern: seconds and bytes of its plans as kernels read them, and seconds of the CPU's chunks."""
     stride, rows = stride or stride_of(context), []

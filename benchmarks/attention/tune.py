@@ -1,11 +1,11 @@
-"""Find tile edges, warps, stages and descriptors for this card: ``python benchmarks/attention/tune.py``.
+"""Find tile edges, warps and stages for this card: ``python benchmarks/attention/tune.py``.
 
 Of each kernel and head width some fifteen configurations are compiled ahead of time, in a pool of processes that need
 no card. Their machine code is read: what spills inside a loop, needs too much shared memory or has warps that repeat
 each other's products is dropped unmeasured. The others are held against the present table's results and timed in turns,
-by events around calls that were queued before. Of each width the fastest ones go to a file that launches on this card
-read (``longstride.kernels.backends.triton.tuned``), with rates under which a plan chooses, case by case, what was
-fastest. Width 128 comes first, and both files are written as each kernel is done: what a time limit cuts off is at the
+by events around calls that were queued before. Of each width the fastest ones are printed as a row for
+``longstride.kernels.backends.triton.configurations``, with rates under which a plan chooses, case by case, what was
+fastest. Width 128 comes first, and the file is written as each kernel is done: what a time limit cuts off is at the
 end. ``--device cpu`` rehearses the whole: code is made for sm_90, and Triton's interpreter runs it on small sizes.
 """
 
@@ -40,8 +40,7 @@ from torch import Tensor
 from benchmarks.attention.timing import DeviceClock, HostClock
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, rounded, write_json
-from longstride.kernels import ConfigError
-from longstride.kernels.backends.triton import call, tuned
+from longstride.kernels.backends.triton import call
 from longstride.kernels.backends.triton.call import Call
 from longstride.kernels.backends.triton.configurations import (
     Configuration,
@@ -94,7 +93,6 @@ IN_FP32 = [
     (64, 64, 8, 1),
     (16, 16, 4, 1),
 ]
-DESCRIBED_FROM = 64  # keys a tile: smaller ones are not worth a descriptor
 TOLERANCE = {"bfloat16": 0.02, "float16": 0.01, "float32": 1e-4}  # of the norm: operands, other orders of addition
 MOST_REPEATS = 1.2  # of products; in fp32 a few multiply-adds are no part of one
 ROUNDS = 5
@@ -129,19 +127,14 @@ class Ahead(NamedTuple):
 
     problem: str | None
     code: dict[str, Any] | None
-    digest: str | None = None  # of the machine code
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 1 where no configuration of some kernel ran, 2 where the file of rows is damaged."""
+    """Exit code: 1 where no configuration of some kernel ran."""
     started = time.monotonic()
     options = read_options(arguments)
     facts = about(torch.device(options.device))
-    try:
-        rows = tuned.read(options.rows)[1] if options.rows.exists() else {}
-    except ConfigError as error:
-        print(f"tune: {error}", file=sys.stderr)
-        return 2
+    rows: list[dict[str, Any]] = []
     target = REHEARSED if options.device == "cpu" else call.architecture(torch.device("cuda"))
     wanted = (
         [Trial(case, one) for case in cases_of(kernel, dtype, width, options) for one in grid(case, target)]
@@ -163,12 +156,11 @@ def main(arguments: list[str] | None = None) -> int:
             ran.append(bool(fitting))
             case = group[0].case
             if fitting:
-                widest, _ = entry(target, getattr(torch, case.dtype).itemsize, padded(case.width))
-                rows[case.kernel, widest] = fitting
-                tuned.write(options.rows, facts["device"], rows, torch=facts["torch"], date=facts["date"])
+                row = {"kernel": case.kernel, "dtype": case.dtype, "width": case.width}
+                rows.append(row | {"candidates": [one._asdict() for one in fitting]})
             report(group, measured, fitting)
-            write_json(options.output, {**facts, "trials": found})
-    print(f"wrote {options.output} and {options.rows}")
+            write_json(options.output, {**facts, "rows": rows, "trials": found})
+    print(f"wrote {options.output}")
     return 0 if ran and all(ran) else 1
 
 
@@ -181,16 +173,10 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=sorted(TOLERANCE))
     parser.add_argument("--processes", type=int, default=None, help="compile in so many; all cores but two")
     parser.add_argument("--time-limit", type=float, default=420, help="seconds after which no kernel is begun")
-    parser.add_argument(
-        "--rows", type=Path, default=None, help="for the best ones; where launches on this card read them"
-    )
     add_output_arguments(parser)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     check_output(parser, options, f"tuning-{slug(device) if options.device == 'cuda' else 'rehearsal'}.json")
-    if options.rows is None:
-        here = options.device == "cuda"
-        options.rows = tuned.file_of(torch.cuda.get_device_name()) if here else options.output.with_suffix(".rows.json")
     options.processes = options.processes or max(1, (os.cpu_count() or 1) - 2)
     return options
 
@@ -215,11 +201,6 @@ def grid(case: Case, target: str) -> list[Configuration]:
     item = getattr(torch, case.dtype).itemsize
     fields: Sequence[tuple[int, ...]] = IN_FP32 if case.dtype == "float32" else FIELDS[case.kernel]
     made = [configuration(*some) for some in fields]
-    if target == "sm_90" and not of_runs(case.kernel) and item == 2:
-        large = [one for one in made if one.maxnreg is None and min(one[:2]) >= DESCRIBED_FROM and one.num_stages == 2]
-        made += [one._replace(described=True) for one in large]
-        if case.kernel == "forward":
-            made += [configuration(128, keys, 4, 2)._replace(specialized=True) for keys in (128, 64)]
     own = [one._replace(rate=1.0) for one in getattr(entry(target, item, padded(case.width))[1], case.kernel)]
     found = list(dict.fromkeys([*own, *made]))
     if case.device == "cpu":  # one that compiles well, and one whose warps repeat each other's products
@@ -288,8 +269,7 @@ def examined(trial: Trial, target: str) -> Ahead:
     try:
         with quiet(), only(trial):
             prepared(case._replace(device="cpu"), empty=True)[0]()
-        name = "specialized" if one.specialized else case.kernel
-        launches = [metadata for of, metadata in dry.launched[before:] if of == f"{name}_kernel"]
+        launches = [metadata for of, metadata in dry.launched[before:] if of == f"{case.kernel}_kernel"]
         if not launches:
             return Ahead("cannot serve such rows", None)
         code = read(dry.binaries[launches[-1].hash], launches[-1].shared, launches[-1].num_warps)
@@ -297,7 +277,7 @@ def examined(trial: Trial, target: str) -> Ahead:
         return Ahead(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", None)
     width, visits = padded(case.width), code.visits(case.kernel)
     local, most = (
-        sum(loop.local for loop in code.hot),
+        sum(loop.local for loop in code.loops),
         max((repeats(v, case.kernel, one, width, width) for v in visits), default=0.0),
     )
     said = {
@@ -312,7 +292,7 @@ def examined(trial: Trial, target: str) -> Ahead:
         return Ahead(f"{local} loads and stores of what is spilled in its loops", said)
     if most > MOST_REPEATS:
         return Ahead(f"its warps compute products {most:.2f} times", said)
-    return Ahead(None, said, launches[-1].hash)
+    return Ahead(None, said)
 
 
 # On the card
@@ -322,13 +302,7 @@ def measure(group: list[Trial], known: Callable[[Trial], Ahead]) -> list[dict[st
     """A row a trial, in the group's order: what was known ahead, what is wrong with it, and its seconds."""
     rows = []
     for case, trials in itertools.groupby(group, key=lambda trial: trial.case):
-        asked, seen = [], set[str]()
-        for trial in trials:
-            ahead = known(trial)
-            if ahead.digest is not None and ahead.digest in seen:  # no descriptor can read this order, say
-                ahead = ahead._replace(problem="the code of another one above")
-            seen.add(ahead.digest or "")
-            asked.append((trial, ahead))
+        asked = [(trial, known(trial)) for trial in trials]
         with quiet():
             seconds, wrong = timed(case, [trial for trial, ahead in asked if ahead.problem is None])
         for trial, ahead in asked:
@@ -527,7 +501,7 @@ def report(group: Sequence[Trial], measured: list[dict[str, Any]], fitting: tupl
         for seconds, one in sorted(ran, key=lambda pair: pair[0])[:4]:
             print(f"    {seconds * 1e3:8.3f} ms  {shown(one)}")
     for one in fitting:
-        print(f"  row: {shown(one)}, rate {one.rate}")
+        print(f"  row: {one}")
     sys.stdout.flush()
 
 

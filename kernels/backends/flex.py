@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from longstride.kernels.nonfinite import forward_apart
 from longstride.kernels.patterns import Pattern
 
 
@@ -18,10 +17,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """Output (B, H, N, Dv) and logsumexp (B, H, N).
-
-    What is not finite reaches its readers alone in these; gradients are torch's own, in which it may reach others.
-    """
+    """Output (B, H, N, Dv) and logsumexp (B, H, N)."""
     context = q.shape[2]
     if not torch.is_grad_enabled():
         q, k, v = q.detach(), k.detach(), v.detach()  # on the CPU, FlexAttention refuses tensors that require gradients
@@ -34,17 +30,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale
 
     block_mask = create_block_mask(mask_mod, None, len(patterns), context, context, device=str(q.device))
 
-    def attend_whole(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, aux = flex_attention(
-            q,
-            k,
-            v,
-            block_mask=block_mask,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-            return_aux=AuxRequest(lse=True),
-        )
-        assert aux.lse is not None
-        return out, aux.lse
-
-    return forward_apart(attend_whole, q, k, v, patterns)
+    out, aux = flex_attention(
+        q,
+        k,
+        v,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    assert aux.lse is not None
+    return out, aux.lse

@@ -32,73 +32,19 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Under a mask (H, N, N) or (B, H, N, N)."""
-    if torch.compiler.is_exporting():
-        return _exported(q, k, v, allowed, scale)
-    wide = accumulator_dtype(q.dtype)
-    blind = ~allowed.any(-1, keepdim=True)  # queries without keys: computed from zeros, then masked
-    shared = (k.shape[0], k.shape[1], q.shape[1] // k.shape[1] * q.shape[2])  # rows that read the same head of k
-    by_key_head = allowed.unflatten(-3, (k.shape[1], -1)).flatten(-3, -2)
-    with _without_autocast(q.device.type):
-        scores = _PairProducts.apply(q.to(wide).reshape(*shared, q.shape[3]), k.to(wide), by_key_head)
-        scores = scores.view(*q.shape[:3], k.shape[2]) * scale
-        scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
-        weights = torch.softmax(scores, -1).masked_fill(~allowed, 0.0)  # those of NaN are NaN, all of them
-        lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
-        out = _RowSums.apply(weights.view(*shared, k.shape[2]), v.to(wide), by_key_head)
-        return out.view(*q.shape[:3], v.shape[3]).to(q.dtype), lse
-
-
-def _exported(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same as a program for other runtimes has it: plain products of any number of positions, and no autograd.
-
-    What is not finite reaches more rows there than those that read it.
-    """
-    wide = accumulator_dtype(q.dtype)
+    """Attention under a mask (H, N, N) or (B, H, N, N)."""
+    dtype, wide = q.dtype, accumulator_dtype(q.dtype)
+    q, k, v = (x.to(wide) for x in (q, k, v))
     if k.shape[1] < q.shape[1]:
-        served = torch.arange(q.shape[1], device=q.device) // (q.shape[1] // k.shape[1])
-        k, v = (x.index_select(1, served) for x in (k, v))
-    blind = ~allowed.any(-1, keepdim=True)
-    scores = (q.to(wide) @ k.to(wide).mT) * scale
-    scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
-    weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
-    lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
-    return (weights @ v.to(wide)).to(q.dtype), lse
-
-
-class _PairProducts(torch.autograd.Function):
-    """a_i . b_j of all pairs: (…, R, D), (…, N, D) to (…, R, N); what comes back must be 0 for forbidden ones."""
-
-    @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor, allowed: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b, allowed)
-        return a @ b.mT
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        a, b, allowed = ctx.saved_tensors
-        return _RowSums.apply(grad, b, allowed), _RowSums.apply(grad.mT, a, allowed.mT), None
-
-
-class _RowSums(torch.autograd.Function):
-    """Sums of rows b_j by weights that are 0 for forbidden pairs: (…, R, N), (…, N, D) to (…, R, D).
-
-    What is not finite in b_j reaches the rows that read j, as NaN; a plain product brings 0 * NaN to every row.
-    """
-
-    @staticmethod
-    def forward(ctx, weights: Tensor, b: Tensor, allowed: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, b, allowed)
-        bad = ~b.isfinite()
-        if not torch.compiler.is_compiling() and not bad.any():  # as always; a compiled graph cannot ask
-            return weights @ b
-        met = allowed.to(b.dtype) @ bad.to(b.dtype) > 0
-        return (weights @ b.masked_fill(bad, 0.0)).masked_fill(met, float("nan"))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        weights, b, allowed = ctx.saved_tensors
-        return _PairProducts.apply(grad, b, allowed), _RowSums.apply(weights.mT, grad, allowed.mT), None
+        shared = torch.arange(q.shape[1], device=q.device) // (q.shape[1] // k.shape[1])  # the head that each one reads
+        k, v = (x.index_select(1, shared) for x in (k, v))
+    blind = ~allowed.any(-1, keepdim=True)  # queries without keys: computed from zeros, then masked
+    with _without_autocast(q.device.type):
+        scores = (q @ k.mT) * scale
+        scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
+        weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
+        lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
+        return (weights @ v).to(dtype), lse
 
 
 def prepare(
@@ -127,8 +73,8 @@ def _attend_one(
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
-    """Autocast, which not every device type has, would compute the products in 16 bits."""
-    if not torch.amp.is_autocast_available(device_type):
+    """Autocast, which not every device type has, would compute the products in 16 bits; a program has none."""
+    if torch.compiler.is_exporting() or not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 

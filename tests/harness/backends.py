@@ -41,20 +41,13 @@ def repeats(number: int) -> list[pytest.MarkDecorator]:
     return [pytest.mark.campaign] if number % 2 else []
 
 
-def use_tiles(
-    monkeypatch: pytest.MonkeyPatch,
-    edges: tuple[int, int],
-    closed: int | None,
-    described: bool = False,
-    specialized: bool = False,
-) -> None:
+def use_tiles(monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: int | None) -> None:
     """Have the interpreter use these edges, and serve closed runs of up to ``closed`` rows at once, or not at all."""
     from longstride.kernels.backends.triton import configurations
 
-    tiles = (configurations.Configuration(*edges, 1, 1, described=described),)
+    tiles = (configurations.Configuration(*edges, 1, 1),)
     runs = () if closed is None else configurations.squares((closed, 1, 1.0))
-    forward = tuple(one._replace(specialized=specialized) for one in tiles)
-    entry = configurations.Candidates(forward, tiles, tiles, runs, runs)
+    entry = configurations.Candidates(tiles, tiles, tiles, runs, runs)
     monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", {configurations.Widest(8, 256): entry})
 
 

@@ -3,8 +3,7 @@
 Run as a program, in a process without TRITON_INTERPRET: ``python compile_triton.py sm_90:forward:bfloat16:64 …``.
 Further fields: ``block_q,block_k,num_warps,num_stages`` (and ``,maxnreg``) for other tiles than the first candidate, a
 name in SHAPES for how queries and keys are read, ``resume`` for kernels of a second pass, ``between`` for those before
-the last one, ``marked`` for one that repairs what another computed, ``overlap3`` for the fourth of a selection's parts
-that may have the same pairs.
+the last one, ``overlap3`` for the fourth of a selection's parts that may have the same pairs.
 """
 
 from __future__ import annotations
@@ -22,19 +21,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.attention.generated_code import CARDS, fewest_products, read, repeats
-from longstride.kernels.backends.triton.call import SPECIALIZES
 from longstride.kernels.backends.triton.closed_forward_kernel import closed_forward_kernel
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Configuration, candidates, pipelined
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
-from longstride.kernels.backends.triton.specialized_kernel import specialized_kernel
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 
 KERNELS = {
     "forward": forward_kernel,
-    "specialized": specialized_kernel,
     "dkdv": dkdv_kernel,
     "dq": dq_kernel,
     "closed": closed_kernel,
@@ -47,7 +43,6 @@ TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TABLES = {"table", "data", "source_table", "source_data"}
 WIDE = {"lse", "delta", "grad_lse", "per_query", "previous", "workspace", "dk_by_head", "dv_by_head"}
 POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
-DESCRIBED = {"k_first", "v_first", "k_second", "v_second", "q_described", "grad_described"}
 PLANNED = ("forward", "dkdv", "dq", "closed", "closed_forward")  # kernels with configurations of their own
 # How queries and keys are read: (order of queries, order of keys, intervals) of each segment.
 SHAPES = {
@@ -76,29 +71,21 @@ def compiled_kernel(case: str) -> Callable[[], dict[str, Any]]:
     )
     if "listed" in further:
         chosen = pipelined(chosen)
-    if name == "specialized":
-        chosen = chosen._replace(specialized=True)
     kernel = KERNELS[name]
     known = _constants(name, chosen, width, further)
     constants = {parameter.name: known[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
         kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
-        if parameter.name in DESCRIBED:
-            kind = f"*{TYPES[dtype]}" if "described" not in further else _described(name, chosen, dtype, width)
-        if name == "specialized" and parameter.name in ("q", "k", "v"):
-            rows = chosen.block_q if parameter.name == "q" else chosen.block_k
-            kind = f"tensordesc<{TYPES[dtype]}[{rows}, {width}]>"
         signature[parameter.name] = kind
         if kind.startswith("*") or parameter.name.startswith("stride"):
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    launched = chosen if SPECIALIZES else chosen.ordinary()
-    compiled = triton.compile(source, target=target_of(architecture), options=launched.options())
+    compiled = triton.compile(source, target=target_of(architecture), options=chosen.options())
     found = {"case": case, "tiles": list(chosen), "shared": compiled.metadata.shared}
     if "amdgcn" in compiled.asm:
         return lambda: found | amdgcn_usage(compiled.asm["amdgcn"])
-    return lambda: found | evidence(compiled, architecture, name, chosen.ordinary(), width)
+    return lambda: found | evidence(compiled, architecture, name, chosen, width)
 
 
 def configuration_of(text: str) -> Configuration:
@@ -108,31 +95,25 @@ def configuration_of(text: str) -> Configuration:
 
 
 def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration, width: int) -> dict[str, Any]:
-    """Of an NVIDIA card's machine code; ``visits`` are hot loops in which tiles are visited, in their order.
-
-    ``chosen`` has the warps that multiply. Where they specialise, each group of them has such a loop of its own.
-    """
+    """Read an NVIDIA card's machine code; ``visits`` are the loops in which tiles are visited, in their order."""
     code = read(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps)
     found = {
         "registers": code.registers,
         "spilled_bytes": code.stack_bytes,
         "wgmma": any(one.by_groups for one in (*code.loops, code.outside)),
         "programs": code.programs(architecture) if architecture in CARDS else None,
-        "local_in_loops": sum(loop.local for loop in code.hot),
-        "specializes": "setmaxnreg" in compiled.asm["ptx"],
-        "repairs": [loop._asdict() for loop in code.loops if loop.repairs],
+        "local_in_loops": sum(loop.local for loop in code.loops),
     }
-    kernel = "forward" if name == "specialized" else name
-    if kernel not in PLANNED:
+    if name not in PLANNED:
         return found | {"visits": []}
-    visits = code.visits(kernel)
-    found["outside"] = code.once(len(visits) if found["specializes"] else 1)
-    found["local_elsewhere"] = sum(one.local for one in (*code.hot, code.outside) if one not in visits)
-    said = [one._asdict() | {"repeats": round(repeats(one, kernel, chosen, width, width), 3)} for one in visits]
+    visits = code.visits(name)
+    found["outside"] = code.outside.instructions
+    found["local_elsewhere"] = sum(one.local for one in (*code.loops, code.outside) if one not in visits)
+    said = [one._asdict() | {"repeats": round(repeats(one, name, chosen, width, width), 3)} for one in visits]
     by_groups = any(one.by_groups for one in visits)
     return found | {
         "visits": said,
-        "fewest_products": fewest_products(kernel, chosen, width, width) if by_groups else None,
+        "fewest_products": fewest_products(name, chosen, width, width) if by_groups else None,
     }
 
 
@@ -146,17 +127,13 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "SEGMENTS": len(segments),
         "ROWS": keys[0] if by_key else queries[0],
         "COLUMNS": (queries[0] if by_key else keys),
-        "BOUNDS": (bounds[0] if by_key or name == "specialized" else bounds),
+        "BOUNDS": (bounds[0] if by_key else bounds),
         "EARLIER": earlier if by_key else (earlier,) * len(segments),
-        "SHAPE": int("described" in further),
-        "SHAPES": tuple(int("described" in further) for _ in segments),
         "DOUBLINGS": chosen.pair_doublings(),
         "RESUME": "resume" in further,
         "SOURCES": "resume" in further,
         "SOURCE_FORM": 1,
         "FINAL": "between" not in further,
-        "MARKED": "marked" in further,
-        "SPECIALIZE": SPECIALIZES,
         "GRAD_LSE": True,
         "WIDTH": width,
         "W": width,
@@ -170,11 +147,6 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "GROUP": 4 if name == "groups" else 1,
         "ACCUMULATOR": tl.float32,
     }
-
-
-def _described(name: str, chosen: Configuration, dtype: str, width: int) -> str:
-    """The type of a descriptor."""
-    return f"tensordesc<{TYPES[dtype]}[1, 1, {chosen.block_q if name == 'dkdv' else chosen.block_k}, 1, {width}]>"
 
 
 def _type(parameter: str, dtype: str) -> str:

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longstride.kernels import sparse_attention
-from longstride.kernels.backends.triton import configurations, launch
+from longstride.kernels.backends.triton import launch
 from longstride.kernels.kept import Kept
 from longstride.kernels.patterns import Block, Column, Fixed, Local, Pattern, Strided
 from tests.harness.dry_card import DryCard
@@ -28,7 +27,6 @@ Inputs = tuple[Tensor, ...]  # q, k, v, and a gradient of the output
 # The paper's on enwik8, as a model has them: eight heads whose summaries differ, or of two kinds.
 FIXED = Fixed(128, 32, num_summaries=4)
 STRIDED = [Local(128), Column(128)] * 4
-DESCRIBED = configurations.Configuration(128, 64, 8, 3, described=True)
 
 
 def inputs_of(batch: int, context: int, heads: int = 8, width: int = 64) -> Inputs:
@@ -53,8 +51,6 @@ def told(launches: list[tuple[Any, ...]], inputs: Inputs, kept: set[int]) -> lis
     names = {tensor.data_ptr(): f"input {number}" for number, tensor in enumerate(inputs)}
 
     def of(argument: Any) -> Any:
-        if isinstance(argument, TensorDescriptor):
-            return {name: of(value) for name, value in vars(argument).items()}
         if not isinstance(argument, Tensor):
             return repr(argument)
         address = argument.data_ptr()
@@ -99,25 +95,21 @@ def main() -> None:
             step(inputs_of(batch, context), pattern)
             counts[f"{name} {batch} {context}"] = len(compiled) - before
     same = {}
-    table = configurations.ARCHITECTURES["sm_90"]
-    described = {key: row._replace(forward=(DESCRIBED,)) for key, row in table.items()}
-    for name, rows in (("by addresses", table), ("described", described)):
-        configurations.ARCHITECTURES["sm_90"] = rows
-        for pattern in (Local(128), Block(128), Strided(128), FIXED, STRIDED, [*STRIDED[:4], FIXED, *STRIDED[5:]]):
-            launch.RECORDINGS = Kept()
-            first, second = inputs_of(1, 12288), inputs_of(1, 12288)
-            held = step(first, pattern)
-            mark = len(launched)
-            held += step(second, pattern)  # by recordings of the first: what it held is still held
-            again, mark = launched[mark:], len(launched)
-            recorded = [known.value.recording is not None for known in launch.RECORDINGS._entries.values()]
-            launch.RECORDINGS = Kept()
-            held += step(second, pattern)
-            written = launched[mark:]
-            kept = addresses(again) & addresses(written) - {t.data_ptr() for t in second}
-            equal = told(again, second, kept) == told(written, second, kept)
-            same[f"{name} {pattern}"] = recorded == [True, True] and len(kept) > 0 and equal
-            launched.clear()
+    for pattern in (Local(128), Block(128), Strided(128), FIXED, STRIDED, [*STRIDED[:4], FIXED, *STRIDED[5:]]):
+        launch.RECORDINGS = Kept()
+        first, second = inputs_of(1, 12288), inputs_of(1, 12288)
+        held = step(first, pattern)
+        mark = len(launched)
+        held += step(second, pattern)  # by recordings of the first: what it held is still held
+        again, mark = launched[mark:], len(launched)
+        recorded = [known.value.recording is not None for known in launch.RECORDINGS._entries.values()]
+        launch.RECORDINGS = Kept()
+        held += step(second, pattern)
+        written = launched[mark:]
+        kept = addresses(again) & addresses(written) - {t.data_ptr() for t in second}
+        equal = told(again, second, kept) == told(written, second, kept)
+        same[str(pattern)] = recorded == [True, True] and len(kept) > 0 and equal
+        launched.clear()
     inputs = inputs_of(1, 12288)
     entered = {}
     for name, pattern in (("one launch", Block(128)), ("several", Strided(128))):

@@ -74,7 +74,7 @@ def test_expanded_tensors_are_read_as_copies_of_them(
 ) -> None:
     """Strides of 0: keys that heads share, queries that contexts share, and the gradient of a sum."""
     if backend == "triton":
-        use_tiles(monkeypatch, (16, 16), closed=16, described=True)
+        use_tiles(monkeypatch, (16, 16), closed=16)
     *leaves, grad_out = leaves_of(Shape(2, 2, 24, 16, 16), device, heads_side_by_side=False)
     leaves = [leaf.detach() for leaf in leaves]
     q, k, v = leaves[0][:1].expand(2, -1, -1, -1), leaves[1][:, :1].expand(-1, 2, -1, -1), leaves[2]

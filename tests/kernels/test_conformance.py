@@ -46,7 +46,7 @@ def results(backend: str, inputs: Inputs, pattern: Pattern | list[Pattern]) -> d
 # 72 is a multiple of the strides, so that orders and intervals have closed forms; 53 and 101 are multiples of none.
 PRECISION = [
     *(
-        on("cpu", dtype, Shape(2, 3, n, d, d), True, marks=repeats(i + j + k))
+        on("cpu", dtype, Shape(2, 3, n, d, d), True, marks=repeats(i + j + k) or repeats(j // 2))
         for i, dtype in enumerate(DTYPES)
         for j, d in enumerate((16, 24, 64, 256))
         for k, n in enumerate((72, 101))
@@ -56,7 +56,7 @@ PRECISION = [
         for i, dtype in enumerate(DTYPES[:3])
         for j, n in enumerate((53, 72))
     ),
-    *(on("reference", dtype, Shape(1, 3, 29, 16, 24), True) for dtype in DTYPES),
+    *(on("reference", dtype, Shape(1, 3, 29, 16, 24), True) for dtype in (BRAIN, DOUBLE)),
 ]
 
 
@@ -70,11 +70,10 @@ def test_results_are_within_precision(
     check_against_reference(backend, pattern, dtype, shape, grad_lse=grad_lse, device=DEVICES[backend])
 
 
-# By default each pattern once, and both merged ones at all of these; test_widths_may_differ has every width and dtype.
-WIDTHS = [(16, BRAIN), (64, HALF), (64, SINGLE), (128, BRAIN)]
+# By default each pattern once, and one at all of these; test_widths_may_differ has every width and dtype.
 LARGER = [
-    *((width, dtype, pattern) for width, dtype in WIDTHS for pattern in (Strided(8), Fixed(8, 2))),
-    *((*WIDTHS[i % len(WIDTHS)], pattern) for i, pattern in enumerate(example_patterns())),
+    *((width, dtype, Strided(8)) for width, dtype in ((64, HALF), (64, SINGLE), (128, BRAIN))),
+    *((16, BRAIN, pattern) for pattern in example_patterns()),
 ]
 OTHERS = [(w, d, p) for w in (16, 64, 128, 256) for d in DTYPES[:3] for p in example_patterns()]
 
@@ -138,7 +137,7 @@ def test_gradients_survive_a_loss_scale(backend: str, exponent: int) -> None:
 # Sizes, scales, heads and strides
 
 CONTEXTS = [
-    *(on("cpu", p, n, DOUBLE, Shape(1, 3, n, 16, 16)) for p in example_patterns() for n in (1, 2, 7, 8, 9, 63, 200)),
+    *(on("cpu", p, n, DOUBLE, Shape(1, 3, n, 16, 16)) for p in example_patterns() for n in (1, 8, 9, 200)),
     *(  # of the shortest contexts many, for a mean error
         on("triton", p, n, HALF, Shape(2 if n > 2 else 24, 1, n, 16, 16), marks=repeats(i + j))
         for i, p in enumerate((Dense(), Column(4), Fixed(4, 1)))
@@ -158,7 +157,7 @@ def test_contexts_may_have_any_length(
 @pytest.mark.parametrize(
     "backend, pattern, dtype, shape",
     [
-        *(on("cpu", p, SINGLE, Shape(2, 3, 65, 32, width)) for p in example_patterns() for width in (1, 16, 40)),
+        *(on("cpu", p, SINGLE, Shape(2, 3, 65, 32, width)) for p in example_patterns() for width in (1, 40)),
         *(
             on("triton", Strided(8), dtype, Shape(1, 1, 37, *widths), marks=repeats(i + j))
             for i, dtype in enumerate(DTYPES[:3])
@@ -196,7 +195,7 @@ def test_sizes_may_be_far_beyond_the_context(backend: str, pattern: Pattern) -> 
                 mix,
                 "triton",
                 dtype,
-                Shape(2, 3, 45, 16, 16),
+                Shape(1, 3, 45, 16, 16),
                 marks=[WITH_TRITON, *([] if i == j else [pytest.mark.campaign])],
             )
             for i, mix in enumerate(MIXES)
@@ -281,7 +280,7 @@ def test_queries_without_keys_give_zeros(pattern: Pattern, backend: str, dtype: 
     assert all(found[name].isfinite().all() for name in ("out", "dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("backend, changed", [*(on("cpu", n) for n in (1, 23, 39)), on("triton", 23)])
+@pytest.mark.parametrize("backend, changed", [on("cpu", 23), on("triton", 23)])
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)
 def test_later_positions_change_nothing_earlier(pattern: Pattern, backend: str, changed: int) -> None:
     """23 is inside a tile, a block and a window."""

@@ -79,16 +79,16 @@ def test_cpu_hands_what_reads_everything_to_torch(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v", "grad_out"])
-@pytest.mark.parametrize("place", [0, 33])
-def test_torch_lets_nothing_that_is_not_finite_through_to_earlier_rows(which: str, place: int, value: float) -> None:
-    inputs = make_inputs(Shape(1, 2, 50, 16, 16), torch.float32)
+def test_torch_hides_nothing_that_is_not_finite(which: str, value: float) -> None:
+    inputs = make_inputs(Shape(2, 2, 50, 16, 16), torch.float32)
     spoilt = inputs._replace(**{which: getattr(inputs, which).clone()})
-    getattr(spoilt, which)[:, :, place, 3] = value
+    getattr(spoilt, which)[0, :, 33, 3] = value
     whole, found = (attention_and_gradients(lambda q, k, v: _attend(q, k, v, Dense()), x) for x in (inputs, spoilt))
     for name in ("out", "lse", "dq"):
-        assert torch.equal(found[name][:, :, :place], whole[name][:, :, :place]), name
+        assert torch.equal(found[name][1], whole[name][1]), name
         if name == "dq" or which in ("q", "k") or (which == "v" and name == "out"):
-            assert not found[name][:, :, place].isfinite().all(), name
+            lost = found[name][0, :, 33] if math.isnan(value) else found[name][0]  # an inf may leave a weight of 0
+            assert not lost.isfinite().all(), name
 
 
 @pytest.mark.parametrize(

@@ -188,29 +188,23 @@ def test_long_contexts_are_within_precision(pattern: Pattern, context: int) -> N
 
 
 def shipped() -> list[Any]:
-    """(kernel, dtype, width, it): every candidate in force or in the tables, and by descriptors where there are any."""
-    from longstride.kernels.backends.triton import call, tuned
+    """(kernel, dtype, width, it): every candidate in the tables."""
+    from longstride.kernels.backends.triton import call
     from longstride.kernels.backends.triton.configurations import ARCHITECTURES, SAFE, Configuration
 
     if not CARD:
         return [
-            ("forward", HALF, 16, Configuration(16, 32, 1, 1, described=True)),
+            ("forward", HALF, 16, Configuration(16, 32, 1, 1)),
             ("closed", HALF, 16, Configuration(32, 32, 1, 1)),
             ("closed_forward", HALF, 16, Configuration(32, 32, 1, 1)),
         ]
     name = call.architecture(torch.device(DEVICE))
-    rows = {(k, w): some for w, entry in ARCHITECTURES.get(name, SAFE).items() for k, some in entry._asdict().items()}
-    for key, measured in tuned.rows_on(torch.cuda.get_device_name()).items():
-        rows[key] = (*rows.get(key, ()), *measured)
-    found = []
-    for (kernel, widest), some_of_a_row in rows.items():
-        dtype = BRAIN if widest.bytes_an_element == 2 else SINGLE
-        ways = (False, True) if name == "sm_90" and not kernel.startswith("closed") and dtype == BRAIN else (False,)
-        found += [
-            (kernel, dtype, widest.width, one._replace(rate=1.0, described=described))
-            for one in some_of_a_row
-            for described in ways
-        ]
+    found = [
+        (kernel, BRAIN if widest.bytes_an_element == 2 else SINGLE, widest.width, one._replace(rate=1.0))
+        for widest, entry in ARCHITECTURES.get(name, SAFE).items()
+        for kernel, some_of_a_row in entry._asdict().items()
+        for one in some_of_a_row
+    ]
     return list(dict.fromkeys(found))
 
 

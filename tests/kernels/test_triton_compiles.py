@@ -1,73 +1,41 @@
 """The Triton kernels compile for every card in the tables, without that card, and their machine code is sound.
 
-To compile them all takes minutes. What came of it is kept in compiled.json, and stands for the kernels as long as their
-sources and Triton are the same; some are compiled each time, to hold the file to what comes out. Any other Triton
-compiles them all. ``PYTHONPATH=. python tests/kernels/test_triton_compiles.py`` writes the file anew.
+To compile them all takes minutes. What came of it is kept in benchmarks/results/compiled.json, and stands for the
+kernels as long as their sources and Triton are the same; some are compiled each time, to hold the file to what comes
+out. Any other Triton compiles them all. ``python benchmarks/attention/compiled.py`` writes the file anew.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import pathlib
-import subprocess
-import sys
-import zlib
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from longstride.kernels.backends.triton.configurations import ARCHITECTURES, SAFE
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+import triton
 
-ROOT = pathlib.Path(__file__).parents[2]
-SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024, "sm_86": 99 * 1024}  # a program's most
-FIELDS = ("case", "shared", "spilled_bytes", "wgmma", "fewest_products")
-VISITS = ("instructions", "products", "local", "repeats")
-KEPT = pathlib.Path(__file__).with_name("compiled.json")
-# What machine code and what is read in it depend on.
-SOURCES = (
-    *(f"kernels/backends/triton/{name}.py" for name in ("*_kernel", "tile", "packing", "configurations")),
-    "tests/harness/compile_triton.py",
-    "benchmarks/attention/generated_code.py",
+from benchmarks.attention.compiled import (
+    DEFAULTS,
+    FILE,
+    KERNELS,
+    KNOWN,
+    TARGETS,
+    Known,
+    cases_of,
+    compiled,
+    digest,
+    known_rate,
+    shipped,
 )
-RENEW = "run PYTHONPATH=. python tests/kernels/test_triton_compiles.py"
+from longstride.kernels.backends.triton.configurations import ARCHITECTURES
+
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024, "sm_86": 99 * 1024}  # a program's most
+RENEW = "run python benchmarks/attention/compiled.py"
 EVERY = 20  # of how many kept cases one is compiled each time
-KERNELS = ("forward", "dkdv", "dq")
-DEFAULTS = [
-    *(f"{kernel}:{case}" for kernel in KERNELS for case in ("bfloat16:64:folded", "float16:128:natural")),
-    "forward:bfloat16:64:merged",
-    *(f"{kernel}:bfloat16:64:stairs" for kernel in KERNELS),
-    "dkdv:bfloat16:64:natural:resume",
-    "dq:bfloat16:64:merged",
-    "closed:bfloat16:64:folded:resume",
-    "delta:bfloat16:64",
-    "gather:bfloat16:64",
-    "groups:bfloat16:64",
-    # Selections, and rounds of hashing.
-    *(f"{kernel}:bfloat16:64:listed" for kernel in KERNELS),
-    *(f"{kernel}:bfloat16:64:listed:resume:overlap3" for kernel in KERNELS),
-]
-DESCRIBED = [
-    "forward:bfloat16:64:merged:described",
-    "dkdv:bfloat16:64:natural:described",
-    "dq:float16:128:natural:described",
-]
-
-
-def shipped(architecture: str) -> list[str]:
-    """Every configuration of a table, at the widest head that it serves."""
-    dtypes = {2: "bfloat16", 4: "float32"}
-    return [
-        f"{kernel}:{dtypes[widest.bytes_an_element]}:{widest.width}:folded:"
-        + ",".join(str(field or 0) for field in (*one[:4], one.maxnreg))
-        for widest, row in ARCHITECTURES.get(architecture, SAFE).items()
-        for kernel, candidates in row._asdict().items()
-        for one in candidates
-    ]
 
 
 def selected(architecture: str) -> list[str]:
@@ -91,17 +59,12 @@ ALL = [
 
 
 def test_every_architecture_has_a_limit() -> None:
-    assert set(ARCHITECTURES) - {"interpreter"} <= set(SHARED_BYTES)
+    assert set(ARCHITECTURES) - {"interpreter"} <= set(SHARED_BYTES) == set(TARGETS)
 
 
-def defaults_of(architecture: str) -> list[str]:
-    """Those of the kernels as they are chosen by default, in many shapes; of cards with a table of their own."""
-    return [*DEFAULTS, *(DESCRIBED if architecture == "sm_90" else ())] if architecture in ARCHITECTURES else []
-
-
-def standing(architecture: str) -> list[str]:
-    """All that is held by default."""
-    return list(dict.fromkeys([*defaults_of(architecture), *shipped(architecture)]))
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.what)
+def test_the_model_is_within_a_tenth_of_published_rates(known: Known) -> None:
+    assert known_rate(known) == pytest.approx(known.tflops, rel=0.1)
 
 
 def kept() -> dict[str, dict[str, Any]]:
@@ -110,53 +73,23 @@ def kept() -> dict[str, dict[str, Any]]:
     Raises:
         AssertionError: the sources have changed since.
     """
-    import triton
-
-    content = json.loads(KEPT.read_text())
+    content = json.loads(FILE.read_text())
     if content["triton"] != triton.__version__:
         return {}
     assert content["sources"] == digest(), RENEW
     return {found["case"]: found for found in content["found"]}
 
 
-def digest() -> int:
-    """A check sum of what machine code, and what is read in it, depend on."""
-    paths = sorted(path for pattern in SOURCES for path in ROOT.glob(pattern))
-    return zlib.crc32(b"".join(path.read_bytes() for path in paths))
-
-
-def few(found: dict[str, Any]) -> dict[str, Any]:
-    """Of what the compiler says, what rules are about."""
-    visits = [{name: visit[name] for name in VISITS} for visit in found.get("visits", ())]
-    return {name: found[name] for name in FIELDS if name in found} | {"visits": visits}
-
-
 @pytest.mark.parametrize("architecture", sorted(SHARED_BYTES))
 def test_default_and_shipped_kernels_waste_nothing_a_visit(architecture: str) -> None:
-    known, cases, defaults = kept(), standing(architecture), defaults_of(architecture)
-    compiled = {found["case"]: few(found) for found in _compiled(architecture, cases[:: EVERY if known else 1])}
-    assert known.items() >= compiled.items() or not known, f"{compiled} is not what {KEPT.name} has: {RENEW}"
-    for found in ((known | compiled)[f"{architecture}:{case}"] for case in cases):
+    known, cases = kept(), cases_of(architecture)
+    anew = {found["case"]: found for found in compile_here(architecture, cases[:: EVERY if known else 1])}
+    assert known.items() >= anew.items() or not known, f"{anew} is not what {FILE.name} has: {RENEW}"
+    for found in ((known | anew)[f"{architecture}:{case}"] for case in cases):
         _check(found, architecture)
         case = found["case"].removeprefix(f"{architecture}:")
-        if architecture == "sm_90" and case in defaults and not case.startswith(("delta", "gather", "groups")):
+        if architecture == "sm_90" and case in DEFAULTS and not case.startswith(("delta", "gather", "groups")):
             assert found["wgmma"], found
-
-
-def test_warps_specialise_where_the_compiler_can() -> None:
-    """One producer and two consumers, by their registers; elsewhere the same program for twice as many warps."""
-    from longstride.kernels.backends.triton.call import SPECIALIZES
-
-    cases = [
-        "specialized:bfloat16:128:natural:128,128,4,2",
-        "specialized:float16:64:stairs:128,128,4,3",
-        "forward:bfloat16:128:natural:128,128,8,1,128:marked",
-    ]
-    for found in _compiled("sm_90", cases):
-        print(found)
-        assert found["shared"] <= SHARED_BYTES["sm_90"], found
-        assert found["wgmma"] and not any(visit["local"] for visit in found["visits"]), found
-        assert found["specializes"] == (SPECIALIZES and "specialized" in found["case"]), found
 
 
 @pytest.mark.campaign
@@ -164,21 +97,21 @@ def test_warps_specialise_where_the_compiler_can() -> None:
 def test_second_passes_in_16_bits_waste_nothing_a_visit(architecture: str) -> None:
     cases = [case.replace("folded", "merged:resume") for case in shipped(architecture) if not case.startswith("closed")]
     cases = [case.replace("merged", "folded") if case.startswith("dkdv") else case for case in cases]
-    for found in _compiled(architecture, [case for case in cases if "bfloat16" in case]):
+    for found in compile_here(architecture, [case for case in cases if "bfloat16" in case]):
         _check(found, architecture)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("architecture", sorted(SHARED_BYTES))
 def test_passes_over_selections_waste_nothing_a_visit(architecture: str) -> None:
-    for found in _compiled(architecture, selected(architecture)):
+    for found in compile_here(architecture, selected(architecture)):
         _check(found, architecture)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("architecture", sorted(SHARED_BYTES))
 def test_all_kernels_compile_and_fit(architecture: str) -> None:
-    for found in _compiled(architecture, ALL):
+    for found in compile_here(architecture, ALL):
         print(found)
         assert found["shared"] <= SHARED_BYTES[architecture], found
 
@@ -198,35 +131,8 @@ def _check(found: dict[str, Any], architecture: str) -> None:
             assert sum(visit["products"].values()) == found["fewest_products"], found
 
 
-def _compiled(architecture: str, cases: list[str]) -> list[dict[str, Any]]:
-    """What the compiler says, from a process in which triton compiles instead of interpreting."""
-    from triton.backends import backends
-
-    if architecture.startswith("gfx") and "amd" not in backends:
+def compile_here(architecture: str, cases: list[str]) -> list[dict[str, Any]]:
+    """What the compiler says."""
+    if architecture.startswith("gfx") and "amd" not in triton.backends.backends:
         pytest.skip("this triton has no AMD backend")
-    names = [f"{architecture}:{case}" for case in cases]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))  # another Triton may be on it
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/harness/compile_triton.py"), *names],
-        capture_output=True,
-        text=True,
-        env=environment | {"PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def _write() -> None:
-    """Compile all that is held by default, and keep what came of it."""
-    import triton
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        of_all = pool.map(lambda architecture: _compiled(architecture, standing(architecture)), sorted(SHARED_BYTES))
-        rows = [json.dumps(few(found)) for some in of_all for found in some]
-    head = f'{{"triton": "{triton.__version__}", "sources": {digest()}, "found": ['
-    KEPT.write_text(head + "\n" + ",\n".join(rows) + "\n]}\n")
-
-
-if __name__ == "__main__":
-    _write()
+    return compiled(architecture, cases)

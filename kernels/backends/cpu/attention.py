@@ -1,8 +1,5 @@
 """Attention over patterns on the CPU: each part as batches of equal chunks, by batched matrix products.
 
-``forward`` and ``backward``, like those of ``selected``, are right for finite tensors alone: products multiply by the
-weights of masked pairs, 0, and torch's kernel of ``dense`` does so too. The face sees to the rest.
-
 Letters as in ``slabs``, which has the arithmetic.
 """
 

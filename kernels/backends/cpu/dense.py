@@ -16,12 +16,7 @@ from longstride.kernels.plan import is_causal, num_pairs
 
 def serves(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> bool:
     """Whether torch's kernel computes this call, and not slower than chunks do."""
-    return (
-        q.numel() > 0
-        and scale > 0  # it masks before it scales
-        and fits(q, v, patterns)
-        and bool((q.sum() + k.sum()).isfinite())  # it hides from ``nonfinite`` a row whose scores are all -inf
-    )
+    return q.numel() > 0 and scale > 0 and fits(q, v, patterns)  # it masks before it scales
 
 
 def fits(q: Tensor, v: Tensor, patterns: tuple[Pattern, ...]) -> bool:

@@ -1,10 +1,10 @@
 """Block-sparse attention in Triton: one family of kernels over plans, which knows no pattern.
 
 ``packing`` turns the plans of all heads into a table of integers, ``selected`` does so with selections,
-``configurations`` picks tiles (``tuned`` has those that were measured), and ``tile`` what all kernels do to one. The
-kernels are ``forward_kernel``, ``specialized_kernel``, ``closed_forward_kernel``, ``dkdv_kernel``, ``dq_kernel``,
-``closed_kernel`` and ``sums_kernel``; ``launch`` and ``call`` launch them, ``recording`` again. ``decode`` serves one
-query at a time. Only a call that can run imports triton.
+``configurations`` picks tiles, and ``tile`` has what all kernels do to one. The kernels are ``forward_kernel``,
+``closed_forward_kernel``, ``dkdv_kernel``, ``dq_kernel``, ``closed_kernel`` and ``sums_kernel``; ``launch`` and
+``call`` launch them, ``recording`` again. ``decode`` serves one query at a time. Only a call that can run imports
+triton.
 """
 
 from __future__ import annotations

@@ -1,15 +1,6 @@
 """The host side of a launch: sizes, dtypes and device of one call, and what surrounds a kernel.
 
 Letters: B batch, H heads of q, N positions, D width of q and k, Dv width of v.
-
-The tensor memory accelerator of some cards copies tiles of keys (or queries) by itself, given a descriptor. A
-descriptor sees (B, H, N, D) as (B, H, outer, inner, D): position = outer index * inner + inner index. A tile of the
-natural order is a run of the outer index (inner 1); of a column, a run of the outer index at one inner index; of the
-summary keys, the same few inner indices of a run of blocks. Nothing is moved or gathered, and a kernel is spared the
-addresses. What does not fit this form is read by addresses, as on all other cards.
-
-``specialized_kernel`` takes descriptors of two axes alone (``Flat``): all rows of all batch entries and heads that lie
-apart by the same stride, and the columns of all heads that lie side by side.
 """
 
 from __future__ import annotations
@@ -17,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.backends.triton.configurations import (
@@ -34,43 +23,15 @@ from longstride.kernels.backends.triton.configurations import (
     Kernel,
     candidates,
     chosen,
-    entry,
     slices_of,
 )
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
-from longstride.kernels.backends.triton.packing import Form, Parts, Pass, Shape, groups, packed, row_edge, sources
-from longstride.kernels.backends.triton.recording import ALIGNMENT, Inputs, Recorder, Recording
-from longstride.kernels.backends.triton.tuned import rows_on
-from longstride.kernels.forms import Bounds
+from longstride.kernels.backends.triton.packing import Form, Parts, Pass, groups, packed, sources
+from longstride.kernels.backends.triton.recording import Inputs, Recorder, Recording
 from longstride.kernels.patterns import Pattern
-from longstride.kernels.plan import Side, View
+from longstride.kernels.plan import Side
 
-# The triton that makes warps specialise, found by compiling: 3.7 slices a tile, not its descriptor, and gives up.
-SPECIALIZES = tuple(map(int, triton.__version__.split(".")[:2])) == (3, 6)
 INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)  # settled when triton was imported
-SEGMENTS = 2  # segments with descriptors: a kernel has parameters for no more
-
-
-class Box(NamedTuple):
-    """How a descriptor sees positions: their outer and inner size, and the inner size of a tile."""
-
-    shape: Shape
-    outer: int
-    inner: int
-    tile_inner: int
-
-
-ADDRESSES = Box(Shape.ADDRESSES, 0, 0, 0)
-
-
-class Flat(NamedTuple):
-    """A tensor (B, H, N, D) as one of two axes, and where there a batch entry and a head begin."""
-
-    rows: int
-    columns: int
-    row_of_batch: int
-    row_of_head: int
-    column_of_head: int
 
 
 def interpreter_trouble() -> str | None:
@@ -171,42 +132,6 @@ class Call:
             self.recorder.constant(table, data)
         return table, data, form
 
-    def descriptors(
-        self, choice: Choice, rows: Side, parts: Parts, number: int, one: Tensor, other: Tensor
-    ) -> tuple[list[Any], tuple[int, ...]]:
-        """Descriptors of two tensors for each segment that a kernel has parameters for, and the shapes of the tiles.
-
-        Where there is no descriptor, the tensors themselves fill the parameter; the kernel does not read it.
-        """
-        sizes = choice.configuration.tile_sizes(rows)
-        by_segment = boxes(self.patterns, self.context, rows, parts, number, *sizes, choice.aligned)
-        if not choice.configuration.described or not describable(one, other):
-            by_segment = (ADDRESSES,) * len(by_segment)
-        arguments: list[Any] = []
-        for box in (*by_segment, ADDRESSES)[:SEGMENTS]:
-            for tensor, width in ((one, self.widths["W"]), (other, self.widths["WV"])):
-                plain = box.shape == Shape.ADDRESSES
-                arguments.append(tensor if plain else descriptor_of(tensor, box, sizes[1], width))
-        return arguments, tuple(int(box.shape) for box in by_segment)
-
-    def flat_descriptors(self, one: Configuration, *tensors: Tensor) -> tuple[list[Any], list[int]] | None:
-        """Descriptors of q, k, v for ``specialized_kernel``, and where their heads begin; None where it cannot serve.
-
-        Widths must not be padded: what lies beyond a head's columns may be those of the next one.
-        """
-        flat = [flat_of(tensor) for tensor in tensors]
-        padded = self.widths["WIDTH"] < self.widths["W"] or self.widths["VALUE_WIDTH"] < self.widths["WV"]
-        if padded or None in flat or not describable(*tensors):
-            return None
-        descriptors: list[Any] = []
-        begins: list[int] = []
-        for tensor, view, rows in zip(tensors, flat, (one.block_q, one.block_k, one.block_k), strict=True):
-            assert view is not None
-            strides = [tensor.stride(2), 1]
-            descriptors.append(TensorDescriptor(tensor, [view.rows, view.columns], strides, [rows, tensor.shape[-1]]))
-            begins += view[2:]
-        return descriptors, begins
-
     def num_slices(self, parts: Parts, number: int, choice: Choice) -> int:
         """Into how many slices of queries to split a pass over keys."""
         return slices_of(choice, self.patterns, self.context, parts, number, self.batch, self.processors())
@@ -286,84 +211,5 @@ def architecture(device: torch.device) -> str:
 def candidates_on(
     device: torch.device, kernel: Kernel, bytes_an_element: int, width: int, overlapping: bool = False
 ) -> tuple[Configuration, ...]:
-    """The configurations of a kernel on a device: those measured on its card, where there are any, else its table's."""
-    name = architecture(device)
-    if device.type == "cuda" and not overlapping:
-        measured = rows_on(torch.cuda.get_device_name(device))
-        if measured and (rows := measured.get((kernel, entry(name, bytes_an_element, width)[0]))):
-            return rows
-    return candidates(kernel, name, bytes_an_element, width, overlapping)
-
-
-def box_of(view: View, context: int, edge: int, block: int) -> Box:
-    """How a descriptor sees tiles of ``block`` columns, where tiles of rows take ``edge`` rows."""
-    order, bounds = view.column_order, view.bounds
-    if view.num_columns == 0 or isinstance(order, Tensor):
-        return ADDRESSES
-    if order is None:
-        return Box(Shape.NATURAL, context, 1, 1)
-    if not isinstance(bounds, Bounds):
-        return ADDRESSES
-    if order.step == 1 and order.stride > 1:
-        period = view.closed_period()  # the columns that a tile of rows visits must not cross into another column
-        if period is None or period != order.period or period % edge:
-            return ADDRESSES
-        return Box(Shape.COLUMN, order.period, order.stride, 1)
-    # A few positions of every block, read from the first block on.
-    from_the_first = bounds.low.step == 0 and bounds.low.least == bounds.low.most == 0
-    power_of_two = order.period & (order.period - 1) == 0
-    if not from_the_first or not power_of_two or block % order.period or context % order.step:
-        return ADDRESSES
-    return Box(Shape.BLOCKS, context // order.step, order.step, order.period)
-
-
-@lru_cache(maxsize=4096)
-def boxes(
-    patterns: tuple[Pattern, ...],
-    context: int,
-    rows: Side,
-    parts: Parts,
-    number: int,
-    tile_rows: int,
-    tile_columns: int,
-    aligned: bool,
-) -> tuple[Box, ...]:
-    """How a descriptor sees the columns of each segment of a pass; by addresses where heads differ."""
-    group = groups(patterns, context, rows, parts)[number]
-    by_segment = []
-    for segment in range(len(group[0])):
-        distinct = {box_of(head[segment], context, row_edge(head, tile_rows, aligned), tile_columns) for head in group}
-        by_segment.append(distinct.pop() if len(distinct) == 1 else ADDRESSES)
-    return tuple(by_segment) if len(by_segment) <= SEGMENTS else (ADDRESSES,) * len(by_segment)
-
-
-def describable(*tensors: Tensor) -> bool:
-    """Whether addresses and strides have the alignment that descriptors need, and no axis is expanded."""
-    return all(
-        t.data_ptr() % ALIGNMENT == 0
-        and t.stride(-1) == 1
-        and all(stride > 0 and stride * t.itemsize % ALIGNMENT == 0 for stride in t.stride()[:3])
-        for t in tensors
-    )
-
-
-def descriptor_of(tensor: Tensor, box: Box, block: int, width: int) -> TensorDescriptor:
-    """The descriptor of (B, H, N, D) for tiles of ``block`` positions and ``width`` padded columns."""
-    batch, heads, _, columns = tensor.shape
-    stride_b, stride_h, stride_n, _ = tensor.stride()
-    shape = [batch, heads, box.outer, box.inner, columns]
-    strides = [stride_b, stride_h, box.inner * stride_n, stride_n, 1]
-    return TensorDescriptor(tensor, shape, strides, [1, 1, block // box.tile_inner, box.tile_inner, width])
-
-
-def flat_of(tensor: Tensor) -> Flat | None:
-    """(B, H, N, D) as two axes; None where batch entries do not begin with whole rows, or heads lie across rows."""
-    (batch, heads, context, width), (stride_b, stride_h, stride_n, _) = tensor.shape, tensor.stride()
-    if stride_n < width or stride_b % stride_n:
-        return None
-    row_of_head, column_of_head = divmod(stride_h, stride_n)
-    columns = (heads - 1) * column_of_head + width
-    rows = (batch - 1) * (stride_b // stride_n) + (heads - 1) * row_of_head + context
-    if columns > stride_n or rows >= 2**31:
-        return None
-    return Flat(rows, columns, stride_b // stride_n, row_of_head, column_of_head)
+    """The configurations of a kernel on a device."""
+    return candidates(kernel, architecture(device), bytes_an_element, width, overlapping)

@@ -14,53 +14,17 @@ import triton.language as tl
 
 from longstride.kernels.backends.triton.tile import (
     COUNTS,
-    ISOLATED_ROWS,
     LN2,
     LOG2E,
     NUM_FIELDS,
     allowed_columns,
-    has_nan,
     intervals,
     load_rows,
     narrow,
-    read_product,
     store_rows,
     tile_bounds,
     tile_rows,
 )
-
-
-@triton.jit
-def _attend_few(
-    acc,  # (BLOCK, WV)
-    q_tile,  # (BLOCK, W)
-    safe_m,  # (BLOCK,)
-    low,
-    high,
-    k,
-    v,
-    stride_k,
-    stride_v,
-    first,
-    last_row,
-    fields,
-    data,
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
-):
-    """Add ISOLATED_ROWS keys from row ``first`` on, where what is not finite may reach its readers alone."""
-    _row, inside, position = tile_rows(first, last_row, fields, data, ISOLATED_ROWS, ROWS)
-    k_tile = load_rows(k, position, stride_k, inside, WIDTH, W, True)
-    v_tile = load_rows(v, position, stride_v, inside, VALUE_WIDTH, WV, True)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK, ISOLATED_ROWS)
-    allowed = allowed_columns(first, low, high, ISOLATED_ROWS)
-    p = tl.where(allowed, tl.exp2(s * (SCALE * LOG2E) - safe_m[:, None]), 0.0)
-    return read_product(p, allowed, v_tile, acc, ROUND_BF16)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -140,15 +104,6 @@ def closed_forward_kernel(
     else:
         acc = tl.zeros((BLOCK, WV), ACCUMULATOR)
     acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee", out_dtype=ACCUMULATOR)
-    if has_nan(acc):  # the same once more, a few keys at a time, from memory: so nothing is kept for it
-        acc = tl.zeros((BLOCK, WV), ACCUMULATOR)
-        if RESUME:
-            acc = load_rows(previous, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True) * fade[:, None]
-        for first in range(first_row, last_row + 1, ISOLATED_ROWS):
-            acc = _attend_few(
-                acc, q_tile, safe_m, low, high, k, v, stride_kn, stride_vn, first, last_row, fields, data,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, ROWS, ROUND_BF16,
-            )  # fmt: skip
 
     # No key: output 0, and m = -inf is the logsumexp. Keys whose scores are all -inf: NaN, as in softmax.
     total = tl.where(total == 0.0, tl.where(low < high, float("nan"), 1.0), total)

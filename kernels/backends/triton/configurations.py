@@ -39,9 +39,7 @@ class Configuration(NamedTuple):
     num_warps: int
     num_stages: int
     rate: float = 1.0  # pairs a second, relative to the other candidates
-    described: bool = False  # the tensor memory accelerator copies tiles where their order allows it
     maxnreg: int | None = None  # registers a thread at most, so that more programs fit; NVIDIA's alone
-    specialized: bool = False  # of the forward kernel: warps that copy, and warps that multiply, where it can serve
 
     def tile_sizes(self, rows: Side) -> tuple[int, int]:
         """Rows and columns of a tile."""
@@ -55,14 +53,6 @@ class Configuration(NamedTuple):
         """What Triton compiles a kernel with, besides its constants."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
-
-    def ordinary(self) -> Configuration:
-        """The same tiles by warps that all do the same, twice as many: a specialized kernel makes two groups."""
-        return self._replace(specialized=False, num_warps=2 * self.num_warps) if self.specialized else self
-
-    def repairing(self) -> Configuration:
-        """The same tiles for a launch in which hardly a program does more than look: many at a time, however slow."""
-        return self._replace(described=False, specialized=False, num_warps=8, num_stages=1, maxnreg=128)
 
 
 class Widest(NamedTuple):
@@ -131,7 +121,7 @@ SM_80: Table = {
 }
 SM_90: Table = {  # a product takes 64 rows a group of four warps: fewer, and groups would repeat each other's scores
     Widest(2, 64): Candidates(
-        (Configuration(128, 64, 4, 3), MIDDLE._replace(maxnreg=168), *SMALL),
+        (Configuration(128, 64, 4, 3), MIDDLE, *SMALL),
         (MIDDLE, *SMALL),
         (MIDDLE._replace(maxnreg=168), *SMALL),
         squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
@@ -139,7 +129,7 @@ SM_90: Table = {  # a product takes 64 rows a group of four warps: fewer, and gr
     ),
     Widest(2, 128): one_each(
         (128, 64, 8, 3),
-        (64, 128, 8, 2),
+        (32, 128, 8, 2),
         (128, 64, 8, 2),
         closed=squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6)),
         runs=squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6)),
@@ -229,17 +219,13 @@ def chosen(
     A pass that has nothing but closed runs in every head takes one of those ``of_runs``, where a run fits its tile.
     """
     choices = []
-    passes = groups(patterns, context, rows, parts)
-    for group in passes:
+    for group in groups(patterns, context, rows, parts):
         at_once = None if any(len(head) > 1 for head in group) else of_closed_runs(of_runs, [head[0] for head in group])
         if at_once is not None:
             choices.append(at_once)
             continue
         heads = Counter(group)
-        whole = len(group[0]) == 1 and len(passes) == 1
-        natural = whole and all(one.row_order is one.column_order is None for (one,) in heads)
-        serving = [one for one in candidates if natural or not one.specialized] or candidates
-        priced = (_priced(candidate, heads, rows, aligned) for candidate in serving for aligned in (True, False))
+        priced = (_priced(candidate, heads, rows, aligned) for candidate in candidates for aligned in (True, False))
         choice = min(priced, key=lambda pair: pair[0])[1]
         if any(isinstance(segment.column_order, Tensor) for segments in heads for segment in segments):
             choice = choice._replace(configuration=pipelined(choice.configuration))
@@ -285,8 +271,6 @@ def chosen_by_span(candidates: tuple[Configuration, ...], span: int, context: in
     """
     choices = []
     for candidate in candidates:
-        if candidate.specialized:
-            continue
         tile_rows, tile_columns = candidate.tile_sizes(rows)
         visited = min(span + tile_rows, context) + tile_columns // 2
         choices.append(Choice(candidate, -(-visited // tile_columns), context * visited, False))

@@ -13,10 +13,6 @@ there. ``per_query`` has what all passes read of a query: its lse, in units of l
 Each pass writes its sums into its rows of a workspace, one set for each slice of queries that it is split into.
 The last pass adds them up in a fixed order as it finishes each key. Where the last pass does not hold every key, or is
 split itself, it writes to the workspace too and ``gather_kernel`` adds up.
-
-A NaN or inf of a query must not reach keys that it does not read. Where a mask has put 0, 0 times it is NaN in dS,
-and so in dK. A tile whose dK turned out so is computed again, *isolated*: by products that leave out what is not
-finite, and few rows at a time, so that what nobody may ever need takes no registers from the rest.
 """
 
 from __future__ import annotations
@@ -30,21 +26,16 @@ from longstride.kernels.backends.triton.tile import (
     COLUMN_LIST,
     COUNTS,
     EARLIER_LIST,
-    ISOLATED_ROWS,
     LOG2E,
     NUM_FIELDS,
     NUM_SOURCE_FIELDS,
     allowed_columns,
-    has_nan,
     intervals,
     load_fold,
     load_pairs,
     load_rows,
-    load_tile,
     narrow,
-    nth_tile,
     original_positions,
-    read_product,
     tile_bounds,
     tile_rows,
     visited_tiles,
@@ -99,11 +90,9 @@ def _add_to_dkdv(
     dv,  # (BLOCK_K, WV)
     k_tile,  # (BLOCK_K, W)
     v_tile,  # (BLOCK_K, WV)
-    q,  # of this batch entry and head, or a descriptor of all
+    q,  # of this batch entry and head, likewise those that follow
     grad_out,
     per_query,
-    batch,
-    head,
     stride_q,
     stride_g,
     first,  # column of the tile's first query
@@ -120,20 +109,16 @@ def _add_to_dkdv(
     WV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     QUERIES: tl.constexpr,
-    SHAPE: tl.constexpr,
     PARTIAL: tl.constexpr,
     EARLIER: tl.constexpr,
     DOUBLINGS: tl.constexpr,
-    ISOLATED: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
     """Add what one tile of queries gives; scores are transposed, so that no product needs P or dS transposed."""
     column = first + tl.arange(0, BLOCK_Q)
     inside = column < end
     position = original_positions(column, inside, query_fold, query_list, QUERIES, PARTIAL)  # (BLOCK_Q,)
-    q_tile = load_tile(
-        q, batch, head, first, position, stride_q, inside, query_fold, WIDTH, W, BLOCK_Q, SHAPE, PARTIAL
-    )  # (BLOCK_Q, W)
+    q_tile = load_rows(q, position, stride_q, inside, WIDTH, W, PARTIAL)  # (BLOCK_Q, W)
     row_lse, row_delta = load_pairs(per_query, position, inside, BLOCK_Q, DOUBLINGS, PARTIAL)
     s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
     p = tl.exp2(s * (SCALE * LOG2E) - row_lse[None, :])
@@ -145,112 +130,12 @@ def _add_to_dkdv(
                 allowed, position[None, :], inside[None, :], rows[:, None], exist[:, None], lists, context, EARLIER
             )  # fmt: skip
         p = tl.where(allowed, p, 0.0)
-    grad_tile = load_tile(
-        grad_out, batch, head, first, position, stride_g, inside, query_fold, VALUE_WIDTH, WV, BLOCK_Q, SHAPE, PARTIAL
-    )  # (BLOCK_Q, WV)
-    if ISOLATED:
-        dv = read_product(p, allowed, grad_tile, dv, ROUND_BF16)
-    else:
-        dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee", out_dtype=dv.dtype)
+    grad_tile = load_rows(grad_out, position, stride_g, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_Q, WV)
+    dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee", out_dtype=dv.dtype)
     dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
     ds = p * (dp - row_delta[None, :]) * SCALE
-    if ISOLATED:  # where q is not finite, neither is dS, for the keys that the query reads
-        ds = tl.where(allowed, ds, 0.0)
-        q_tile = tl.where(tl.abs(q_tile) < float("inf"), q_tile, tl.zeros_like(q_tile))
     dk = tl.dot(narrow(ds, q_tile.dtype, ROUND_BF16), q_tile, dk, input_precision="ieee", out_dtype=dk.dtype)
     return dk, dv
-
-
-@triton.jit
-def _sums_of_keys(
-    first_row,
-    last_row,
-    tiles,  # of queries: see ``_tiles_of_slice``
-    tensors,  # k, v and per_query of this batch entry and head, and q and grad_out likewise or as descriptors
-    batch,
-    head,
-    fields,
-    data,
-    context,
-    strides,  # from a position to the next, of q, k, v and grad_out
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    EARLIER: tl.constexpr,
-    SHAPE: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    ISOLATED: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-):
-    """dK (BLOCK_K, W) and dV (BLOCK_K, WV) of rows from some tiles of their queries, and those rows."""
-    k, v, per_query, queries, grads = tensors
-    stride_qn, stride_kn, stride_vn, stride_gn = strides
-    origin, begin, full_first, full_last, stop, end = tiles
-    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_K, ROWS)
-    k_tile = load_rows(k, position, stride_kn, inside, WIDTH, W, True)
-    v_tile = load_rows(v, position, stride_vn, inside, VALUE_WIDTH, WV, True)
-    dk_tile = tl.zeros((BLOCK_K, W), ACCUMULATOR)
-    dv_tile = tl.zeros((BLOCK_K, WV), ACCUMULATOR)
-    query_fold = load_fold(fields + COLUMN_FOLD, COLUMNS)
-    query_list = data + tl.load(fields + COLUMN_LIST)
-    low, high = intervals(row, inside, fields, data, BOUNDS)  # (BLOCK_K,)
-    if EARLIER > 0:
-        earlier = (position, inside, data + tl.load(fields + EARLIER_LIST), context)
-    else:
-        earlier = (position, inside, data, context)
-    if EARLIER == 0 and not ISOLATED:
-        for number in range(full_first, full_last):
-            dk_tile, dv_tile = _add_to_dkdv(
-                dk_tile, dv_tile, k_tile, v_tile, queries, grads, per_query, batch, head, stride_qn, stride_gn,
-                origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV,
-                BLOCK_Q, COLUMNS, SHAPE, False, 0, DOUBLINGS, False, ROUND_BF16,
-            )  # fmt: skip
-    if ISOLATED:
-        skipped = 0
-    else:
-        skipped = full_last - full_first
-    for partial in tl.range(skipped, stop - begin, num_stages=1 if ISOLATED else None):
-        number = nth_tile(partial, begin, full_first, full_last)
-        dk_tile, dv_tile = _add_to_dkdv(
-            dk_tile, dv_tile, k_tile, v_tile, queries, grads, per_query, batch, head, stride_qn, stride_gn,
-            origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
-            SCALE, WIDTH, W, VALUE_WIDTH, WV,
-            BLOCK_Q, COLUMNS, SHAPE, True, EARLIER, DOUBLINGS, ISOLATED, ROUND_BF16,
-        )  # fmt: skip
-    return dk_tile, dv_tile, row, inside, position
-
-
-@triton.jit
-def _tiles_of_slice(
-    first_row,
-    last_row,
-    part,
-    num_slices,
-    fields,
-    data,
-    BLOCK_Q: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    EARLIER: tl.constexpr,
-):
-    """The tiles ``begin <= number < stop`` of queries that a slice visits; those without a mask; where columns end."""
-    origin, end, count, full_first, full_last = visited_tiles(first_row, last_row, fields, data, BLOCK_Q, BOUNDS)
-    share, rest = count // num_slices, count % num_slices  # the first slices take one tile more
-    begin = part * share + tl.minimum(part, rest)
-    stop = begin + share + (part < rest).to(tl.int32)
-    if EARLIER > 0:  # any tile may hold pairs that an earlier part has
-        full_first, full_last = stop, stop
-    full_first = tl.minimum(tl.maximum(full_first, begin), stop)
-    full_last = tl.minimum(tl.maximum(full_last, full_first), stop)
-    return origin, begin, full_first, full_last, stop, end
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -267,8 +152,6 @@ def dkdv_kernel(
     data,
     source_table,
     source_data,
-    q_described,  # descriptors of q and grad_out: see ``described``
-    grad_described,
     stride_qb,
     stride_qh,
     stride_qn,
@@ -309,7 +192,6 @@ def dkdv_kernel(
     BOUNDS: tl.constexpr,
     EARLIER: tl.constexpr,
     GROUP: tl.constexpr,
-    SHAPE: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     FINAL: tl.constexpr,
     SOURCES: tl.constexpr,
@@ -332,48 +214,51 @@ def dkdv_kernel(
     v += batch * stride_vb + head // GROUP * stride_vh
     grad_out += batch * stride_gb + head * stride_gh
     per_query += lead * context * 2
-    batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
-    if SHAPE == 0:
-        tensors = (k, v, per_query, q, grad_out)
+    # The tiles begin <= number < stop of queries are this slice's.
+    origin, end, count, full_first, full_last = visited_tiles(first_row, last_row, fields, data, BLOCK_Q, BOUNDS)
+    share, rest = count // num_slices, count % num_slices  # the first slices take one tile more
+    begin = part * share + tl.minimum(part, rest)
+    stop = begin + share + (part < rest).to(tl.int32)
+    if EARLIER > 0:  # any tile may hold pairs that an earlier part has
+        full_first, full_last = stop, stop
+    full_first = tl.minimum(tl.maximum(full_first, begin), stop)
+    full_last = tl.minimum(tl.maximum(full_last, full_first), stop)
+    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_K, ROWS)
+    k_tile = load_rows(k, position, stride_kn, inside, WIDTH, W, True)
+    v_tile = load_rows(v, position, stride_vn, inside, VALUE_WIDTH, WV, True)
+    dk_tile = tl.zeros((BLOCK_K, W), ACCUMULATOR)
+    dv_tile = tl.zeros((BLOCK_K, WV), ACCUMULATOR)
+    query_fold = load_fold(fields + COLUMN_FOLD, COLUMNS)
+    query_list = data + tl.load(fields + COLUMN_LIST)
+    low, high = intervals(row, inside, fields, data, BOUNDS)  # (BLOCK_K,)
+    if EARLIER > 0:
+        earlier = (position, inside, data + tl.load(fields + EARLIER_LIST), context)
     else:
-        tensors = (k, v, per_query, q_described, grad_described)
-    strides, to = (stride_qn, stride_kn, stride_vn, stride_gn), (stride_dkn, stride_dvn)
-    tiles = _tiles_of_slice(first_row, last_row, part, num_slices, fields, data, BLOCK_Q, BOUNDS, EARLIER)
-    dk_tile, dv_tile, _row, _inside, _position = _sums_of_keys(
-        first_row, last_row, tiles, tensors, batch_index, head_index, fields, data, context, strides,
-        SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, BLOCK_K, ROWS, COLUMNS, BOUNDS, EARLIER, SHAPE, DOUBLINGS, False,
-        ROUND_BF16, ACCUMULATOR,
-    )  # fmt: skip
+        earlier = (position, inside, data, context)
+    num_full = full_last - full_first
+    if EARLIER == 0:
+        for number in range(full_first, full_last):
+            dk_tile, dv_tile = _add_to_dkdv(
+                dk_tile, dv_tile, k_tile, v_tile, q, grad_out, per_query, stride_qn, stride_gn,
+                origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, False, 0, DOUBLINGS, ROUND_BF16,
+            )  # fmt: skip
+    for turn in range(begin, stop - num_full):
+        number = tl.where(turn < full_first, turn, turn + num_full)
+        dk_tile, dv_tile = _add_to_dkdv(
+            dk_tile, dv_tile, k_tile, v_tile, q, grad_out, per_query, stride_qn, stride_gn,
+            origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
+            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, True, EARLIER, DOUBLINGS, ROUND_BF16,
+        )  # fmt: skip
+
     dk += batch * stride_dkb + head * stride_dkh
     dv += batch * stride_dvb + head * stride_dvh
     workspace += lead * workspace_rows * (WIDTH + VALUE_WIDTH)
     own_sources = source_table + batch * source_stride + head * (num_sources * NUM_SOURCE_FIELDS)
-    sources = (own_sources, source_data, num_sources)
-    base = workspace_base + part * slice_rows
-    # What follows reads the table anew, so that registers hold none of it during the visits.
-    if has_nan(dk_tile):  # where dOut is not finite, dP is not either, so there is no need to look at dV too
-        FEW_Q: tl.constexpr = BLOCK_Q if BLOCK_Q < ISOLATED_ROWS else ISOLATED_ROWS
-        FEW_K: tl.constexpr = BLOCK_K if BLOCK_K < ISOLATED_ROWS else ISOLATED_ROWS
-        begin_row, end_row = tile_bounds(tile, fields)
-        again = _tiles_of_slice(begin_row, end_row, part, num_slices, fields, data, BLOCK_Q, BOUNDS, EARLIER)
-        origin, begin, full_first, full_last, stop, end = again
-        TIMES: tl.constexpr = BLOCK_Q // FEW_Q
-        few_tiles = (origin, begin * TIMES, full_first * TIMES, full_last * TIMES, stop * TIMES, end)
-        for first in tl.range(begin_row, end_row + 1, FEW_K, num_stages=1):
-            dk_few, dv_few, few, exist, at = _sums_of_keys(
-                first, end_row, few_tiles, (k, v, per_query, q, grad_out), batch_index, head_index,
-                fields, data, context, strides,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, FEW_Q, FEW_K, ROWS, COLUMNS, BOUNDS, EARLIER, 0, 0, True,
-                ROUND_BF16, ACCUMULATOR,
-            )  # fmt: skip
-            store_sums(
-                dk_few, dv_few, few, exist, at, dk, dv, workspace, base, sources, to,
-                WIDTH, W, VALUE_WIDTH, WV, FINAL, SOURCES, SOURCE_FORM,
-            )  # fmt: skip
-    else:
-        begin_row, end_row = tile_bounds(tile, fields)
-        row, inside, position = tile_rows(begin_row, end_row, fields, data, BLOCK_K, ROWS)
-        store_sums(
-            dk_tile, dv_tile, row, inside, position, dk, dv, workspace, base, sources, to,
-            WIDTH, W, VALUE_WIDTH, WV, FINAL, SOURCES, SOURCE_FORM,
-        )  # fmt: skip
+    first_row, last_row = tile_bounds(tile, fields)  # anew, so that registers hold none of it during the visits
+    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_K, ROWS)
+    store_sums(
+        dk_tile, dv_tile, row, inside, position, dk, dv, workspace, workspace_base + part * slice_rows,
+        (own_sources, source_data, num_sources), (stride_dkn, stride_dvn),
+        WIDTH, W, VALUE_WIDTH, WV, FINAL, SOURCES, SOURCE_FORM,
+    )  # fmt: skip

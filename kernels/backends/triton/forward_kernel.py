@@ -5,10 +5,6 @@ Scores are in units of log2: s is the bare product, s * scale * log2(e) its expo
 far, comes from the bare products (the scale is positive), so that the exponent is one fused multiply-add. m begins at
 the lowest finite number: a row without keys so far then gets weights 0, and nothing has to guard it.
 A pass after the first continues the softmax of the last one: its output with weight 1 at its logsumexp.
-
-A weight of 0 times a NaN or an inf is NaN, which reaches rows that do not read the value. Tiles in which that may have
-happened (``has_nan``) are computed again, slowly; all others pay for one look at their result. Where ``MARKED``,
-another kernel has computed all tiles, and left NaN as the logsumexp of rows that make their tile be computed again.
 """
 
 from __future__ import annotations
@@ -25,14 +21,11 @@ from longstride.kernels.backends.triton.tile import (
     LOG2E,
     LOWEST,
     NUM_FIELDS,
-    has_nan,
     intervals,
     load_fold,
     load_rows,
-    load_tile,
     narrow,
     original_positions,
-    read_product,
     store_rows,
     tile_bounds,
     tile_rows,
@@ -47,10 +40,8 @@ def _attend_tile(
     m,  # (BLOCK_Q,)
     total,  # (BLOCK_Q,)
     q_tile,  # (BLOCK_Q, W)
-    k,  # of this batch entry and head, or a descriptor of all
+    k,  # of this batch entry and head, likewise v
     v,
-    batch,
-    head,
     stride_k,
     stride_v,
     first,  # column of the tile's first key
@@ -67,22 +58,15 @@ def _attend_tile(
     WV: tl.constexpr,
     BLOCK_K: tl.constexpr,
     KEYS: tl.constexpr,
-    SHAPE: tl.constexpr,
     PARTIAL: tl.constexpr,
     EARLIER: tl.constexpr,
     ROUND_BF16: tl.constexpr,
-    REPAIR: tl.constexpr,
 ):
-    """Add one tile of keys to the running output, maximum and sum.
-
-    With ``REPAIR``, a row that reads a value which is not finite becomes NaN, and no other row does.
-    """
+    """Add one tile of keys to the running output, maximum and sum."""
     column = first + tl.arange(0, BLOCK_K)
     inside = column < end
     position = original_positions(column, inside, key_fold, key_list, KEYS, PARTIAL)  # (BLOCK_K,)
-    k_tile = load_tile(
-        k, batch, head, first, position, stride_k, inside, key_fold, WIDTH, W, BLOCK_K, SHAPE, PARTIAL
-    )  # (BLOCK_K, W)
+    k_tile = load_rows(k, position, stride_k, inside, WIDTH, W, PARTIAL)  # (BLOCK_K, W)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
     if PARTIAL:
         allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
@@ -96,141 +80,10 @@ def _attend_tile(
     p = tl.exp2(s * (SCALE * LOG2E) - new_m[:, None])  # (BLOCK_Q, BLOCK_K)
     fade = tl.exp2(m - new_m)
     total = total * fade + tl.sum(p, 1)
-    v_tile = load_tile(
-        v, batch, head, first, position, stride_v, inside, key_fold, VALUE_WIDTH, WV, BLOCK_K, SHAPE, PARTIAL
-    )  # (BLOCK_K, WV)
+    v_tile = load_rows(v, position, stride_v, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_K, WV)
     acc = acc * fade[:, None]
-    if REPAIR:
-        acc = read_product(p, allowed, v_tile, acc, ROUND_BF16)
-    else:
-        acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee", out_dtype=acc.dtype)
+    acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee", out_dtype=acc.dtype)
     return acc, new_m, total
-
-
-@triton.jit
-def _attend(
-    q,  # of this batch entry and head, likewise those that follow
-    k,
-    v,
-    previous,
-    lse,
-    k_first,
-    v_first,
-    k_second,
-    v_second,
-    stride_qn,
-    stride_kn,
-    stride_vn,
-    batch,
-    head,
-    context,
-    first_row,
-    last_row,
-    fields,
-    data,
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    EARLIER: tl.constexpr,
-    SHAPES: tl.constexpr,
-    RESUME: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    REPAIR: tl.constexpr,
-):
-    """A tile of queries over all segments: unnormalised output (BLOCK_Q, WV), maximum, sum, and which rows read a key.
-
-    With ``REPAIR`` by addresses, every tile masked, in the same order.
-    """
-    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_Q, ROWS)
-    q_tile = load_rows(q, position, stride_qn, inside, WIDTH, W, True)
-    if RESUME:
-        acc = load_rows(previous, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True)
-        m = tl.load(lse + position, mask=inside, other=float("-inf"))
-        total = tl.where(m == float("-inf"), 0.0, 1.0).to(ACCUMULATOR)
-        m = tl.where(m == float("-inf"), LOWEST, m)
-    else:
-        acc = tl.zeros((BLOCK_Q, WV), ACCUMULATOR)
-        m = tl.full((BLOCK_Q,), LOWEST, ACCUMULATOR)
-        total = tl.zeros((BLOCK_Q,), ACCUMULATOR)
-
-    reads = row < 0
-    for segment in tl.static_range(SEGMENTS):
-        own = fields + segment * NUM_FIELDS
-        key_fold = load_fold(own + COLUMN_FOLD, COLUMNS[segment])
-        key_list = data + tl.load(own + COLUMN_LIST)
-        low, high = intervals(row, inside, own, data, BOUNDS[segment])  # (BLOCK_Q,)
-        reads = reads | (low < high)
-        visited = visited_tiles(first_row, last_row, own, data, BLOCK_K, BOUNDS[segment])
-        origin, end, count, full_first, full_last = visited
-        if REPAIR or SHAPES[segment] == 0:
-            keys, values = k, v
-        elif segment == 0:
-            keys, values = k_first, v_first
-        else:
-            keys, values = k_second, v_second
-        if EARLIER[segment] > 0:  # any tile may hold pairs that an earlier part has
-            full_first, full_last = count, count
-            earlier = (position, inside, data + tl.load(own + EARLIER_LIST), context)
-        else:
-            earlier = (position, inside, data, context)
-        num_full = full_last - full_first  # they come first
-        if not REPAIR and EARLIER[segment] == 0:
-            for number in range(full_first, full_last):
-                acc, m, total = _attend_tile(
-                    acc, m, total, q_tile, keys, values, batch, head, stride_kn, stride_vn,
-                    origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
-                    SCALE, WIDTH, W, VALUE_WIDTH, WV,
-                    BLOCK_K, COLUMNS[segment], SHAPES[segment], False, 0, ROUND_BF16, False,
-                )  # fmt: skip
-        for turn in tl.range(0 if REPAIR else num_full, count, num_stages=1 if REPAIR else None):
-            number = tl.where(turn - num_full < full_first, turn - num_full, turn)
-            if REPAIR:
-                number = tl.where(turn < num_full, turn + full_first, number)
-            acc, m, total = _attend_tile(
-                acc, m, total, q_tile, keys, values, batch, head, stride_kn, stride_vn,
-                origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K,
-                COLUMNS[segment], 0 if REPAIR else SHAPES[segment], True, EARLIER[segment], ROUND_BF16, REPAIR,
-            )  # fmt: skip
-    return acc, m, total, reads
-
-
-@triton.jit
-def _store(
-    out,
-    lse,
-    acc,
-    m,
-    total,
-    reads,
-    first_row,
-    last_row,
-    fields,
-    data,
-    stride_on,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    ROWS: tl.constexpr,
-    FINAL: tl.constexpr,
-):
-    """Store output and logsumexp of what ``_attend`` returns. Where all scores of a row are -inf, it is NaN."""
-    _, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_Q, ROWS)
-    empty = total == 0.0  # no key: output 0, logsumexp -inf
-    m = tl.where(empty, float("-inf"), m)
-    total = tl.where(empty, tl.where(reads, float("nan"), 1.0), total)
-    store_rows(out, position, stride_on, inside, acc / total[:, None], VALUE_WIDTH, WV)
-    log2_sum = m + tl.log2(total)
-    tl.store(lse + position, log2_sum * LN2 if FINAL else log2_sum, mask=inside)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -243,10 +96,6 @@ def forward_kernel(
     lse,  # (B, H, N): in log2 between passes, natural where FINAL
     table,
     data,
-    k_first,  # descriptors of k and v for the first segment, and the second: see ``described``
-    v_first,
-    k_second,
-    v_second,
     stride_qb,
     stride_qh,
     stride_qn,
@@ -276,10 +125,8 @@ def forward_kernel(
     BOUNDS: tl.constexpr,
     EARLIER: tl.constexpr,
     GROUP: tl.constexpr,
-    SHAPES: tl.constexpr,
     RESUME: tl.constexpr,
     FINAL: tl.constexpr,
-    MARKED: tl.constexpr,
     ROUND_BF16: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
@@ -293,34 +140,57 @@ def forward_kernel(
     shared = head // GROUP  # the head of k and v
     k += batch * stride_kb + shared * stride_kh
     v += batch * stride_vb + shared * stride_vh
-    batch_index, head_index = batch.to(tl.int32), shared.to(tl.int32)
-
     q += batch * stride_qb + head * stride_qh
-    out += batch * stride_ob + head * stride_oh
     lse += lead * context
-    previous += lead * context * VALUE_WIDTH
-    if MARKED:
-        _, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_Q, ROWS)
-        repairs = has_nan(tl.load(lse + position, mask=inside, other=0.0)[:, None])
+    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_Q, ROWS)
+    q_tile = load_rows(q, position, stride_qn, inside, WIDTH, W, True)
+    if RESUME:
+        previous += lead * context * VALUE_WIDTH
+        acc = load_rows(previous, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True)
+        m = tl.load(lse + position, mask=inside, other=float("-inf"))
+        total = tl.where(m == float("-inf"), 0.0, 1.0).to(ACCUMULATOR)
+        m = tl.where(m == float("-inf"), LOWEST, m)
     else:
-        acc, m, total, reads = _attend(
-            q, k, v, previous, lse, k_first, v_first, k_second, v_second, stride_qn, stride_kn, stride_vn,
-            batch_index, head_index, context, first_row, last_row, fields, data, SCALE, WIDTH, W, VALUE_WIDTH, WV,
-            BLOCK_Q, BLOCK_K, SEGMENTS, ROWS, COLUMNS, BOUNDS, EARLIER, SHAPES, RESUME, ROUND_BF16, ACCUMULATOR, False,
-        )  # fmt: skip
-        repairs = has_nan(acc)
-        if not repairs:
-            _store(
-                out, lse, acc, m, total, reads, first_row, last_row, fields, data, stride_on,
-                VALUE_WIDTH, WV, BLOCK_Q, ROWS, FINAL,
+        acc = tl.zeros((BLOCK_Q, WV), ACCUMULATOR)
+        m = tl.full((BLOCK_Q,), LOWEST, ACCUMULATOR)
+        total = tl.zeros((BLOCK_Q,), ACCUMULATOR)
+
+    reads = row < 0
+    for segment in tl.static_range(SEGMENTS):
+        own = fields + segment * NUM_FIELDS
+        key_fold = load_fold(own + COLUMN_FOLD, COLUMNS[segment])
+        key_list = data + tl.load(own + COLUMN_LIST)
+        low, high = intervals(row, inside, own, data, BOUNDS[segment])  # (BLOCK_Q,)
+        reads = reads | (low < high)
+        visited = visited_tiles(first_row, last_row, own, data, BLOCK_K, BOUNDS[segment])
+        origin, end, count, full_first, full_last = visited
+        if EARLIER[segment] > 0:  # any tile may hold pairs that an earlier part has
+            full_first, full_last = count, count
+            earlier = (position, inside, data + tl.load(own + EARLIER_LIST), context)
+        else:
+            earlier = (position, inside, data, context)
+        num_full = full_last - full_first
+        if EARLIER[segment] == 0:
+            for number in range(full_first, full_last):
+                acc, m, total = _attend_tile(
+                    acc, m, total, q_tile, k, v, stride_kn, stride_vn,
+                    origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
+                    SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], False, 0, ROUND_BF16,
+                )  # fmt: skip
+        for turn in range(count - num_full):
+            number = tl.where(turn < full_first, turn, turn + num_full)
+            acc, m, total = _attend_tile(
+                acc, m, total, q_tile, k, v, stride_kn, stride_vn,
+                origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], True, EARLIER[segment], ROUND_BF16,
             )  # fmt: skip
-    if repairs:  # from the beginning, so that nothing is kept for it above
-        acc, m, total, reads = _attend(
-            q, k, v, previous, lse, k_first, v_first, k_second, v_second, stride_qn, stride_kn, stride_vn,
-            batch_index, head_index, context, first_row, last_row, fields, data, SCALE, WIDTH, W, VALUE_WIDTH, WV,
-            BLOCK_Q, BLOCK_K, SEGMENTS, ROWS, COLUMNS, BOUNDS, EARLIER, SHAPES, RESUME, ROUND_BF16, ACCUMULATOR, True,
-        )  # fmt: skip
-        _store(
-            out, lse, acc, m, total, reads, first_row, last_row, fields, data, stride_on,
-            VALUE_WIDTH, WV, BLOCK_Q, ROWS, FINAL,
-        )  # fmt: skip
+
+    out += batch * stride_ob + head * stride_oh
+    first_row, last_row = tile_bounds(tile, fields)  # anew, so that registers hold none of it during the visits
+    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_Q, ROWS)
+    empty = total == 0.0  # no key: output 0, logsumexp -inf; where all scores of a row are -inf, both are NaN
+    m = tl.where(empty, float("-inf"), m)
+    total = tl.where(empty, tl.where(reads, float("nan"), 1.0), total)
+    store_rows(out, position, stride_on, inside, acc / total[:, None], VALUE_WIDTH, WV)
+    log2_sum = m + tl.log2(total)
+    tl.store(lse + position, log2_sum * LN2 if FINAL else log2_sum, mask=inside)

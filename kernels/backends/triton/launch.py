@@ -14,17 +14,16 @@ import torch
 import triton
 from torch import Tensor
 
-from longstride.kernels.backends.triton.call import SPECIALIZES, Call, again, batch_stride, positive_scale
+from longstride.kernels.backends.triton.call import Call, again, batch_stride, positive_scale
 from longstride.kernels.backends.triton.closed_forward_kernel import closed_forward_kernel
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
-from longstride.kernels.backends.triton.configurations import ARCHITECTURES, Choice, Configuration, closed_choice
+from longstride.kernels.backends.triton.configurations import ARCHITECTURES, Choice, closed_choice
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
-from longstride.kernels.backends.triton.packing import Form, Parts, Pass, groups
+from longstride.kernels.backends.triton.packing import Form, Parts, groups
 from longstride.kernels.backends.triton.recording import Inputs, Recorder, Recording, look
 from longstride.kernels.backends.triton.selected import SelectedCall
-from longstride.kernels.backends.triton.specialized_kernel import specialized_kernel
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 from longstride.kernels.kept import Kept
 from longstride.kernels.patterns import Pattern
@@ -112,65 +111,20 @@ def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
                 **choice.configuration.options(),
             )
             continue
-        sizes = (packed.num_row_tiles, batch_stride(packed.table))
-        configuration = choice.configuration.ordinary()
-        marked = choice.configuration.specialized and specialized_forward(
-            call, choice.configuration, packed, (q, k, v), target, lse, sizes, scale
-        )
-        if marked:
-            configuration = configuration.repairing()
-        descriptors, shapes = call.descriptors(
-            choice._replace(configuration=configuration), "queries", "all", number, k, v
-        )
         call.launch(
             forward_kernel,
             packed.num_row_tiles,
-            (q, k, v, between, target, lse, packed.table, packed.data, *descriptors),
+            (q, k, v, between, target, lse, packed.table, packed.data),
             (q, k, v, target),
-            sizes,
-            configuration,
+            (packed.num_row_tiles, batch_stride(packed.table)),
+            choice.configuration,
             **call.widths,
             **call.forms(packed),
-            SHAPES=shapes,
             SCALE=scale,
             RESUME=number > 0,
             FINAL=final,
-            MARKED=marked,
         )
     return out.to(call.dtype), lse
-
-
-def specialized_forward(
-    call: Call,
-    configuration: Configuration,
-    packed: Pass,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    sizes: tuple[int, int],
-    scale: float,
-) -> bool:
-    """A pass by ``specialized_kernel``, where it can serve: whether it did."""
-    natural = packed.rows == Form.NATURAL and packed.columns == (Form.NATURAL,)
-    found = call.flat_descriptors(configuration, *tensors) if natural else None
-    if found is None:
-        return False
-    descriptors, begins = found
-    call.launch(
-        specialized_kernel,
-        packed.num_row_tiles,
-        (*descriptors, out, lse, packed.table, packed.data),
-        (out,),
-        (*sizes, *begins),
-        configuration if SPECIALIZES else configuration.ordinary(),
-        W=call.widths["W"],
-        WV=call.widths["WV"],
-        BOUNDS=int(packed.bounds[0]),
-        GROUP=call.group,
-        SCALE=scale,
-        SPECIALIZE=SPECIALIZES,
-    )
-    return True
 
 
 class BackwardInputs(NamedTuple):
@@ -305,11 +259,10 @@ def over_keys(
     source_stride = batch_stride(sums.table)
     targets = results or (workspace, workspace)  # written by the last pass alone
     for number, (packed, choice) in enumerate(zip(passes, choices, strict=True)):
-        descriptors, shapes = call.descriptors(choice, "keys", parts, number, q, grad_out)
         call.launch(
             dkdv_kernel,
             packed.num_row_tiles * slices[number],
-            (*inputs, workspace, *targets, packed.table, packed.data, sums.table, sums.data, *descriptors[:2]),
+            (*inputs, workspace, *targets, packed.table, packed.data, sums.table, sums.data),
             (q, k, v, grad_out, *targets),
             (
                 packed.num_row_tiles,
@@ -327,7 +280,6 @@ def over_keys(
             BOUNDS=int(packed.bounds[0]),
             EARLIER=packed.earlier[0],
             GROUP=call.group,
-            SHAPE=shapes[0],
             SCALE=scale,
             DOUBLINGS=choice.configuration.pair_doublings(),
             FINAL=number == through,
@@ -352,17 +304,15 @@ def over_queries(call: Call, inputs: BackwardInputs, parts: Parts, result: Tenso
     for number, choice in enumerate(choices):
         packed = call.packed("queries", parts, number, choice)
         target = result if number == len(choices) - 1 else between
-        descriptors, shapes = call.descriptors(choice, "queries", parts, number, k, v)
         call.launch(
             dq_kernel,
             packed.num_row_tiles,
-            (*inputs, between, target, packed.table, packed.data, *descriptors),
+            (*inputs, between, target, packed.table, packed.data),
             (q, k, v, grad_out, target),
             (packed.num_row_tiles, batch_stride(packed.table)),
             choice.configuration,
             **call.widths,
             **call.forms(packed),
-            SHAPES=shapes,
             SCALE=scale,
             RESUME=number > 0,
         )

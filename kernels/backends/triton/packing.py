@@ -55,15 +55,6 @@ class Form(IntEnum):
     STAIRS = 3  # of intervals: closed form with a grain, a division more
 
 
-class Shape(IntEnum):
-    """How a tile lies in the (outer, inner) axes of a descriptor: see ``call``."""
-
-    ADDRESSES = 0  # no descriptor
-    NATURAL = 1
-    COLUMN = 2
-    BLOCKS = 3
-
-
 # Which parts of a pattern: all, the one whose runs of rows are independent ("closed"), or all others ("open").
 Parts = Literal["all", "closed", "open"]
 Group = tuple[tuple[View, ...], ...]  # the segments of every head, (H, S): one pass

@@ -5,8 +5,8 @@ short kernel runs. A call whose inputs look as those of an earlier one (``look``
 with a look runs as it is written and is noted down; later ones allocate, put their tensors in the places of the first
 one's, and launch.
 
-A recording numbers what launches get: the call's inputs first, then what it allocated, then descriptors, then constants
-(tables of plans, integers). A call that launches with any other tensor, such as a copy in another dtype, cannot be made
+A recording numbers what launches get: the call's inputs first, then what it allocated, then constants (tables of
+plans, integers). A call that launches with any other tensor, such as a copy in another dtype, cannot be made
 again.
 """
 
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16  # bytes: triton compiles another kernel for addresses that are no multiples of it
 
@@ -58,7 +57,6 @@ class Recording(NamedTuple):
     """A call that can be made again."""
 
     allocated: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]  # shape, strides
-    descriptors: tuple[tuple[int, dict[str, Any]], ...]  # the tensor's number, and all else of a descriptor of it
     constants: tuple[Any, ...]
     launches: tuple[Launch, ...]
     results: tuple[int, ...]
@@ -68,10 +66,6 @@ class Recording(NamedTuple):
         numbered: list[Any] = [*inputs]
         for shape, strides, dtype in self.allocated:
             numbered.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
-        for number, like in self.descriptors:
-            descriptor = object.__new__(TensorDescriptor)  # without the checks, which one of this look has passed
-            descriptor.__dict__ = {"base": numbered[number], **like}
-            numbered.append(descriptor)
         numbered += self.constants
         for launch in self.launches:
             launch.run(numbered, stream)
@@ -84,7 +78,7 @@ class Recorder:
     def __init__(self, inputs: Inputs) -> None:
         """The inputs must be objects of their own, not one tensor twice: tensors are known by identity."""
         # All that a kind has, in order; a number is found once the length of all kinds is known.
-        self._kinds: dict[str, list[Any]] = {"inputs": [*inputs], "allocated": [], "descriptors": [], "constants": []}
+        self._kinds: dict[str, list[Any]] = {"inputs": [*inputs], "allocated": [], "constants": []}
         self._places = {id(tensor): ("inputs", place) for place, tensor in enumerate(inputs)}
         self._launches: list[tuple[Any, int, list[tuple[str, int]]]] = []
         self._complete = True
@@ -118,10 +112,6 @@ class Recorder:
 
         return Recording(
             tuple((t.shape, t.stride(), t.dtype) for t in self._kinds["allocated"]),
-            tuple(
-                (number(self._places[id(d.base)]), {name: value for name, value in vars(d).items() if name != "base"})
-                for d in self._kinds["descriptors"]
-            ),
             tuple(self._kinds["constants"]),
             tuple(Launch(k, grid, operator.itemgetter(*map(number, places))) for k, grid, places in self._launches),
             tuple(number(place) for place in places if place is not None),
@@ -133,9 +123,6 @@ class Recorder:
         return place
 
     def _place(self, argument: Any) -> tuple[str, int]:
-        if isinstance(argument, TensorDescriptor):
-            self._complete &= id(argument.base) in self._places
-            return self._places.get(id(argument)) or self._note("descriptors", argument)
         if isinstance(argument, Tensor):
             self._complete &= id(argument) in self._places
             return self._places.get(id(argument), ("constants", 0))

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends.triton.call import SEGMENTS, Call
+from longstride.kernels.backends.triton.call import Call
 from longstride.kernels.backends.triton.configurations import (
     Choice,
     Kernel,
@@ -31,7 +31,6 @@ from longstride.kernels.backends.triton.packing import (
     Form,
     Parts,
     Pass,
-    Shape,
     fold_fields,
     int32_table,
 )
@@ -159,13 +158,6 @@ class SelectedCall(Call):
             bounds=(Form.LISTED,) * len(segments),
             earlier=(0,) * len(segments) if self.disjoint else numbers,
         )
-
-    def descriptors(
-        self, choice: Choice, rows: Side, parts: Parts, number: int, one: Tensor, other: Tensor
-    ) -> tuple[list[Any], tuple[int, ...]]:
-        """None: what is listed is read by addresses."""
-        _, segments = self._passes(rows)[0][number]
-        return [one, other] * SEGMENTS, (int(Shape.ADDRESSES),) * len(segments)
 
     def ends_with_every_key(self, parts: Parts) -> bool:
         """Whether the last pass over keys holds all of them."""

@@ -11,21 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longstride.kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Form, Shape
+from longstride.kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Form
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number of fp32
 
-ISOLATED_ROWS = tl.constexpr(16)  # at a time, where a kernel computes anew what turned out to hold NaN
-
 NATURAL = tl.constexpr(int(Form.NATURAL))
 FOLDED = tl.constexpr(int(Form.FOLDED))
 LISTED = tl.constexpr(int(Form.LISTED))
 STAIRS = tl.constexpr(int(Form.STAIRS))
-
-NATURAL_SHAPE = tl.constexpr(int(Shape.NATURAL))
-COLUMN_SHAPE = tl.constexpr(int(Shape.COLUMN))
 
 NUM_FIELDS = tl.constexpr(len(FIELDS))
 NUM_ROWS = tl.constexpr(FIELDS.index("num_rows"))
@@ -152,14 +147,6 @@ def visited_tiles(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: 
 
 
 @triton.jit
-def nth_tile(number, begin, full_first, full_last):
-    """Which tile of ``begin <= tile`` is visited as number ``number``: those without a mask first, then all others."""
-    full = full_last - full_first
-    skip = tl.where(number < full_last - begin, full, 0)
-    return tl.where(number < full, full_first + number, begin + number - skip)
-
-
-@triton.jit
 def allowed_columns(first, low, high, BLOCK: tl.constexpr):
     """(BLOCK_R, BLOCK): whether low <= first + i < high, for bounds of (BLOCK_R,).
 
@@ -224,45 +211,6 @@ def load_pairs(base, position, inside, BLOCK: tl.constexpr, DOUBLINGS: tl.conste
 
 
 @triton.jit
-def place(first, fold, SHAPE: tl.constexpr):
-    """(outer, inner) of a tile's first column."""
-    period, magic, bits, _step, _stride, shift = fold
-    if SHAPE == NATURAL_SHAPE:
-        outer, inner = first, 0
-    elif SHAPE == COLUMN_SHAPE:
-        inner = divided(first, magic, bits)
-        outer = first - inner * period
-    else:
-        outer, inner = divided(first, magic, bits), shift
-    return outer, inner
-
-
-@triton.jit
-def load_tile(
-    base,  # a pointer, or a descriptor
-    batch,
-    head,
-    first,
-    position,
-    stride,
-    inside,
-    fold,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHAPE: tl.constexpr,
-    CHECKED: tl.constexpr,
-):
-    """(BLOCK, W) rows of a tile that begins at column ``first``; beyond the end, 0 or the rows of other positions."""
-    if SHAPE == 0:
-        tile = load_rows(base, position, stride, inside, WIDTH, W, CHECKED)
-    else:
-        outer, inner = place(first, fold, SHAPE)
-        tile = base.load([batch, head, outer, inner, 0]).reshape(BLOCK, W)
-    return tile
-
-
-@triton.jit
 def store_rows(base, position, stride, inside, tile, WIDTH: tl.constexpr, W: tl.constexpr):
     """Store (BLOCK_R, W) rows within the width and before the end, in the matrix's dtype."""
     column = tl.arange(0, W)
@@ -294,26 +242,3 @@ def narrow(tile, dtype: tl.constexpr, ROUND_BF16: tl.constexpr):
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16  # ties to even
         tile = bits.to(tl.float32, bitcast=True)
     return tile.to(dtype)
-
-
-@triton.jit
-def has_nan(tile):
-    """Whether a tile (BLOCK_R, W) has a NaN: what 0 times a NaN or an inf leaves. Infs of both signs look like one."""
-    sums = tl.sum(tl.sum(tile, 1), 0)  # an addition an element, and no more
-    return sums != sums
-
-
-@triton.jit
-def read_product(weights, allowed, tile, acc, ROUND_BF16: tl.constexpr):
-    """acc + weights @ tile; a row that reads a row which is not finite all through is NaN, and no other row is.
-
-    ``weights`` (BLOCK_R, BLOCK_C) must be 0 where they are not ``allowed``; ``tile`` (BLOCK_C, W), acc (BLOCK_R, W).
-    A plain product brings 0 * NaN to every row. This one is for tiles that turned out so. That all columns of a reader
-    become NaN spares it a second accumulator, for which the kernels have no registers.
-    """
-    finite = tl.abs(tile) < float("inf")
-    lost = tl.min(finite.to(tl.int32), 1) == 0  # (BLOCK_C,)
-    met = tl.max((allowed & lost[None, :]).to(tl.int32), 1) > 0  # (BLOCK_R,)
-    acc = tl.where(met[:, None], float("nan"), acc)
-    tile = tl.where(finite, tile, tl.zeros_like(tile))
-    return tl.dot(narrow(weights, tile.dtype, ROUND_BF16), tile, acc, input_precision="ieee", out_dtype=acc.dtype)
