@@ -31,8 +31,8 @@ MOST_MICRO_BATCHES = 4  # of a step that is measured
 MOST_TABLE_ROWS = 1 << 16  # of each order of n-grams: enough that no cache holds them
 
 
-def device_here() -> str:
-    """What runs compute on here: cuda, or cpu."""
+def local_device() -> str:
+    """Return what runs compute on here: cuda, or cpu."""
     prepare_accelerator()
     return "cpu" if Ranks().device.type == "cpu" else "cuda"
 
@@ -56,10 +56,10 @@ def step_seconds(
         raise ConfigError(f"--measure: {rule}")
     prepare_accelerator(config)
     ranks = Ranks()
-    # As a run's processes take them, where they are not told.
-    told = ranks.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ
+    # As a run's processes take them, where nothing sets them.
+    threads_are_set = ranks.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = {count: torch.get_num_threads() if told else max(1, cores // count) for count in processes}
+    threads = {count: torch.get_num_threads() if threads_are_set else max(1, cores // count) for count in processes}
     micro_batches = {count: config.train.global_batch // (config.train.micro_batch * count) for count in processes}
     few = _with_fewest_blocks(config, min(max(micro_batches.values()), MOST_MICRO_BATCHES))
     check_engine(few, ranks)

@@ -102,8 +102,8 @@ def words_on_length(epochs: float | None) -> str | None:
     return None
 
 
-def told(origin: str, steps: int | None, seconds: dict[int, float]) -> dict[str, Any]:
-    """What a plan says of its pace, as JSON values: seconds of a step by the number of processes, and of the run.
+def pace_json(origin: str, steps: int | None, seconds: dict[int, float]) -> dict[str, Any]:
+    """Return the pace of a plan as JSON values: seconds of a step by the number of processes, and of the run.
 
     ``steps`` of the run; None: its length is not known here.
     """

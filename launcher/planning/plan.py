@@ -58,40 +58,40 @@ def run(arguments: argparse.Namespace) -> int:
     most = max(count for count in range(1, max(1, USUAL_PROCESSES // shared) + 1) if units % count == 0)
     processes = [int(word) for word in words] or [most * shared]
     rate = pace.given_rate(arguments)
-    plan = make_plan(config, processes, arguments.contexts, _device(arguments, config))
+    device = device_of(config, arguments.device, is_timed=arguments.measure)
+    plan = make_plan(config, processes, arguments.contexts, device)
     if rate is not None:
         seconds = {count: rate.step_seconds(sum_of_flops(plan), count) for count in processes}
-        plan["pace"] = pace.told(rate.origin, plan["length"]["steps"], seconds)
+        plan["pace"] = pace.pace_json(rate.origin, plan["length"]["steps"], seconds)
     elif arguments.measure:
         from longstride.launcher.planning import measuring
 
         seconds = measuring.step_seconds(config, processes)
-        plan["pace"] = pace.told("by blocks timed on this machine", plan["length"]["steps"], seconds)
+        plan["pace"] = pace.pace_json("by blocks timed on this machine", plan["length"]["steps"], seconds)
     print(json.dumps(plan) if arguments.json else describe(plan))
     return 0
 
 
-def _device(arguments: argparse.Namespace, config: RunConfig) -> str:
-    """The kind of device that is planned for, cpu or cuda: a GPU, where nothing says otherwise.
+def device_of(config: RunConfig, requested: str | None, *, is_timed: bool = False) -> str:
+    """Return the kind of device that is planned for, cpu or cuda: a GPU, where nothing says otherwise.
 
     Raises:
         ConfigError: --device is not what the configuration computes on, or not what --measure times.
     """
-    told: str | None = arguments.device
     if config.model.backend == "cpu":
-        if told == "cuda":
+        if requested == "cuda":
             rule = "model.backend=cpu computes on a CPU alone; leave --device out, or give model.backend=auto"
             raise ConfigError(f"--device=cuda: {rule}")
         return "cpu"
-    if arguments.measure:
+    if is_timed:
         from longstride.launcher.planning import measuring
 
-        here = measuring.device_here()
-        if told not in (None, here):
-            rule = f"--measure times this machine, which computes on {here}; leave one of the two out"
-            raise ConfigError(f"--device={told}: {rule}")
-        return here
-    return told or "cuda"
+        local = measuring.local_device()
+        if requested not in (None, local):
+            rule = f"--measure times this machine, which computes on {local}; leave one of the two out"
+            raise ConfigError(f"--device={requested}: {rule}")
+        return local
+    return requested or "cuda"
 
 
 def make_plan(
@@ -157,7 +157,7 @@ def make_plan(
             "tokens": length.steps and length.steps * train.global_batch * model.context,
             "flops": length.steps and length.steps * sum(step.values()),
         },
-        "pace": None,  # how long it takes, where a rate is asked for: see ``pace.told``
+        "pace": None,  # how long it takes, where a rate is asked for: see ``pace.pace_json``
     }
 
 
