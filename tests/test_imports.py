@@ -43,7 +43,7 @@ ONLY_IN = {
     "deepspeed": ["launcher"],
     "triton": ["kernels/backends/triton"],
     "webdataset": ["data_pipelines"],
-    "mpi4py": ["data_pipelines", "launcher/doctor/answer.py"],  # which tells whether it finds its library
+    "mpi4py": ["data_pipelines", "launcher/doctor.py"],  # which tells whether it finds its library
     "fsspec": ["data_pipelines"],
     "aiohttp": ["data_pipelines", "launcher/serving"],
     "matplotlib": ["launcher"],
