@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _examine(
     arguments: argparse.Namespace, config: RunConfig | None, slots: dict[str, list[int]] | None
 ) -> Iterator[Finding]:
-    """All findings, the quick ones first."""
+    """Yield all findings, the quick ones first."""
     content = [json.dumps(config.to_json())] if config is not None else []
     with ThreadPoolExecutor(1) as pool:  # the child takes seconds, and has a time-out
         child = pool.submit(answer_of_child, ["-m", "longstride.launcher.doctor", *content])
@@ -123,7 +123,7 @@ def _examine(
 
 
 def packages() -> Iterator[Finding]:
-    """Python and the packages that a run needs, against the ranges that the project asks for."""
+    """Check Python and the packages that a run needs, against the ranges that the project asks for."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -162,7 +162,7 @@ def packages() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """What the system lets a process have: open files, the size of a file."""
+    """Check what the system lets a process have: open files, the size of a file."""
     unlimited = (resource.RLIM_INFINITY, -1)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files in unlimited or files >= _FILES:
@@ -178,7 +178,7 @@ def limits() -> Iterator[Finding]:
 
 
 def surroundings() -> Iterator[Finding]:
-    """The home folder, the locale, and how MPI starts."""
+    """Check the home folder, the locale, and how MPI starts."""
     home, cache = os.environ.get("HOME"), os.environ.get("TRITON_CACHE_DIR")
     if not cache and (not home or not os.access(home, os.W_OK | os.X_OK)):
         rule = "HOME is not set" if not home else f"{home} cannot be written"
@@ -200,7 +200,7 @@ def surroundings() -> Iterator[Finding]:
 
 
 def compilers(*, cards: bool, compiled: bool) -> Iterator[Finding]:
-    """The C compiler, tried: Triton compiles what launches its kernels, DeepSpeed its operations, torch its blocks.
+    """Try the C compiler: Triton compiles what launches its kernels, DeepSpeed its operations, torch its blocks.
 
     ``cards``: this machine has GPUs. ``compiled``: the run asks for train.compile, which needs C++ as well.
     """
@@ -236,7 +236,7 @@ def compilers(*, cards: bool, compiled: bool) -> Iterator[Finding]:
 
 
 def shared_memory(needed: int) -> Iterator[Finding]:
-    """The folder through which loader workers hand over batches, and NCCL its buffers; ``needed``: bytes of batches."""
+    """Check the folder through which loader workers hand over batches, and NCCL buffers; ``needed``: batches' bytes."""
     if not SHARED.is_dir():
         yield Finding("shared memory", "broken", f"there is no {SHARED}", "mount a tmpfs there")
         return
@@ -253,7 +253,7 @@ def shared_memory(needed: int) -> Iterator[Finding]:
 
 
 def _devices(local: dict[str, Any], precision: str | None) -> Iterator[Finding]:
-    """GPUs, their fitness for the kernels and the precision, and NCCL; or what stands in for them on a CPU."""
+    """Check GPUs, their fitness for the kernels and the precision, and NCCL; or what stands in for them on a CPU."""
     if "no devices" in local:
         yield Finding("torch", "broken", local["no devices"], "`pip install --force-reinstall torch`")
     devices = local.get("devices")
@@ -344,7 +344,7 @@ def _memory(plan: dict[str, Any], processes: int, cards: list[Any], *, has_hosts
 
 
 def _num_checkpoints(train: TrainConfig) -> int:
-    """How many checkpoints lie in the run folder at most."""
+    """Count the checkpoints that lie in the run folder at most."""
     if train.keep_last is not None:
         count = train.keep_last + train.keep_best + 1  # one more while it is written
         return count + (train.last_step // train.keep_every if train.keep_every and train.steps else 0)

@@ -17,16 +17,16 @@ LEAST_MEAN = 3  # lines that a running mean is over, at least: a shorter run has
 
 
 def _source(arguments: argparse.Namespace, metavar: str) -> Path:
-    """The source, from where it stands; ConfigError unless there is one."""
-    given: list[Path] = [each for each in (arguments.source, arguments.behind) if each is not None]
-    if len(given) != 1:
-        many = "is missing" if not given else f"is given twice, {given[0]} and {given[1]}"
+    """Return the source, from where it stands; ConfigError unless there is one."""
+    sources: list[Path] = [each for each in (arguments.source, arguments.behind) if each is not None]
+    if len(sources) != 1:
+        many = "is missing" if not sources else f"is given twice, {sources[0]} and {sources[1]}"
         raise ConfigError(f"{metavar} {many}; give it once")
-    return given[0]
+    return sources[0]
 
 
 def run_pattern(arguments: argparse.Namespace) -> int:
-    """Runs `show pattern`; returns its exit code.
+    """Run `show pattern`; return its exit code.
 
     Raises:
         ConfigError: the configuration, the query or the text does not fit, or a file cannot be written.
@@ -60,7 +60,7 @@ def run_pattern(arguments: argparse.Namespace) -> int:
 
 
 def run_attention(arguments: argparse.Namespace) -> int:
-    """Runs `show attention`; returns its exit code.
+    """Run `show attention`; return its exit code.
 
     Raises:
         ConfigError: there is no such checkpoint, head or query, nothing to read, or a file cannot be written.
@@ -88,7 +88,7 @@ def run_attention(arguments: argparse.Namespace) -> int:
 
 
 def run_loss(arguments: argparse.Namespace) -> int:
-    """Runs `show loss`; returns its exit code.
+    """Run `show loss`; return its exit code.
 
     Raises:
         ConfigError: the run has no measurements yet, or a file cannot be written.

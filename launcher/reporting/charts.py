@@ -221,7 +221,7 @@ def running_mean(series: Series) -> Series:
 
 
 def curves(runs: Sequence[PageRun]) -> str:
-    """Everything of metrics.jsonl that has a curve."""
+    """Draw everything of metrics.jsonl that has a curve."""
     is_alone, marks = len(runs) == 1, []
     if is_alone:
         record = runs[0].record
@@ -249,7 +249,7 @@ def curves(runs: Sequence[PageRun]) -> str:
 
 
 def _losses(runs: Sequence[PageRun], marks: list[Event]) -> list[Chart]:
-    """One chart of a run's losses; of several runs one of their training and one of their evaluations."""
+    """Return one chart of a run's losses; of several runs one of their training and one of their evaluations."""
     unit, trained, evaluated = runs[0].record.unit, [], []
     is_alone = len(runs) == 1
     for run in runs:
@@ -277,7 +277,7 @@ def _losses(runs: Sequence[PageRun], marks: list[Event]) -> list[Chart]:
 
 
 def positions(runs: Sequence[PageRun], scored: list[dict[str, Any]]) -> str:
-    """The loss by the position in the context: whether a long context is made use of."""
+    """Draw the loss by the position in the context: whether a long context is made use of."""
     named: list[tuple[str, int, dict[str, Any]]] = []
     missing = []
     for run in runs:

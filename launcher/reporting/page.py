@@ -65,7 +65,7 @@ def labels(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _head(runs: Sequence[PageRun]) -> str:
-    """The heading, and the figures that one looks for first."""
+    """Show the heading, and the figures that one looks for first."""
     lines = [f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in run.record.notices]
     notices = [pieces().absent(line) for line in lines[:_MOST_NOTICES]]
     figures = [_figures(run.record) for run in runs]
@@ -82,7 +82,7 @@ def _head(runs: Sequence[PageRun]) -> str:
 
 
 def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
-    """What, its value, and more of it in small; the same ones for every run."""
+    """Return names, values and small print of figures; the same names for every run."""
     figures = []
     evaluated = [(float(series.values.min()), split) for split, series in record.evaluations.items()]
     if evaluated:
@@ -121,7 +121,7 @@ def _under_headings(runs: Sequence[PageRun], contents: Sequence[str]) -> str:
 
 
 def samples(runs: Sequence[PageRun], room: Room) -> str:
-    """What the models made in training, from the first to the last."""
+    """Show what the models made in training, from the first to the last."""
     return _under_headings(runs, [_samples(run.record, room) for run in runs])
 
 
@@ -145,7 +145,7 @@ def _samples(record: RunRecord, room: Room) -> str:
 
 
 def pictures(runs: Sequence[PageRun], room: Room) -> str:
-    """Who may read whom by the pattern, and what a checkpoint reads."""
+    """Show who may read whom by the pattern, and what a checkpoint reads."""
     attention = "Attention: what the newest checkpoint reads in a context of the validation split"
     contents = [
         _picture(run.answers.pattern, "The pattern: who may read whom", room)
@@ -167,7 +167,7 @@ def _picture(answer: Answer | None, what: str, room: Room) -> str:
 
 
 def incidents(runs: Sequence[PageRun], room: Room) -> str:
-    """What befell the runs."""
+    """List what befell the runs."""
     several, rows = len(runs) > 1, []
     step_column = [1 if several else 0]
     for run in runs:
@@ -184,7 +184,7 @@ def incidents(runs: Sequence[PageRun], room: Room) -> str:
 
 
 def starts(runs: Sequence[PageRun], room: Room) -> str:
-    """When and where the runs were computed, and what was changed on the way."""
+    """List when and where the runs were computed, and what was changed on the way."""
     return _under_headings(runs, [_starts(run.record, room) for run in runs])
 
 
@@ -229,7 +229,7 @@ def _json(value: Any) -> str:
 
 
 def plans(runs: Sequence[PageRun]) -> str:
-    """What was planned, beside what was measured."""
+    """Show what was planned, beside what was measured."""
     contents = []
     for run in runs:
         answer, text = run.answers.plan, ""
@@ -245,7 +245,7 @@ def plans(runs: Sequence[PageRun]) -> str:
 
 
 def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """What, as planned, as measured."""
+    """Return names with what was planned and what was measured."""
     seconds, memory = record.median("seconds"), record.train.get("peak_memory_bytes")
     step, length, attention = (plan.get(part) or {} for part in ("step", "length", "attention"))
     work = sum(step.get(f"{part}_flops", 0) for part in ("forward", "backward", "recompute"))
@@ -287,7 +287,7 @@ def _flops(count: float) -> str:
 
 
 def configuration(runs: Sequence[PageRun], room: Room) -> str:
-    """What differs between the runs, and each whole."""
+    """Show what differs between the runs, and each whole."""
     configs = [flattened(run.record.config) if run.record.config else {} for run in runs]
     text = ""
     if len(runs) > 1:

@@ -54,7 +54,7 @@ class RunRecord(Metrics):
 
     @property
     def last_step(self) -> int:
-        """The newest that has a line."""
+        """The newest step that has a line."""
         every = [*self.train.values(), *self.evaluations.values()]
         return max((int(series.steps[-1]) for series in every if len(series)), default=0)
 
@@ -65,7 +65,7 @@ class RunRecord(Metrics):
         return not isinstance(train, dict) or train.get("evaluate_every", 0) is not None
 
     def setting(self, path: str) -> Any:
-        """A value of the configuration by its dotted path; None where there is none."""
+        """Return a value of the configuration by its dotted path; None where there is none."""
         value: Any = self.config
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -95,7 +95,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_positions(path: Path, *, follow_links: bool = True) -> dict[str, Any] | None:
-    """The loss by position that `longstride evaluate --positions` has written; None where the file has none."""
+    """Read the loss by position that `longstride evaluate --positions` wrote; None where the file has none."""
     try:
         content = parse_json(read_plain(path, _MOST_RECORD_BYTES, follow_links=follow_links))
         positions = content["positions"]
@@ -121,9 +121,9 @@ def read_positions(path: Path, *, follow_links: bool = True) -> dict[str, Any] |
 
 
 def _read_incidents(record: RunRecord) -> None:
-    """The steps that a guard refused, by the files that it left; they tell more than the lines of the same steps."""
+    """Read the steps that a guard refused, by the files that it left; they say more than the steps' lines."""
     folder = record.folder / file_names.GUARDS
-    told: set[tuple[int, str]] = set()  # by lines as well
+    listed_events: set[tuple[int, str]] = set()  # by lines as well
     incidents = []
     for path in sorted(each for each in folder.glob("*.json") if _INCIDENT.fullmatch(each.name))[:_MOST_FILES]:
         try:
@@ -134,9 +134,9 @@ def _read_incidents(record: RunRecord) -> None:
         except (ConfigError, KeyError, TypeError, ValueError):
             record.notices.append(f"{file_names.GUARDS}/{path.name}: cannot be read")
             continue
-        told.add((step, outcome))
+        listed_events.add((step, outcome))
         incidents.append(Event(step, "guard", text))
-    lines = [each for each in record.events if each.kind != "guard" or (each.step, each.text) not in told]
+    lines = [each for each in record.events if each.kind != "guard" or (each.step, each.text) not in listed_events]
     record.events = lines + incidents
 
 
@@ -158,12 +158,12 @@ def _read_starts(record: RunRecord) -> None:
 
 
 def _read_samples(record: RunRecord) -> None:
-    found = [
+    files = [
         (int(match[1]), match[2], path)
         for path in (record.folder / file_names.SAMPLES).glob("step-*")
         if (match := _SAMPLE.fullmatch(path.name))
     ]
-    for step, kind, path in thinned(sorted(found, key=lambda each: each[:2])):
+    for step, kind, path in thinned(sorted(files, key=lambda each: each[:2])):
         try:
             record.samples.append(Sample(step, kind, read_plain(path, _MOST_SAMPLE_BYTES, follow_links=False)))
         except OSError as error:
@@ -171,7 +171,7 @@ def _read_samples(record: RunRecord) -> None:
 
 
 def thinned(items: list[Any], most: int = 8) -> list[Any]:
-    """At most so many, evenly spread from the first to the last."""
+    """Keep at most so many, evenly spread from the first to the last."""
     if len(items) <= most:
         return items
     return [items[each] for each in np.linspace(0, len(items) - 1, most).round().astype(int)]
