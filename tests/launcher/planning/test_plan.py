@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,25 +14,13 @@ from longstride.launcher.planning.costs import parameter_parts, states
 from longstride.launcher.planning.plan import describe, run_length
 from longstride.launcher.planning.rehearsal import activations
 from tests.harness.runs import ROOT, files_under, plain_environment
-
-Plan = Callable[..., dict[str, Any]]
+from tests.launcher.planning.conftest import Plan
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder in which no data lies."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
-    """A function of words -> the JSON object of `longstride plan words --json`."""
-
-    def run(*words: str) -> dict[str, Any]:
-        assert cli.main(["plan", *words, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return run
 
 
 def test_table_tells_the_plan(capsys: pytest.CaptureFixture[str], plan: Plan) -> None:
