@@ -38,7 +38,7 @@ setup(
         "longstride.launcher.cluster": ["sbatch.sh"],
         "longstride.launcher.drawing": ["pattern.html", "pattern.css", "pattern.js"],
         "longstride.launcher.options": ["keys.json"],
-        "longstride.launcher.reporting": ["report.css", "report.js"],
+        "longstride.launcher.reporting": ["report.html", "report.css", "report.js"],
         "longstride.launcher.serving": ["serve.*"],
     },
     install_requires=[
@@ -57,6 +57,7 @@ setup(
         "tqdm>=4.67,<5",
         "psutil>=6.1,<8",  # processes, and the interface of an address; deepspeed asks for it as well
         "matplotlib>=3.10.8,<4",
+        "jinja2>=3.1.6,<4",  # torch asks for it as well
     ],
     extras_require={
         "remote": REMOTE,

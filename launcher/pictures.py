@@ -80,11 +80,16 @@ def save_picture(figure: Any, output: Path, option: str = "--output") -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
+    save_content(picture_of(figure), output, option)
+
+
+def picture_of(figure: Any) -> bytes:
+    """Return a figure as a PNG file, and free its memory."""
     picture = io.BytesIO()
     with styled():
         figure.savefig(picture, format="png", dpi=DOTS_PER_INCH)
     plt.close(figure)
-    save_content(picture.getvalue(), output, option)
+    return picture.getvalue()
 
 
 def save_content(content: bytes, output: Path, option: str) -> None:

@@ -43,7 +43,7 @@ ONLY_IN = {
     "deepspeed": ["launcher"],
     "triton": ["kernels/backends/triton"],
     "webdataset": ["data_pipelines"],
-    "mpi4py": ["data_pipelines", "launcher/doctor/answer.py"],  # which tells whether it finds its library
+    "mpi4py": ["data_pipelines", "launcher/doctor.py"],  # which tells whether it finds its library
     "fsspec": ["data_pipelines"],
     "aiohttp": ["data_pipelines", "launcher/serving"],
     "matplotlib": ["launcher"],
@@ -51,13 +51,14 @@ ONLY_IN = {
     "tqdm": ["launcher"],
     "tensorboard": ["launcher/training/monitors.py"],
     "transformers": ["launcher/hub"],
+    "jinja2": ["launcher/reporting"],
     "shtab": ["launcher/completion.py"],
     "lm_eval": ["launcher/generation/lm_eval_model.py", "launcher/generation/lm_eval_command.py"],
     "wandb": ["launcher/training/monitors.py"],
     "PIL": [
         "data_pipelines/modalities/picture.py",
         "data_pipelines/modalities/damage.py",
-        "launcher/reporting/verbs.py",
+        "launcher/reporting/answers.py",
     ],
     "simplejpeg": ["data_pipelines/modalities/damage.py"],
     "soundfile": ["data_pipelines/modalities/decoder.py"],
@@ -70,7 +71,11 @@ MOST_NAMES = 15  # of a face
 LATE = {
     "longstride.data_pipelines.stores.remote",
     "longstride.launcher.cluster.hosts",
+    "longstride.launcher.drawing.attention",
+    "longstride.launcher.drawing.pattern",
+    "longstride.launcher.evaluation.evaluate",
     "longstride.launcher.planning.dry_run",
+    "longstride.launcher.planning.plan",
 }
 FILES = [path for room in BIG_ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 

@@ -4,4 +4,13 @@ Matplotlib is imported where a picture is drawn.
 """
 
 from longstride.launcher.drawing.samples import run_data_show
+from longstride.launcher.drawing.series import (
+    MEAN_SHARE,
+    MOST_NAME_CHARACTERS,
+    Event,
+    Metrics,
+    Series,
+    read_metrics,
+    smoothed,
+)
 from longstride.launcher.drawing.show import run_attention, run_loss, run_pattern

@@ -65,7 +65,7 @@ def draw_attention(
     text: Path | None = None,
     trusted: bool = False,
 ) -> Any:
-    """The figure of a run's checkpoint or of an exported model, on one context.
+    """Draw a run's checkpoint or of an exported model, on one context.
 
     Pictures, and other data where ``queries`` are given: each query's view, over the layers. Other data without: a
     matrix of queries and keys for each layer.
@@ -90,9 +90,9 @@ def draw_attention(
         raise ConfigError(f"{other}: --text names all that is read; leave one of them out")
     exported = any((source / name).exists() for name in (file_names.WEIGHTS, file_names.WEIGHTS_INDEX))
     if exported:
-        for option, given in (("--step", step), ("--weights", None if weights == TRAINED else weights)):
-            if given is not None:
-                raise ConfigError(f"{option}={given}: {source} is an export, which has its own weights; leave it out")
+        for option, value in (("--step", step), ("--weights", None if weights == TRAINED else weights)):
+            if value is not None:
+                raise ConfigError(f"{option}={value}: {source} is an export, which has its own weights; leave it out")
         subject = of_export(source, context_number or 0, data, text)
     else:
         subject = of_run(source, step, context_number or 0, weights, data, text, trusted)
@@ -113,12 +113,12 @@ def draw_attention(
 
 
 def spread(length: int, count: int) -> list[int]:
-    """At most ``count`` positions, evenly apart, none at an end."""
+    """Return at most ``count`` positions, evenly apart, none at an end."""
     return sorted({length * (2 * place + 1) // (2 * count) for place in range(count)})
 
 
 def chosen_layers(layers: int, most: int) -> list[int]:
-    """At most ``most`` layers, evenly spread from the first to the last."""
+    """Return at most ``most`` layers, evenly spread from the first to the last."""
     return np.linspace(0, layers - 1, min(layers, most)).round().astype(int).tolist()
 
 
@@ -131,7 +131,7 @@ def draw_views(
     title: str,
     palette: Palette | None = None,
 ) -> Any:
-    """A row for each query, a column for each layer: its weights on the picture or on the folded sequence."""
+    """Draw a row for each query, a column for each layer: its weights on the picture or on the folded sequence."""
     layers = chosen_layers(len(model.mixers), MOST_LAYERS)
     rows = attention_rows(
         model, tokens, queries, layers=layers, head=head, keep=lambda weights: by_cell(weights, grid), unread=math.nan
@@ -177,7 +177,7 @@ def draw_views(
 
 
 def _scale(rows: dict[int, np.ndarray]) -> LogNorm:
-    """The logarithmic scale that all panels share, up to the largest weight."""
+    """Return the logarithmic scale that all panels share, up to the largest weight."""
     largest = max([float(np.nanmax(each, initial=0.0)) for each in rows.values()])
     largest = largest if largest > 0 else 1.0
     return LogNorm(largest / 10**DECADES, largest, clip=True)
@@ -189,7 +189,7 @@ def _add_colour_bar(figure: Any, axes: Any, scale: LogNorm, label: str) -> None:
 
 
 def default_queries(grid: Grid) -> list[int]:
-    """Queries in rows evenly apart, and in different columns."""
+    """Return queries in rows evenly apart, and in different columns."""
     cells = [
         grid.rows * (2 * place + 1) // (2 * DEFAULT_QUERIES) * grid.columns + grid.columns * (3 + 5 * place % 8) // 12
         for place in range(DEFAULT_QUERIES)
@@ -198,40 +198,40 @@ def default_queries(grid: Grid) -> list[int]:
 
 
 def by_cell(weights: np.ndarray, grid: Grid) -> np.ndarray:
-    """(P, N) weights to (P, cells): a pixel's are the sum over its channels; NaN where none of them is read."""
-    whole = np.full((len(weights), grid.rows * grid.columns * grid.channels), math.nan)
-    whole[:, : weights.shape[1]] = weights
-    cells = whole.reshape(len(weights), -1, grid.channels)
+    """Pool (P, N) weights to (P, cells): a pixel's are the sum over its channels; NaN where none of them is read."""
+    padded = np.full((len(weights), grid.rows * grid.columns * grid.channels), math.nan)
+    padded[:, : weights.shape[1]] = weights
+    cells = padded.reshape(len(weights), -1, grid.channels)
     return np.where(np.isnan(cells).all(-1), math.nan, np.nansum(cells, axis=-1))
 
 
 def by_run(weights: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """(P, N) weights to (P, runs): the sum over the keys from each bound to the next; NaN where none is read."""
+    """Pool (P, N) weights to (P, runs): the sum over the keys from each bound to the next; NaN where none is read."""
     read = np.logical_or.reduceat(~np.isnan(weights), bounds, axis=1)
     return np.where(read, np.add.reduceat(np.nan_to_num(weights), bounds, axis=1), math.nan)
 
 
 def backdrop(tokens: Tensor, grid: Grid, palette: Palette | None = None) -> np.ndarray:
-    """(cells, 3) from 0 to 1: the colours of a palette or of three channels; of anything else the bytes in grey."""
+    """Return (cells, 3) from 0 to 1: the colours of a palette or of three channels; else the bytes in grey."""
     if palette is not None:
         coloured = np.zeros((grid.rows * grid.columns, 3))
         coloured[: len(tokens)] = palette.colours[tokens.numpy()] / 255
         return coloured
-    whole = np.zeros(grid.rows * grid.columns * grid.channels)
-    whole[: len(tokens)] = tokens.numpy() / 255
-    cells = whole.reshape(-1, grid.channels)
+    padded = np.zeros(grid.rows * grid.columns * grid.channels)
+    padded[: len(tokens)] = tokens.numpy() / 255
+    cells = padded.reshape(-1, grid.channels)
     return cells if grid.channels == 3 else cells.mean(-1, keepdims=True).repeat(3, axis=1)
 
 
 def faded(colours: np.ndarray, cell: int) -> np.ndarray:
-    """(cells, 3): the cells after a query's nearly white."""
+    """Make the cells after a query's nearly white, (cells, 3)."""
     shown = colours.copy()
     shown[cell + 1 :] = 0.88 + 0.12 * shown[cell + 1 :]
     return shown
 
 
 def overlay(colours: np.ndarray, strength: np.ndarray, cell: int) -> np.ndarray:
-    """(cells, 3): how strongly cells are read, (cells,) from 0 to 1, in colour over the colours as medium grey.
+    """Colour how strongly cells are read, (cells,) from 0 to 1, over the (cells, 3) colours as medium grey.
 
     A cell that is not read, NaN, keeps its grey; one of weight 0 has the colour of the scale's lower end.
     """
@@ -244,13 +244,13 @@ def overlay(colours: np.ndarray, strength: np.ndarray, cell: int) -> np.ndarray:
 
 
 def draw_cells(axis: Any, colours: np.ndarray, cell: int, grid: Grid) -> None:
-    """(cells, 3) colours around a query's cell, which is framed."""
+    """Draw (cells, 3) colours around a query's cell, which is framed."""
     picture = colours.reshape(grid.rows, grid.columns, 3)
     draw_around(axis, cell, grid, _FRAME, lambda rows, columns: picture[np.ix_(rows, columns)])
 
 
 def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, title: str, unit: str = "byte") -> Any:
-    """A matrix for each layer: rows are queries evenly apart, columns the sums over runs of keys."""
+    """Draw a matrix for each layer: rows are queries evenly apart, columns the sums over runs of keys."""
     length = len(tokens)
     layers = chosen_layers(len(model.mixers), MOST_MATRICES)
     cells = min(length, MATRIX_CELLS)
@@ -290,7 +290,7 @@ def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, ti
 
 
 def of_layers(layers: Sequence[int], model: SparseTransformer) -> str:
-    """Which layers are shown, unless all are."""
+    """Say which layers are shown, unless all are."""
     count = len(model.mixers)
     return "" if len(layers) == count else f"; layers {', '.join(map(str, layers))} of {count}"
 
@@ -305,7 +305,7 @@ def attention_rows(
     keep: Keep = np.asarray,
     unread: float = 0.0,
 ) -> dict[int, np.ndarray]:
-    """The weights of some queries in some layers, while the model reads one context.
+    """Return the weights of some queries in some layers, while the model reads one context.
 
     Args:
         model: in evaluation mode.
@@ -319,7 +319,7 @@ def attention_rows(
     Returns:
         What was kept of each layer's rows, (P, …) float64. A row sums to 1, or to 0 where a query has no key.
     """
-    kept: dict[int, np.ndarray] = {}
+    rows_by_layer: dict[int, np.ndarray] = {}
     heads = range(model.config.heads) if head is None else [head]
     patterns = model.config.layer_patterns()
     position = torch.arange(len(tokens))
@@ -341,15 +341,15 @@ def attention_rows(
                                 read |= mixer.reads(inputs[0], each)(some)
                         mean[~read] = unread
                     rows.append(keep(mean.numpy()))
-                kept[layer] = np.concatenate(rows)
+                rows_by_layer[layer] = np.concatenate(rows)
 
             hooks.callback(model.mixers[layer].register_forward_pre_hook(take).remove)
         model(tokens[None], return_nats=True)  # without the logits of the whole context
-    return kept
+    return rows_by_layer
 
 
 def _mean_over_heads(weights_of: Callable[[Tensor, int], Tensor], heads: Sequence[int], queries: Tensor) -> Tensor:
-    """(P, N) float64: the mean over all heads that have a key for the query."""
+    """Return (P, N) float64: the mean over all heads that have a key for the query."""
     several = (weights_of(queries, head) for head in heads)
     total = next(several).double()
     counted = total.any(-1, keepdim=True).float()

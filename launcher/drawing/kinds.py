@@ -47,25 +47,25 @@ _OF_PARTS = {  # the name of a part's class: what it holds
 
 
 def kind_of(part: Any) -> int:
-    """The number in KINDS of what a part of a pattern holds."""
+    """Return the number in KINDS of what a part of a pattern holds."""
     if type(part).__name__ == "Entries":  # of the query's column: all of them, or a few near it
         return _NUMBERS["column" if part.count is None else "dilated window"]
     return _NUMBERS[_OF_PARTS.get(type(part).__name__, "read")]
 
 
 def words_of(pattern: Any) -> str:
-    """A pattern by its name and numbers in a configuration, such as "fixed: stride 128, summary 8"."""
+    """Describe a pattern by its name and numbers in a configuration, such as "fixed: stride 128, summary 8"."""
     if not isinstance(pattern, Pattern):
         return str(pattern)
     settings = pattern_to_json(pattern)
     name = str(settings.pop("type"))
     defaults = {field.name: field.default for field in dataclasses.fields(pattern)}  # type: ignore[arg-type]
-    told = [  # with spaces at which no line ends
+    texts = [  # with spaces at which no line ends
         f"{key} {_number(value)}".replace("_", " ").replace(" ", "\N{NO-BREAK SPACE}")
         for key, value in settings.items()
         if value is not None and value != defaults.get(key)
     ]
-    return f"{name}: {', '.join(told)}" if told else name
+    return f"{name}: {', '.join(texts)}" if texts else name
 
 
 def _number(value: Any) -> str:
@@ -75,7 +75,7 @@ def _number(value: Any) -> str:
 
 
 def places_of(users: Sequence[tuple[int, int]], heads: int) -> str:
-    """(layer, head) pairs in words: "layers 0–3, all heads", or pair by pair where heads differ from layer to layer."""
+    """Describe (layer, head) pairs: "layers 0–3, all heads", or pair by pair where heads differ from layer to layer."""
     by_layer = {layer: [head for _, head in those] for layer, those in groupby(users, key=lambda user: user[0])}
     sets = list(by_layer.values())
     if any(those != sets[0] for those in sets):
@@ -90,18 +90,18 @@ def _many(what: str, numbers: Sequence[int]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers in few words: "0–3, 8", "1, 3 … 31" where they are equally far apart, or how many they are."""
+    """Write ascending numbers in few words: "0–3, 8", "1, 3 … 31" where equally far apart, or how many they are."""
     numbers = list(numbers)
-    left, told = numbers, []
-    while left:
-        step = left[1] - left[0] if len(left) > 1 else 0
-        length = next((n for n in range(1, len(left)) if left[n] - left[n - 1] != step), len(left))
+    remaining, texts = numbers, []
+    while remaining:
+        step = remaining[1] - remaining[0] if len(remaining) > 1 else 0
+        length = next((n for n in range(1, len(remaining)) if remaining[n] - remaining[n - 1] != step), len(remaining))
         if length < 3:
             length = 1
-            told.append(f"{left[0]}")
+            texts.append(f"{remaining[0]}")
         elif step == 1:
-            told.append(f"{left[0]}–{left[length - 1]}")
+            texts.append(f"{remaining[0]}–{remaining[length - 1]}")
         else:
-            told.append(f"{left[0]}, {left[1]} … {left[length - 1]}")
-        left = left[length:]
-    return ", ".join(told) if len(told) <= MOST_RANGES else f"{numbers[0]} … {numbers[-1]} ({len(numbers)})"
+            texts.append(f"{remaining[0]}, {remaining[1]} … {remaining[length - 1]}")
+        remaining = remaining[length:]
+    return ", ".join(texts) if len(texts) <= MOST_RANGES else f"{numbers[0]} … {numbers[-1]} ({len(numbers)})"

@@ -63,7 +63,7 @@ class Chosen:
         self.allowed, self.length = allowed, length
 
     def parts(self) -> tuple[Any, ...]:
-        """Itself."""
+        """Return itself."""
         return (self,)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Chosen:
 
 @styled()
 def draw_pattern(source: Path, query: int | None = None, text: Path | None = None, *, trusted: bool = False) -> Any:
-    """The figure of a configuration: a path, the bare name of a file in ds_configs/experiments, or a run's folder.
+    """Draw a configuration: a path, the bare name of a file in ds_configs/experiments, or a run's folder.
 
     Args:
         source: the configuration.
@@ -130,8 +130,8 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
             lines.append(f"{share_of_pairs(drawn, config.context):.3g} % of the pairs")
         axes[2 * band, column].set_title("\n".join(lines))
         draw_matrix(axes[2 * band + 1, column], drawn, size)
-    left = len(users) - len(shown)
-    more = f"; {left} more {'heads' if text else 'patterns'} are not shown" if left else ""
+    num_hidden = len(users) - len(shown)
+    more = f"; {num_hidden} more {'heads' if text else 'patterns'} are not shown" if num_hidden else ""
     if chosen and text is None:
         more += f"; {chosen} heads choose by content: --text FILE"
     figure.suptitle(f"{name_of(source)}: what query {position:,} of {config.context:,} positions reads{more}")
@@ -141,7 +141,7 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
 
 
 def users_of(config: ModelConfig) -> tuple[dict[Pattern, list[tuple[int, int]]], int]:
-    """The (layer, head) pairs of each distinct pattern, by layers; and how many heads choose by content."""
+    """Return the (layer, head) pairs of each distinct pattern, by layers; and how many heads choose by content."""
     users: dict[Pattern, list[tuple[int, int]]] = {}
     chosen = 0
     for layer, heads in enumerate(config.layer_patterns()):
@@ -157,7 +157,7 @@ def share_of_pairs(pattern: Pattern, context: int) -> float:
 
 
 def legend_of(patterns: Iterable[Pattern | Chosen]) -> list[Patch]:
-    """A key of each colour that panels of patterns have."""
+    """Return a key of each colour that panels of patterns have."""
     kinds = sorted({kind_of(part) for pattern in patterns for part in pattern.parts()})
     return [
         *(Patch(facecolor=KINDS[kind].colour, label=KINDS[kind].word) for kind in kinds),
@@ -169,14 +169,14 @@ def legend_of(patterns: Iterable[Pattern | Chosen]) -> list[Patch]:
 
 
 def name_of(source: Path) -> str:
-    """What a picture calls its source: a run by its folder, whether that or the configuration in it is given."""
+    """Return what a picture calls its source: a run by its folder, whether that or the configuration in it is given."""
     if source.is_dir():
         return source.resolve().name
     return source.resolve().parent.name if source.name == file_names.CONFIG else source.stem
 
 
 def model_config(source: Path) -> ModelConfig:
-    """Of a configuration or of a run's folder; ConfigError where it cannot be read, or no model fits it."""
+    """Read the model of a configuration or a run's folder; ConfigError if it cannot be read, or no model fits it."""
     path = source / file_names.CONFIG if source.is_dir() else find_config(source)
     if source.is_dir() and not path.exists():
         raise ConfigError(f"{source}: holds no run: it has no {file_names.CONFIG}; name a run's folder or a JSON file")
@@ -190,7 +190,7 @@ def model_config(source: Path) -> ModelConfig:
 
 
 def _model_of(source: Path, trusted: bool) -> SparseTransformer:
-    """With the weights of a run's last checkpoint, or with first ones."""
+    """Return the model with the weights of a run's last checkpoint, or with first ones."""
     if not source.is_dir():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -205,23 +205,23 @@ def _model_of(source: Path, trusted: bool) -> SparseTransformer:
 
 
 def _choices(model: SparseTransformer, text: Path) -> list[tuple[Chosen, list[tuple[int, int]]]]:
-    """What each head that chooses by content reads of a text, and which head it is, as (layer, head)."""
+    """Return what each head that chooses by content reads of a text, and which head it is, as (layer, head)."""
     tokens = read_text(text, model.config.context, model.config.vocabulary)
-    found: list[tuple[Chosen, list[tuple[int, int]]]] = []
+    choices: list[tuple[Chosen, list[tuple[int, int]]]] = []
     with ExitStack() as hooks, torch.no_grad():
         for layer, (mixer, heads) in enumerate(zip(model.mixers, model.config.layer_patterns(), strict=True)):
 
             def take(mixer: Any, inputs: tuple[Any, ...], layer: int = layer, first: int = len(heads)) -> None:
                 for head in range(first, model.config.heads):
-                    found.append((Chosen(mixer.reads(inputs[0], head), len(tokens)), [(layer, head)]))
+                    choices.append((Chosen(mixer.reads(inputs[0], head), len(tokens)), [(layer, head)]))
 
             hooks.callback(mixer.register_forward_pre_hook(take).remove)
         model(tokens[None], return_nats=True)
-    return found
+    return choices
 
 
 def read_text(text: Path, context: int, vocabulary: int) -> Tensor:
-    """The first bytes of a file, (N,) uint8, as many as a context has; ConfigError where a model cannot read them."""
+    """Read the first bytes of a file, (N,) uint8, as many as a context has; ConfigError if a model cannot read them."""
     try:
         with open_plain(text) as file:
             content = file.read(context)
@@ -240,7 +240,7 @@ def check_number(option: str, number: int, count: int, what: str) -> None:
 
 
 def grid_of(config: ModelConfig) -> Grid:
-    """The picture's pixels, or the sequence folded as the embedding has it."""
+    """Return the picture's pixels, or the sequence folded as the embedding has it."""
     embedding = config.embedding
     if isinstance(embedding, ImageEmbedding):
         return Grid(embedding.height, embedding.width, embedding.channels, "pixel")
@@ -250,20 +250,20 @@ def grid_of(config: ModelConfig) -> Grid:
 
 
 def default_query(grid: Grid, context: int) -> int:
-    """A cell below the middle, and near the end of rows too long to be shown whole, where summaries are."""
+    """Return a cell below the middle, and near the end of rows too long to be shown whole, where summaries are."""
     row = min(grid.rows - 1, grid.rows * 5 // 8)
     column = grid.columns - min(grid.columns, VIEW_COLUMNS) + min(grid.columns, VIEW_COLUMNS) * 9 // 16
     return min((row * grid.columns + column) * grid.channels, context - 1)
 
 
 def view_inches(grid: Grid, width: float) -> float:
-    """How high a view of some width is: a pixel is square, and rows of a sequence are as high as can be told apart."""
+    """Return how high a view of some width is: pixels are square, rows of a sequence as high as can be told apart."""
     rows, columns = min(grid.rows, VIEW_ROWS), min(grid.columns, VIEW_COLUMNS)
     return min(width * rows / columns, 3.6) if grid.name == "pixel" else min(max(0.12 * rows, 0.8), 2.4)
 
 
 def draw_view(axis: Any, pattern: Pattern | Chosen, query: int, grid: Grid, context: int) -> None:
-    """One query's view: which of the cells around it are read."""
+    """Draw one query's view: which of the cells around it are read."""
     cell = query // grid.channels
     axis.set_axis_on()
     picture = functools.partial(view, pattern, cell, grid, context=context)
@@ -272,7 +272,7 @@ def draw_view(axis: Any, pattern: Pattern | Chosen, query: int, grid: Grid, cont
 
 
 def label_cells(axis: Any, grid: Grid) -> None:
-    """Says that an axis shows the positions of a context in rows."""
+    """Say that an axis shows the positions of a context in rows."""
     axis.set_xlabel(f"column of {grid.columns:,}")
     axis.set_ylabel(f"row of {grid.rows:,}")
 
@@ -280,7 +280,7 @@ def label_cells(axis: Any, grid: Grid) -> None:
 def draw_around(
     axis: Any, cell: int, grid: Grid, edge: str, picture: Callable[[range, range], np.ndarray], **colours: Any
 ) -> None:
-    """The ``picture`` of the rows and columns around a query's cell, which is framed."""
+    """Draw the ``picture`` of the rows and columns around a query's cell, which is framed."""
     row, column = divmod(cell, grid.columns)
     rows = window(row, grid.rows, VIEW_ROWS, VIEW_ROWS * 7 // 8)
     columns = window(column, grid.columns, VIEW_COLUMNS, VIEW_COLUMNS // 2)
@@ -293,14 +293,14 @@ def draw_around(
 
 
 def window(place: int, size: int, shown: int, before: int) -> range:
-    """At most ``shown`` of ``size`` places around one; ``before`` of them come before it where there are so many."""
+    """Return at most ``shown`` of ``size`` places around one; ``before`` of them before it if there are so many."""
     shown = min(size, shown)
     start = min(max(place - min(before, shown - 1), 0), size - shown)
     return range(start, start + shown)
 
 
 def view(pattern: Pattern | Chosen, cell: int, grid: Grid, rows: range, columns: range, context: int) -> np.ndarray:
-    """(rows, columns): what a query's cell reads of each. A pixel reads another where any of its channels does."""
+    """Return (rows, columns): what a query's cell reads. A pixel reads another where any of its channels does."""
     row, column = np.meshgrid(np.array(rows), np.array(columns), indexing="ij")
     first = torch.from_numpy((row * grid.columns + column) * grid.channels)  # of each cell
     picture = np.full(first.shape, NOTHING)
@@ -330,7 +330,7 @@ def matrix_size(patterns: Sequence[Pattern | Chosen], context: int) -> int:
 
 
 def draw_matrix(axis: Any, pattern: Pattern | Chosen, size: int) -> None:
-    """The connectivity of the first ``size`` positions."""
+    """Draw the connectivity of the first ``size`` positions."""
     axis.set_axis_on()
     cell = -(-size // MATRIX_CELLS)
     picture = pooled_connectivity(pattern, size, cell)
@@ -357,7 +357,7 @@ def pooled_connectivity(pattern: Pattern | Chosen, size: int, cell: int) -> np.n
 
 
 def connectivity(pattern: Pattern | Chosen, size: int, rows: range | None = None) -> np.ndarray:
-    """(rows, size): 0 where query (row) does not read key (column), 1 + the kind of key, or SELF."""
+    """Return (rows, size): 0 where query (row) does not read key (column), 1 + the kind of key, or SELF."""
     rows = range(size) if rows is None else rows
     query, key = torch.tensor(rows)[:, None], torch.arange(size)
     picture = torch.zeros(len(rows), size, dtype=torch.int64)

@@ -36,7 +36,7 @@ MOST_BYTES = 2 << 20  # of a page
 
 
 def pattern_page(source: Path, query: int | None = None) -> str:
-    """The page of a configuration, as ``draw_pattern`` takes it; ``query`` is shown first.
+    """Return the page of a configuration, as ``draw_pattern`` takes it; ``query`` is shown first.
 
     Raises:
         ConfigError: the configuration cannot be read, holds no model that fits, or has no such position; its heads
@@ -90,29 +90,29 @@ def _sha256(text: str) -> str:
 
 
 def part_json(part: Any, context: int) -> dict[str, Any]:
-    """A part of a pattern as the page's script reads it: its kind, and orders and bounds of its queries.
+    """Describe a part of a pattern for the page's script: its kind, and orders and bounds of its queries.
 
     ``row_fold`` or ``row_pieces`` take a query's position to its row; ``bounds``, or ``low`` and ``high``, take a row
     to its interval of columns; ``key_fold`` or ``key_pieces`` take a column to a key's position. Where neither is
     given, they are the same number.
     """
-    told: dict[str, Any] = {"kind": kind_of(part)}
+    content: dict[str, Any] = {"kind": kind_of(part)}
     rows, keys, bounds = part.query_order(context), part.key_order(context), part.by_query(context)
     if isinstance(rows, Tensor):
         inverse = torch.empty_like(rows)
         inverse[rows] = torch.arange(len(rows))
-        told["row_pieces"] = pieces(inverse)
+        content["row_pieces"] = pieces(inverse)
     elif rows is not None:
-        told["row_fold"] = _fold(rows.inverse())
+        content["row_fold"] = _fold(rows.inverse())
     if isinstance(keys, Tensor):
-        told["key_pieces"] = pieces(keys)
+        content["key_pieces"] = pieces(keys)
     elif keys is not None:
-        told["key_fold"] = _fold(keys)
+        content["key_fold"] = _fold(keys)
     if isinstance(bounds.low, Tensor):
-        told |= {"low": pieces(bounds.low), "high": pieces(bounds.high)}
+        content |= {"low": pieces(bounds.low), "high": pieces(bounds.high)}
     else:
-        told["bounds"] = {"period": bounds.period, "low": list(bounds.low), "high": list(bounds.high)}
-    return told
+        content["bounds"] = {"period": bounds.period, "low": list(bounds.low), "high": list(bounds.high)}
+    return content
 
 
 def _fold(order: Any) -> list[int]:
@@ -120,16 +120,16 @@ def _fold(order: Any) -> list[int]:
 
 
 def pieces(vector: Tensor) -> list[list[int]]:
-    """A vector (n,) int64 as pieces that rise evenly: ``[first row, value there, rise a row]`` each."""
+    """Split a vector (n,) int64 into pieces that rise evenly: ``[first row, value there, rise a row]`` each."""
     values = vector.tolist()
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     for row, value in enumerate(values):
-        if found:
-            first, begin, rise = found[-1]
+        if result:
+            first, begin, rise = result[-1]
             if value == begin + (row - first) * rise:
                 continue
             if row == first + 1:  # which has no rise of its own yet
-                found[-1][2] = value - begin
+                result[-1][2] = value - begin
                 continue
-        found.append([row, value, 0])
-    return found
+        result.append([row, value, 0])
+    return result

@@ -31,7 +31,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def run_data_show(arguments: argparse.Namespace) -> int:
-    """Runs `data show`; returns its exit code.
+    """Run `data show`; return its exit code.
 
     Raises:
         DataError: no such folder or split, damage, or options that do not fit the modality.
@@ -61,9 +61,9 @@ def run_data_show(arguments: argparse.Namespace) -> int:
         palette = folder.palette
         if palette is not None:  # as a model sees them
             drawn = [each._replace(content=palette.content(palette.tokens(each.content))) for each in drawn]
-        whole = folder.manifest.splits[arguments.split].samples
+        num_samples = folder.manifest.splits[arguments.split].samples
         last = folder.store.location.rstrip("/").rpartition("/")[2]
-        title = f"{last}, {arguments.split}: {len(drawn)} of {whole:,} samples"
+        title = f"{last}, {arguments.split}: {len(drawn)} of {num_samples:,} samples"
         title += "" if palette is None else f", in {len(palette):,} colours"
         save_picture(draw_samples(drawn, name, title), arguments.output)
         print(arguments.output)
@@ -76,13 +76,13 @@ def run_data_show(arguments: argparse.Namespace) -> int:
 
 
 def print_texts(samples: Iterable[Sample], stream: TextIO) -> None:
-    """A line that names each sample's member and shard, its text, and an empty line."""
+    """Print a line that names each sample's member and shard, its text, and an empty line."""
     for _, content, _, place, source in samples:
-        left = len(content) - SHOWN_BYTES
+        num_more = len(content) - SHOWN_BYTES
         origin = place if source is None else f"{place}, from {source}"
         lines = [f"=== {_UNSAFE.sub('?', origin)}: {len(content):,} bytes ==="]
-        lines.append(safe_text(content[:SHOWN_BYTES].tobytes(), final=left <= 0).removesuffix("\n"))
-        lines += [f"=== {left:,} more bytes ==="] if left > 0 else []
+        lines.append(safe_text(content[:SHOWN_BYTES].tobytes(), final=num_more <= 0).removesuffix("\n"))
+        lines += [f"=== {num_more:,} more bytes ==="] if num_more > 0 else []
         text = "\n".join(lines) + "\n\n"
         encoding = stream.encoding or "utf-8"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -90,7 +90,7 @@ def print_texts(samples: Iterable[Sample], stream: TextIO) -> None:
 
 
 def safe_text(content: bytes, *, final: bool = True) -> str:
-    """Bytes as UTF-8; what is none, and characters that command a terminal, as \\x escapes.
+    """Decode bytes as UTF-8; what is none, and characters that command a terminal, as \\x escapes.
 
     Where more bytes follow (not ``final``), the beginning of a character at the end is left out.
     """
@@ -99,7 +99,7 @@ def safe_text(content: bytes, *, final: bool = True) -> str:
 
 
 def draw_samples(samples: Sequence[Sample], modality: str, title: str) -> Any:
-    """The figure of samples of a modality that is drawn."""
+    """Draw samples of a modality that is drawn."""
     kind = modality_named(modality)
     drawn = [kind.shown(sample.content, sample.properties) for sample in samples]
     keys = [sample.key for sample in samples]
@@ -109,7 +109,7 @@ def draw_samples(samples: Sequence[Sample], modality: str, title: str) -> Any:
 
 
 def _draw_pictures(pictures: Sequence[np.ndarray], keys: Sequence[str], title: str) -> Any:
-    """A grid of pictures (height, width, channels), each under its key."""
+    """Draw a grid of pictures (height, width, channels), each under its key."""
     from longstride.launcher.pictures import plt, styled
 
     height, width, _ = pictures[0].shape
@@ -138,7 +138,7 @@ def _draw_pictures(pictures: Sequence[np.ndarray], keys: Sequence[str], title: s
 
 
 def _draw_waveforms(waveforms: Sequence[np.ndarray], keys: Sequence[str], rate: int, title: str) -> Any:
-    """A waveform a row, over its seconds, from -1 to 1; all rows have one axis, so that lengths can be compared."""
+    """Draw a waveform a row, over its seconds, from -1 to 1; all rows have one axis, so lengths can be compared."""
     from longstride.launcher.pictures import FAINT, LINES, plt, styled
 
     with styled():
@@ -172,7 +172,7 @@ def _draw_waveforms(waveforms: Sequence[np.ndarray], keys: Sequence[str], rate: 
 
 
 def envelope(values: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) -> the least and the greatest value of each of at most ``columns`` equal parts: (m,), (m,)."""
+    """Return the least and the greatest value of each of at most ``columns`` equal parts of (n,): (m,), (m,)."""
     if len(values) <= columns:
         return values, values
     starts = np.arange(columns) * len(values) // columns

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from longstride.kernels import ConfigError
+from longstride.launcher.drawing.series import MEAN_SHARE, read_metrics, smoothed
 from longstride.launcher.options import TRUST_OPTION
-from longstride.launcher.output import file_names, metrics_file, say
+from longstride.launcher.output import say
 
-MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
 LEAST_MEAN = 3  # lines that a running mean is over, at least: a shorter run has none
 
 
 def _source(arguments: argparse.Namespace, metavar: str) -> Path:
-    """The source, from where it stands; ConfigError unless there is one."""
-    given: list[Path] = [each for each in (arguments.source, arguments.behind) if each is not None]
-    if len(given) != 1:
-        many = "is missing" if not given else f"is given twice, {given[0]} and {given[1]}"
+    """Return the source, from where it stands; ConfigError unless there is one."""
+    sources: list[Path] = [each for each in (arguments.source, arguments.behind) if each is not None]
+    if len(sources) != 1:
+        many = "is missing" if not sources else f"is given twice, {sources[0]} and {sources[1]}"
         raise ConfigError(f"{metavar} {many}; give it once")
-    return given[0]
+    return sources[0]
 
 
 def run_pattern(arguments: argparse.Namespace) -> int:
-    """Runs `show pattern`; returns its exit code.
+    """Run `show pattern`; return its exit code.
 
     Raises:
         ConfigError: the configuration, the query or the text does not fit, or a file cannot be written.
@@ -61,7 +60,7 @@ def run_pattern(arguments: argparse.Namespace) -> int:
 
 
 def run_attention(arguments: argparse.Namespace) -> int:
-    """Runs `show attention`; returns its exit code.
+    """Run `show attention`; return its exit code.
 
     Raises:
         ConfigError: there is no such checkpoint, head or query, nothing to read, or a file cannot be written.
@@ -89,7 +88,7 @@ def run_attention(arguments: argparse.Namespace) -> int:
 
 
 def run_loss(arguments: argparse.Namespace) -> int:
-    """Runs `show loss`; returns its exit code.
+    """Run `show loss`; return its exit code.
 
     Raises:
         ConfigError: the run has no measurements yet, or a file cannot be written.
@@ -103,80 +102,48 @@ def run_loss(arguments: argparse.Namespace) -> int:
 
 
 def draw_loss(run_folder: Path) -> Any:
-    """Bits per byte over the steps of a run, training and held-out, from its metrics.jsonl.
+    """Draw the bits per byte over the steps of a run, training and held-out.
 
     Raises:
         ConfigError: there is no run, or its metrics.jsonl cannot be read or holds no line yet.
     """
     from longstride.launcher.pictures import LINES, curves, styled
 
-    if not run_folder.is_dir():
-        rule = "is a file; name the folder around it" if run_folder.exists() else "there is no such folder"
-        raise ConfigError(f"{run_folder}: {rule}; such as runs/demo")
-    if not (run_folder / file_names.METRICS).exists():
-        rule = f"holds no run: it has no {file_names.METRICS}; name a folder that `longstride train` wrote"
-        raise ConfigError(f"{run_folder}: {rule}")
-    points: dict[tuple[bool, str], list[tuple[int, float]]] = {}  # of each curve: steps, or evaluations, of a split
-    unit, refused = "", 0
-    try:
-        for line in metrics_file.read_lines(run_folder):
-            refused += not line
-            if line:
-                unit, bits = metrics_file.bits_of(line)
-                curve = points.setdefault((metrics_file.is_step(line), line["split"]), [])
-                if bits is not None:  # null of a step whose loss was no number
-                    curve.append((line["step"], bits))
-    except OSError as error:
-        raise ConfigError(f"{run_folder / file_names.METRICS}: cannot be read: {error.strerror}") from None
-    if not points:
-        raise ConfigError(f"{run_folder / file_names.METRICS}: holds no line yet; wait for the first step")
-    if refused:
-        say(f"notice: {file_names.METRICS}: lines that are no measurement were left out: {refused:,}")
-    ends: list[str] = []  # what each split ended at
-    drawn: list[float] = []
+    metrics = read_metrics(run_folder)
+    for notice in metrics.notices:
+        say(f"notice: {notice}")
+    loss = metrics.train.get("bits")
     with styled():
         figure, axis = curves()
-        for (of_steps, split), curve in points.items():
-            if not curve:
-                continue
-            steps, losses = map(list, zip(*curve, strict=True))
-            drawn += losses
-            if not of_steps:
-                ends.append(f"{split} {losses[-1]:.3f} at step {steps[-1]:,}")
-                axis.plot(steps, losses, marker="o", markersize=4, color=LINES[1], label=split)
-                continue
-            window = len(losses) // MEAN_SHARE
-            if window < LEAST_MEAN:
-                axis.plot(steps, losses, color=LINES[0], label=split)
-                continue
+        if loss is not None:
+            split, window = metrics.train_split, len(loss) // MEAN_SHARE
             # Single batches are noisy: they stand pale behind their running mean.
-            axis.plot(steps, losses, linewidth=0.6, alpha=0.35, color=LINES[0], label=split)
-            axis.plot(steps, running_mean(losses, window), color=LINES[0], label=f"{split}, mean of {window} lines")
-        _scale(axis, drawn)
-        axis.set(xlabel="step", ylabel=unit)
-        axis.xaxis.set_major_formatter("{x:,.0f}")
-        axis.set_title(" · ".join([run_folder.resolve().name, *ends]))
+            pale = {"linewidth": 0.6, "alpha": 0.35} if window >= LEAST_MEAN else {}
+            axis.plot(loss.steps, loss.values, color=LINES[0], label=split, **pale)
+            if pale:
+                label = f"{split}, mean of {window} lines"
+                axis.plot(loss.steps, smoothed(loss, window).values, color=LINES[0], label=label)
+        for split, series in metrics.evaluations.items():
+            axis.plot(series.steps, series.values, marker="o", markersize=4, color=LINES[1], label=split)
+        drawn = [series.values for series in (loss, *metrics.evaluations.values()) if series is not None]
         if drawn:
+            _scale(axis, np.concatenate(drawn))
             axis.legend()
+        axis.set(xlabel="step", ylabel=metrics.unit)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        ends = [f"{split} {each.last:.3f} at step {each.steps[-1]:,}" for split, each in metrics.evaluations.items()]
+        axis.set_title(" · ".join([run_folder.resolve().name, *ends]))
     return figure
 
 
-def _scale(axis: Any, values: Sequence[float]) -> None:
-    """A logarithmic axis, on which late progress shows, where values allow it and lie far enough apart."""
+def _scale(axis: Any, values: np.ndarray) -> None:
+    """Make the axis logarithmic, on which late progress shows, where values allow it and lie far enough apart."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    if not values or min(values) <= 0 or max(values) < 2 * min(values):
+    if values.min() <= 0 or values.max() < 2 * values.min():
         return
     axis.set_yscale("log", base=2)
-    subs = (1.0, 1.5) if max(values) > 4 * min(values) else (1.0, 1.25, 1.5, 1.75)
+    subs = (1.0, 1.5) if values.max() > 4 * values.min() else (1.0, 1.25, 1.5, 1.75)
     axis.yaxis.set_major_locator(LogLocator(base=2, subs=subs))
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
     axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def running_mean(values: list[float], window: int) -> list[float]:
-    """The mean of each value and up to ``window - 1`` before it."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    last = np.arange(1, len(values) + 1)
-    first = np.maximum(0, last - max(1, window))
-    return ((total[last] - total[first]) / (last - first)).tolist()

@@ -38,7 +38,7 @@ class Subject(NamedTuple):
 def of_run(
     run: Path, step: Step, number: int, weights: str, data: str | None, text: Path | None, trusted: bool
 ) -> Subject:
-    """A run's checkpoint, and a context of its validation split, of other ``data`` or of a ``text``.
+    """Open a run's checkpoint, and a context of its validation split, of other ``data`` or of a ``text``.
 
     Raises:
         ConfigError: no such checkpoint, or a text or data that are not for this model.
@@ -48,11 +48,11 @@ def of_run(
     config = checkpoint.config
     name = f"{run.resolve().name}, step {checkpoint.manifest.step}"
     if text is not None:
-        told = trained_on(checkpoint)
-        tokens, name = _text(text, told, config.model.context, config.model.vocabulary), f"{name}: {text.name}"
+        identity = trained_on(checkpoint)
+        tokens, name = _text(text, identity, config.model.context, config.model.vocabulary), f"{name}: {text.name}"
     else:
         folder, _ = open_data(checkpoint, data, Ranks())
-        told = folder.identity
+        identity = folder.identity
         if not folder.has_split(config.data.validation_split):
             rule = f"the data has no split {config.data.validation_split!r} to show a context of"
             raise ConfigError(f"--data={data or config.data.path}: {rule}; name data that has it, or give --text FILE")
@@ -61,11 +61,11 @@ def of_run(
     state = master_weights(checkpoint, weights)
     model = SparseTransformer(config.model.model_copy(update={"backend": "auto"}))
     model.load_state_dict(state)
-    return Subject(model.eval(), tokens, "byte" if told.palette is None else told.unit, told.palette, name)
+    return Subject(model.eval(), tokens, "byte" if identity.palette is None else identity.unit, identity.palette, name)
 
 
 def of_export(source: Path, number: int, data: str | None, text: Path | None) -> Subject:
-    """An exported model, and a context of the validation split of ``data`` or of a ``text``.
+    """Open an exported model, and a context of the validation split of ``data`` or of a ``text``.
 
     Raises:
         ConfigError: no whole export, nothing to read, or a text or data that are not for this model.
@@ -73,19 +73,19 @@ def of_export(source: Path, number: int, data: str | None, text: Path | None) ->
     """
     exported = Exported(source)
     config, name = exported.config, source.resolve().name
-    told = ModelData.of(exported.content, config)
+    identity = ModelData.of(exported.content, config)
     if text is not None:
-        tokens, name = _text(text, told, config.context, config.vocabulary), f"{name}: {text.name}"
+        tokens, name = _text(text, identity, config.context, config.vocabulary), f"{name}: {text.name}"
     elif data is None:
         raise ConfigError(f"{source}: an exported model has no data of its own; give --data DIR or --text FILE")
     else:
         check_location(data)
         folder = DataFolder(data)
-        found = told.differences(ModelData.of_folder(folder))
-        rule = f"--data={data}: is not what the model was trained on: {'; '.join(found.values())}"
-        if any(name in found for name in told.MEANING):
+        differences = identity.differences(ModelData.of_folder(folder))
+        rule = f"--data={data}: is not what the model was trained on: {'; '.join(differences.values())}"
+        if any(name in differences for name in identity.MEANING):
             raise ConfigError(f"{rule}; name data of the model's palette and size")
-        if found:
+        if differences:
             say(f"notice: {rule}")
         try:
             tokens = read_context(folder, "validation", number, context=config.context)
@@ -96,10 +96,10 @@ def of_export(source: Path, number: int, data: str | None, text: Path | None) ->
             raise DataError(f"--data={data}: {rule}; name other data")
         name = f"{name}: {folder.store.location.rstrip('/').rpartition('/')[2]}, validation, context {number}"
     model = load_model(source, dtype=torch.float32)
-    return Subject(model, tokens, "byte" if told.palette is None else told.unit, told.palette, name)
+    return Subject(model, tokens, "byte" if identity.palette is None else identity.unit, identity.palette, name)
 
 
-def _text(text: Path, told: ModelData, context: int, vocabulary: int) -> Tensor:
-    if told.modality.name != "text":
-        raise ConfigError(f"--text={text}: the model reads {told.modality.words}; give --data DIR")
+def _text(text: Path, identity: ModelData, context: int, vocabulary: int) -> Tensor:
+    if identity.modality.name != "text":
+        raise ConfigError(f"--text={text}: the model reads {identity.modality.words}; give --data DIR")
     return read_text(text, context, vocabulary)

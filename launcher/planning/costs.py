@@ -25,7 +25,7 @@ import torch
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
 from longstride.launcher.planning.rehearsal import Activations
-from longstride.sparse_model import BlockConfig, Division, ModelConfig, SparseTransformer, Work
+from longstride.sparse_model import BlockConfig, Division, ModelConfig, Ngrams, SparseTransformer, Work
 
 STAGES = (0, 1, 2, 3)
 MUON_BATCH = 1 << 24  # weights of the matrices that Muon computes at once
@@ -33,12 +33,18 @@ _BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its st
 
 
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by part of the model, without allocating it."""
+    """Count parameters by part of the model, without allocating it."""
     model, kinds = _one_of_each(config)
     parts = _parts_of(model)
     for block, count in kinds.values():
         parts.update({part: (count - 1) * numel for part, numel in _parts_of(block).items()})
     return dict(parts)
+
+
+def engine_parameters(config: ModelConfig) -> int:
+    """Return how many parameters DeepSpeed's optimiser updates: all but n-gram tables."""
+    parts = parameter_parts(config)
+    return sum(parts.values()) - parts.get(Ngrams.part, 0)
 
 
 def _one_of_each(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConfig, tuple[Any, int]]]:
@@ -63,26 +69,26 @@ class Exchange:
 
 
 def exchanges(config: RunConfig) -> list[Exchange | None]:
-    """Of each block that has a mixer, as the model's parts count them; None: its mixer is no attention."""
+    """Return what each block that has a mixer sends, as the model's parts count it; None: its mixer is no attention."""
     model, train = config.model, config.train
     size, element = train.sequence_parallel or 1, train.micro_batch * DTYPES[config.precision].itemsize
-    asked: tuple[Any, ...] = ("heads", "keys", "heads" if config.data.apart else train.sequence_exchange)
+    requested: tuple[Any, ...] = ("heads", "keys", "heads" if config.data.apart else train.sequence_exchange)
     with torch.device("meta"):
         network = SparseTransformer(model)
-    network.divide(Division(0, size, exchange=asked[2]))
-    found: list[Exchange | None] = []
+    network.divide(Division(0, size, exchange=requested[2]))
+    layers: list[Exchange | None] = []
     before = 0
-    for block, rest in zip(network.blocks, network.beside(model.context), strict=True):
-        columns = rest[3] if len(rest) > 3 else 0
+    for block, extra_inputs in zip(network.blocks, network.beside(model.context), strict=True):
+        columns = extra_inputs[3] if len(extra_inputs) > 3 else 0
         anew = 0 if columns == before else bool(before) + bool(columns)
         mixer: Any = block.attention
         before = columns
         if not hasattr(mixer, "traffic"):
-            found += [] if mixer is None else [None]
+            layers += [] if mixer is None else [None]
             continue
-        ways = [mixer.traffic(Division(0, size, exchange=each), model.context) for each in asked]
+        ways = [mixer.traffic(Division(0, size, exchange=each), model.context) for each in requested]
         sent = [element * sum(way.sent) // size for way in ways]
-        found.append(
+        layers.append(
             Exchange(
                 taken := "columns" if columns else ways[2].exchange,
                 None if model.heads % size else sent[0],
@@ -92,18 +98,18 @@ def exchanges(config: RunConfig) -> list[Exchange | None]:
                 math.lcm(mixer.key_value_heads, size) // mixer.key_value_heads if taken == "heads" else 1,
             )
         )
-    return found
+    return layers
 
 
 def buffer_numbers(config: ModelConfig) -> int:
-    """Numbers in the model's buffers, which every process holds in fp32: what a part keeps and no gradient trains."""
+    """Count the numbers in buffers, which every process holds in fp32: what a part keeps and no gradient trains."""
     model, kinds = _one_of_each(config)
     modules = [(model, 1), *((block, count - 1) for block, count in kinds.values())]
     return sum(count * buffer.numel() for module, count in modules for buffer in module.buffers())
 
 
 def _parts_of(module: torch.nn.Module, part: str = "") -> Counter[str]:
-    """Parameters by the parts that own them: the nearest module around them that says which."""
+    """Count parameters by the parts that own them: the nearest module around them that says which."""
     part = getattr(module, "part", part)
     counts = Counter({part: sum(parameter.numel() for parameter in module.parameters(recurse=False))})
     for child in module.children():
@@ -112,7 +118,7 @@ def _parts_of(module: torch.nn.Module, part: str = "") -> Counter[str]:
 
 
 def dense_pairs(config: ModelConfig) -> int:
-    """Pairs of a layer with dense causal attention, all heads together."""
+    """Count the pairs of a layer with dense causal attention, all heads together."""
     return config.heads * config.context * (config.context + 1) // 2
 
 
@@ -126,12 +132,12 @@ class ModelWork:
 
     @property
     def whole(self) -> Work:
-        """Of all."""
+        """Operations of the whole model."""
         return self.blocks + self.rest
 
 
 def work(config: ModelConfig, micro_batch: int = 1) -> ModelWork:
-    """Operations over one context of a micro-batch, as the model's parts count them."""
+    """Count the operations over one context of a micro-batch, as the model's parts count them."""
     model, kinds = _one_of_each(config)
     works = {kind: block.work(config.context, micro_batch) for kind, (block, _) in kinds.items()}
     return ModelWork(
@@ -142,7 +148,7 @@ def work(config: ModelConfig, micro_batch: int = 1) -> ModelWork:
 
 
 def step_flops(work: ModelWork, config: RunConfig) -> dict[str, int]:
-    """Operations of one optimiser step, over all processes."""
+    """Count the operations of one optimiser step, over all processes."""
     contexts = config.train.global_batch
     recomputed = config.train.activation_checkpointing or config.model.reversible
     return {
@@ -167,17 +173,17 @@ class States:
     tables_at_step: int = 0  # what the processes exchange of them, and sums for the rows
 
     def resident(self) -> int:
-        """All but what exists only in the optimiser's step."""
+        """Return all but what exists only in the optimiser's step."""
         kept = self.weights + self.gradients + self.masters + self.moments + self.average
         return kept + self.buffers + self.tables
 
     def peak(self, activations: Activations) -> int:
-        """At the worst moment of a step: in the backward pass, or at its end in the optimiser."""
+        """Return the bytes at the worst moment of a step: in the backward pass, or at its end in the optimiser."""
         return self.resident() + max(activations.peak, self.at_step, self.tables_at_step)
 
 
 def states(num_parameters: int, config: RunConfig, processes: int, stage: int, device: str = "cuda") -> States:
-    """What weights and optimiser take on each of W processes (Rajbhandari et al. 2020, section 3.1).
+    """Return what weights and optimiser take on each of W processes (Rajbhandari et al. 2020, section 3.1).
 
     ``num_parameters``: without n-gram tables, which stage 3 alone shards. Stage 1 shards masters, moments and average,
     stage 2 gradients too, stage 3 weights too. What is offloaded to the CPU is counted all the same. ``device``: cuda
@@ -192,11 +198,11 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int, d
         return -(-numel // processes) if stage >= from_stage else numel
 
     tables = table_step(config)
-    whole = 0
+    matrix_bytes = 0
     if config.train.optimizer and config.train.optimizer.type == "muon":
         matrices = share(matrix_weights(config.model), 1)
         # Sent and received, or being computed some at a time; beside that what came and what has been computed.
-        whole = (2 if half else 4) * (2 * matrices + max(2 * matrices, 4 * min(matrices, MUON_BATCH)))
+        matrix_bytes = (2 if half else 4) * (2 * matrices + max(2 * matrices, 4 * min(matrices, MUON_BATCH)))
     return States(
         weights=(2 if half else 4) * share(num_parameters, 3) + 4 * buffer_numbers(config.model),
         gradients=gradient_bytes * share(num_parameters, 2),
@@ -204,7 +210,7 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int, d
         moments=4 * share(moment_elements(config, num_parameters), 1),
         average=4 * share(num_parameters, 1) if config.train.ema_decay is not None else 0,
         buffers=_buffer_bytes(num_parameters, config, stage, gradient_bytes, device),
-        at_step=(4 * share(num_parameters, 1) if copied else 0) + whole,
+        at_step=(4 * share(num_parameters, 1) if copied else 0) + matrix_bytes,
         tables=tables.row_bytes * share(tables.rows, 3) + tables.sent_bytes // processes,
         tables_at_step=tables.sent_bytes + tables.sum_bytes * share(tables.touched_rows, 3),
     )
@@ -222,7 +228,7 @@ class TableStep:
 
 
 def table_step(config: RunConfig) -> TableStep:
-    """Of a step of the optimiser; all 0 where the model has no n-gram tables."""
+    """Return what n-gram tables take in a step of the optimiser; all 0 where the model has none."""
     model, tables = config.model, config.model.ngrams
     if tables is None:
         return TableStep(0, 0, 0, 0, 0)
@@ -238,7 +244,7 @@ def table_step(config: RunConfig) -> TableStep:
 
 
 def moment_elements(config: RunConfig, num_parameters: int) -> int:
-    """What the optimiser keeps of all parameters together, in numbers: Adam two a weight, Muon one a matrix's weight.
+    """Count what the optimiser keeps of all parameters together: Adam two a weight, Muon one a matrix's weight.
 
     Adafactor keeps one a row and one a column of a matrix, and one a weight of a vector.
     """
@@ -256,12 +262,12 @@ def moment_elements(config: RunConfig, num_parameters: int) -> int:
 
 
 def matrix_weights(config: ModelConfig) -> int:
-    """Weights of the matrices in the residual blocks, which are Muon's."""
+    """Count the weights of the matrices in the residual blocks, which are Muon's."""
     return _summed_over_parameters(config, lambda part, shape: shape.numel() if part == "matrices" else 0)
 
 
 def _summed_over_parameters(config: ModelConfig, measure: Callable[[str, torch.Size], int]) -> int:
-    """A measure of a parameter's part and shape, summed over all but n-gram tables."""
+    """Sum a measure of each parameter's part and shape over all but n-gram tables."""
     model, kinds = _one_of_each(config.model_copy(update={"ngrams": None}))
     roles = model.parameter_roles()
     times = [count for _, count in kinds.values()]

@@ -21,9 +21,9 @@ from torch import Tensor
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import EngineStep, build_engine, check_engine, prepare_accelerator
-from longstride.launcher.planning.costs import parameter_parts
+from longstride.launcher.planning.costs import engine_parameters
 from longstride.launcher.ranks import Ranks, process_group
-from longstride.sparse_model import BlockConfig, Ngrams
+from longstride.sparse_model import BlockConfig
 
 WARM_STEPS, STEPS = 2, 5  # taken before, which also compile and allocate, and measured
 MOST_SECONDS = 60.0  # of steps that are measured, if three are
@@ -31,8 +31,8 @@ MOST_MICRO_BATCHES = 4  # of a step that is measured
 MOST_TABLE_ROWS = 1 << 16  # of each order of n-grams: enough that no cache holds them
 
 
-def device_here() -> str:
-    """What runs compute on here: cuda, or cpu."""
+def local_device() -> str:
+    """Return what runs compute on here: cuda, or cpu."""
     prepare_accelerator()
     return "cpu" if Ranks().device.type == "cpu" else "cuda"
 
@@ -40,7 +40,7 @@ def device_here() -> str:
 def step_seconds(
     config: RunConfig, processes: list[int], clock: Callable[[], float] = time.perf_counter
 ) -> dict[int, float]:
-    """Seconds of a step by the number of processes, each on a device of its own; on a CPU they share this machine's.
+    """Time a step by the number of processes, each on a device of its own; on a CPU they share this machine's.
 
     ``clock`` gives seconds.
 
@@ -56,10 +56,10 @@ def step_seconds(
         raise ConfigError(f"--measure: {rule}")
     prepare_accelerator(config)
     ranks = Ranks()
-    # As a run's processes take them, where they are not told.
-    told = ranks.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ
+    # As a run's processes take them, where nothing sets them.
+    threads_are_set = ranks.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = {count: torch.get_num_threads() if told else max(1, cores // count) for count in processes}
+    threads = {count: torch.get_num_threads() if threads_are_set else max(1, cores // count) for count in processes}
     micro_batches = {count: config.train.global_batch // (config.train.micro_batch * count) for count in processes}
     few = _with_fewest_blocks(config, min(max(micro_batches.values()), MOST_MICRO_BATCHES))
     check_engine(few, ranks)
@@ -83,13 +83,13 @@ class Timed:
     parameters: int
 
     def step_seconds(self, config: RunConfig, micro_batches: int) -> float:
-        """Of a step of the whole network in one process."""
+        """Return the seconds of a step of the whole network in one process."""
         blocks = sum(self.blocks[block] for block in config.model.blocks())
-        return micro_batches * (blocks + self.around) + self.update * _trained(config) / self.parameters
+        return micro_batches * (blocks + self.around) + self.update * engine_parameters(config.model) / self.parameters
 
 
 def _timed(few: RunConfig, marks: _Marks, threads: int) -> Timed:
-    """The parts of a step, of several steps on so many threads."""
+    """Time the parts of a step, over several steps on so many threads."""
     generator = torch.Generator().manual_seed(0)
     shape = few.train.global_batch // few.train.micro_batch, few.train.micro_batch, few.model.context
     kind_of = torch.uint8 if few.model.vocabulary <= 256 else torch.int32
@@ -109,11 +109,11 @@ def _timed(few: RunConfig, marks: _Marks, threads: int) -> Timed:
     for place, kind in enumerate(few.model.blocks()):
         blocks[kind] = min(blocks.get(kind, math.inf), *(step.blocks[place] for step in steps))
     around, update = (min(getattr(step, name) for step in steps) for name in ("around", "update"))
-    return Timed(blocks, around, update, _trained(few))
+    return Timed(blocks, around, update, engine_parameters(few.model))
 
 
 def _with_fewest_blocks(config: RunConfig, micro_batches: int) -> RunConfig:
-    """The run with the first blocks alone that have all kinds, for one process."""
+    """Return the run with the first blocks alone that have all kinds, for one process."""
     blocks = config.model.blocks()
     count = next(n for n in range(1, len(blocks) + 1) if len(set(blocks[:n])) == len(set(blocks)))
     order = "".join("s" * (each.mixer is not None) + "f" * (each.feed_forward is not None) for each in blocks[:count])
@@ -124,12 +124,6 @@ def _with_fewest_blocks(config: RunConfig, micro_batches: int) -> RunConfig:
     content["train"] |= {"global_batch": micro_batches * config.train.micro_batch}
     content["train"] |= {"steps": 1_000, "epochs": None, "warmup_steps": 0}
     return RunConfig.model_validate(content)
-
-
-def _trained(config: RunConfig) -> int:
-    """Parameters that DeepSpeed's optimiser updates."""
-    parts = parameter_parts(config.model)
-    return sum(parts.values()) - parts.get(Ngrams.part, 0)
 
 
 @dataclass(slots=True)
@@ -169,15 +163,15 @@ class _Marks:
         return self._times[-1]
 
     def take_step(self, tokens: Tensor) -> _Step:
-        """One step over (micro-batches, B, N) tokens on the host, and the times of its parts."""
+        """Take one step over (micro-batches, B, N) tokens on the host, and time its parts."""
         engine, step = self._engine, EngineStep(self._engine)
-        count, micro_batches, found = len(engine.module.blocks), len(tokens), _Step()
-        found.blocks = [0.0] * count
+        count, micro_batches, timed = len(engine.module.blocks), len(tokens), _Step()
+        timed.blocks = [0.0] * count
         for number, rows in enumerate(tokens):
             self._times.clear()
             began = self._now()
-            given = engine(rows.to(engine.device), return_nats=True, return_mixed=True)
-            loss = given.rows.mean() if given.auxiliary is None else given.rows.mean() + given.auxiliary.float()
+            output = engine(rows.to(engine.device), return_nats=True, return_mixed=True)
+            loss = output.rows.mean() if output.auxiliary is None else output.rows.mean() + output.auxiliary.float()
             if number + 1 < micro_batches:
                 step.accumulate(loss)
                 ended = self._now()
@@ -187,14 +181,14 @@ class _Marks:
             forward, backward = self._times[1 : count + 2], self._times[count + 2 : 2 * count + 3][::-1]
             for place in range(count):
                 both = forward[place + 1] - forward[place] + backward[place] - backward[place + 1]
-                found.blocks[place] += both / micro_batches
-            found.around += (ended - began) / micro_batches
-        found.around -= sum(found.blocks)
-        found.update = self._now() - ended
-        return found
+                timed.blocks[place] += both / micro_batches
+            timed.around += (ended - began) / micro_batches
+        timed.around -= sum(timed.blocks)
+        timed.update = self._now() - ended
+        return timed
 
     def _last_backward(self, step: EngineStep, loss: Tensor) -> float:
-        """Takes the step; returns the moment between its backward pass and the update."""
+        """Take the step; return the moment between its backward pass and the update."""
         engine, ended = self._engine, 0.0
         backward = engine.backward
 

@@ -42,7 +42,7 @@ class Machine:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb; returns its exit code.
+    """Run the verb; return its exit code.
 
     Raises:
         ConfigError: an option is wrong, the name is taken, or nothing fits the data or the machine.
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_words(arguments: argparse.Namespace) -> tuple[Path, str]:
-    """The file to write and the place of the data, of options that can be so."""
+    """Check the options; return the file to write and the place of the data."""
     if not _NAME.fullmatch(arguments.name):
         rule = "must be at most 100 letters, digits, dots, dashes and underscores, the first a letter or a digit"
         rule += "; such as mine. --output names a file elsewhere"
@@ -119,7 +119,7 @@ def _check_words(arguments: argparse.Namespace) -> tuple[Path, str]:
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    """This machine, or the one that the options tell of."""
+    """Return this machine, or the one that the options describe."""
     import torch
 
     from longstride.kernels import has_bf16_products
@@ -147,7 +147,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 
 def _number(option: str, text: str, most: int, good: str, *, whole: bool = False) -> float:
-    """A number from 1 to the most; ConfigError where the text is none."""
+    """Return a number from 1 to the most; ConfigError where the text is none."""
     try:
         number = float(text)
     except ValueError:
@@ -159,10 +159,10 @@ def _number(option: str, text: str, most: int, good: str, *, whole: bool = False
 
 
 def free_bytes() -> int:
-    """Memory of this machine that is free, or that this process's group may still take of it."""
+    """Return the bytes of this machine's memory that are free, or that this process's group may still take."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    told = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-    free = told.get("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    meminfo = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+    free = meminfo.get("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (most := limit.read_text().strip()).isdecimal():
         free = min(free, max(0, int(most) - int(used.read_text())))
@@ -170,26 +170,25 @@ def free_bytes() -> int:
 
 
 def _global_batch(step_bytes: int, context: int, processes: int) -> int:
-    """Contexts a step: about so many bytes, and as many for each process; a power of two for each."""
+    """Return the contexts of a step: about so many bytes, and a power of two for each process."""
     each = max(1, step_bytes // (context * processes))
     return processes * (1 << (each.bit_length() - 1))
 
 
 def _checked(content: dict[str, Any]) -> RunConfig:
-    """The configuration as `longstride train` reads it."""
+    """Check the configuration as `longstride train` reads it."""
     section = load_config("demo", [f"deepspeed={content['deepspeed']}"]).deepspeed  # what the name stands for
     return RunConfig.model_validate(content | {"deepspeed": section})
 
 
 def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
-    """Puts the largest micro-batch that fits into the `train` object, recomputed where it must be; returns the peak.
+    """Put the largest micro-batch that fits into the `train` object, recomputed where it must be; return the peak.
 
     Raises:
         ConfigError: not even one context fits.
     """
-    from longstride.launcher.planning.costs import parameter_parts, states
+    from longstride.launcher.planning.costs import engine_parameters, states
     from longstride.launcher.planning.rehearsal import Activations, activations
-    from longstride.sparse_model import Ngrams
 
     train = content["train"]
     peak = 0
@@ -199,9 +198,8 @@ def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
         while micro_batch:
             train |= {"micro_batch": micro_batch, "activation_checkpointing": recomputed}
             config = _checked(content)
-            parts = parameter_parts(config.model)
-            others = sum(parts.values()) - parts.get(Ngrams.part, 0)
-            held = states(others, config, machine.processes, config.zero_stage, machine.kind)
+            numel = engine_parameters(config.model)
+            held = states(numel, config, machine.processes, config.zero_stage, machine.kind)
             peak = held.peak(Activations(0, 0))
             if peak > machine.process_bytes:  # whatever is computed at once
                 break
@@ -215,16 +213,16 @@ def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
 
 
 def _words(content: dict[str, Any], data: Any, machine: Machine, size: str, peak: int) -> list[str]:
-    """What was chosen, and why: one sentence a line."""
-    from longstride.launcher.planning.costs import parameter_parts
-    from longstride.sparse_model import Ngrams
+    """Say what was chosen, and why: one sentence a line."""
+    from longstride.launcher.planning.costs import engine_parameters, parameter_parts
 
     model, train = content["model"], content["train"]
-    parts = parameter_parts(_checked(content).model)
-    tables = parts.get(Ngrams.part, 0)
+    config = _checked(content).model
+    numel = engine_parameters(config)
+    num_table_parameters = sum(parameter_parts(config).values()) - numel
     unit = "pixels" if data.colours is not None else "bytes"
-    seen = train["steps"] * train["global_batch"] * model["context"]
-    epochs = seen / data.train_bytes
+    num_positions = train["steps"] * train["global_batch"] * model["context"]
+    epochs = num_positions / data.train_bytes
     batch = train["micro_batch"]
     what = {"image": "a picture is one context", "audio": "no longer than sounds are in the mean"}
     most = "" if modality_named(data.modality).packing or data.picture is not None else "up to "  # others are padded
@@ -235,8 +233,8 @@ def _words(content: dict[str, Any], data: Any, machine: Machine, size: str, peak
     recomputed = ", recomputed in the backward pass" if train["activation_checkpointing"] else ""
     return [
         f"Data: {data.location}, {data.modality}, {data.train_bytes:,} {unit} to train on.",
-        f"Model: the recipe of docs/recipes.md, size {size}: {sum(parts.values()) - tables:,} parameters and n-gram "
-        f"tables of {tables:,}.",
+        f"Model: the recipe of docs/recipes.md, size {size}: {numel:,} parameters and n-gram "
+        f"tables of {num_table_parameters:,}.",
         f"Context: {model['context']:,} {unit}, {why}.",
         f"Length: {train['steps']:,} steps of {most}{train['global_batch'] * model['context']:,} {unit}, "
         f"{most}{epochs:.3g} times the data; {saved} every {train['checkpoint_every']:,}{unless}.",
@@ -248,7 +246,7 @@ def _words(content: dict[str, Any], data: Any, machine: Machine, size: str, peak
 
 
 def _write(output: Path, content: dict[str, Any]) -> None:
-    """Writes the configuration, and beside it the schema that it names, where there is none."""
+    """Write the configuration, and beside it the schema that it names, where there is none."""
     schema = output.parent / SCHEMA_FILE
     try:
         if not os.path.lexists(schema):
@@ -260,7 +258,7 @@ def _write(output: Path, content: dict[str, Any]) -> None:
 
 
 def _laid_out(content: dict[str, Any]) -> str:
-    """JSON as a person writes it: a line for each key of the sections, and what is below them in one."""
+    """Write JSON as a person does: a line for each key of the sections, and what is below them in one."""
     lines = []
     for name, value in content.items():
         if isinstance(value, dict):

@@ -31,12 +31,12 @@ class Rate:
     origin: str  # in words
 
     def step_seconds(self, step_flops: int, processes: int) -> float:
-        """Of a step of so many operations, which processes share out evenly."""
+        """Return the seconds of a step of so many operations, which processes share out evenly."""
         return step_flops / (self.flops_per_second * processes)
 
 
 def given_rate(arguments: argparse.Namespace) -> Rate | None:
-    """The rate that --tflops or --rate-of names; None where neither is given.
+    """Return the rate that --tflops or --rate-of names; None where neither is given.
 
     Raises:
         ConfigError: --tflops is no rate of a process, or there is no run, or it has no steps to take a rate from.
@@ -55,7 +55,7 @@ def given_rate(arguments: argparse.Namespace) -> Rate | None:
 
 
 def rate_of(run: Path) -> Rate:
-    """The rate that the processes of a run have had, by the median of its logged steps.
+    """Return the rate that the processes of a run have had, by the median of its logged steps.
 
     Raises:
         ConfigError: no run, no logged steps behind the first, or nothing that says how many processes it had.
@@ -81,7 +81,7 @@ def rate_of(run: Path) -> Rate:
 
 
 def _processes_of(run: Path) -> int:
-    """Of a run, as its newest checkpoint says."""
+    """Return how many processes a run has, as its newest checkpoint says."""
     manifests = sorted((run / file_names.CHECKPOINTS).glob("step-*/manifest.json"))
     count = load_json_object(manifests[-1]).get("world_size") if manifests else None
     if type(count) is not int or count < 1:
@@ -91,7 +91,7 @@ def _processes_of(run: Path) -> int:
 
 
 def words_on_length(epochs: float | None) -> str | None:
-    """What is unusual about the length of a run, in words; None where nothing is, or where it is not known."""
+    """Say what is unusual about the length of a run, in words; None where nothing is, or where it is not known."""
     if epochs is None:
         return None
     if epochs > MANY_EPOCHS:
@@ -102,8 +102,8 @@ def words_on_length(epochs: float | None) -> str | None:
     return None
 
 
-def told(origin: str, steps: int | None, seconds: dict[int, float]) -> dict[str, Any]:
-    """What a plan says of its pace, as JSON values: seconds of a step by the number of processes, and of the run.
+def pace_json(origin: str, steps: int | None, seconds: dict[int, float]) -> dict[str, Any]:
+    """Return the pace of a plan as JSON values: seconds of a step by the number of processes, and of the run.
 
     ``steps`` of the run; None: its length is not known here.
     """
@@ -117,7 +117,7 @@ def told(origin: str, steps: int | None, seconds: dict[int, float]) -> dict[str,
 
 
 def describe(pace: dict[str, Any]) -> list[str]:
-    """The same as lines."""
+    """Write a pace as lines."""
     lines = [f"hours  {pace['origin']}"]
     for row in pace["rows"]:
         many = f"{row['processes']:,} process{'es' if row['processes'] > 1 else ''}"

@@ -1,6 +1,6 @@
 """`longstride plan CONFIG`: parameters, memory, operations and length of a run, before anything is started.
 
-Torch and the data room are imported once the configuration is read: a mistake in it is told at once.
+Torch and the data room are imported once the configuration is read: a mistake in it is reported at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PUBLISHED_TRAIN_BYTES = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb; returns its exit code.
+    """Run the verb; return its exit code.
 
     Raises:
         ConfigError: the configuration or an option is wrong, or does not go with so many processes or that device.
@@ -58,62 +58,59 @@ def run(arguments: argparse.Namespace) -> int:
     most = max(count for count in range(1, max(1, USUAL_PROCESSES // shared) + 1) if units % count == 0)
     processes = [int(word) for word in words] or [most * shared]
     rate = pace.given_rate(arguments)
-    plan = make_plan(config, processes, arguments.contexts, _device(arguments, config))
+    device = device_of(config, arguments.device, is_timed=arguments.measure)
+    plan = make_plan(config, processes, arguments.contexts, device)
     if rate is not None:
         seconds = {count: rate.step_seconds(sum_of_flops(plan), count) for count in processes}
-        plan["pace"] = pace.told(rate.origin, plan["length"]["steps"], seconds)
+        plan["pace"] = pace.pace_json(rate.origin, plan["length"]["steps"], seconds)
     elif arguments.measure:
         from longstride.launcher.planning import measuring
 
         seconds = measuring.step_seconds(config, processes)
-        plan["pace"] = pace.told("by blocks timed on this machine", plan["length"]["steps"], seconds)
+        plan["pace"] = pace.pace_json("by blocks timed on this machine", plan["length"]["steps"], seconds)
     print(json.dumps(plan) if arguments.json else describe(plan))
     return 0
 
 
-def _device(arguments: argparse.Namespace, config: RunConfig) -> str:
-    """The kind of device that is planned for, cpu or cuda: a GPU, where nothing says otherwise.
+def device_of(config: RunConfig, requested: str | None, *, is_timed: bool = False) -> str:
+    """Return the kind of device that is planned for, cpu or cuda: a GPU, where nothing says otherwise.
 
     Raises:
         ConfigError: --device is not what the configuration computes on, or not what --measure times.
     """
-    told: str | None = arguments.device
     if config.model.backend == "cpu":
-        if told == "cuda":
+        if requested == "cuda":
             rule = "model.backend=cpu computes on a CPU alone; leave --device out, or give model.backend=auto"
             raise ConfigError(f"--device=cuda: {rule}")
         return "cpu"
-    if arguments.measure:
+    if is_timed:
         from longstride.launcher.planning import measuring
 
-        here = measuring.device_here()
-        if told not in (None, here):
-            rule = f"--measure times this machine, which computes on {here}; leave one of the two out"
-            raise ConfigError(f"--device={told}: {rule}")
-        return here
-    return told or "cuda"
+        local = measuring.local_device()
+        if requested not in (None, local):
+            rule = f"--measure times this machine, which computes on {local}; leave one of the two out"
+            raise ConfigError(f"--device={requested}: {rule}")
+        return local
+    return requested or "cuda"
 
 
 def make_plan(
     config: RunConfig, processes: list[int], contexts: int | None = None, device: str = "cuda"
 ) -> dict[str, Any]:
-    """Everything that is planned for a kind of device (cpu or cuda), as JSON values; bytes and operations are whole.
+    """Plan everything for a kind of device (cpu or cuda), as JSON values; bytes and operations are whole.
 
     Raises:
         ConfigError: the warm-up is longer than the run, or a context too long to be rehearsed.
         DataError: the data is here, and does not fit the run.
     """
     from longstride.launcher.planning import costs, rehearsal
-    from longstride.sparse_model import Ngrams
 
     model, train = config.model, config.train
     if model.context > rehearsal.MOST_POSITIONS:
         rule = f"takes hours to rehearse; a plan is made of at most {rehearsal.MOST_POSITIONS} positions"
         raise ConfigError.at("model.context", model.context, rule)
     length = run_length(config, contexts)
-    parts = costs.parameter_parts(model)
-    total = sum(parts.values())
-    others = total - parts.get(Ngrams.part, 0)
+    parts, numel = costs.parameter_parts(model), costs.engine_parameters(model)
     work, dense = costs.work(model, train.micro_batch), costs.dense_pairs(model)
     pairs = [layer.pairs for layer in work.layers]
     step = costs.step_flops(work, config)
@@ -121,7 +118,7 @@ def make_plan(
     as_dense = costs.step_flops(costs.work(with_dense, train.micro_batch), config)
     kept = {name: rehearsal.activations(config, on, device) for name, on in (("kept", False), ("recomputed", True))}
     return {
-        "parameters": {"total": total, **parts},
+        "parameters": {"total": sum(parts.values()), **parts},
         "buffer_numbers": costs.buffer_numbers(model),
         "device": device,
         "precision": config.precision,
@@ -133,7 +130,7 @@ def make_plan(
             {
                 "processes": count,
                 "stage": stage,
-                **asdict(held := costs.states(others, config, count, stage, device)),
+                **asdict(held := costs.states(numel, config, count, stage, device)),
                 **{f"peak_{name}": held.peak(activations) for name, activations in kept.items()},
             }
             for count in processes
@@ -157,12 +154,12 @@ def make_plan(
             "tokens": length.steps and length.steps * train.global_batch * model.context,
             "flops": length.steps and length.steps * sum(step.values()),
         },
-        "pace": None,  # how long it takes, where a rate is asked for: see ``pace.told``
+        "pace": None,  # how long it takes, where a rate is asked for: see ``pace.pace_json``
     }
 
 
 def _sequence(config: RunConfig, processes: list[int]) -> dict[str, Any]:
-    """What the processes that share a context have of it, and what attention sends between them."""
+    """Return what the processes that share a context have of it, and what attention sends between them."""
     from longstride.launcher.planning import costs
 
     train = config.train
@@ -187,7 +184,7 @@ class Length:
 
 
 def run_length(config: RunConfig, contexts: int | None) -> Length:
-    """Steps and epochs of a run, one from the other where the size of its train split is known.
+    """Return the steps and epochs of a run, one from the other where the size of its train split is known.
 
     Raises:
         ConfigError: the warm-up is longer than the run.
@@ -208,7 +205,7 @@ def run_length(config: RunConfig, contexts: int | None) -> Length:
 
 
 def _contexts_of(config: RunConfig, is_full: bool) -> tuple[int | None, str, bool]:
-    """Contexts of the train split: of the data that is here, or by the published size of a set of that name.
+    """Count the contexts of the train split: of the data that is here, or by the published size of a set of that name.
 
     The last value is whether they are full; ``is_full`` is what the configuration alone says of that.
     """
@@ -230,14 +227,14 @@ def _contexts_of(config: RunConfig, is_full: bool) -> tuple[int | None, str, boo
 
 
 def describe(plan: dict[str, Any]) -> str:
-    """The plan as a person reads it."""
+    """Write the plan as a person reads it."""
     hours = pace.describe(plan["pace"]) if plan["pace"] else []
     parts = (_parameters(plan), _memory(plan), _exchanges(plan), _work(plan), _length(plan), hours)
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def sum_of_flops(plan: dict[str, Any]) -> int:
-    """Operations of a step over all processes, what is recomputed with them."""
+    """Count the operations of a step over all processes, what is recomputed with them."""
     return sum(plan["step"][f"{name}_flops"] for name in ("forward", "backward", "recompute"))
 
 
@@ -324,7 +321,7 @@ def _decimal(num_bytes: int | None) -> str:
 
 
 def _layers_alike(layers: Sequence[Kind]) -> Iterator[tuple[Kind, str]]:
-    """Each kind of layer once, in the order of the first of them, and which layers are so, in words."""
+    """Yield each kind of layer once, in the order of the first of them, and which layers are so, in words."""
     users: dict[Kind, list[int]] = {}
     for layer, kind in enumerate(layers):
         users.setdefault(kind, []).append(layer)
@@ -367,7 +364,7 @@ def _length(plan: dict[str, Any]) -> list[str]:
 
 
 def _flops(count: int) -> str:
-    """Operations with a prefix."""
+    """Write a number of operations with a prefix."""
     for prefix, size in (("E", 10**18), ("P", 10**15), ("T", 10**12), ("G", 10**9)):
         if count >= size:
             return f"{count / size:,.2f} {prefix}FLOP"

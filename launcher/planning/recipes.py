@@ -76,7 +76,7 @@ class Data:
 
     @classmethod
     def read(cls, location: str) -> Data:
-        """By its manifest alone.
+        """Read a folder by its manifest alone.
 
         Raises:
             DataError: no data folder, or no split to train on.
@@ -102,7 +102,7 @@ class Data:
 
 
 def model_of(size: Size, data: Data) -> dict[str, Any]:
-    """The `model` object of a run.
+    """Return the `model` object of a run.
 
     Raises:
         ConfigError: the data is too short for any context, or its pictures are too large.
@@ -169,7 +169,7 @@ def _shape(size: Size, data: Data) -> dict[str, Any]:
 
 
 def _fitting(wanted: int, most: int, data: Data) -> int:
-    """A context of at most so many positions, a power of two."""
+    """Return a context of at most so many positions, a power of two."""
     context = min(wanted, _power_of_two(most)) if most else 0
     if context < LEAST_CONTEXT:
         rule = f"has {data.train_bytes:,} bytes to train on"
@@ -181,12 +181,12 @@ def _fitting(wanted: int, most: int, data: Data) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The largest that is at most this."""
+    """Return the largest power of two that is at most this."""
     return 1 << (number.bit_length() - 1)
 
 
 def train_of(size: Size, data: Data, context: int, global_batch: int) -> dict[str, Any]:
-    """The `train` object of a run but for its batches: how long it is, and what follows from that."""
+    """Return the `train` object of a run but for its batches: how long it is, and what follows from that."""
     step_bytes = global_batch * context
     steps = max(LEAST_STEPS, min(size.steps, MOST_EPOCHS * data.train_bytes // step_bytes))
     rate, matrices, tables = size.rates

@@ -53,7 +53,7 @@ class Activations:
 
 
 def activations(config: RunConfig, checkpointing: bool, device: str = "cuda") -> Activations:
-    """Of a micro-batch, in the run's precision, as they are kept on a GPU (``device`` cuda) or a CPU (cpu).
+    """Rehearse a micro-batch, in the run's precision, on a GPU (``device`` cuda) or a CPU (cpu).
 
     What an attention kernel allocates and frees within a call is not counted. Of the processes that share a context it
     is the last, which receives the most.
@@ -73,26 +73,26 @@ def activations(config: RunConfig, checkpointing: bool, device: str = "cuda") ->
             places = [number % len(cycle) for number in range(len(blocks))]
         if len(blocks) <= rounds * len(cycle):
             rounds, cycle, places = 1, blocks, list(range(len(blocks)))
-    found = _rehearse(config, rounds * cycle, checkpointing, on_host, device)
-    kept, peak = found.kept, found.peak
+    rehearsed = _rehearse(config, rounds * cycle, checkpointing, on_host, device)
+    kept, peak = rehearsed.kept, rehearsed.peak
     if rounds > 1:
         # As if the first ones of each kind were not there; of the others, those of the last round come last.
-        *shares, behind = found.shares[-(1 + divided) * len(cycle) - 1 :]
+        *shares, behind = rehearsed.shares[-(1 + divided) * len(cycle) - 1 :]
         earlier = (rounds - 1 - divided) * sum(share.kept for share in shares[: len(cycle)])
-        live, peak = found.begun[-len(shares) - 1] - earlier, 0
+        live, peak = rehearsed.begun[-len(shares) - 1] - earlier, 0
         for number, place in enumerate(places):
             share = shares[place - (len(cycle) if number >= len(places) - len(cycle) else len(shares))]
             peak = max(peak, live + share.peak)
             live += share.kept
         kept, peak = live + behind.kept, max(peak, live + behind.peak)
-    exchanged = found.around
+    exchanged = rehearsed.around
     for number, place in enumerate(places):
-        exchanged += found.within[place if number < len(cycle) else place - len(cycle)]
-    return Activations(kept, peak, (len(blocks) - 1) * found.input_bytes if on_host else 0, **exchanged)
+        exchanged += rehearsed.within[place if number < len(cycle) else place - len(cycle)]
+    return Activations(kept, peak, (len(blocks) - 1) * rehearsed.input_bytes if on_host else 0, **exchanged)
 
 
 def _repeated(blocks: list[BlockConfig]) -> list[BlockConfig]:
-    """The shortest run of blocks that, repeated, is all of them."""
+    """Return the shortest run of blocks that, repeated, is all of them."""
     lengths = (length for length in range(1, len(blocks) + 1) if len(blocks) % length == 0)
     return next(blocks[:length] for length in lengths if blocks == blocks[:length] * (len(blocks) // length))
 
@@ -113,7 +113,7 @@ class _Rehearsed:
 def _rehearse(
     config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: bool, on_host: bool, device: str
 ) -> _Rehearsed:
-    """A forward and backward pass of a model with these blocks on tensors without content, counted."""
+    """Count a forward and backward pass of a model with these blocks on tensors without content."""
     with ExitStack() as modes:
         # Lists of keys that travel have content: see ``_list_keys``.
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -124,7 +124,7 @@ def _rehearse(
         if model.embedding.ngrams is not None:  # whose gradients are no tensor of their size: see ``table_step``
             model.embedding.ngrams.rows.requires_grad_(False)
         around, *within = (Pretended(config) for _ in range(1 + len(blocks)))
-        found = _Rehearsed(around.exchanged, [each.exchanged for each in within])
+        rehearsed = _Rehearsed(around.exchanged, [each.exchanged for each in within])
         if config.train.sequence_parallel is not None:
             model.divide(around)
             for block, own in zip(model.blocks, within, strict=True):
@@ -144,33 +144,33 @@ def _rehearse(
 
         def begin(h: Tensor) -> None:
             peaks.append(live.take_peak())
-            found.begun.append(live.now)
+            rehearsed.begun.append(live.now)
             h.register_hook(lambda _: peaks.append(live.take_peak()))
 
         def run(block: Callable[..., Any], h: Tensor, *rest: Any) -> Any:
             # Its rows were divided anew, which nothing recomputes, and their gradients will be.
             for _ in range(2):
-                found.within[len(found.begun)].update(around.exchanged)
+                rehearsed.within[len(rehearsed.begun)].update(around.exchanged)
             moved.update(around.exchanged)
             around.exchanged.clear()
             begin(h)
             if not checkpointing:
                 return block(h, *rest)
             # As DeepSpeed's: keeps a block's input, and runs the block again in the backward pass.
-            found.input_bytes = h.nbytes
+            rehearsed.input_bytes = h.nbytes
             with kept_inputs:
                 return checkpoint(block, h, *rest, use_reentrant=True)
 
         if not config.model.reversible:
             model.activation_checkpoint = run
         model.norm.register_forward_pre_hook(lambda _, args: begin(*args))
-        whole = count(model, tokens, live)
+        total = count(model, tokens, live)
     around.exchanged.subtract(moved)
-    found.kept, found.peak = whole.kept, whole.peak
+    rehearsed.kept, rehearsed.peak = total.kept, total.peak
     # Both passes of a block begin and end with what those before it keep.
-    both = zip(peaks[1:], peaks[::-1], found.begun, [*found.begun[1:], whole.kept], strict=False)
-    found.shares = [Activations(after - before, max(peak) - before) for *peak, before, after in both]
-    return found
+    both = zip(peaks[1:], peaks[::-1], rehearsed.begun, [*rehearsed.begun[1:], total.kept], strict=False)
+    rehearsed.shares = [Activations(after - before, max(peak) - before) for *peak, before, after in both]
+    return rehearsed
 
 
 def _list_keys(attention: Any, division: Division, context: int) -> None:
@@ -181,7 +181,7 @@ def _list_keys(attention: Any, division: Division, context: int) -> None:
 
 
 def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = None) -> Activations:
-    """What a forward and backward pass over tokens (B, N) creates beside the model's tensors and their gradients.
+    """Count what a forward and backward pass over tokens (B, N) creates beside the model's tensors and their gradients.
 
     Tensors may have content or not. Each gradient is dropped once it is complete: ``states`` counts them.
     """
@@ -193,8 +193,8 @@ def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = Non
     hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in trained]
     try:
         with live or LiveBytes([*model.parameters(), *model.buffers(), tokens]) as live:
-            given = model(tokens, return_nats=True, return_mixed=True)
-            loss = given.rows.sum() if given.auxiliary is None else given.rows.sum() + given.auxiliary
+            output = model(tokens, return_nats=True, return_mixed=True)
+            loss = output.rows.sum() if output.auxiliary is None else output.rows.sum() + output.auxiliary
             kept = live.now
             loss.backward()
         return Activations(kept, live.peak)
@@ -213,12 +213,12 @@ class Pretended(Division):
         self.exchanged = Counter(calls=0, sent_bytes=0, received_bytes=0)
 
     def traffic(self, *attention: Any) -> Any:
-        """As it is: it is told by numbers of rows, which have content."""
+        """Return the real traffic: it follows from numbers of rows, which have content."""
         with unset_fake_temporarily():
             return super().traffic(*attention)
 
     def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """What would be received, without content."""
+        """Return what would be received, without content."""
         counts = sent or [1] * self.size, received or [1] * self.size
         own, row_bytes = counts[0][self.rank], math.prod(values.shape[1:]) * values.element_size()
         sent_bytes, received_bytes = ((sum(side) - own) * row_bytes for side in counts)
@@ -259,7 +259,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs the operation, and counts what it returns."""
+        """Run the operation, and count what it returns."""
         out = func(*args, **(kwargs or {}))
         for storage in (tensor.untyped_storage() for tensor in tree_leaves(out) if isinstance(tensor, Tensor)):
             if (key := storage._cdata) not in self._counted:
@@ -270,7 +270,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def take_peak(self) -> int:
-        """The peak since the last call."""
+        """Return the peak since the last call."""
         peak, self._recent = self._recent, self.now
         return peak
 

@@ -1,6 +1,6 @@
 """A run, or several beside each other, as one page of HTML: `longstride report`.
 
-It reads run folders alone: what takes the model is asked of other verbs, in processes of their own.
+It reads run folders, and calls other verbs for what takes the model.
 """
 
 from longstride.launcher.reporting.report import run

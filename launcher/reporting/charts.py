@@ -5,24 +5,40 @@ Paths live in a square of 1000 × 1000 that is stretched to the chart; words and
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
-from longstride.launcher.reporting.records import Series
+from longstride.launcher.drawing import MEAN_SHARE, Event, Series, smoothed
+from longstride.launcher.reporting.answers import PageRun
+from longstride.launcher.reporting.records import MOST_EVENTS
+from longstride.launcher.reporting.template import pieces
 
 COLUMNS = 480  # of pixels, over all curves of a chart that have many points
 LEAST_COLUMNS = 60
-MEAN_SHARE = 40  # a smoothed curve is the mean over this part of a run, up to each step
 _SIDE = 1000
 _EDGE = 0.01  # of the width, left free at both sides
 _FINEST = 1e-6  # of the largest value: a chart shows no smaller differences
+_FIRST_VALIDATION_COLOUR = 1  # of one run's evaluations; those of several have their run's
+_NUM_COLOURS = 12
+_NUM_BINS = 64  # of positions
 _LOG_FROM = 50.0  # times that the largest value is the smallest, from which a scale may be logarithmic
+
+_CHARTS = (  # title, unit, measure, whether it is smoothed, whether its scale is logarithmic
+    ("Learning rate", "", "learning_rate", False, False),
+    ("Gradient norm", "before clipping", "grad_norm", True, None),
+    ("Loss scale", "fp16", "loss_scale", False, None),
+    ("Throughput", "tokens a second", "tokens_per_second", True, False),
+    ("Step time", "seconds", "seconds", True, False),
+    ("MFU", "% of the peak, by visited tiles", "mfu", True, False),
+    ("MFU of dense attention", "% of the peak, as if all pairs were computed", "mfu_dense_equivalent", True, False),
+    ("Peak memory", "GiB, first process", "peak_memory_bytes", False, False),
+)
+_FACTORS = {"mfu": 100, "mfu_dense_equivalent": 100, "peak_memory_bytes": 2**-30}
 
 
 @dataclass(frozen=True)
@@ -32,15 +48,7 @@ class Curve:
     name: str
     colour: int
     series: Series
-    style: str = "line"  # line; pale: behind others; dots: few values, each with a dot; steps: means of ranges
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A step at which something befell a run: a dashed line."""
-
-    step: int
-    kind: str
+    style: str = "line"  # line; pale: behind others; dots: few values, each with a dot
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Chart:
     title: str
     unit: str
     curves: Sequence[Curve]
-    marks: Sequence[Mark] = ()
+    marks: Sequence[Event] = ()  # dashed lines
     note: str = ""
     log_y: bool | None = False  # None: where values span much
     log_x: bool = False
@@ -60,17 +68,8 @@ class Chart:
     name_pale: bool = True  # in the legend
 
 
-def smoothed(series: Series) -> Series:
-    """The mean of each value and those of the fortieth of the run before it."""
-    window = max(1, len(series) // MEAN_SHARE)
-    total = np.concatenate([[0.0], np.cumsum(series.values)])
-    last = np.arange(1, len(series) + 1)
-    first = np.maximum(0, last - window)
-    return Series(series.steps, (total[last] - total[first]) / (last - first))
-
-
 def thin(series: Series, columns: int) -> Series:
-    """The lowest and the highest value of each column of pixels, in their order; the first and the last stay."""
+    """Keep the lowest and the highest value of each column of pixels, in their order, and the first and the last."""
     if len(series) <= 2 * columns:
         return series
     first, last = float(series.steps[0]), float(series.steps[-1])
@@ -78,27 +77,23 @@ def thin(series: Series, columns: int) -> Series:
     order = np.lexsort((series.values, column))
     ends = np.flatnonzero(np.diff(column[order], append=-1))
     begins = np.concatenate([[0], ends[:-1] + 1])
-    kept = np.unique(np.concatenate([order[begins], order[ends], [0, len(series) - 1]]))
-    return Series(series.steps[kept], series.values[kept])
+    extremes = np.unique(np.concatenate([order[begins], order[ends], [0, len(series) - 1]]))
+    return Series(series.steps[extremes], series.values[extremes])
 
 
 def draw(chart: Chart) -> str:
-    """The chart as a figure of HTML; empty where it has no values."""
+    """Return the chart as a figure of HTML; an empty text where it has no values."""
     many = sum(len(curve.series) > 2 * LEAST_COLUMNS for curve in chart.curves)
     columns = max(LEAST_COLUMNS, COLUMNS // max(1, many))
-    curves = [
-        Curve(each.name, each.colour, thin(each.series, columns), each.style)
-        for each in chart.curves
-        if len(each.series)
-    ]
+    curves = [replace(curve, series=thin(curve.series, columns)) for curve in chart.curves if len(curve.series)]
     if not curves:
         return ""
-    values = np.concatenate([each.series.values for each in curves])
+    values = np.concatenate([curve.series.values for curve in curves])
     log_y = bool(chart.log_y)
     if chart.log_y is None:
         log_y = bool(values.min() > 0 and values.max() > _LOG_FROM * values.min())
-    low, high, cut = value_range(values, log_y)
-    steps = np.concatenate([each.series.steps for each in curves])
+    low, high, is_cut = value_range(values, log_y)
+    steps = np.concatenate([curve.series.steps for curve in curves])
     left, right = float(steps.min()), float(steps.max())
     if chart.log_x and left < right:
         left, right = left / (edge := (right / left) ** _EDGE), right * edge
@@ -107,97 +102,95 @@ def draw(chart: Chart) -> str:
         left, right = left - edge, right + edge
     x, y = Scale(left, right, chart.log_x), Scale(low, high, log_y)
     notes = [chart.note] if chart.note else []
-    if cut:
+    if is_cut:
         notes.append(f"values above {number(high)} are cut off")
     if log_y:
         notes.append("logarithmic scale")
-    paths = [
-        f'<path class="mark {mark.kind}" d="M{x.at(mark.step):.1f} 0V{_SIDE}"/>'
-        for mark in chart.marks
-        if left <= mark.step <= right
-    ]
-    paths += [_path(each, x, y) for each in sorted(curves, key=lambda each: each.style != "pale")]
-    data = {
-        "x": [left, right, chart.log_x],
-        "y": [low, high, log_y],
-        "name": chart.x_name,
-        "curves": [
-            {
-                "name": each.name,
-                "colour": each.colour,
-                "style": each.style,
-                "x": [int(step) for step in each.series.steps],
-                "y": [float(f"{value:.5g}") for value in each.series.values],
-            }
-            for each in curves
-        ],
-    }
-    title = f"{escape(chart.title)} <span>{escape(chart.unit)}</span><small>by {escape(chart.x_name)}</small>"
-    return (
-        f'<figure class="chart{" wide" if chart.wide else ""}"><figcaption>{title}</figcaption>'
-        f'<div class="frame"><svg class="axes" role="img" aria-label="{escape(chart.title)}">'
-        f'<g class="y">{_ticks_y(y)}</g><g class="x">{_ticks_x(x)}</g>'
-        f'<svg class="plot" viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none">{"".join(paths)}</svg></svg></div>'
-        f"{_legend(chart)}"
-        f"{'<p class=note>' + escape('; '.join(notes)) + '</p>' if notes else ''}"
-        f'<script type="application/json">{in_script(data)}</script></figure>'
+    marks = [mark for mark in chart.marks if left <= mark.step <= right]
+    paths = [(f"mark {mark.kind}", f"M{x.at(mark.step):.1f} 0V{_SIDE}") for mark in marks]
+    for curve in sorted(curves, key=lambda curve: curve.style != "pale"):
+        paths += _paths(curve, x, y)
+    named = [curve for curve in curves if chart.name_pale or curve.style != "pale"]
+    legend = [(f"{curve.style} run-{curve.colour}", curve.name) for curve in named]
+    legend += [(f"mark {mark.kind}", mark.kind) for mark in chart.marks]
+    return pieces().chart(
+        title=chart.title,
+        unit=chart.unit,
+        is_wide=chart.wide,
+        x_name=chart.x_name,
+        x_ticks=[(f"{x.at(tick) / 10:.2f}%", number(tick)) for tick in x.ticks(5)],
+        y_ticks=[(f"{100 - y.at(tick) / 10:.2f}%", number(tick)) for tick in y.ticks(5)],
+        paths=[(kind, Markup(path)) for kind, path in paths],
+        legend=list(dict.fromkeys(legend)) if chart.legend else [],
+        notes=notes,
+        data={
+            "x": [left, right, chart.log_x],
+            "y": [low, high, log_y],
+            "name": chart.x_name,
+            "curves": [
+                {
+                    "name": curve.name,
+                    "colour": curve.colour,
+                    "style": curve.style,
+                    "x": curve.series.steps.tolist(),
+                    "y": [float(f"{value:.5g}") for value in curve.series.values],
+                }
+                for curve in curves
+            ],
+        },
     )
 
 
 def value_range(values: np.ndarray, log: bool = False) -> tuple[float, float, bool]:
-    """The lowest and highest value that a chart shows, with some room; and whether some lie above it.
+    """Return the lowest and highest value that a chart shows, with some room; and whether some lie above it.
 
     A few values far above all others, as at the start of a run, do not press the others flat.
     """
-    if log:
-        low, high = float(values.min()), float(values.max())
-        return low / 1.15, high * 1.15, False
     low, high = float(values.min()), float(values.max())
+    if log:
+        return low / 1.15, high * 1.15, False
     usual = float(np.quantile(values, 0.95))
-    cut = high - low > 2.5 * (usual - low) > 0
-    if cut:
+    is_cut = high - low > 2.5 * (usual - low) > 0
+    if is_cut:
         high = usual + 0.35 * (usual - low)
     room = max(0.05 * (high - low), _FINEST * abs(high)) if high > low else 0.1 * abs(high) or 1.0
     bottom = max(low - room, 0.0) if low >= 0 else low - room
-    return bottom, high + room, cut
+    return bottom, high + room, is_cut
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Where a value lies between 0 and 1000."""
+    """Takes values to places between 0 and 1000."""
 
     low: float
     high: float
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Its place from the low end."""
+        """Return the place of a value from the low end."""
         if self.log:
             return _SIDE * math.log(value / self.low) / math.log(self.high / self.low)
         return _SIDE * (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[float]:
-        """Round values inside, at most so many."""
-        if self.log:
-            return _log_ticks(self.low, self.high, most)
-        rough = (self.high - self.low) / most
-        power = 10.0 ** math.floor(math.log10(rough))
-        size = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
-        first = math.ceil(self.low / size - 1e-9)
-        return [round(place * size, 12) for place in range(first, math.floor(self.high / size + 1e-9) + 1)]
-
-
-def _log_ticks(low: float, high: float, most: int) -> list[float]:
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for parts in ((1, 2, 5), (1, 3), (1,)):
-        ticks = [part * 10.0**power for power in powers for part in parts if low <= part * 10.0**power <= high]
-        if len(ticks) <= most + 1:
-            return ticks
-    return ticks[:: -(-len(ticks) // most)]
+        """Return round values inside, about ``most`` of them."""
+        if not self.log:
+            rough = (self.high - self.low) / most
+            power = 10.0 ** math.floor(math.log10(rough))
+            size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+            first, last = math.ceil(self.low / size - 1e-9), math.floor(self.high / size + 1e-9)
+            return [round(place * size, 12) for place in range(first, last + 1)]
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        for parts in ((1, 2, 5), (1, 3), (1,)):
+            ticks = [part * 10.0**power for power in powers for part in parts]
+            ticks = [tick for tick in ticks if self.low <= tick <= self.high]
+            if len(ticks) <= most + 1:
+                return ticks
+        return ticks[:: -(-len(ticks) // most)]
 
 
 def number(value: float) -> str:
-    """A value in a few characters, as ticks have it: 1.2M, 350, 0.0031, 2e-5."""
+    """Write a value in a few characters, as ticks have it: 1.2M, 350, 0.0031, 2e-5."""
     size = abs(value)
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -209,50 +202,113 @@ def number(value: float) -> str:
     return f"{float(f'{value:.4g}'):,.10g}"
 
 
-def in_script(content: Any) -> str:
-    """JSON that no text in it can end the script element of."""
-    text = json.dumps(content, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _path(curve: Curve, x: Scale, y: Scale) -> str:
+def _paths(curve: Curve, x: Scale, y: Scale) -> list[tuple[str, str]]:
+    """Return the classes and the SVG path of a curve, and of its dots."""
     points = [
         (x.at(step), min(max(_SIDE - y.at(value), -_SIDE), 2 * _SIDE))
         for step, value in zip(curve.series.steps.tolist(), curve.series.values.tolist(), strict=True)
     ]
-    line = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
-    drawn = f'<path class="{curve.style} run-{curve.colour}" d="{line}"/>'
+    colour = f"run-{curve.colour}"
+    paths = [(f"{curve.style} {colour}", "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points))]
     if curve.style == "dots" or len(points) == 1:
-        dots = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in points)
-        drawn += f'<path class="dot run-{curve.colour}" d="{dots}"/>'
-    return drawn
+        paths.append((f"dot {colour}", "".join(f"M{a:.1f} {b:.1f}h0" for a, b in points)))
+    return paths
 
 
-def _ticks_y(y: Scale) -> str:
-    lines = []
-    for value in y.ticks(5):
-        place = f"{100 - y.at(value) / 10:.2f}%"
-        lines.append(f'<line x1="0" x2="100%" y1="{place}" y2="{place}"/>')
-        lines.append(f'<text x="-6" y="{place}" dy="4">{number(value)}</text>')
-    return "".join(lines)
+def running_mean(series: Series) -> Series:
+    """Return the means over a fortieth of the run, up to each step."""
+    return smoothed(series, len(series) // MEAN_SHARE)
 
 
-def _ticks_x(x: Scale) -> str:
-    lines = []
-    for value in x.ticks(5):
-        place = f"{x.at(value) / 10:.2f}%"
-        lines.append(f'<line x1="{place}" x2="{place}" y1="100%" y2="100%"/>')
-        lines.append(f'<text x="{place}" y="100%" dy="17">{number(value)}</text>')
-    return "".join(lines)
+def curves(runs: Sequence[PageRun]) -> str:
+    """Draw everything of metrics.jsonl that has a curve."""
+    is_alone, marks = len(runs) == 1, []
+    if is_alone:
+        record = runs[0].record
+        marks = [Event(start["step"], "resume") for start in record.starts if start["step"] > 0]
+        marks += [event for event in record.events[:MOST_EVENTS] if event.kind != "skipped"]
+    charts = _losses(runs, marks)
+    for title, unit, measure, is_smoothed, log in _CHARTS:
+        lines = []
+        for run in runs:
+            series = run.record.train.get(measure)
+            if series is None or (measure == "loss_scale" and (series.values == 1.0).all()):  # nothing scales the loss
+                continue
+            series = Series(series.steps, series.values * _FACTORS.get(measure, 1))
+            label = title.lower() if is_alone else run.name
+            if is_smoothed and len(series) > MEAN_SHARE:
+                if is_alone:
+                    lines.append(Curve("each step", run.colour, series, "pale"))
+                    label = "running mean"
+                series = running_mean(series)
+            lines.append(Curve(label, run.colour, series))
+        charts.append(Chart(title, unit, lines, marks, log_y=log, legend=not is_alone))
+    figures = [figure for figure in map(draw, charts) if figure]
+    num_small = sum('class="chart"' in figure for figure in figures)
+    return f'<div class="charts{" four" if num_small in (4, 7, 8) else ""}">{"".join(figures)}</div>'
 
 
-def _legend(chart: Chart) -> str:
-    """Whose line is whose, where there is more than one."""
-    if not chart.legend:
-        return ""
-    shown = [each for each in chart.curves if len(each.series) and (chart.name_pale or each.style != "pale")]
-    named = dict.fromkeys((each.name, each.colour, each.style) for each in shown)
-    keys = [f'<li><i class="{style} run-{colour}"></i>{escape(name)}</li>' for name, colour, style in named]
-    kinds = dict.fromkeys(mark.kind for mark in chart.marks)
-    keys += [f'<li><i class="mark {kind}"></i>{escape(kind)}</li>' for kind in kinds]
-    return f'<ul class="legend">{"".join(keys)}</ul>' if len(keys) > 1 else ""
+def _losses(runs: Sequence[PageRun], marks: list[Event]) -> list[Chart]:
+    """Return one chart of a run's losses; of several runs one of their training and one of their evaluations."""
+    unit, trained, evaluated = runs[0].record.unit, [], []
+    is_alone = len(runs) == 1
+    for run in runs:
+        if (loss := run.record.train.get("bits")) is not None:
+            mean, each = (f"training, {name}" if is_alone else run.name for name in ("running mean", "each step"))
+            if len(loss) <= MEAN_SHARE:
+                trained.append(Curve(each, run.colour, loss))
+                continue
+            if len(runs) <= 3:
+                trained.append(Curve(each if is_alone else f"{run.name}, each step", run.colour, loss, "pale"))
+            trained.append(Curve(mean, run.colour, running_mean(loss)))
+    for run in runs:
+        for place, (split, series) in enumerate(run.record.evaluations.items()):
+            is_usual = split == run.record.setting("data.validation_split")
+            name = split if is_alone else run.name if is_usual else f"{run.name}, {split}"
+            evaluated.append(Curve(name, _FIRST_VALIDATION_COLOUR + place if is_alone else run.colour, series, "dots"))
+    if is_alone:
+        return [Chart("Loss", unit, [*trained, *evaluated], marks, wide=True)]
+    units = {run.record.unit for run in runs}
+    note = "runs of other units stand in one chart: " + ", ".join(sorted(units)) if len(units) > 1 else ""
+    return [
+        Chart("Validation loss", unit, evaluated, note=note, wide=True),
+        Chart("Training loss", f"{unit}, running mean", trained, note=note, wide=True, name_pale=False),
+    ]
+
+
+def positions(runs: Sequence[PageRun], scored: list[dict[str, Any]]) -> str:
+    """Draw the loss by the position in the context: whether a long context is made use of."""
+    named: list[tuple[str, int, dict[str, Any]]] = []
+    missing = []
+    for run in runs:
+        record, answer = run.record, run.answers.positions
+        losses = [*record.positions, *([answer.content] if answer and answer.content else [])]
+        named += [(run.name, run.colour, loss) for loss in losses]
+        if not losses and answer is not None:
+            missing.append(pieces().absent(f"{run.name}: {answer.why_not}", answer.command))
+        elif not losses and not scored:
+            split = "" if record.is_evaluated else f" --split {record.setting('data.train_split')}"
+            command = f"longstride evaluate {record.folder}{split} --positions {record.folder / 'by-position.png'}"
+            text = f"{run.name} has not been scored by position yet; this page has it after"
+            missing.append(pieces().absent(text, command))
+    named += [(loss["run"], len(runs) + place, loss) for place, loss in enumerate(scored)]
+    lines = [
+        Curve(f"{name}, step {loss['step']:,}, {loss['split']}", colour % _NUM_COLOURS, _joined(loss["bins"]))
+        for name, colour, loss in named[:_NUM_COLOURS]
+    ]
+    unit = named[0][2]["unit"] if named else ""
+    note = "each point is the mean of a bin of positions, which grows with the position"
+    chart = draw(Chart("Loss by position", unit, lines, note=note, log_x=True, wide=True, x_name="position"))
+    return (f'<div class="charts">{chart}</div>' if lines else "") + "".join(missing)
+
+
+def _joined(bins: list[tuple[int, int, int, float]]) -> Series:
+    """Return the means of bins that grow with the position, each at its first position, counted from 1."""
+    end = max(end for _, end, _, _ in bins)
+    edges = np.unique(np.geomspace(1, end + 1, _NUM_BINS).astype(np.int64))
+    first, counts, bits = (np.array([each[place] for each in bins], dtype=float) for place in (0, 2, 3))
+    place = np.searchsorted(edges, first + 1, side="right") - 1
+    totals = np.bincount(place, counts, len(edges))
+    sums = np.bincount(place, counts * bits, len(edges))
+    has_values = totals > 0
+    return Series(edges[has_values], sums[has_values] / totals[has_values])

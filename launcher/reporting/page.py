@@ -1,95 +1,62 @@
-"""The page: its parts in their order, one file that asks for nothing else and obeys no text of a run."""
+"""The page: its parts in their order, one file that asks for nothing else."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
+from longstride.launcher.config import flattened
 from longstride.launcher.output import counting
-from longstride.launcher.reporting import sections
-from longstride.launcher.reporting.charts import number
-from longstride.launcher.reporting.records import RunRecord
-from longstride.launcher.reporting.verbs import Answers
-from longstride.launcher.reporting.words import MOST_PAGE_BYTES, Room, absent, shown, table
+from longstride.launcher.reporting.answers import Answer, Answers, PageRun, processes_of
+from longstride.launcher.reporting.charts import curves, number, positions, running_mean
+from longstride.launcher.reporting.records import MOST_EVENTS, RunRecord
+from longstride.launcher.reporting.template import MOST_PAGE_BYTES, Room, pieces
 
 _MARGIN_BYTES = 20_000  # for what is written around the parts
 _MOST_NOTICES = 20
-_NAMES = {
-    "curves": "Curves",
-    "positions": "Loss by position",
-    "samples": "Samples",
-    "reads": "What reads what",
-    "incidents": "Incidents",
-    "starts": "Starts and machines",
-    "plan": "Plan and measurement",
-    "configuration": "Configuration",
-}
-_ABOUT = {
-    "curves": "Pale: each step; solid: the running mean of a fortieth of the run. Dashed: a resume, or in red an "
-    "incident. A column of pixels keeps its lowest and its highest value. Drag over a chart for a closer look.",
-    "positions": "Where the curve still falls at its right end, the model makes use of a context that long.",
-    "samples": "What the model made of the same beginning, on its way.",
-    "reads": "The pattern is who may read whom; attention is what the trained model makes of that.",
-    "incidents": "Steps that a guard refused, steps that fp16 dropped, and damaged data that was replaced.",
-    "starts": "Each time that the run was started, and what was changed in its configuration since the time before.",
-    "plan": "What longstride plan says of the configuration, beside the run. Memory is planned for the model and its "
-    "optimiser, and measured of the whole first process: on a card what is allocated, else with Python itself.",
-    "configuration": "As the last start resolved it, defaults included.",
-}
+_MOST_KEYS = 600  # of a configuration
+_MOST_STARTS = 40
+_MOST_CHANGES = 20  # of a start
 
 
-def compose(runs: Sequence[RunRecord], given: list[dict[str, Any]], answers: Sequence[Answers]) -> str:
-    """The whole page, of ``MOST_PAGE_BYTES`` at most. ``given``: losses by position from files that were named."""
-    named = [*zip(labels(runs), runs, strict=True)]
-    style, script = ((Path(__file__).parent / name).read_text() for name in ("report.css", "report.js"))
-    parts = {
-        "curves": sections.curves(named),
-        "positions": sections.positions(named, given, answers),
-        "plan": sections.plans(named, answers),
-    }
-    head = _summary(named)
+def compose(records: Sequence[RunRecord], scored: list[dict[str, Any]], answers: Sequence[Answers]) -> str:
+    """Return the whole page, of ``MOST_PAGE_BYTES`` at most. ``scored``: losses by position from files named."""
+    runs = [PageRun(*each) for each in zip(labels(records), range(len(records)), records, answers, strict=True)]
+    style, script = (Markup((Path(__file__).parent / name).read_text()) for name in ("report.css", "report.js"))
+    parts = {"curves": curves(runs), "positions": positions(runs, scored), "plan": plans(runs)}
+    head = _head(runs)
     used = sum(len(text.encode()) for text in (*parts.values(), head, style, script))
     room = Room(MOST_PAGE_BYTES - used - _MARGIN_BYTES)
     # What is large takes what is left, the most telling first.
-    parts["incidents"] = sections.events(named, room)
-    parts["starts"] = sections.starts(named, room)
-    parts["configuration"] = sections.configuration(named, room)
-    parts["samples"] = sections.samples(named, room)
-    parts["reads"] = sections.pictures(named, answers, room)
-    body = "".join(
-        f'<section id="{key}"><h2>{name}</h2><p>{_ABOUT[key]}</p>{parts[key]}</section>' for key, name in _NAMES.items()
+    parts["incidents"] = incidents(runs, room)
+    parts["starts"] = starts(runs, room)
+    parts["configuration"] = configuration(runs, room)
+    parts["samples"] = samples(runs, room)
+    parts["reads"] = pictures(runs, room)
+    hashes = [f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}" for text in (script, style)]
+    policy = Markup(
+        f"default-src 'none'; script-src '{hashes[0]}'; style-src '{hashes[1]}'; img-src data:; media-src data:; "
+        "base-uri 'none'; form-action 'none'"
     )
-    links = "".join(f'<a href="#{key}">{name}</a>' for key, name in _NAMES.items())
-    policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
-        "media-src data:; base-uri 'none'; form-action 'none'"
-    )
-    title = shown(", ".join(name for name, _ in named), 120)
+    title = ", ".join(run.name for run in runs)
     # And not the time of now: the same runs make the same page.
-    newest = max((run.changed for run in runs), default=0.0)
-    told = datetime.fromtimestamp(newest, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'
-        f"<title>{title} · Longstride</title><style>{style}</style></head>\n<body>{head}"
-        f'<nav aria-label="parts"><div>{links}</div></nav>\n<main>{body}</main>\n'
-        f"<footer>Made by <code>longstride report</code> of what was recorded up to {told}. "
-        "One file: it asks for nothing else.</footer>"
-        f"<script>{script}</script></body></html>\n"
-    )
+    newest = max((record.changed for record in records), default=0.0)
+    updated = datetime.fromtimestamp(newest, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return pieces().page(title, policy, style, script, head, {key: Markup(parts[key]) for key in parts}, updated)
 
 
-def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """Short names that differ: the last parts of each folder's path, as many as it takes."""
-    paths = [run.folder.resolve().parts for run in runs]
+def labels(records: Sequence[RunRecord]) -> list[str]:
+    """Return short names that differ: the last parts of each folder's path, as many as it takes."""
+    paths = [record.folder.resolve().parts for record in records]
     for count in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-count:]) for path in paths]
         if len({*names}) == len(names):
@@ -97,53 +64,25 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
     return names
 
 
-def _digest(text: str) -> str:
-    """By which a policy knows an inline script or style."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _summary(runs: sections.Runs) -> str:
-    """The heading, and the figures that one looks for first."""
-    notices = [f"{name}: {notice}" if len(runs) > 1 else notice for name, record in runs for notice in record.notices]
-    told = "".join(absent(notice) for notice in notices[:_MOST_NOTICES])
+def _head(runs: Sequence[PageRun]) -> str:
+    """Show the heading, and the figures that one looks for first."""
+    lines = [f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in run.record.notices]
+    notices = [pieces().absent(line) for line in lines[:_MOST_NOTICES]]
+    figures = [_figures(run.record) for run in runs]
     if len(runs) == 1:
-        name, record = runs[0]
-        about = f'<p class="about">{shown(notes, 600)}</p>' if (notes := record.setting("notes")) else ""
-        tiles = "".join(
-            f'<div class="tile{" first" if place == 0 else ""}"><small>{shown(what)}</small><b>{value}</b>'
-            f"<small>{shown(more)}</small></div>"
-            for place, (what, value, more) in enumerate(_figures(record))
-        )
-        return (
-            f"<header><h1>{shown(name)}</h1><p>{shown(record.folder)}</p>{about}"
-            f'<div class="tiles">{tiles}</div>{told}</header>'
-        )
-    figures = [_figures(record) for _, record in runs]
-    best = min((_best(record) for _, record in runs), default=float("inf"))
+        return pieces().head_of_one(runs[0], runs[0].record.setting("notes"), figures[0], notices)
+    losses = [min((s.values.min() for s in run.record.evaluations.values()), default=np.inf) for run in runs]
     rows = []
-    for colour, ((name, record), values) in enumerate(zip(runs, figures, strict=True)):
-        cells = {what: value for what, value, _ in values}
-        is_best = _best(record) == best and best < float("inf")
-        rows.append(
-            [
-                f'<i class="dots run-{colour}"></i> {shown(name)}',
-                *(f"<b>{cell}</b>" if is_best and place == 0 else cell for place, cell in enumerate(cells.values())),
-            ]
-        )
-    names = [what for what, _, _ in figures[0]]
-    heading = ' <span class="and">and</span> '.join(shown(name, 60) for name, _ in runs[:3])
-    more = f' <span class="and">and {len(runs) - 3} more</span>' if len(runs) > 3 else ""
-    numbers = [*range(1, len(names) + 1)]
-    compared = table(["run", *names], rows, numbers)
-    return f"<header><h1>{heading}{more}</h1><p>{len(runs)} runs beside each other</p>{compared}{told}</header>"
-
-
-def _best(record: RunRecord) -> float:
-    return min((float(series.values.min()) for series in record.evaluations.values()), default=float("inf"))
+    for run, loss, (best, *others) in zip(runs, losses, figures, strict=True):
+        is_best = loss == min(losses) < np.inf
+        values = [pieces().best(best[1]) if is_best else best[1], *(value for _, value, _ in others)]
+        rows.append(pieces().row([pieces().dot(run), *values], range(1, len(values) + 1)))
+    names = [name for name, _, _ in figures[0]]
+    return pieces().head_of_several(runs, pieces().table(["run", *names], rows, range(1, len(names) + 1)), notices)
 
 
 def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
-    """What, its value, and more of it in small; the same ones for every run."""
+    """Return names, values and small print of figures; the same names for every run."""
     figures = []
     evaluated = [(float(series.values.min()), split) for split, series in record.evaluations.items()]
     if evaluated:
@@ -155,22 +94,217 @@ def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
         why = "not evaluated yet" if record.is_evaluated else "none, as train.evaluate_every is null"
         figures.append(("best validation", "–", why))
     loss = record.train.get("bits")
-    mean = "–" if loss is None else f"{sections.smoothed(loss).last:.4f}"
+    mean = "–" if loss is None else f"{running_mean(loss).last:.4f}"
     figures.append(("training loss", mean, f"{record.unit}, running mean"))
     steps = record.setting("train.steps")
     share = f"{record.last_step / steps:.0%} of {steps:,}" if isinstance(steps, int) and steps > 0 else ""
     figures.append(("steps", f"{record.last_step:,}", share))
-    rate = record.train.get("tokens_per_second")
-    median = "–" if rate is None else number(float(np.median(rate.values)))
-    figures.append(("throughput", median, "tokens a second, median"))
-    seconds = record.train.get("seconds")
-    total = "–" if seconds is None else counting.duration(float(seconds.values.mean()) * record.last_step)
+    rate = record.median("tokens_per_second")
+    figures.append(("throughput", "–" if rate is None else number(rate), "tokens a second, median"))
+    seconds = record.total("seconds")
+    total = "–" if seconds is None else counting.duration(seconds)
     figures.append(("training time", total, "in steps, without evaluations"))
-    mfu = record.train.get("mfu")
-    if mfu is not None:
-        figures.append(("MFU", f"{float(np.median(mfu.values)):.1%}", "of the peak, by visited tiles"))
+    if (mfu := record.median("mfu")) is not None:
+        figures.append(("MFU", f"{mfu:.1%}", "of the peak, by visited tiles"))
     else:
-        content = record.train.get("content")
-        read = "–" if content is None else number(float(content.values.mean()) * record.last_step)
-        figures.append((f"{'pixels' if record.unit == 'bits per pixel' else 'bytes'} read", read, "in all steps"))
+        content = record.total("content")
+        what = "pixels" if record.unit == "bits per pixel" else "bytes"
+        figures.append((f"{what} read", "–" if content is None else number(content), "in all steps"))
     return figures
+
+
+def _under_headings(runs: Sequence[PageRun], contents: Sequence[str]) -> str:
+    """Join what is shown of each run, under its name where there are several."""
+    if len(runs) == 1:
+        return contents[0]
+    return "".join(f"{pieces().heading(run)}{content}" for run, content in zip(runs, contents, strict=True))
+
+
+def samples(runs: Sequence[PageRun], room: Room) -> str:
+    """Show what the models made in training, from the first to the last."""
+    return _under_headings(runs, [_samples(run.record, room) for run in runs])
+
+
+def _samples(record: RunRecord, room: Room) -> str:
+    if not record.samples:
+        return pieces().absent("no samples were made in training; train.samples_every makes them")
+    drawn = []
+    for sample in record.samples:
+        if sample.kind == "txt":
+            content = pieces().text_sample(sample.content.decode(errors="replace"))
+            drawn += [(sample.step, content)] if room.take(content) else []
+            continue
+        is_picture = sample.kind == "png"
+        piece = pieces().picture_sample if is_picture else pieces().sound_sample
+        if address := room.embed("image/png" if is_picture else "audio/wav", sample.content):
+            drawn.append((sample.step, piece(address, sample.step)))
+    text = pieces().samples(drawn)
+    if left_out := len(record.samples) - len(drawn):
+        text += pieces().absent(f"{left_out} more have no room in a page of 2 MB; they lie in {record.folder}/samples")
+    return text
+
+
+def pictures(runs: Sequence[PageRun], room: Room) -> str:
+    """Show who may read whom by the pattern, and what a checkpoint reads."""
+    attention = "Attention: what the newest checkpoint reads in a context of the validation split"
+    contents = [
+        _picture(run.answers.pattern, "The pattern: who may read whom", room)
+        + _picture(run.answers.attention, attention, room)
+        for run in runs
+    ]
+    return _under_headings(runs, contents)
+
+
+def _picture(answer: Answer | None, what: str, room: Room) -> str:
+    if answer is None:
+        return pieces().absent(f"{what}: left out by --quick")
+    if answer.content is None:
+        return pieces().absent(f"{what}: not drawn, as {answer.why_not}", answer.command)
+    address = room.embed("image/png", answer.content)
+    if address is None:
+        return pieces().absent(f"{what}: no room in a page of 2 MB; it is drawn by", answer.command)
+    return pieces().picture(address, what, answer.command)
+
+
+def incidents(runs: Sequence[PageRun], room: Room) -> str:
+    """List what befell the runs."""
+    several, rows = len(runs) > 1, []
+    step_column = [1 if several else 0]
+    for run in runs:
+        for event in run.record.events[:MOST_EVENTS]:
+            cells = [f"{event.step:,}", pieces().tag(event.kind, event.kind), event.text]
+            rows.append(pieces().row([pieces().dot(run), *cells] if several else cells, step_column))
+    if not rows:
+        return pieces().absent("nothing befell: no step was refused or dropped, and no damaged data was replaced")
+    fitting = list(takewhile(room.take, rows))
+    text = pieces().table([*(["run"] if several else []), "step", "what", ""], fitting, step_column)
+    if more := sum(len(run.record.events) for run in runs) - len(fitting):
+        text += pieces().absent(f"{more:,} more are in metrics.jsonl and guards/")
+    return text
+
+
+def starts(runs: Sequence[PageRun], room: Room) -> str:
+    """List when and where the runs were computed, and what was changed on the way."""
+    return _under_headings(runs, [_starts(run.record, room) for run in runs])
+
+
+def _starts(record: RunRecord, room: Room) -> str:
+    if not record.starts:
+        return pieces().absent("the run has no starts.jsonl: the code that trained it wrote none")
+    fitting = list(takewhile(room.take, map(_start_row, record.starts[-_MOST_STARTS:])))
+    text = pieces().table(["time", "from step", "how", "machines", "versions", "changes"], fitting, [1])
+    if more := len(record.starts) - len(fitting):
+        text += pieces().absent(f"{more} more starts are in starts.jsonl")
+    return text
+
+
+def _start_row(start: dict[str, Any]) -> str:
+    devices, hosts, changes = (start.get(name) for name in ("devices", "hosts", "changes"))
+    machines = ", ".join(f"{count} × {name}" for name, count in devices.items()) if isinstance(devices, dict) else ""
+    if isinstance(hosts, list) and hosts:
+        more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
+        machines += f" on {', '.join(map(str, hosts[:4]))}{more}"
+    pairs = []
+    for path, pair in [*changes.items()] if isinstance(changes, dict) else []:
+        old, new = pair if isinstance(pair, list) and len(pair) == 2 else (None, pair)
+        pairs.append((path, _json(old), _json(new)))
+    cells = [
+        str(start.get("time", "")).replace("T", " ").replace("+00:00", " UTC"),
+        f"{start['step']:,}",
+        pieces().start_way(start.get("how", ""), _listed(start.get("from"))),
+        machines,
+        _listed(start.get("versions")),
+        pieces().changes(pairs[:_MOST_CHANGES], max(0, len(pairs) - _MOST_CHANGES)),
+    ]
+    return pieces().row(cells, [1])
+
+
+def _listed(content: Any) -> str:
+    return ", ".join(f"{key} {value}" for key, value in content.items()) if isinstance(content, dict) else ""
+
+
+def _json(value: Any) -> str:
+    """Write a value as configurations have it; a text without its marks."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def plans(runs: Sequence[PageRun]) -> str:
+    """Show what was planned, beside what was measured."""
+    contents = []
+    for run in runs:
+        answer, text = run.answers.plan, ""
+        if answer is None or answer.content is None:
+            why, command = ("left out by --quick", "") if answer is None else (answer.why_not, answer.command)
+            text = pieces().absent(f"no plan: {why}", command)
+        plan = answer.content if answer and isinstance(answer.content, dict) else {}
+        rows = [pieces().row([cell or "–" for cell in cells], [1, 2]) for cells in _plan_rows(run.record, plan)]
+        count = processes_of(run.record)
+        planned = f"planned on {plan['device']}, {count} process{'es' if count > 1 else ''}" if plan else "planned"
+        contents.append(text + pieces().table(["", planned, "measured"], rows, [1, 2]))
+    return _under_headings(runs, contents)
+
+
+def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return names with what was planned and what was measured."""
+    seconds, memory = record.median("seconds"), record.train.get("peak_memory_bytes")
+    step, length, attention = (plan.get(part) or {} for part in ("step", "length", "attention"))
+    work = sum(step.get(f"{part}_flops", 0) for part in ("forward", "backward", "recompute"))
+    way = "peak_recomputed" if plan.get("activation_checkpointing") else "peak_kept"
+    peaks = [row[way] for row in plan.get("memory", []) if row.get("stage") == plan.get("zero_stage") and way in row]
+    rows = []
+    if total := (plan.get("parameters") or {}).get("total"):
+        rows.append(("parameters", f"{total:,}", ""))
+    measured = _mebibytes(float(memory.values.max())) if memory is not None else ""
+    rows.append(("peak memory of a process", _mebibytes(peaks[0]) if peaks else "", measured))
+    rows.append(("a step, median", "", counting.step_duration(seconds) if seconds else ""))
+    if work:
+        rows.append(("operations of a step", _flops(work), f"{_flops(work / seconds)}/s" if seconds else ""))
+    if dense := step.get("dense_flops"):
+        rows.append(("the same with dense attention", _flops(dense), ""))
+    if dense_pairs := attention.get("dense_pairs"):
+        rows.append(("pairs that attention visits, of dense causal", f"{attention['pairs'] / dense_pairs:.2%}", ""))
+    for what, measure in (("by visited tiles", "mfu"), ("of dense attention", "mfu_dense_equivalent")):
+        if (mfu := record.median(measure)) is not None:
+            rows.append((f"MFU {what}, median", "", f"{mfu:.2%}"))
+    planned_steps = length.get("steps") or record.setting("train.steps")
+    rows.append(("steps", f"{planned_steps:,}" if isinstance(planned_steps, int) else "", f"{record.last_step:,}"))
+    if (total := length.get("tokens")) and (content := record.total("content")) is not None:
+        rows.append(("bytes read", f"{'up to ' if length.get('at_most') else ''}{number(total)}", number(content)))
+    if epochs := length.get("epochs"):
+        rows.append(("epochs", f"{epochs:,.3g}", ""))
+    return rows
+
+
+def _mebibytes(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def _flops(count: float) -> str:
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:,.3g} {prefix}FLOP"
+    return f"{count:,.0f} FLOP"
+
+
+def configuration(runs: Sequence[PageRun], room: Room) -> str:
+    """Show what differs between the runs, and each whole."""
+    configs = [flattened(run.record.config) if run.record.config else {} for run in runs]
+    text = ""
+    if len(runs) > 1:
+        paths = dict.fromkeys(path for config in configs for path in config)
+        differing = [path for path in paths if len({repr(config.get(path)) for config in configs}) > 1]
+        rows = []
+        for path in differing[:_MOST_KEYS]:
+            values = [_json(config[path]) if path in config else "–" for config in configs]
+            rows.append(pieces().row([pieces().code(path), *map(pieces().value, values)]))
+        text = pieces().absent("the runs have the same configuration")
+        if rows:
+            text = pieces().table(["differs", *map(pieces().dot, runs)], list(takewhile(room.take, rows)))
+    for run, config in zip(runs, configs, strict=True):
+        if not config:
+            text += pieces().absent(f"{run.name}: config.json cannot be read")
+            continue
+        lines = [pieces().setting(path, _json(value)) for path, value in [*config.items()][:_MOST_KEYS]]
+        title = f"config.json of {run.name}, {len(config):,} values"
+        text += pieces().settings(title, list(filter(room.take, lines)), len(runs) == 1)
+    return text

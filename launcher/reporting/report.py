@@ -8,15 +8,15 @@ from pathlib import Path
 
 from longstride.data_pipelines.durable import write_new
 from longstride.kernels import ConfigError
+from longstride.launcher.reporting.answers import Answers, ask_all
 from longstride.launcher.reporting.page import compose
 from longstride.launcher.reporting.records import RunRecord, read_positions, read_run
-from longstride.launcher.reporting.verbs import Answers, ask_all
 
 MOST_RUNS = 12  # as many colours as can be told apart
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb; returns its exit code.
+    """Run the verb; return its exit code.
 
     Raises:
         ConfigError: no run, one that is named twice or has no line yet, or an output that cannot be written.
@@ -26,18 +26,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quick and arguments.by_position:
         raise ConfigError("--by-position: takes the model, which --quick leaves out; give one of the two")
     records = read_runs(arguments.runs)
-    given = []
+    scored = []
     for path in arguments.positions:
-        found = read_positions(path)
-        if found is None:
+        losses = read_positions(path)
+        if losses is None:
             rule = "must be a JSON file that `longstride evaluate RUN --positions FILE.png` wrote beside its picture"
             raise ConfigError(f"--positions={path}: {rule}")
-        given.append(found)
-    asked = [Answers() for _ in records]
+        scored.append(losses)
+    answers = [Answers() for _ in records]
     if not arguments.quick:
-        asked = ask_all(records, by_position=arguments.by_position, trusted=arguments.trust_checkpoint)
+        by_position, trusted = arguments.by_position, arguments.trust_checkpoint
+        answers = [ask_all(record, by_position=by_position, trusted=trusted) for record in records]
     try:
-        write_new(output, compose(records, given, asked).encode())
+        write_new(output, compose(records, scored, answers).encode())
     except OSError as error:
         raise ConfigError(f"--output={output}: cannot be written: {error.strerror}") from None
     print(output)
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_runs(folders: list[Path]) -> list[RunRecord]:
-    """The runs of a page.
+    """Read the runs of a page.
 
     Raises:
         ConfigError: as ``read_run``; a run is named twice, or they are too many.

@@ -9,7 +9,8 @@ import pytest
 
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
-from longstride.launcher.drawing.show import draw_loss, running_mean
+from longstride.launcher.drawing.series import Series, smoothed
+from longstride.launcher.drawing.show import draw_loss
 from tests.harness.lines import evaluation_line, step_line, write_metrics
 from tests.harness.runs import ROOT
 
@@ -35,8 +36,9 @@ def test_loss_of_many_steps_has_a_running_mean_that_the_legend_tells(tmp_path: P
 
 
 def test_running_mean_covers_what_there_is() -> None:
-    assert running_mean([4.0, 2.0, 0.0, 2.0], 2) == [4.0, 3.0, 1.0, 1.0]
-    assert running_mean([4.0, 2.0], 0) == [4.0, 2.0]
+    series = Series(np.arange(4), np.array([4.0, 2.0, 0.0, 2.0]))
+    assert smoothed(series, 2).values.tolist() == [4.0, 3.0, 1.0, 1.0]
+    assert smoothed(series, 0).values.tolist() == [4.0, 2.0, 0.0, 2.0]
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "7\n"])

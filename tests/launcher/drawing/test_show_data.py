@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
 import random
 import subprocess
 import sys
 import wave
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -75,21 +73,19 @@ def test_long_text_is_cut_between_characters() -> None:
     assert last == "=== 8,001 more bytes ==="
 
 
-def show_in_a_process(folder: Path, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "longstride.launcher.cli", "data", "show", str(folder)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
-def test_text_for_a_terminal_of_few_characters(tmp_path: Path) -> None:
+def test_text_for_a_terminal_of_few_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source/a.txt").write_text("café\n", encoding="utf-8")
     build([tmp_path / "source"], tmp_path / "data", validation_fraction=0)
-    out, error = show_in_a_process(tmp_path / "data", env=os.environ | {"PYTHONIOENCODING": "ascii"}).communicate()
-    assert error == "" and "caf\\xe9\n" in out
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="ascii"))
+    assert cli.main(["data", "show", str(tmp_path / "data")]) == 0
+    assert b"caf\\xe9\n" in terminal.getvalue()
 
 
 def test_text_for_a_reader_that_has_seen_enough(folders: Path) -> None:
-    process = show_in_a_process(folders / "text")
+    command = [sys.executable, "-m", "longstride.launcher.cli", "data", "show", str(folders / "text")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     with process.stderr:

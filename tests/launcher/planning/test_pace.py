@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from longstride.launcher import cli
 from longstride.launcher.config import load_config
 from tests.harness.lines import step_line, write_metrics
-
-Plan = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
-    """A function of words -> the JSON object of `longstride plan words --json`."""
-
-    def run(*words: str) -> dict[str, Any]:
-        assert cli.main(["plan", *words, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return run
+from tests.launcher.planning.conftest import Plan
 
 
 def finished_run(folder: Path, seconds: list[float], world_size: int = 2) -> Path:

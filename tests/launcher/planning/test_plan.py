@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from longstride.launcher import cli
 from longstride.launcher.config import load_config
 from longstride.launcher.planning.costs import parameter_parts, states
-from longstride.launcher.planning.plan import run_length
+from longstride.launcher.planning.plan import describe, run_length
 from longstride.launcher.planning.rehearsal import activations
 from tests.harness.runs import ROOT, files_under, plain_environment
-
-Plan = Callable[..., dict[str, Any]]
+from tests.launcher.planning.conftest import Plan
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder in which no data lies."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
-    """A function of words -> the JSON object of `longstride plan words --json`."""
-
-    def run(*words: str) -> dict[str, Any]:
-        assert cli.main(["plan", *words, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return run
 
 
 def test_table_tells_the_plan(capsys: pytest.CaptureFixture[str], plan: Plan) -> None:
@@ -118,9 +103,9 @@ def test_json_adds_up(plan: Plan) -> None:
     assert {row["processes"] for row in found["memory"]} == {8}
 
 
-def test_plan_is_made_for_a_kind_of_device(capsys: pytest.CaptureFixture[str], plan: Plan) -> None:
+def test_plan_is_made_for_a_kind_of_device(plan: Plan) -> None:
     """A GPU where nothing says otherwise, what --device tells, or the CPU that the configuration names."""
-    words = ["paper_small", "deepspeed=zero1_fp32", "model.dropout=0.1"]
+    words = ["paper_small", "deepspeed=zero1_fp32", "model.dropout=0.1", "model.layers=2"]
     unnamed, gpu, cpu, named = (
         plan(*words, *more) for more in ([], ["--device", "cuda"], ["--device", "cpu"], ["model.backend=cpu"])
     )
@@ -129,34 +114,33 @@ def test_plan_is_made_for_a_kind_of_device(capsys: pytest.CaptureFixture[str], p
     gpus, cpus = (each["memory"][1] for each in (gpu, cpu))  # stage 1
     assert (gpus["buffers"], cpus["buffers"]) == (4 * 500_000_000, 4 * cpu["parameters"]["total"])
     assert cpu["activations"]["kept"]["kept"] > gpu["activations"]["kept"]["kept"]  # dropout's masks
-    for more, device in (([], "GPU"), (["--device", "cpu"], "CPU")):
-        assert cli.main(["plan", *words, *more]) == 0
-        assert f"memory of a process on a {device}, GiB: fp32, micro-batch 1" in capsys.readouterr().out.splitlines()
+    for found, device in ((gpu, "GPU"), (cpu, "CPU")):
+        assert f"memory of a process on a {device}, GiB: fp32, micro-batch 1" in describe(found).splitlines()
 
 
 def test_without_recomputation_nothing_is_recomputed(plan: Plan) -> None:
     found = plan("paper_small")
-    assert found["activation_checkpointing"] is False
+    assert found["activation_checkpointing"] is False and found["sequence"] is None
     assert found["step"]["recompute_flops"] == 0
     assert {row["processes"] for row in found["memory"]} == {2}  # its batch allows no more
 
 
-def test_shared_contexts_are_told(capsys: pytest.CaptureFixture[str], plan: Plan) -> None:
-    words = ["music_65k", "train.sequence_parallel=4", "model.layers=8"]
-    assert cli.main(["plan", *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "a context over 4 processes: 16,384 positions and 1/4 of the work each" in lines
-    told = [line for line in lines if line.startswith("    by heads ")]
-    assert told[0].endswith("keys; layer 0") and "columns; " in told[1] and told[1].endswith("layers 1, 3, 5, 7")
-    found = plan(*words, "--processes", "4", "8")
+def test_shared_contexts_are_told(plan: Plan) -> None:
+    words = ["music_65k", "model.context=16384", "model.layers=4"]
+    found = plan(*words, "train.sequence_parallel=4", "--processes", "4", "8")
+    lines = describe(found).splitlines()
+    assert "a context over 4 processes: 4,096 positions and 1/4 of the work each" in lines
+    by_layer = [line for line in lines if line.startswith("    by heads ")]
+    assert by_layer[0].endswith("keys; layer 0")
+    assert "columns; " in by_layer[1] and by_layer[1].endswith("layers 1, 3")
     assert found["sequence"]["micro_batches"] == [8, 4]
-    assert [each["taken"] for each in found["sequence"]["layers"]] == ["keys", "columns"] * 4
+    assert [each["taken"] for each in found["sequence"]["layers"]] == ["keys", "columns"] * 2
     assert found["activations"]["recomputed"]["calls"] > 0
-    assert plan("music_65k", "model.layers=8")["sequence"] is None
-    assert cli.main(["plan", "music_65k", "model.layers=2", "train.sequence_parallel=1"]) == 0
-    assert "a context over" not in capsys.readouterr().out  # of one process, which sends nothing
+    alone = plan("paper_small", "train.sequence_parallel=1", "model.layers=1")
+    assert "a context over" not in describe(alone)  # of one process, which sends nothing
 
 
+@pytest.mark.campaign
 def test_million_positions_are_planned(plan: Plan) -> None:
     found = plan("music_1m")
     assert found["length"]["tokens_per_step"] == 2**20
@@ -170,7 +154,7 @@ def test_million_positions_are_planned(plan: Plan) -> None:
         ("enwik8_fixed", 8),
         ("imagenet64_strided", 8),
         ("music_65k", 8),
-        ("music_262k", 8),
+        pytest.param("music_262k", 8, marks=pytest.mark.campaign),
         ("music_1m", 1),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from longstride.launcher import cli
-from longstride.launcher.reporting.words import MOST_PAGE_BYTES
+from longstride.launcher.reporting.template import MOST_PAGE_BYTES
 from tests.harness.chromium import Page, browser
 from tests.harness.runs import Run, configuration, spawn_series
 from tests.launcher.conftest import Make

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ import pytest
 
 from longstride.launcher import cli
 from longstride.launcher.config import load_config
+from longstride.launcher.drawing import Series
 from longstride.launcher.output.exit_codes import WRONG_INPUT
+from longstride.launcher.reporting.answers import Answer, Answers, plan_of
 from longstride.launcher.reporting.charts import Scale, number, thin, value_range
 from longstride.launcher.reporting.page import compose, labels
-from longstride.launcher.reporting.records import RunRecord, Sample, Series, read_run
-from longstride.launcher.reporting.verbs import Answers, Told, ask
-from longstride.launcher.reporting.words import MOST_PAGE_BYTES
+from longstride.launcher.reporting.records import RunRecord, Sample, read_run
+from longstride.launcher.reporting.template import MOST_PAGE_BYTES
 from tests.harness.lines import evaluation_line, step_line, write_metrics
 from tests.harness.runs import ROOT, files_under
 
@@ -139,14 +141,28 @@ def test_page_asks_for_nothing_and_obeys_no_text_of_a_run(tmp_path: Path) -> Non
 def test_plan_is_made_for_the_device_of_the_run(kind: str, device: str, tmp_path: Path) -> None:
     """Of the last start; where that does not tell, for a GPU as `longstride plan` has it."""
     run = write_run(tmp_path / "run")
-    (run / "config.json").write_text(load_config("paper_small").model_dump_json())
+    (run / "config.json").write_text(load_config("paper_small", ["model.layers=2"]).model_dump_json())
     starts = [{"processes": 2, "device_type": "other"}, {"processes": 1, "device_type": kind}]
     (run / "starts.jsonl").write_text("".join(json.dumps({"step": 0, **each}) + "\n" for each in starts))
-    told = ask("plan", read_run(run), tmp_path, trusted=False)
-    assert told.why_not == "" and told.content["device"] == device
-    assert {row["processes"] for row in told.content["memory"]} == {1}
-    page = Page(compose([read_run(run)], [], [Answers(plan=told)]))
+    plan = plan_of(read_run(run))
+    assert plan["device"] == device
+    assert {row["processes"] for row in plan["memory"]} == {1}
+    page = Page(compose([read_run(run)], [], [Answers(plan=Answer("longstride plan", plan))]))
     assert f"planned on {device}, 1 process" in page.text
+
+
+def test_verbs_fill_their_parts_or_say_why_not(tmp_path: Path, trained: Callable[..., Path]) -> None:
+    run = Path(shutil.copytree(trained("alone", 1), tmp_path / "run"))
+    page = Page(report(tmp_path / "report.html", run, "--by-position"))
+    assert [attrs["alt"].split(":")[0] for tag, attrs in page.elements if tag == "img"] == ["The pattern", "Attention"]
+    assert "Loss by position" in page.text and "planned on cpu, 1 process" in page.text
+    assert [attrs.get("class") for tag, attrs in page.elements if tag == "p"].count("absent") == 2  # samples, incidents
+    for path in run.glob("checkpoints/*/manifest.json"):
+        path.write_text("{")
+    page = Page(report(tmp_path / "damaged.html", run, "--by-position"))
+    assert len([tag for tag, _ in page.elements if tag == "img"]) == 1
+    assert "in a context of the validation split: not drawn, as " in page.text
+    assert f"longstride evaluate {run} --positions positions.png" in page.text
 
 
 def test_incident_is_told_once_with_what_followed(tmp_path: Path) -> None:
@@ -208,7 +224,8 @@ def test_large_runs_stay_within_two_megabytes(tmp_path: Path) -> None:
         run.samples = [Sample(place, "png", generator.bytes(200_000)), Sample(9, "txt", b"&" * 5000)]
         run.config = {"notes": "&" * 100_000, "keys": {f"&{key}": "&" * 500 for key in range(2000)}}
         runs.append(run)
-        answers.append(Answers(pattern=Told("show", generator.bytes(300_000)), attention=Told("show", None, "torn")))
+        pattern, attention = Answer("show", generator.bytes(300_000)), Answer("show", None, "torn")
+        answers.append(Answers(pattern=pattern, attention=attention))
     text = compose(runs, [], answers)
     assert len(text.encode()) <= MOST_PAGE_BYTES
     page = Page(text)

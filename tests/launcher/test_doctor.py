@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from longstride.launcher import cli
-from longstride.launcher.doctor import examination, findings, hosts, machine
-from longstride.launcher.doctor.findings import Finding, answer_of_child
+from longstride.launcher import cli, doctor
+from longstride.launcher.doctor import Finding, answer_of_child
 from tests.harness.runs import configuration
 
 HERE = {
@@ -49,13 +48,13 @@ def program(folder: Path, name: str, lines: str) -> Path:
 
 
 def test_packages_here_are_in_the_ranges_asked_for() -> None:
-    found = by_subject(machine.packages())
+    found = by_subject(doctor.packages())
     assert {finding.state for finding in found.values()} == {"ok"}, found
     assert "torch 2" in found["packages"].text
 
 
 def test_package_that_is_missing_or_out_of_range_is_told_with_its_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = machine.importlib.metadata
+    own = doctor.importlib.metadata
 
     def version(name: str) -> str:
         if name == "webdataset":
@@ -64,8 +63,8 @@ def test_package_that_is_missing_or_out_of_range_is_told_with_its_mend(monkeypat
 
     real = own.version
     monkeypatch.setattr(own, "version", version)
-    monkeypatch.setattr(machine.platform, "python_version", lambda: "3.9.1")
-    found = by_subject(machine.packages())
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.9.1")
+    found = by_subject(doctor.packages())
     assert found["webdataset"].mend == "`pip install 'webdataset<2,>=1.0'`"
     assert str(found["torch"]) == "broken   torch: 1.2.0 is outside <2.14,>=2.9; `pip install 'torch<2.14,>=2.9'`"
     assert found["python"].state == "broken"
@@ -77,34 +76,34 @@ def test_missing_and_failing_compilers_are_found(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("CC", raising=False)
-    (missing,) = machine.compiler(cards=cards, compiled=False)
+    (missing,) = doctor.compilers(cards=cards, compiled=False)
     assert (missing.state, missing.text.partition(";")[0]) == (state, "gcc or cc or clang is not on PATH")
     program(tmp_path / "bin", "gcc", "echo cannot find ld >&2; exit 1")
-    (failing,) = machine.compiler(cards=cards, compiled=False)
+    (failing,) = doctor.compilers(cards=cards, compiled=False)
     assert failing.state == state and "compiles nothing (cannot find ld)" in failing.text
     program(tmp_path / "bin", "mine", "exit 0")
     monkeypatch.setenv("CC", "mine")
-    (well,) = machine.compiler(cards=cards, compiled=False)
+    (well,) = doctor.compilers(cards=cards, compiled=False)
     assert well.state == "ok"
 
 
 def test_limits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {resource.RLIMIT_NOFILE: (200, 4096), resource.RLIMIT_FSIZE: (1 << 20, 1 << 20)}
-    monkeypatch.setattr(machine.resource, "getrlimit", given.__getitem__)
-    found = by_subject(machine.limits())
+    monkeypatch.setattr(doctor.resource, "getrlimit", given.__getitem__)
+    found = by_subject(doctor.limits())
     assert str(found["open files"]) == "broken   open files: 200 at once are few; `ulimit -n 4096`"
     assert found["file size"].state == "broken"
     given[resource.RLIMIT_NOFILE] = (1024, 1024)
     given[resource.RLIMIT_FSIZE] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    assert [finding.state for finding in machine.limits()] == ["ok"]
+    assert [finding.state for finding in doctor.limits()] == ["ok"]
 
 
 @pytest.mark.parametrize(("free", "needed", "state"), [(32, 0, "warning"), (32, 40, "broken"), (900, 40, "ok")])
 def test_shared_memory_is_held_against_batches(
     monkeypatch: pytest.MonkeyPatch, free: int, needed: int, state: str
 ) -> None:
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: argparse.Namespace(free=free << 20))
-    (finding,) = machine.shared_memory(needed << 20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: argparse.Namespace(free=free << 20))
+    (finding,) = doctor.shared_memory(needed << 20)
     assert finding.state == state and bool(finding.mend) == (state != "ok")
 
 
@@ -114,13 +113,13 @@ def test_bare_surroundings_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(locale, "getpreferredencoding", lambda _: "ANSI_X3.4-1968")
-    found = by_subject(machine.surroundings())
+    found = by_subject(doctor.surroundings())
     assert [found[name].state for name in ("home", "locale", "mpirun")] == ["warning"] * 3
 
 
 def test_disk_without_room_is_found(tmp_path: Path) -> None:
-    (well,) = machine.disk("run folder", tmp_path / "a/b", 1, "2 checkpoints")
-    (full,) = machine.disk("run folder", tmp_path / "a/b", 1 << 60, "2 checkpoints")
+    (well,) = doctor.disk("run folder", tmp_path / "a/b", 1, "2 checkpoints")
+    (full,) = doctor.disk("run folder", tmp_path / "a/b", 1 << 60, "2 checkpoints")
     assert (well.state, full.state) == ("ok", "broken")
     assert not (tmp_path / "a").exists()
 
@@ -144,21 +143,22 @@ def config_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What children answer: of this machine, and the plan of a run."""
+    """The answer of this machine's child, and the plan of a run."""
     rows = dict.fromkeys(("weights", "masters", "moments", "average", "tables"), 1 << 20)
     rows |= {"peak_kept": 1 << 30, "peak_recomputed": 1 << 29}
     plan = {"memory": [{"stage": 0, **rows}], "zero_stage": 0, "activation_checkpointing": False}
-    given: dict[str, Any] = {"answer": dict(HERE), "plan": plan}
+    answers: dict[str, Any] = {"answer": dict(HERE), "plan": plan}
 
-    def answer(words: list[str], *_: Any) -> Any:
-        given["words"] = words
-        return given["answer" if words[1].endswith("answer") else "plan"]
+    def plan_of(config: Any, processes: int, device: str | None) -> Any:
+        answers["device"] = device
+        return plan
 
-    monkeypatch.setattr(examination, "answer_of_child", answer)
-    return given
+    monkeypatch.setattr(doctor, "answer_of_child", lambda words: answers["answer"])
+    monkeypatch.setattr(doctor, "plan_of", plan_of)
+    return answers
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
+def findings_of(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """The exit code and the findings of a command line, by their subjects."""
     code = cli.main(["doctor", *words, "--json"])
     return code, {finding["subject"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
@@ -167,12 +167,12 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str
 def test_run_that_fits_has_nothing_broken(
     capsys: pytest.CaptureFixture[str], answers: dict[str, Any], config_file: Path
 ) -> None:
-    code, found = told(capsys, str(config_file))
+    code, found = findings_of(capsys, str(config_file))
     assert code == 0, found
-    assert answers["words"][-3:-1] == ["--device", "cpu"]  # planned for what is here
+    assert answers["device"] == "cpu"  # planned for what is here
     assert found["attention"]["text"] == "computed by the backend cpu on cpu in fp32"
     assert not (config_file.parent / "run").exists()
-    code, found = told(capsys)
+    code, found = findings_of(capsys)
     assert code == 0 and "memory" not in found and found["python"]["state"] == "ok"
 
 
@@ -182,7 +182,7 @@ def test_what_a_run_lacks_is_broken(
     answers["answer"] = {key: value for key, value in HERE.items() if key not in ("data", "attention")}
     answers["answer"] |= {"no data": "data: no such folder", "no attention": "backend=triton: needs a GPU"}
     answers["plan"]["memory"][0]["peak_kept"] = 1 << 60
-    code, found = told(capsys, str(config_file), "--processes", "3")
+    code, found = findings_of(capsys, str(config_file), "--processes", "3")
     assert code == 1
     broken = {name for name, finding in found.items() if finding["state"] == "broken"}
     assert broken == {"data", "attention", "memory", "processes"}
@@ -190,7 +190,7 @@ def test_what_a_run_lacks_is_broken(
 
 def test_torch_that_crashes_is_broken(capsys: pytest.CaptureFixture[str], answers: dict[str, Any]) -> None:
     answers["answer"] = "ended by signal 11"
-    code, found = told(capsys)
+    code, found = findings_of(capsys)
     assert code == 1 and found["torch"]["text"] == "a process that imports it: ended by signal 11"
 
 
@@ -213,9 +213,9 @@ def test_cards_are_held_against_kernels_and_precision(
 ) -> None:
     cards = [CARD | card] * 2
     answers["answer"]["devices"] = {"cards": cards, "nccl": nccl, "built": "12.8", "bf16_products": True}
-    code, found = told(capsys, str(config_file), "deepspeed=zero0_bf16")
+    code, found = findings_of(capsys, str(config_file), "deepspeed=zero0_bf16")
     assert {name for name, finding in found.items() if finding["state"] == "broken"} == broken
-    assert code == int(bool(broken)) and "--device" not in answers["words"]
+    assert code == int(bool(broken)) and answers["device"] is None
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_hosts_are_held_against_this_one(
     for name in ("cat", "sleep"):
         (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # without srun, which may be here
-    monkeypatch.setattr(hosts, "CHILD_SECONDS", -57.0)  # 60 are added for ssh
+    monkeypatch.setattr(doctor, "CHILD_SECONDS", -57.0)  # 60 are added for ssh
     hostfile = tmp_path / "hosts"
     hostfile.write_text("".join(f"{name} slots=2\n" for name in ("alike", "other", "bare", "slow", "dead")))
     code = cli.main(["doctor", "--hostfile", str(hostfile), "--launcher", "slurm", "--json"])
@@ -270,8 +270,8 @@ def test_hosts_are_held_against_this_one(
 
 @pytest.mark.hostile
 def test_a_child_tells_this_machine() -> None:
-    found = answer_of_child(["-m", "longstride.launcher.doctor.answer"])
+    found = answer_of_child(["-m", "longstride.launcher.doctor"])
     assert isinstance(found, dict), found
     assert not [name for name in found if name.startswith("no ") and name != "no mpi"], found
     assert len(found["code"]) == 12 and found["torch"]
-    assert findings.ROOT
+    assert doctor.ROOT
