@@ -11,6 +11,7 @@ from typing import Any
 
 from longstride.kernels import ConfigError
 from longstride.launcher.doctor.findings import CHILD_SECONDS, ROOT, Finding, parsed
+from longstride.launcher.output import exit_codes
 
 _ALIKE = ("python", "torch", "triton", "deepspeed", "code")
 
@@ -50,7 +51,7 @@ def examine_hosts(
         there = parsed(ended)
         if isinstance(there, str):
             mend = f"`ssh {host} true` must work without a password"
-            if ended.returncode != hosts.SSH_FAILED:
+            if ended.returncode != exit_codes.SSH_FAILED:
                 mend = f"{sys.executable} and this code must be there at the same path"
             yield Finding(host, "broken", there, mend)
             continue
