@@ -38,7 +38,7 @@ setup(
         "longstride.kernels.backends.triton": ["tuned/*.json"],
         "longstride.launcher.cluster": ["sbatch.sh"],
         "longstride.launcher.drawing": ["pattern.html", "pattern.css", "pattern.js"],
-        "longstride.launcher.options": ["keys.json"],
+        "longstride.launcher.verbs": ["keys.json"],
         "longstride.launcher.reporting": ["report.css", "report.js"],
         "longstride.launcher.serving": ["serve.*"],
     },

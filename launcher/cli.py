@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-from longstride.launcher.options import misspelt_keys
 from longstride.launcher.output import (
     AgreedError,
     exit_codes,
@@ -25,8 +24,17 @@ from longstride.launcher.output import (
     settle_libraries,
 )
 from longstride.launcher.stops import stopped_at_once
-from longstride.launcher.verbs import GROUPS, VERBS, Verb, declare_options
+from longstride.launcher.verbs import Verb, configure, data, look, misspelt_keys, train, use
 
+GROUPS = {
+    "data: from files to shards": data.VERBS,
+    "train: a run, and what it will cost": train.VERBS,
+    "look: what a run has learned": look.VERBS,
+    "use: a trained model": use.VERBS,
+    "configure": configure.VERBS,
+}
+VERBS = [verb for verbs in GROUPS.values() for verb in verbs]
+_FILES = ("DIR", "FILE", "PATH", "RUN", "CONFIG", "PNG", ".json", ".png")  # in metavars whose words name files
 _EXAMPLE_COLUMNS = 45  # of `longstride --help`; a summary stands beside what is shorter
 
 
@@ -52,10 +60,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(verb: Verb) -> Parser:
-    """The parser of a verb's options; imports what declares them."""
+    """The parser of a verb's options."""
     summary = f"{verb.summary[0].upper()}{verb.summary[1:]}."
     parser = Parser(prog=f"longstride {verb.words}", description=summary, examples=verb.examples)
-    declare_options(verb, parser)
+    verb.add_arguments(parser)
     return parser
 
 
@@ -120,9 +128,10 @@ def _run(words: list[str]) -> int:
                 and (lines := misspelt_keys(options.config, options.overrides))
             ):
                 return report(AgreedError("\n".join(lines)))
-            module = importlib.import_module(f"longstride.launcher.{verb.module}")
+            module, _, function = verb.run.rpartition(".")
+            run = getattr(importlib.import_module(f"longstride.launcher.{module}"), function)
             try:
-                return getattr(module, verb.run)(options)
+                return run(options)
             except (OSError, ValueError) as error:
                 return report(error)
     except KeyboardInterrupt as stop:
@@ -158,9 +167,9 @@ def _help(words: list[str]) -> int:
     prefix = " ".join(["longstride", *first])
     if verbs and (len(first) < len(words) or not words):
         lines = [f"usage: {prefix} VERB …"]
-        for group, title in GROUPS.items():
-            its = [verb for verb in verbs if verb.group == group]
-            lines += ["", f"{title}:", *(line for verb in its for line in _listed(verb))] if its else []
+        for title, group in GROUPS.items():
+            listed = [line for verb in group if verb in verbs for line in _listed(verb)]
+            lines += ["", f"{title}:", *listed] if listed else []
         lines += ["", f"{prefix} VERB --help tells the options of one, with examples."]
         print("\n".join(lines))
         return exit_codes.DONE
@@ -169,6 +178,34 @@ def _help(words: list[str]) -> int:
     meant = [verb.words for verb in verbs] or close[:1]
     hint = f"; there is {', '.join(meant)}" if meant else ""
     return report(AgreedError(f"no verb {' '.join(first[:2]) or words[0]}{hint}; `longstride --help` lists all"))
+
+
+def complete(arguments: argparse.Namespace) -> int:
+    """Runs `longstride completion`: prints a script by which a shell completes verbs, options and files.
+
+    It is written once, from the parsers of all verbs, so that a TAB starts no Python.
+
+    Raises:
+        AgreedError: shtab is not installed.
+    """
+    try:
+        import shtab
+    except ImportError as error:
+        raise AgreedError(f'completion: needs shtab ({error}); pip install "longstride[completion]"') from None
+    root = argparse.ArgumentParser(prog="longstride")
+    below: dict[tuple[str, ...], Any] = {(): root.add_subparsers()}
+    for verb in VERBS:
+        *above, last = verb.words.split()
+        group = tuple(above)
+        if group not in below:  # shtab completes parsers that have a help
+            below[group] = below[()].add_parser(*above, help=f"{group[0]} VERB").add_subparsers()
+        parser = below[group].add_parser(last, help=verb.summary)
+        verb.add_arguments(parser)
+        for action in parser._actions:
+            if action.choices is None and any(name in str(action.metavar) for name in _FILES):
+                vars(action)["complete"] = shtab.FILE  # by which shtab is told
+    print(shtab.complete(root, arguments.shell))
+    return exit_codes.DONE
 
 
 if __name__ == "__main__":

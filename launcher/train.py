@@ -33,8 +33,7 @@ if __name__ == "__main__":
 
 from longstride.kernels import ConfigError
 from longstride.launcher.config import load_config
-from longstride.launcher.from_options import FromOptions
-from longstride.launcher.options import add_rank_arguments
+from longstride.launcher.data import FromOptions
 from longstride.launcher.output import (
     AgreedError,
     exit_codes,
@@ -48,6 +47,7 @@ from longstride.launcher.output import (
 )
 from longstride.launcher.ranks import adopt_place
 from longstride.launcher.stops import LauncherGone
+from longstride.launcher.verbs import add_rank_arguments
 
 if TYPE_CHECKING:
     from longstride.launcher.data import Run

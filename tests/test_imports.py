@@ -31,9 +31,9 @@ ORDER = {
         "shards", "documents", "datasets", "order", "building",
     ],
     "launcher": [
-        "options", "output", "stops", "config", "from_options", "pictures", "ranks", "models", "hub", "engine", "data",
+        "verbs", "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data",
         "checkpoints", "identity", "exports", "evaluation", "training", "generation", "compression", "serving",
-        "planning", "drawing", "reporting", "train", "cluster", "doctor", "verbs", "completion", "cli", "demo",
+        "planning", "drawing", "reporting", "train", "cluster", "doctor", "cli", "demo",
     ],
 }  # fmt: skip
 # Big rooms that have one face, and the rooms inside that have another. All others are imported room by room.
@@ -51,8 +51,8 @@ ONLY_IN = {
     "tqdm": ["launcher"],
     "tensorboard": ["launcher/training/monitors.py"],
     "transformers": ["launcher/hub"],
-    "shtab": ["launcher/completion.py"],
-    "lm_eval": ["launcher/generation/lm_eval_model.py", "launcher/generation/lm_eval_command.py"],
+    "shtab": ["launcher/cli.py"],
+    "lm_eval": ["launcher/generation/lm_eval_model.py", "launcher/generation/likelihood.py"],
     "wandb": ["launcher/training/monitors.py"],
     "PIL": [
         "data_pipelines/modalities/picture.py",

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longstride.kernels import ConfigError
-from longstride.launcher.options import HOSTFILE
 from longstride.launcher.ranks import is_loopback, source_address
+from longstride.launcher.verbs import HOSTFILE
 
 Slots = dict[str, list[int]]  # the slots of each host, in the order of the file
 

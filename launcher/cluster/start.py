@@ -15,8 +15,7 @@ from longstride.launcher.cluster.placement import HostRanks, LocalRanks, acceler
 from longstride.launcher.cluster.restarts import is_done, run_with_restarts, saved_steps
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest, orphan_seconds, supervise
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data import check_data, check_output, check_replay, discard_start, profile_steps
-from longstride.launcher.from_options import FromOptions
+from longstride.launcher.data import FromOptions, check_data, check_output, check_replay, discard_start, profile_steps
 from longstride.launcher.output import say
 from longstride.launcher.ranks import check_unlocked
 

@@ -2,6 +2,7 @@
 
 from longstride.launcher.data.folders import check_location
 from longstride.launcher.data.run import (
+    FromOptions,
     Run,
     check_data,
     check_output,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from longstride.kernels import ConfigError
-from longstride.launcher.options import TRUST_OPTION
 from longstride.launcher.output import file_names, metrics_file, say
+from longstride.launcher.verbs import TRUST_OPTION
 
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
 LEAST_MEAN = 3  # lines that a running mean is over, at least: a shorter run has none

@@ -44,8 +44,8 @@ from longstride.launcher.models import (
     streamed_model,
     usable_device,
 )
-from longstride.launcher.options import DEFAULT_SHARD_SIZE
 from longstride.launcher.output import counting, file_names, say
+from longstride.launcher.verbs import DEFAULT_SHARD_SIZE
 from longstride.sparse_model import ModelConfig
 
 _PROBE = "probe (a check on random bytes, not the model's score)"  # whose loss is high: none can be learned

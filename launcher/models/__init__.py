@@ -12,5 +12,12 @@ from longstride.launcher.models.exported import (
 )
 from longstride.launcher.models.model_data import ModelData
 from longstride.launcher.models.shapes import Shapes
-from longstride.launcher.models.tensors import ALIGNMENT, DTYPES, MAPPED_BYTES, Fingerprint, write_tensors
-from longstride.launcher.models.weights import AVERAGE, TRAINED
+from longstride.launcher.models.tensors import (
+    ALIGNMENT,
+    AVERAGE,
+    DTYPES,
+    MAPPED_BYTES,
+    TRAINED,
+    Fingerprint,
+    write_tensors,
+)

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from longstride.data_pipelines.durable import naming
+from longstride.launcher.verbs import PRECISIONS, WEIGHTS
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # as a command line names them
+DTYPES = dict(zip(PRECISIONS, (torch.bfloat16, torch.float16, torch.float32), strict=True))
+TRAINED, AVERAGE = WEIGHTS  # the average's name is its key in the optimiser's state too
 STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors names them
 ALIGNMENT = 64  # bytes: torch aligns its own memory so, and the rounding of matrix products may depend on it
 MAPPED_BYTES = 1 << 26  # read of a file before it is mapped anew: until then they count as memory of the process

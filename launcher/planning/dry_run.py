@@ -18,9 +18,8 @@ from longstride.data_pipelines.order import StreamState
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import first_whole
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data import Run, RunData, check_output, resolve_steps
+from longstride.launcher.data import FromOptions, Run, RunData, check_output, resolve_steps
 from longstride.launcher.engine import build_engine, check_engine, compile_kernels, prepare_accelerator
-from longstride.launcher.from_options import FromOptions
 from longstride.launcher.output import exit_codes, metrics_file, said_where_slow, say
 from longstride.launcher.planning.new import free_bytes
 from longstride.launcher.planning.plan import describe, make_plan

@@ -20,9 +20,9 @@ from typing import Any
 from PIL import Image
 
 import longstride
-from longstride.launcher.options import TRUST_OPTION
 from longstride.launcher.output import file_names, say
 from longstride.launcher.reporting.records import RunRecord, read_positions
+from longstride.launcher.verbs import TRUST_OPTION
 
 _SECONDS = 1800.0  # that a verb may take
 _AT_ONCE = 2
