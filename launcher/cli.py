@@ -211,7 +211,7 @@ def complete(arguments: argparse.Namespace) -> int:
 if __name__ == "__main__":
     code = main()
     if "RANK" in os.environ:  # one of several ranks, started by a launcher
-        from longstride.launcher.train import leave
+        from longstride.launcher.ranks import leave
 
         leave(code)
     sys.exit(code)

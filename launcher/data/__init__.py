@@ -6,7 +6,6 @@ from longstride.launcher.data.run import (
     Run,
     check_data,
     check_output,
-    check_replay,
     discard_start,
     profile_steps,
     resolve_steps,

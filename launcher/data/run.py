@@ -141,13 +141,22 @@ def steps_of(train: TrainConfig, contexts: int) -> int:
     return steps
 
 
-def check_output(output: str, resume: str) -> None:
-    """Whether a run may be written to a folder, as --resume is given; nothing is written.
+def check_output(output: str, resume: str, replay: str | None = None) -> None:
+    """Check that a run may be written to a folder by --resume, or that it holds one for --replay. Writes nothing.
 
     Raises:
-        ConfigError: --resume is no choice, or the folder is a file, cannot be written or holds a run already.
+        ConfigError: an option is no choice; the folder is a file, cannot be written or holds a run already; or there is
+            no run to replay a step of.
     """
     run = Path(output)
+    if replay is not None:
+        if not _NUMBER.fullmatch(replay) or int(replay) == 0:
+            raise ConfigError(f"--replay={replay}: must be the number of a step, from 1 on")
+        if resume != "never":
+            raise ConfigError(f"--resume={resume}: a replay finds its checkpoint by itself; leave it out")
+        if not (run / file_names.CONFIG).is_file():
+            raise ConfigError.at("train.output", output, "holds no run to replay a step of; name one that does")
+        return
     if "://" in output:
         raise ConfigError.at("train.output", output, "must be a folder on this machine, or one that it mounts")
     if resume not in ("auto", "best", "never") and not _NUMBER.fullmatch(resume):
@@ -189,21 +198,6 @@ def discard_start(run: Path) -> bool:
                 path.rmdir() if path.is_dir() else path.unlink()
             run.rmdir()
     return not run.exists()
-
-
-def check_replay(config: RunConfig, resume: str, replay: str) -> None:
-    """Whether --replay names a step of a run; nothing is read but the run folder.
-
-    Raises:
-        ConfigError: it is no number of a step, --resume is given as well, or there is no such run.
-    """
-    if not _NUMBER.fullmatch(replay) or int(replay) == 0:
-        raise ConfigError(f"--replay={replay}: must be the number of a step, from 1 on")
-    if resume != "never":
-        raise ConfigError(f"--resume={resume}: a replay finds its checkpoint by itself; leave it out")
-    if not (Path(config.train.output) / file_names.CONFIG).is_file():
-        rule = "holds no run to replay a step of; name one that does"
-        raise ConfigError.at("train.output", config.train.output, rule)
 
 
 def profile_steps(profile: str | None, replay: str | None) -> int:

@@ -80,6 +80,15 @@ def add_new_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", metavar="GIB", help=memory)
 
 
+def add_script_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of launcher/train.py: also those that launchers set, and a person does not."""
+    add_rank_arguments(parser)
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # set by the deepspeed launcher
+    # Set by `longstride train`: the file by which it asks for a stop, and the time at which it began, by the clock.
+    parser.add_argument("--stop-file", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, default=None, help=argparse.SUPPRESS)
+
+
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `longstride train`."""
     add_rank_arguments(parser)

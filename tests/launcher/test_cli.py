@@ -66,11 +66,6 @@ def test_help_of_a_verb_by_the_word_help(capsys: pytest.CaptureFixture[str]) -> 
     assert "\nusage: longstride config schema" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", cli.VERBS, ids=lambda verb: verb.words)
-def test_verb_names_functions_that_exist(verb: cli.Verb) -> None:
-    assert callable(getattr(importlib.import_module(f"longstride.launcher.{verb.module}"), verb.run))
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
