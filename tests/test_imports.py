@@ -163,7 +163,8 @@ def test_rooms_inside_import_downwards_and_by_faces(path: Path) -> None:
                 f"{here[1]} stands below {inside}: must not import {name}"
             )
         if (ROOT / big / inside).is_dir() and inside != "backends":  # of which each is a room of its own
-            names = {f"longstride.{big}.{inside}.{each}" for each in face(f"{big}/{inside}")}
+            room = f"longstride.{big}.{inside}"
+            names = {room, *(f"{room}.{each}" for each in face(f"{big}/{inside}"))}
             assert name in names | LATE, f"{name}: past the face"
 
 
