@@ -31,7 +31,7 @@ ORDER = {
         "shards", "documents", "datasets", "order", "building",
     ],
     "launcher": [
-        "verbs", "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data",
+        "verbs", "output", "stops", "config", "files", "pictures", "ranks", "models", "hub", "engine", "data",
         "checkpoints", "identity", "exports", "evaluation", "training", "generation", "compression", "serving",
         "planning", "drawing", "reporting", "train", "cluster", "doctor", "cli", "demo",
     ],

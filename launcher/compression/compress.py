@@ -18,7 +18,8 @@ from longstride.launcher.compression.compressed_file import (
     settings_crc32,
     shortened,
 )
-from longstride.launcher.generation import check_bytes, check_new, naming, read_file, write_new
+from longstride.launcher.files import check_new, naming, read_file, write_new
+from longstride.launcher.generation import check_bytes
 from longstride.launcher.models import Exported, computing_numbers, load_model, usable_device
 from longstride.launcher.output import ByteCounter
 from longstride.sparse_model import SparseTransformer

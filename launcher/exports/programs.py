@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from longstride.data_pipelines.durable import naming, whole_folder
 from longstride.kernels import ConfigError
-from longstride.launcher.exports.whole_folder import check_free
+from longstride.launcher.files import check_free
 from longstride.launcher.models import Exported, load_model
 from longstride.sparse_model import SparseTransformer
 

@@ -26,8 +26,8 @@ from longstride.data_pipelines.modalities import MODALITIES, Content, Modality
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.config import TrainConfig, load_json_object
+from longstride.launcher.files import check_new, naming, read_file, write_new
 from longstride.launcher.generation.likelihood import likelihood
-from longstride.launcher.generation.plain_files import check_new, naming, read_file, write_new
 from longstride.launcher.models import ModelData, computing_numbers, load_model, usable_device
 from longstride.launcher.output import ByteCounter, file_names, metrics_file
 from longstride.sparse_model import SparseTransformer, generate

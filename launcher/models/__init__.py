@@ -11,7 +11,6 @@ from longstride.launcher.models.exported import (
     usable_device,
 )
 from longstride.launcher.models.model_data import ModelData
-from longstride.launcher.models.shapes import Shapes
 from longstride.launcher.models.tensors import (
     ALIGNMENT,
     AVERAGE,
@@ -19,5 +18,6 @@ from longstride.launcher.models.tensors import (
     MAPPED_BYTES,
     TRAINED,
     Fingerprint,
+    Shapes,
     write_tensors,
 )
