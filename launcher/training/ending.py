@@ -11,7 +11,6 @@ from longstride.launcher.data import Run, discard_start
 from longstride.launcher.output import counting, exit_codes, metrics_file
 from longstride.launcher.stops import StopAskedError
 from longstride.launcher.training.guards import GuardStopError
-from longstride.launcher.training.progress import amount
 
 
 def early_end(error: Exception, run: Run, step: int) -> tuple[int, str]:
@@ -46,7 +45,9 @@ def summary(run: Run, step: int, first: int, seconds: float, content_seen: int |
     is_byte = run.data.unit != metrics_file.NO_BYTE
     most = "" if run.data.fills_contexts else "up to "
     positions = step * train.global_batch * context
-    seen = f"{most if content_seen is None else ''}{amount(positions if content_seen is None else content_seen)}"
+    seen = (
+        f"{most if content_seen is None else ''}{counting.amount(positions if content_seen is None else content_seen)}"
+    )
     seen += "B" if is_byte else "pixels"
     took = (
         f", in {counting.duration(seconds)}"
