@@ -16,30 +16,18 @@ if __name__ == "__main__":
     # Python puts this folder first on the path, where the names of our rooms would shadow others' (config, data). The
     # folder that holds `longstride` takes its place, so that nothing need be installed.
     sys.path[0] = str(next(folder for folder in Path(__file__).resolve().parents if (folder / "longstride").is_dir()))
-    from longstride.launcher.output import lasting_output
-    from longstride.launcher.stops import StopFlag
 
-    with lasting_output():  # before anything can be said, or a library keeps the streams
-        listening = StopFlag()
-        listening.listen()  # the imports take seconds
-        import longstride.launcher.train as entry
-        from longstride.launcher.ranks import leave
-
-        leave(entry.main(sys.argv[1:], listening))  # it does not return
-
-from longstride.kernels import ConfigError
-from longstride.launcher.config import load_config
 from longstride.launcher.output import (
     AgreedError,
     exit_codes,
     exit_on_mistake,
+    lasting_output,
     mistake,
     report,
     said_where_slow,
     say,
     settle_libraries,
 )
-from longstride.launcher.ranks import adopt_place
 from longstride.launcher.stops import LauncherGone, StopFile, StopFlag, TimeIsUp
 from longstride.launcher.verbs import add_script_arguments
 
@@ -52,7 +40,6 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
     settle_libraries(os.environ)
     with closing(StopFlag()) as fresh_stop:
         try:
-            adopt_place(os.environ)
             return train(options, stop or fresh_stop)
         except (OSError, ValueError) as error:
             return report(error)
@@ -60,6 +47,11 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
 
 def train(options: argparse.Namespace, stop: StopFlag) -> int:
     """Check all that this rank can check alone, meet the others, and train; or replay a step. Return the exit code."""
+    from longstride.kernels import ConfigError  # late, as all that imports torch: a stop may come meanwhile
+    from longstride.launcher.config import load_config
+    from longstride.launcher.ranks import Ranks, adopt_place, process_group, run_lock
+
+    adopt_place(os.environ)
     is_first, replays = os.environ.get("RANK", "0") == "0", options.replay is not None
     stop.add_source(launcher_gone := LauncherGone(os.environ))
     stop_file = StopFile(options.stop_file) if options.stop_file is not None and is_first else None
@@ -77,7 +69,6 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
         from longstride.launcher.checkpoints import restore
         from longstride.launcher.data import FromOptions, Run, RunData, check_output, profile_steps, resolve_steps
         from longstride.launcher.engine import build_engine, check_engine, prepare_accelerator
-        from longstride.launcher.ranks import Ranks, process_group, run_lock
 
     source = FromOptions.of(options, options.resume)
     profiled = profile_steps(options.profile, options.replay)
@@ -148,3 +139,12 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
             if stop_file is not None and launcher_gone():
                 stop_file.remove()  # nobody else is left who would
     return code
+
+
+if __name__ == "__main__":
+    with lasting_output():  # before anything can be said, or a library keeps the streams
+        listening = StopFlag()
+        listening.listen()  # the imports take seconds
+        from longstride.launcher.ranks import leave
+
+        leave(main(sys.argv[1:], listening))
