@@ -182,7 +182,7 @@ part_4() {
     million=("${small[@]}")
     bytes=(--contexts 256 --calls 2 --repeats 1)
   fi
-  absent="$(missing pydantic pydantic_core annotated_types typing_inspection typing_extensions)"
+  absent="$(missing pydantic pydantic_core annotated_types typing_extensions)"
   if [ -n "$absent" ]; then
     skip training-step "the model needs $absent; --wheels installs it"
     FAILED=1
@@ -229,7 +229,7 @@ part_6() {
   # A seed of both data sets before the next: what the time limit cuts off are seeds.
   local options=(--size real --time-limit 470) absent
   [ -z "$REHEARSE" ] || options=(--size tiny --seeds 1 --text "$ROOT/docs")
-  absent="$(missing webdataset braceexpand yaml PIL matplotlib pydantic pydantic_core annotated_types typing_inspection \
+  absent="$(missing webdataset braceexpand yaml PIL matplotlib pydantic pydantic_core annotated_types \
     typing_extensions)"
   if [ -n "$absent" ]; then
     skip paper "it needs $absent; --wheels installs it"

@@ -1,10 +1,10 @@
-"""Writes launcher/options/keys.json, the keys of a run's configuration, from the classes: `python docs/keys.py`."""
+"""Writes launcher/verbs/keys.json, the keys of a run's configuration, from the classes: `python docs/keys.py`."""
 
 import json
 from typing import Any
 
 from longstride.launcher.config import RunConfig
-from longstride.launcher.options import KEYS
+from longstride.launcher.verbs import KEYS
 
 
 def settled_keys(schema: dict[str, Any], part: dict[str, Any] | None = None, path: str = "") -> dict[str, list[str]]:

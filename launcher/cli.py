@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-from longstride.launcher.options import misspelt_keys
 from longstride.launcher.output import (
     AgreedError,
     exit_codes,
@@ -25,8 +24,48 @@ from longstride.launcher.output import (
     settle_libraries,
 )
 from longstride.launcher.stops import stopped_at_once
-from longstride.launcher.verbs import GROUPS, VERBS, Verb, declare_options
+from longstride.launcher.verbs import Verb, data, look, misspelt_keys, path, train, use
 
+
+def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `longstride config schema`."""
+    what = "write it to this new file, for `$schema` of configurations (default: print it)"
+    parser.add_argument("--output", type=path, default=None, metavar="FILE.json", help=what)
+
+
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `longstride completion`."""
+    parser.add_argument("shell", choices=("bash", "zsh"), help="shell that the script is for")
+
+
+_CONFIGURE = (
+    Verb(
+        "config schema",
+        "the JSON schema of a run",
+        add_schema_arguments,
+        "config.schema.run",
+        examples=("longstride config schema", "longstride config schema --output longstride.schema.json"),
+    ),
+    Verb(
+        "completion",
+        "TAB completes verbs and options",
+        add_completion_arguments,
+        "cli.complete",
+        examples=(
+            "longstride completion bash",
+            "longstride completion bash > ~/.local/share/bash-completion/completions/longstride",
+        ),
+    ),
+)
+GROUPS = {
+    "data: from files to shards": data.VERBS,
+    "train: a run, and what it will cost": train.VERBS,
+    "look: what a run has learned": look.VERBS,
+    "use: a trained model": use.VERBS,
+    "configure": _CONFIGURE,
+}
+VERBS = [verb for verbs in GROUPS.values() for verb in verbs]
+_FILES = ("DIR", "FILE", "PATH", "RUN", "CONFIG", "PNG", ".json", ".png")  # in metavars whose words name files
 _EXAMPLE_COLUMNS = 45  # of `longstride --help`; a summary stands beside what is shorter
 
 
@@ -52,10 +91,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(verb: Verb) -> Parser:
-    """The parser of a verb's options; imports what declares them."""
+    """The parser of a verb's options."""
     summary = f"{verb.summary[0].upper()}{verb.summary[1:]}."
     parser = Parser(prog=f"longstride {verb.words}", description=summary, examples=verb.examples)
-    declare_options(verb, parser)
+    verb.add_arguments(parser)
     return parser
 
 
@@ -120,9 +159,10 @@ def _run(words: list[str]) -> int:
                 and (lines := misspelt_keys(options.config, options.overrides))
             ):
                 return report(AgreedError("\n".join(lines)))
-            module = importlib.import_module(f"longstride.launcher.{verb.module}")
+            module, _, function = verb.run.rpartition(".")
+            run = getattr(importlib.import_module(f"longstride.launcher.{module}"), function)
             try:
-                return getattr(module, verb.run)(options)
+                return run(options)
             except (OSError, ValueError) as error:
                 return report(error)
     except KeyboardInterrupt as stop:
@@ -158,9 +198,9 @@ def _help(words: list[str]) -> int:
     prefix = " ".join(["longstride", *first])
     if verbs and (len(first) < len(words) or not words):
         lines = [f"usage: {prefix} VERB …"]
-        for group, title in GROUPS.items():
-            its = [verb for verb in verbs if verb.group == group]
-            lines += ["", f"{title}:", *(line for verb in its for line in _listed(verb))] if its else []
+        for title, group in GROUPS.items():
+            listed = [line for verb in group if verb in verbs for line in _listed(verb)]
+            lines += ["", f"{title}:", *listed] if listed else []
         lines += ["", f"{prefix} VERB --help tells the options of one, with examples."]
         print("\n".join(lines))
         return exit_codes.DONE
@@ -171,10 +211,38 @@ def _help(words: list[str]) -> int:
     return report(AgreedError(f"no verb {' '.join(first[:2]) or words[0]}{hint}; `longstride --help` lists all"))
 
 
+def complete(arguments: argparse.Namespace) -> int:
+    """Runs `longstride completion`: prints a script by which a shell completes verbs, options and files.
+
+    It is written once, from the parsers of all verbs, so that a TAB starts no Python.
+
+    Raises:
+        AgreedError: shtab is not installed.
+    """
+    try:
+        import shtab
+    except ImportError as error:
+        raise AgreedError(f'completion: needs shtab ({error}); pip install "longstride[completion]"') from None
+    root = argparse.ArgumentParser(prog="longstride")
+    below: dict[tuple[str, ...], Any] = {(): root.add_subparsers()}
+    for verb in VERBS:
+        *above, last = verb.words.split()
+        group = tuple(above)
+        if group not in below:  # shtab completes parsers that have a help
+            below[group] = below[()].add_parser(*above, help=f"{group[0]} VERB").add_subparsers()
+        parser = below[group].add_parser(last, help=verb.summary)
+        verb.add_arguments(parser)
+        for action in parser._actions:
+            if action.choices is None and any(name in str(action.metavar) for name in _FILES):
+                vars(action)["complete"] = shtab.FILE  # by which shtab is told
+    print(shtab.complete(root, arguments.shell))
+    return exit_codes.DONE
+
+
 if __name__ == "__main__":
     code = main()
     if "RANK" in os.environ:  # one of several ranks, started by a launcher
-        from longstride.launcher.train import leave
+        from longstride.launcher.ranks import leave
 
         leave(code)
     sys.exit(code)

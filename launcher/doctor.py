@@ -383,7 +383,7 @@ def examine_hosts(
         answer = ended if isinstance(ended, str) else parsed(ended)
         if isinstance(answer, str):
             mend = f"`ssh {host} true` must work without a password"
-            if not isinstance(ended, str) and ended.returncode != hosts.SSH_FAILED:
+            if not isinstance(ended, str) and ended.returncode != exit_codes.SSH_FAILED:
                 mend = f"{sys.executable} and this code must be there at the same path"
             yield Finding(host, "broken", answer, mend)
             continue

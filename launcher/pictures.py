@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +14,7 @@ matplotlib.use("Agg")  # before pyplot: there may be no screen
 
 from matplotlib import pyplot as plt
 
-from longstride.data_pipelines.durable import write_new
-from longstride.kernels import ConfigError
+from longstride.launcher.files import check_new, write_new
 
 DOTS_PER_INCH = 160
 INK, FAINT = "#24292f", "#8c959f"  # of text, and of what stands behind it
@@ -66,12 +64,7 @@ def curves(size: tuple[float, float] = (6.4, 3.8)) -> tuple[Any, Any]:
 
 def check_output(output: Path, option: str = "--output", suffix: str = ".png") -> None:
     """Raise ConfigError where a picture cannot be written. Called before it is drawn."""
-    if output.exists():
-        raise ConfigError(f"{option}={output}: exists already; nothing is overwritten")
-    if output.suffix != suffix or not output.parent.is_dir():
-        raise ConfigError(f"{option}={output}: must be a {suffix} in a folder that exists; such as new{suffix}")
-    if not os.access(output.parent, os.W_OK):
-        raise ConfigError(f"{option}={output}: {output.parent} cannot be written; name another folder")
+    check_new(output, option, suffix)
 
 
 def save_picture(figure: Any, output: Path, option: str = "--output") -> None:
@@ -94,7 +87,4 @@ def picture_of(figure: Any) -> bytes:
 
 def save_content(content: bytes, output: Path, option: str) -> None:
     """Write a new file, which appears whole; ConfigError where it cannot be written."""
-    try:
-        write_new(output, content)
-    except OSError as error:
-        raise ConfigError(f"{option}={output}: cannot be written: {error.strerror}") from None
+    write_new(output, content, option)

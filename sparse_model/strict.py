@@ -127,9 +127,9 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """Every configuration class named in an annotation such as ``list[A | B] | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in typing.get_args(annotation) for model in _models_in(argument)]
+    if arguments := typing.get_args(annotation):  # first: Python 3.10 takes list[int] for a class
+        return [model for argument in arguments for model in _models_in(argument)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
 
 
 def _is_member(model: type[BaseModel], name: int | str) -> bool:

@@ -31,9 +31,9 @@ ORDER = {
         "shards", "documents", "datasets", "order", "building",
     ],
     "launcher": [
-        "options", "output", "stops", "config", "from_options", "pictures", "ranks", "models", "hub", "engine", "data",
+        "verbs", "output", "stops", "config", "files", "pictures", "ranks", "models", "hub", "engine", "data",
         "checkpoints", "identity", "exports", "evaluation", "training", "generation", "compression", "serving",
-        "planning", "drawing", "reporting", "train", "cluster", "doctor", "verbs", "completion", "cli", "demo",
+        "planning", "drawing", "reporting", "train", "cluster", "doctor", "cli", "demo",
     ],
 }  # fmt: skip
 # Big rooms that have one face, and the rooms inside that have another. All others are imported room by room.
@@ -52,8 +52,8 @@ ONLY_IN = {
     "tensorboard": ["launcher/training/monitors.py"],
     "transformers": ["launcher/hub"],
     "jinja2": ["launcher/reporting"],
-    "shtab": ["launcher/completion.py"],
-    "lm_eval": ["launcher/generation/lm_eval_model.py", "launcher/generation/lm_eval_command.py"],
+    "shtab": ["launcher/cli.py"],
+    "lm_eval": ["launcher/generation/lm_eval_model.py", "launcher/generation/likelihood.py"],
     "wandb": ["launcher/training/monitors.py"],
     "PIL": [
         "data_pipelines/modalities/picture.py",
@@ -168,7 +168,8 @@ def test_rooms_inside_import_downwards_and_by_faces(path: Path) -> None:
                 f"{here[1]} stands below {inside}: must not import {name}"
             )
         if (ROOT / big / inside).is_dir() and inside != "backends":  # of which each is a room of its own
-            names = {f"longstride.{big}.{inside}.{each}" for each in face(f"{big}/{inside}")}
+            room = f"longstride.{big}.{inside}"
+            names = {room, *(f"{room}.{each}" for each in face(f"{big}/{inside}"))}
             assert name in names | LATE, f"{name}: past the face"
 
 

@@ -198,8 +198,7 @@ def tensor_bytes(path: Path) -> int:
 
 def inside(options: argparse.Namespace) -> int:
     """The process that is watched: imports everything, waits for the word, exports, and waits to be read."""
-    from longstride.launcher.exports.export import Options, export
-    from longstride.launcher.exports.weight_files import parse_size
+    from longstride.launcher.exports.export import Options, export, parse_size
 
     output, dtype, size, check = options.inside
     assert dtype in DTYPES

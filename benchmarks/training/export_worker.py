@@ -45,6 +45,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from longstride.launcher.train import leave
+    from longstride.launcher.ranks import leave
 
     leave(main(sys.argv[1:]))

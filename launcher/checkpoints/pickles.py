@@ -38,8 +38,8 @@ from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import FileRecord
 from longstride.launcher.models import write_tensors
-from longstride.launcher.options import TRUST_OPTION
 from longstride.launcher.output import AgreedError
+from longstride.launcher.verbs import TRUST_OPTION
 
 FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying
 _PLAIN_CLASSES = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]

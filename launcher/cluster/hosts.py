@@ -21,14 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longstride.kernels import ConfigError
-from longstride.launcher.options import HOSTFILE
 from longstride.launcher.ranks import is_loopback, source_address
+from longstride.launcher.verbs import HOSTFILE
 
 Slots = dict[str, list[int]]  # the slots of each host, in the order of the file
 
 _ENTRY = re.compile(r"(?P<host>[A-Za-z0-9][\w.:@-]*)(?:\s+slots=(?P<slots>\d+))?", re.ASCII)
 _GOOD_LINE = "such as `node1 slots=4`"
-SSH_FAILED = 255  # ssh's exit code for an error of its own, such as a lost host
 _SSH_SECONDS = 30
 _SSH_AT_ONCE = 32  # hosts
 

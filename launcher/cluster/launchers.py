@@ -25,9 +25,9 @@ import torch
 from longstride.kernels import ConfigError
 from longstride.launcher import train
 from longstride.launcher.cluster.hosts import Hosts
-from longstride.launcher.from_options import FromOptions
-from longstride.launcher.options import TRUST_OPTION
+from longstride.launcher.data import FromOptions
 from longstride.launcher.output import say
+from longstride.launcher.verbs import TRUST_OPTION
 
 SLURM_WAIT_SECONDS = 60  # that the other ranks may take to end after the first has
 _ENVIRONMENT_FILE = "DS_ENV_FILE"  # the variable by which the deepspeed launcher finds the file

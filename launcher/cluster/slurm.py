@@ -15,8 +15,7 @@ from longstride.data_pipelines.durable import make_folders, write_new
 from longstride.kernels import ConfigError
 from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS, TRAINING_SCRIPT
 from longstride.launcher.config import RunConfig, find_config, load_config
-from longstride.launcher.data import check_data, check_output
-from longstride.launcher.from_options import FromOptions
+from longstride.launcher.data import FromOptions, check_data, check_output
 from longstride.launcher.output import exit_codes
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)

@@ -15,8 +15,7 @@ from longstride.launcher.cluster.placement import HostRanks, LocalRanks, acceler
 from longstride.launcher.cluster.restarts import is_done, run_with_restarts, saved_steps
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest, orphan_seconds, supervise
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data import check_data, check_output, check_replay, discard_start, profile_steps
-from longstride.launcher.from_options import FromOptions
+from longstride.launcher.data import FromOptions, check_data, check_output, discard_start, profile_steps
 from longstride.launcher.output import say
 from longstride.launcher.ranks import check_unlocked
 
@@ -76,13 +75,11 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _checked_ranks(config: RunConfig, arguments: argparse.Namespace, started: float) -> LocalRanks | HostRanks:
     """The ranks to start, after every check that can be made before a process is started."""
+    check_output(config.train.output, arguments.resume, arguments.replay)
     if arguments.replay is None:
-        check_output(config.train.output, arguments.resume)
         check_unlocked(Path(config.train.output))
-    else:
-        check_replay(config, arguments.resume, arguments.replay)
-        if arguments.max_restarts:
-            raise ConfigError(f"--max-restarts={arguments.max_restarts}: a replay is not started again; leave it out")
+    elif arguments.max_restarts:
+        raise ConfigError(f"--max-restarts={arguments.max_restarts}: a replay is not started again; leave it out")
     profile_steps(arguments.profile, arguments.replay)
     hosts = find_hosts(arguments)
     if hosts is not None:

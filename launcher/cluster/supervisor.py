@@ -21,7 +21,6 @@ from pathlib import Path
 import psutil
 
 from longstride.launcher.cluster import bound_process
-from longstride.launcher.cluster.hosts import SSH_FAILED
 from longstride.launcher.output import exit_codes, say
 from longstride.launcher.stops import LEAVE_AT_ONCE, SIGNALS, SignalPipe, StopFile
 
@@ -149,7 +148,7 @@ def outcome_of(code: int, stopped_by: signal.Signals | None, *, whole: bool, orp
         return Outcome(code, "a process was lost, or a collective took too long")
     if code in exit_codes.DOCUMENTED:
         return Outcome(code, f"code {code}")
-    if code == SSH_FAILED:  # 256 - 1, for SIGHUP, is the same number
+    if code == exit_codes.SSH_FAILED:  # 256 - 1, for SIGHUP, is the same number
         return Outcome(exit_codes.HUNG, f"code {code}: a host was lost, or a process was ended by SIGHUP")
     killed_by = next((number for number in (256 - code, code - 128) if 0 < number <= _LARGEST_SIGNAL), None)
     if killed_by is None:

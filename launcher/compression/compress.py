@@ -18,9 +18,10 @@ from longstride.launcher.compression.compressed_file import (
     settings_crc32,
     shortened,
 )
-from longstride.launcher.generation import check_bytes, check_new, naming, read_file, write_new
+from longstride.launcher.files import check_new, naming, read_file, write_new
+from longstride.launcher.generation import check_bytes
 from longstride.launcher.models import Exported, computing_numbers, load_model, usable_device
-from longstride.launcher.output import ByteCounter
+from longstride.launcher.output import counting
 from longstride.sparse_model import SparseTransformer
 
 
@@ -37,11 +38,11 @@ def run_compress(arguments: argparse.Namespace) -> int:
         check_bytes(content, model)
     start = time.perf_counter()
     rows = rows_for(model.config, len(content), model.embedding.start.dtype)
-    counter = ByteCounter(len(content))
+    counter = counting.WorkCounter("compressing", len(content), "bytes")
     with computing_numbers(arguments.model):
         computed = computed_crc32(model, len(content), rows)
         code, bits = encode(model, content, rows, counter.at)
-    counter.end()
+    counter.close()
     fingerprint = shortened(Exported(arguments.model).fingerprint())
     made_by = machine_name(model.embedding.start.device)
     whole = Compressed(fingerprint, len(content), zlib.crc32(content), rows, made_by, computed, code).to_bytes()
@@ -71,13 +72,13 @@ def run_decompress(arguments: argparse.Namespace) -> int:
     if not arguments.elsewhere and (difference := _difference(compressed, model)) is not None:
         advice = "decompress it there, or try it with --elsewhere"
         raise ConfigError(f"FILE={arguments.file}: was compressed {difference}; {advice}")
-    counter = ByteCounter(compressed.size)
+    counter = counting.WorkCounter("decompressing", compressed.size, "bytes")
     try:
         size, rows, has_checks = compressed.size, compressed.rows, compressed.format > 1
         content = decode(model, compressed.code, size, rows, counter.at, has_checks=has_checks)
     except (DamagedError, FloatingPointError):
         content = None
-    counter.end()
+    counter.close()
     if content is None or zlib.crc32(content) != compressed.crc32:
         rule = "the model computes other bits here than where it was compressed; decompress it there"
         raise ConfigError(f"FILE={arguments.file}: {rule}")

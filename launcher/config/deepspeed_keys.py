@@ -195,7 +195,8 @@ def _type_problems(model: type[BaseModel], content: dict[str, Any], path: str) -
             continue  # said by the model itself
         annotation = fields[key].annotation
         kinds = typing.get_args(annotation) or (annotation,)
-        below = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        classes = (kind for kind in kinds if isinstance(kind, type) and not typing.get_args(kind))
+        below = next((kind for kind in classes if issubclass(kind, BaseModel)), None)
         if below is not None and isinstance(value, dict):
             problems += _type_problems(below, value, f"{path}.{key}")
         for kind, accepted, rule in _KINDS:

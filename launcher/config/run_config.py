@@ -11,11 +11,10 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from longstride.kernels import ConfigError, Problem
-from longstride.launcher.config.data_keys import DataConfig
+from longstride.launcher.config.data_keys import DataConfig, found_path, lasting_path
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
 from longstride.launcher.config.extending import EXTENDS, SCHEMA
 from longstride.launcher.config.optimization import AdafactorConfig
-from longstride.launcher.config.places import found_path, lasting_path
 from longstride.launcher.config.train_keys import TrainConfig, batch_problem
 from longstride.sparse_model import ModelConfig, StrictModel
 

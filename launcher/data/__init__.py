@@ -2,10 +2,10 @@
 
 from longstride.launcher.data.folders import check_location
 from longstride.launcher.data.run import (
+    FromOptions,
     Run,
     check_data,
     check_output,
-    check_replay,
     discard_start,
     profile_steps,
     resolve_steps,

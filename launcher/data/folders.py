@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from longstride.data_pipelines.building import Crew, build, build_dataset, join_crew, kept_folder
 from longstride.data_pipelines.datasets import DATASETS
@@ -22,11 +20,10 @@ from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.shards import DataFolder, DataManifest, index_tars, verify
 from longstride.data_pipelines.stores import open_store
-from longstride.launcher.output import exit_codes, mistake, report, say
+from longstride.launcher.output import counting, exit_codes, mistake, report, say
 
 _SHOWN_SUFFIXES = 4  # of files that are left out
 _UNPRINTED = re.compile(r"[^ -~]")
-_PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _SETTINGS = {  # of `build` and `index`, and their options
     "validation_fraction": "--validation-fraction",
     "hold_out_end": "--hold-out-end",
@@ -91,7 +88,7 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
     _check_on_this_machine("--output", arguments.output, rule)
     sizes: dict[str, Any] = {} if arguments.shard_bytes is None else {"shard_bytes": arguments.shard_bytes}
     sizes["palette"] = arguments.palette if arguments.palette_from is None else _palette_of(arguments.palette_from)
-    with _progress(silent=not crew.is_first) as show:
+    with closing(counting.WorkCounter("building", 0, "bytes", shown=crew.is_first)) as counter:
         if arguments.dataset is not None:
             return build_dataset(
                 arguments.dataset,
@@ -99,7 +96,7 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
                 Path(arguments.output),
                 unpublished=arguments.unpublished,
                 download=arguments.download,
-                progress=show,
+                progress=counter.at,
                 crew=crew,
                 **sizes,
             )
@@ -114,7 +111,7 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
             validation_fraction=arguments.validation_fraction,
             hold_out_end=bool(arguments.hold_out_end),
             seed=arguments.seed,
-            progress=show,
+            progress=counter.at,
             found=partial(_tell_left_out, arguments),
             crew=crew,
             **sizes,
@@ -195,20 +192,6 @@ def _check_kind(arguments: argparse.Namespace) -> None:
             raise DataError(f"{option}: goes without --dataset, which has its own; leave it out")
 
 
-@contextmanager
-def _progress(silent: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A bar over bytes, and what moves it."""
-    # A launcher's ranks have no terminal: lines far apart then, and none for what is done at once.
-    apart = 0.1 if sys.stderr.isatty() else _PLAIN_SECONDS
-    with tqdm(unit="B", unit_scale=True, mininterval=apart, maxinterval=apart, delay=apart, disable=silent) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show
-
-
 def _palette_of(location: str) -> Palette:
     """The palette of a data folder; DataError where it has none."""
     palette = DataFolder(location).palette if location else None
@@ -237,7 +220,7 @@ def run_index(arguments: argparse.Namespace) -> int:
     """
     _check_on_this_machine("--output", arguments.output, "a folder on this machine, such as data/mine; then upload it")
     try:
-        with _progress() as show:
+        with closing(counting.WorkCounter("indexing", 0, "bytes")) as counter:
             manifest = index_tars(
                 arguments.places,
                 Path(arguments.output),
@@ -248,7 +231,7 @@ def run_index(arguments: argparse.Namespace) -> int:
                 complete=arguments.complete,
                 unpack=arguments.unpack,
                 properties=_raw(arguments),
-                progress=show,
+                progress=counter.at,
                 dealt=_tell_splits,
             )
     except DataError as error:
@@ -297,8 +280,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
         DataError: there is no data folder.
     """
     check_location(arguments.location)
-    with _progress() as show:
-        findings = verify(arguments.location, show)
+    with closing(counting.WorkCounter("verifying", 0, "bytes")) as counter:
+        findings = verify(arguments.location, counter.at)
     for finding in findings:
         print(finding)
     if not findings:

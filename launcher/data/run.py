@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Callable, Generator, Iterable
@@ -9,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,7 +18,6 @@ from longstride.data_pipelines.order import Batch
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data.run_data import GlobalBatch, RunData, together, within_vocabulary
-from longstride.launcher.from_options import FromOptions
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
@@ -25,6 +25,55 @@ from longstride.launcher.stops import StopFlag
 # What a start writes before its first step, beside an empty folder of checkpoints and metrics without a line.
 _OF_A_START = re.compile(r"config\.json|data\.json|starts\.jsonl|\.lock|hosts-\d+\.env|\.(?:stop|start)-.*")
 _NUMBER = re.compile("[0-9]{1,18}")  # of a step or of steps: more digits than any run has
+
+
+@dataclass(frozen=True, slots=True)
+class FromOptions:
+    """Where a run's first weights come from, as it is asked: `--from` and the options beside it."""
+
+    path: Path  # an exported model's folder, or a run's
+    step: int | Literal["best"] | None = None  # of a run; None: its newest
+    weights: str = "trained"  # or "ema"
+    positions: str | None = None  # repeat, interpolate or fresh: how position tables of other sizes are made
+    partly: bool = False  # whether what does not fit begins anew
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, resume: str, *, elsewhere: bool = False) -> FromOptions | None:
+        """By a command line and what its --resume says; None: it names no source.
+
+        A folder that only hosts ``elsewhere`` have is checked there.
+
+        Raises:
+            ConfigError: the folder is none, or an option makes no sense.
+        """
+        beside = {
+            "--from-step": arguments.from_step,
+            "--from-weights": arguments.from_weights if arguments.from_weights != "trained" else None,
+            "--from-positions": arguments.from_positions,
+            "--from-partly": arguments.from_partly or None,
+        }
+        if arguments.source is None:
+            for option, given in beside.items():
+                if given is not None:
+                    shown = option if given is True else f"{option}={given}"
+                    raise ConfigError(f"{shown}: says how weights are taken, and no --from says where from; give both")
+            return None
+        path = Path(arguments.source)
+        if resume not in ("auto", "never"):
+            rule = f"says where a run begins, and --resume={resume} has it go on; leave one of them out"
+            raise ConfigError(f"--from={path}: {rule}")
+        there = path.is_dir() and ((path / file_names.CONFIG).exists() or (path / file_names.CHECKPOINTS).is_dir())
+        if not there and not elsewhere and resume != "auto":  # which may not need it
+            what = "holds no model" if path.is_dir() else "no such folder"
+            raise ConfigError(f"--from={path}: {what}; name a folder of `longstride export`, or a run folder")
+        return cls(path, *(getattr(arguments, f"from_{name}") for name in ("step", "weights", "positions", "partly")))
+
+    def words(self) -> list[str]:
+        """The same on a command line that is read in any folder."""
+        words = ["--from", str(self.path.absolute()), "--from-weights", self.weights]
+        for option, given in (("--from-step", self.step), ("--from-positions", self.positions)):
+            words += [] if given is None else [option, str(given)]
+        return words + ["--from-partly"] * self.partly
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +141,22 @@ def steps_of(train: TrainConfig, contexts: int) -> int:
     return steps
 
 
-def check_output(output: str, resume: str) -> None:
-    """Whether a run may be written to a folder, as --resume is given; nothing is written.
+def check_output(output: str, resume: str, replay: str | None = None) -> None:
+    """Check that a run may be written to a folder by --resume, or that it holds one for --replay. Writes nothing.
 
     Raises:
-        ConfigError: --resume is no choice, or the folder is a file, cannot be written or holds a run already.
+        ConfigError: an option is no choice; the folder is a file, cannot be written or holds a run already; or there is
+            no run to replay a step of.
     """
     run = Path(output)
+    if replay is not None:
+        if not _NUMBER.fullmatch(replay) or int(replay) == 0:
+            raise ConfigError(f"--replay={replay}: must be the number of a step, from 1 on")
+        if resume != "never":
+            raise ConfigError(f"--resume={resume}: a replay finds its checkpoint by itself; leave it out")
+        if not (run / file_names.CONFIG).is_file():
+            raise ConfigError.at("train.output", output, "holds no run to replay a step of; name one that does")
+        return
     if "://" in output:
         raise ConfigError.at("train.output", output, "must be a folder on this machine, or one that it mounts")
     if resume not in ("auto", "best", "never") and not _NUMBER.fullmatch(resume):
@@ -140,21 +198,6 @@ def discard_start(run: Path) -> bool:
                 path.rmdir() if path.is_dir() else path.unlink()
             run.rmdir()
     return not run.exists()
-
-
-def check_replay(config: RunConfig, resume: str, replay: str) -> None:
-    """Whether --replay names a step of a run; nothing is read but the run folder.
-
-    Raises:
-        ConfigError: it is no number of a step, --resume is given as well, or there is no such run.
-    """
-    if not _NUMBER.fullmatch(replay) or int(replay) == 0:
-        raise ConfigError(f"--replay={replay}: must be the number of a step, from 1 on")
-    if resume != "never":
-        raise ConfigError(f"--resume={resume}: a replay finds its checkpoint by itself; leave it out")
-    if not (Path(config.train.output) / file_names.CONFIG).is_file():
-        rule = "holds no run to replay a step of; name one that does"
-        raise ConfigError.at("train.output", config.train.output, rule)
 
 
 def profile_steps(profile: str | None, replay: str | None) -> int:

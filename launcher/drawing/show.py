@@ -10,8 +10,8 @@ import numpy as np
 
 from longstride.kernels import ConfigError
 from longstride.launcher.drawing.series import MEAN_SHARE, read_metrics, smoothed
-from longstride.launcher.options import TRUST_OPTION
 from longstride.launcher.output import say
+from longstride.launcher.verbs import TRUST_OPTION
 
 LEAST_MEAN = 3  # lines that a running mean is over, at least: a shorter run has none
 

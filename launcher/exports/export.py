@@ -8,8 +8,10 @@ model's loss on the checkpoint's probe is compared with the trainer's, with one 
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,13 +30,12 @@ from longstride.launcher.checkpoints import (
     write_json,
     write_text,
 )
-from longstride.launcher.exports.for_hubs import hub_fields, hub_files, model_card, refresh_stub
-from longstride.launcher.exports.licenses import license_fields
+from longstride.launcher.exports.for_hubs import hub_fields, hub_files, license_fields, model_card, refresh_stub
 from longstride.launcher.exports.programs import export_program
-from longstride.launcher.exports.weight_files import parse_size, write_weights
-from longstride.launcher.exports.whole_folder import check_free
+from longstride.launcher.files import check_free
 from longstride.launcher.identity import trained_on
 from longstride.launcher.models import (
+    ALIGNMENT,
     AVERAGE,
     DTYPES,
     TRAINED,
@@ -43,12 +44,29 @@ from longstride.launcher.models import (
     Shapes,
     streamed_model,
     usable_device,
+    write_tensors,
 )
-from longstride.launcher.options import DEFAULT_SHARD_SIZE
 from longstride.launcher.output import counting, file_names, say
+from longstride.launcher.verbs import DEFAULT_SHARD_SIZE
 from longstride.sparse_model import ModelConfig
 
 _PROBE = "probe (a check on random bytes, not the model's score)"  # whose loss is high: none can be learned
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B?)", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB, 500MB or 2GiB; a number alone is bytes.
+
+    Raises:
+        ConfigError: it is no size, or 0.
+    """
+    match = _SIZE.fullmatch(text.strip().upper())
+    unit = match[2].removesuffix("B") + "B" if match and match[2] not in ("", "B") else ""
+    size = int(float(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
+    if size < 1:
+        raise ConfigError(f"--shard-size={text}: must be a size above 0 such as 5GB, 500MB or 2GiB")
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +201,62 @@ def _write(
         write_text(folder / name, text)
     card = model_card(run_folder, checkpoint, data, options.kind, options.dtype, fingerprint.hexdigest(), licensed)
     write_text(folder / file_names.MODEL_CARD, card)
+
+
+def write_weights(
+    folder: Path,
+    shapes: Mapping[str, Sequence[int]],
+    tensor: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    limit: int,
+    fingerprint: Fingerprint,
+    buffers: Set[str],
+) -> None:
+    """Writes the tensors of these names into a folder, one in memory at a time, and adds each to the fingerprint.
+
+    They make one safetensors file, or several below a size with an index.
+
+    Args:
+        folder: that exists.
+        shapes: by name, in the model's order: neighbours come to lie in one file.
+        tensor: the fp32 tensor of a name.
+        dtype: what they are stored in.
+        limit: bytes of tensors a file; one tensor that is larger has a file of its own.
+        fingerprint: of the model, still without tensors.
+        buffers: names of tensors that are stored in fp32, as parts compute with them.
+
+    Raises:
+        ConfigError: a value is too large for the type.
+    """
+
+    def stored(names: Iterable[str]) -> Iterator[Tensor]:
+        for name in names:
+            exact = tensor(name)
+            converted = exact if name in buffers else exact.to(dtype)
+            lost = exact.isfinite() & ~converted.isfinite() if dtype != torch.float32 else None
+            if lost is not None and bool(lost.any()):
+                value, most = float(exact[lost].flatten()[0]), torch.finfo(dtype).max
+                rule = f"is beyond {str(dtype).removeprefix('torch.')}, which ends at {most:.5g}; take --dtype fp32"
+                raise ConfigError(f"{name}={value:.6g}: {rule}")
+            fingerprint.add(name, converted)
+            yield converted
+
+    sizes = {name: (4 if name in buffers else dtype.itemsize) * math.prod(shape) for name, shape in shapes.items()}
+    parts: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if parts[-1] and sum(sizes[each] for each in parts[-1]) + size > limit:
+            parts.append([])
+        parts[-1].append(name)
+    file_of: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        file = file_names.WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        # Tensors that leave the next one aligned come first: the format has no gaps between tensors.
+        names.sort(key=lambda name: sizes[name] % ALIGNMENT != 0)
+        write_tensors(folder / file, {name: shapes[name] for name in names}, stored(names), dtype, buffers=buffers)
+        file_of |= dict.fromkeys(names, file)
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
+        write_json(folder / file_names.WEIGHTS_INDEX, index)
 
 
 def check_losses(

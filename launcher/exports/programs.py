@@ -24,11 +24,10 @@ from torch.nn import functional as F
 
 from longstride.data_pipelines.durable import naming, whole_folder
 from longstride.kernels import ConfigError
-from longstride.launcher.exports.whole_folder import check_free
+from longstride.launcher.files import check_free
 from longstride.launcher.models import Exported, load_model
 from longstride.sparse_model import SparseTransformer
 
-FORMATS = {"pt2": "model.pt2", "onnx": "model.onnx"}
 OPSET = 20  # of ONNX: the first with all that torch translates to
 # Mixers, beside attention over patterns, whose shapes follow from a length that is a symbol. The sorted lists of the
 # clusters are searched, for which ONNX has no operator.
@@ -110,7 +109,7 @@ def export_program(model: Path, output: Path, format: str, check: bool = True) -
                 raise ConfigError(f'--format=onnx: {rule}; pip install "longstride[onnx]"')
     traced = traced_program(model, format)
     with whole_folder(output) as folder:
-        path = folder / FORMATS[format]
+        path = folder / f"model.{format}"
         with naming(path):
             _write_onnx(traced, path) if format == "onnx" else _write_pt2(traced, path)
         checked = "not checked, as --no-check asks"

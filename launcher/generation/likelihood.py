@@ -6,8 +6,9 @@ Letters: B contexts at once, N positions a context.
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -130,3 +131,24 @@ def batches(pieces: Iterable[Piece], rows: int) -> Iterator[tuple[list[Piece], n
         for row, piece in zip(tokens, taken, strict=False):
             row[: len(piece.tokens)] = piece.tokens
         yield taken, tokens
+
+
+def run_lm_eval(words: Sequence[str]) -> int:
+    """Runs lm_eval's own command line, where `--model longstride` is an export; returns the exit code.
+
+    lm_eval has a list of models and no entry points, so that its bare command cannot find one of another package.
+
+    Raises:
+        ConfigError: lm_eval is not installed, or what the model or a task is given is wrong.
+    """
+    try:
+        import lm_eval.models  # noqa: F401 - it fills the registry, which is left so once it has one model
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
+    except ImportError as error:
+        raise ConfigError(f'lm-eval: needs lm_eval ({error}); pip install "longstride[lm_eval]"') from None
+    if "longstride" not in model_registry:
+        model_registry.register("longstride", target="longstride.launcher.generation.lm_eval_model:LongstrideLM")
+    sys.argv = ["lm-eval", *words]  # its parser reads them there
+    cli_evaluate()
+    return 0

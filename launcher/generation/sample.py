@@ -26,10 +26,10 @@ from longstride.data_pipelines.modalities import MODALITIES, Content, Modality
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.config import TrainConfig, load_json_object
+from longstride.launcher.files import check_new, naming, read_file, write_new
 from longstride.launcher.generation.likelihood import likelihood
-from longstride.launcher.generation.plain_files import check_new, naming, read_file, write_new
 from longstride.launcher.models import ModelData, computing_numbers, load_model, usable_device
-from longstride.launcher.output import ByteCounter, file_names, metrics_file
+from longstride.launcher.output import counting, file_names, metrics_file
 from longstride.sparse_model import SparseTransformer, generate
 
 _OF_SAMPLES = ("prompt", "prompt_file", "count", "bytes", "seconds", "slide", "top_k", "top_p", "output")
@@ -258,14 +258,14 @@ def _sampled(arguments: argparse.Namespace, model: SparseTransformer, request: R
 
 
 def _collected(request: Request, sampled: Iterator[Tensor]) -> np.ndarray:
-    """All samples, each after its prompt, (S, bytes) uint8; a terminal shows how many bytes there are."""
+    """All samples, each after its prompt, (S, bytes) uint8; how many bytes there are is told meanwhile."""
     data = request.data
     given = [data.content(data.tokens(prompt)) for prompt in request.prompts for _ in range(request.count)]
-    columns, counter = [], ByteCounter(request.num_bytes)
+    columns, counter = [], counting.WorkCounter("sampling", request.num_bytes, "bytes")
     for number, tokens in enumerate(sampled, start=1):
         columns.append(tokens.cpu().numpy())
         counter.at(number * data.token_bytes)
-    counter.end()
+    counter.close()
     return np.concatenate([np.stack(given), data.content(np.stack(columns, axis=1))], axis=1)
 
 

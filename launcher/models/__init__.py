@@ -11,6 +11,13 @@ from longstride.launcher.models.exported import (
     usable_device,
 )
 from longstride.launcher.models.model_data import ModelData
-from longstride.launcher.models.shapes import Shapes
-from longstride.launcher.models.tensors import ALIGNMENT, DTYPES, MAPPED_BYTES, Fingerprint, write_tensors
-from longstride.launcher.models.weights import AVERAGE, TRAINED
+from longstride.launcher.models.tensors import (
+    ALIGNMENT,
+    AVERAGE,
+    DTYPES,
+    MAPPED_BYTES,
+    TRAINED,
+    Fingerprint,
+    Shapes,
+    write_tensors,
+)

@@ -20,8 +20,15 @@ from torch.func import functional_call
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.config import load_json_object
-from longstride.launcher.models.shapes import Shapes, empty_model, refuse
-from longstride.launcher.models.tensors import ALIGNMENT, MAPPED_BYTES, STORED, Fingerprint
+from longstride.launcher.models.tensors import (
+    ALIGNMENT,
+    MAPPED_BYTES,
+    STORED,
+    Fingerprint,
+    Shapes,
+    empty_model,
+    refuse,
+)
 from longstride.launcher.output import file_names
 from longstride.sparse_model import ModelConfig, SparseTransformer
 

@@ -9,7 +9,6 @@ from longstride.launcher.output.lasting import lasting_output, settle_output
 from longstride.launcher.output.libraries import settle_libraries
 from longstride.launcher.output.messages import (
     AgreedError,
-    ByteCounter,
     exit_on_mistake,
     mistake,
     report,

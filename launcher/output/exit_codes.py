@@ -10,3 +10,4 @@ STOPPED = 130  # left at once without saving; shells give Ctrl-C this code
 UNREAD = 141  # the reader of standard output went away meanwhile; shells give SIGPIPE this code
 DOCUMENTED = (DONE, UNFORESEEN, WRONG_INPUT, REQUEUE, GUARDED, HUNG, STOPPED)
 RESTARTABLE = (UNFORESEEN, HUNG)  # another attempt may succeed
+SSH_FAILED = 255  # ssh's own, for an error such as a lost host

@@ -15,7 +15,6 @@ from longstride.launcher.output.exit_codes import WRONG_INPUT
 _FIRST_RANK_SECONDS = 30.0  # long enough for a slow start of rank 0
 _NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # errors of a write, which names no file
 _SLOW_SECONDS = 5.0
-_COUNTER_SECONDS = 0.2
 _MOST_CHARACTERS = 900  # of a line: what it quotes may be of any length
 
 
@@ -109,22 +108,3 @@ def _say_mistake(error: Exception) -> None:
 def _printable(text: str) -> str:
     """A text that may quote anything, for a terminal to show and not to obey."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
-
-
-class ByteCounter:
-    """A line on the terminal that counts bytes up to ``total``; nothing where standard error is no terminal."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._shown = total, sys.stderr.isatty()
-        self._next = time.monotonic() + _COUNTER_SECONDS
-
-    def at(self, done: int) -> None:
-        """Shows how many bytes are done."""
-        if self._shown and time.monotonic() >= self._next:
-            print(f"\r{done:,} of {self._total:,} bytes", end="", file=sys.stderr, flush=True)
-            self._next = time.monotonic() + _COUNTER_SECONDS
-
-    def end(self) -> None:
-        """Wipes the line, so that the result takes its place."""
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

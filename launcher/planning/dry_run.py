@@ -18,9 +18,8 @@ from longstride.data_pipelines.order import StreamState
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import first_whole
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data import Run, RunData, check_output, resolve_steps
-from longstride.launcher.engine import build_engine, check_engine, compile_kernels, prepare_accelerator
-from longstride.launcher.from_options import FromOptions
+from longstride.launcher.data import FromOptions, Run, RunData, check_output, resolve_steps
+from longstride.launcher.engine import build_engine, check_engine, prepare_accelerator
 from longstride.launcher.output import exit_codes, metrics_file, said_where_slow, say
 from longstride.launcher.planning.new import free_bytes
 from longstride.launcher.planning.plan import describe, make_plan
@@ -31,10 +30,10 @@ from longstride.launcher.training import (
     agreed_initial,
     check_samples,
     choose_start,
+    compile_step,
     open_initial,
     train_step,
 )
-from longstride.sparse_model import Division
 
 _GIB = 2**30
 
@@ -96,18 +95,8 @@ def _take_step(run: Run, state: StreamState | None, initial: InitialWeights | No
     one = config.train.model_copy(update={"global_batch": size * ranks.data_world_size})
     with process_group(ranks, config.train.timeout_seconds) as watchdog:
         initial = agreed_initial(run, initial, None, watchdog.hosts)
-        division = Division(0, ranks.sequence_parallel, None, config.train.sequence_exchange)
         with said_where_slow("compiling kernels"):
-            compile_kernels(
-                config.model,
-                size,
-                config.precision,
-                ranks.device,
-                train=config.train,
-                apart=config.data.apart,
-                padded=not run.data.packed,
-                division=division,
-            )
+            compile_step(run)
         with said_where_slow("building the engine"):
             fill = None if initial is None else initial.fill
             engine = build_engine(config.model_copy(update={"train": one}), ranks, fill)

@@ -18,7 +18,7 @@ from longstride.data_pipelines.durable import write_new
 from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, load_config
-from longstride.launcher.options import SIZES
+from longstride.launcher.verbs import SIZES
 
 SCHEMA_FILE = "longstride.schema.json"  # beside the configurations that name it
 MOST_MICRO_BATCH = {"cpu": 4, "cuda": 64}

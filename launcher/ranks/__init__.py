@@ -1,7 +1,6 @@
 """The processes of a run: who they are, how they meet and wait, and what happens when one no longer answers."""
 
 from longstride.launcher.ranks.hangs import Watchdog
-from longstride.launcher.ranks.installed import code_digest
-from longstride.launcher.ranks.processes import FakeRanks, Ranks, check_unlocked, process_group, run_lock
-from longstride.launcher.ranks.rank_environment import adopt_place, is_loopback, source_address
+from longstride.launcher.ranks.processes import FakeRanks, Ranks, check_unlocked, leave, process_group, run_lock
+from longstride.launcher.ranks.rank_environment import adopt_place, code_digest, is_loopback, source_address
 from longstride.launcher.ranks.waiting import wait_until_visible

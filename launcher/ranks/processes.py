@@ -5,8 +5,10 @@ Joining the group imports deepspeed.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
+import multiprocessing
 import os
 import socket
 import time
@@ -15,14 +17,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, NoReturn
 
 import torch
 import torch.distributed
 
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError, Problem
-from longstride.launcher.output import AgreedError, file_names, mistake, said_where_slow, say
+from longstride.launcher.output import AgreedError, file_names, mistake, said_where_slow, say, settle_output
 from longstride.launcher.ranks.hangs import Watchdog
 from longstride.launcher.ranks.rank_environment import choose_interface
 from longstride.launcher.ranks.waiting import Result, first_works
@@ -366,3 +368,17 @@ def _lock(run: Path) -> tuple[BinaryIO | None, Problem | None]:
             return None, Problem("train.output", rule, str(run))
         say(f"{run}: no locks on this file system; see to it that no second run writes there")
     return file, None
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process as Python does, but without the destructors of C++ libraries.
+
+    A communication thread that is still ending can meet them there. Now and then that aborts a rank that has done all
+    its work, with the process group destroyed and every rank past its last collective.
+    """
+    for child in multiprocessing.active_children():  # loader workers, which ignore softer signals
+        child.kill()
+    atexit._run_exitfuncs()
+    with suppress(OSError):  # a log on a disk that is full
+        settle_output()
+    os._exit(code)

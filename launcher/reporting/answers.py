@@ -15,9 +15,9 @@ from typing import Any
 from PIL import Image
 
 from longstride.launcher.config import load_config
-from longstride.launcher.options import TRUST_OPTION
 from longstride.launcher.output import file_names, mistake, say
 from longstride.launcher.reporting.records import RunRecord, read_positions
+from longstride.launcher.verbs import TRUST_OPTION
 
 _WIDEST = 1600  # pixels of a picture
 

@@ -25,9 +25,10 @@ _MOST_LINKS = 4  # launch, a shell or two, the runner
 
 
 class TimeIsUp:
-    """The process has lived for ``train.max_seconds``; ``started``: its start by time.time()."""
+    """The run has lived for ``train.max_seconds``; ``started``: when, by time.time(); None: when this process did."""
 
-    def __init__(self, max_seconds: float, started: float) -> None:
+    def __init__(self, max_seconds: float, started: float | None) -> None:
+        started = started or psutil.Process().create_time()
         # Monotonic from here on: setting the clock must not move the end.
         self._max_seconds, self._end = max_seconds, time.monotonic() + started + max_seconds - time.time()
 

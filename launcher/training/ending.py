@@ -1,14 +1,36 @@
-"""What a run says at its end: what it took, what came of it, and what to do next."""
+"""What a run says at its end: what it took, what came of it, and what to do next, or why it ends early."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
 
-from longstride.launcher.checkpoints import Score
-from longstride.launcher.data import Run
-from longstride.launcher.output import counting, metrics_file
-from longstride.launcher.training.progress import amount
+from longstride.data_pipelines.order import LostWorkerError
+from longstride.launcher.checkpoints import NotSavedError, Score
+from longstride.launcher.data import Run, discard_start
+from longstride.launcher.output import counting, exit_codes, metrics_file
+from longstride.launcher.stops import StopAskedError
+from longstride.launcher.training.guards import GuardStopError
+
+
+def early_end(error: Exception, run: Run, step: int) -> tuple[int, str]:
+    """Return the exit code of a run that an error has ended after a step, and the line that says so.
+
+    A run that is stopped before its first step leaves no folder behind. Errors that no run foresees are raised again.
+    """
+    if isinstance(error, StopAskedError) and step == 0:
+        if run.ranks.is_first:
+            discard_start(run.folder)
+        return exit_codes.REQUEUE, f"stopped by {error} before the first step; nothing is kept"
+    if isinstance(error, StopAskedError):
+        return exit_codes.REQUEUE, f"stopped by {error}; --resume auto goes on"
+    if isinstance(error, LostWorkerError):
+        return exit_codes.HUNG, f"lost a process that reads data: {error}; --resume auto goes on"
+    if isinstance(error, GuardStopError):
+        return exit_codes.GUARDED, f"stopped by a guard: {error}"
+    if isinstance(error, NotSavedError):
+        return exit_codes.UNFORESEEN, f"error: {error}"
+    raise error
 
 
 def summary(run: Run, step: int, first: int, seconds: float, content_seen: int | None) -> list[str]:
@@ -23,7 +45,9 @@ def summary(run: Run, step: int, first: int, seconds: float, content_seen: int |
     is_byte = run.data.unit != metrics_file.NO_BYTE
     most = "" if run.data.fills_contexts else "up to "
     positions = step * train.global_batch * context
-    seen = f"{most if content_seen is None else ''}{amount(positions if content_seen is None else content_seen)}"
+    seen = (
+        f"{most if content_seen is None else ''}{counting.amount(positions if content_seen is None else content_seen)}"
+    )
     seen += "B" if is_byte else "pixels"
     took = (
         f", in {counting.duration(seconds)}"

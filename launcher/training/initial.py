@@ -20,9 +20,8 @@ from torch.nn import functional as F
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import Checkpoint, SavedState, open_checkpoint
 from longstride.launcher.config import flattened
-from longstride.launcher.data import Run
+from longstride.launcher.data import FromOptions, Run
 from longstride.launcher.engine import states
-from longstride.launcher.from_options import FromOptions
 from longstride.launcher.identity import trained_on
 from longstride.launcher.models import AVERAGE, TRAINED, Exported, ModelData, Shapes
 from longstride.launcher.output import AgreedError, file_names, say

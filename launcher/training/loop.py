@@ -14,9 +14,9 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
-from longstride.launcher.checkpoints import NotSavedError, Saver, Score, error_line, write_text
+from longstride.launcher.checkpoints import Checkpoint, NotSavedError, Saver, Score, error_line, write_text
 from longstride.launcher.data import GlobalBatch, Run
-from longstride.launcher.engine import EngineStep, StepPart, weights_are_finite
+from longstride.launcher.engine import EngineStep, StepPart, compile_kernels, weights_are_finite
 from longstride.launcher.evaluation import evaluate_split
 from longstride.launcher.output import AgreedError, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, Watchdog
@@ -29,30 +29,49 @@ from longstride.launcher.training.recorder import Recorder, device_seconds
 from longstride.launcher.training.resume import GuardResponse
 from longstride.launcher.training.samples import Sampler
 from longstride.launcher.training.utilization import Utilization, peak_memory_bytes
-from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model import Division, SparseTransformer
+
+
+def compile_step(run: Run) -> None:
+    """Compile the kernels of a training step, as this rank will call them. The ranks need not have met."""
+    config, ranks = run.config, run.ranks
+    train = config.train
+    compile_kernels(
+        config.model,
+        train.micro_batch,
+        config.precision,
+        ranks.device,
+        train=train,
+        apart=config.data.apart,
+        padded=not run.data.packed,
+        division=Division(ranks.sequence_rank, ranks.sequence_parallel, None, train.sequence_exchange),
+    )
 
 
 class Trainer:
     """Takes the steps of a run on this rank, from where the engine stands to the last one."""
 
-    def __init__(self, run: Run, engine: DeepSpeedEngine, guards: Guards, plateau: Plateau, watchdog: Watchdog) -> None:
+    def __init__(self, run: Run, engine: DeepSpeedEngine, checkpoint: Checkpoint | None, watchdog: Watchdog) -> None:
+        """``checkpoint``: the one that the engine was restored from; None: the run begins."""
         self._run, self._engine, self._watchdog = run, engine, watchdog
-        self._guards, self._plateau = guards, plateau
+        manifest = checkpoint.manifest if checkpoint is not None else None
+        self._guards = Guards(run.config.train.guards, manifest.guards if manifest else None)
+        self._plateau = Plateau(run, manifest.plateau if manifest else None)
+        # Bytes of content, or pixels, that all steps have read; None where they were not counted.
+        self._content_seen = manifest.content_seen if manifest else 0
         self._recorder = Recorder(run.folder, engine, run.ranks.is_first, run.config.train.last_step)
         self._utilization = Utilization(run.config, run.ranks, engine.device)
         self._sampler = Sampler(run, engine, self._recorder)
         self._saver = Saver(engine, run.config, run.ranks, self._recorder.say, self._recorder.flush)
         self._state: StreamState  # the next batch
-        self._content_seen: int | None
         self._batches: Generator[GlobalBatch[Batch]]
 
-    def train(self, state: StreamState | None, content_seen: int | None = 0) -> None:
+    def train(self, state: StreamState | None) -> None:
         """Trains to the last step, or until the validation loss stands still. All ranks must call.
 
         It evaluates, records and saves on the way.
 
-        ``state``: the next batch; None is the first. ``content_seen``: bytes of content, or pixels, that the
-        steps before have read; None where they were not counted.
+        ``state``: the next batch; None is the first.
 
         Raises:
             AgreedError: on every rank, where data cannot be read; what is done is saved.
@@ -62,7 +81,6 @@ class Trainer:
             GuardStopError: on every rank, where a guard stops the run; what is done before its step is saved.
         """
         run, engine = self._run, self._engine
-        self._content_seen = content_seen
         first, begin = engine.global_steps, time.monotonic()
         evaluation_is_missing = lacks_evaluation(first, run)
         self._open_batches(state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import sys
 import time
 from collections import deque
@@ -15,11 +14,9 @@ from tqdm import tqdm
 
 from longstride.launcher.output import counting, metrics_file
 
-_PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _WINDOW = 50  # steps of which rates are taken
 _KEPT = 0.9  # of the mean loss by a step: what lies 10 steps back counts a third of the newest
 _BAR_COLUMNS = 10
-_USUAL_SIZE = {"ncols": 80, "nrows": 20}  # of a terminal that says it has none
 
 
 class _Step(NamedTuple):
@@ -72,13 +69,16 @@ class Rates:
         if left:
             parts.append(f" · {counting.duration(self.seconds_left(left))} left")
         content, unit = sum(each.content for each in self.recent), self.unit.removeprefix("bits per ")
-        parts.append(f" · {amount(content / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
+        parts.append(f" · {counting.amount(content / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
         newest = self.recent[-1]
         if newest.mfu is not None and newest.mfu_dense is not None:
             # Each step has as many operations: the mean over time is that of the mean time.
             share = newest.seconds * len(self.recent) / seconds
             if newest.mfu * share <= 1:  # else the peak was measured while the machine did something else
-                parts += [f" · MFU {percent(newest.mfu * share)}", f", as dense {percent(newest.mfu_dense * share)}"]
+                parts += [
+                    f" · MFU {counting.percent(newest.mfu * share)}",
+                    f", as dense {counting.percent(newest.mfu_dense * share)}",
+                ]
         if line.get("learning_rate") is not None:
             parts.append(f" · learning rate {line['learning_rate']:.2g}")
         ends = list(itertools.accumulate(len(part) for part in parts))
@@ -94,7 +94,7 @@ class Progress:
         self._rates = Rates()
         self._bar: tqdm | None = None
         if stream.isatty():
-            size: dict[str, Any] = {"dynamic_ncols": True} if _size(stream) else _USUAL_SIZE
+            size: dict[str, Any] = {"dynamic_ncols": True} if counting.terminal_size(stream) else counting.USUAL_SIZE
             form = f"step {{n_fmt}}/{{total_fmt}} {{bar:{_BAR_COLUMNS}}} {{desc}}"
             self._bar = tqdm(total=steps, initial=done, file=stream, bar_format=form, **size)
 
@@ -103,12 +103,14 @@ class Progress:
         step = line["step"]
         self._rates.add(line)
         if self._bar is not None:
-            room = _columns(self._stream) - len(f"step {step}/{self._steps} ") - _BAR_COLUMNS - 1
+            size = counting.terminal_size(self._stream)
+            columns = size.columns if size else counting.USUAL_SIZE["ncols"]
+            room = columns - len(f"step {step}/{self._steps} ") - _BAR_COLUMNS - 1
             self._bar.set_description_str(self._rates.words(line, self._steps - step, room), refresh=False)
             self._bar.update(step - self._bar.n)
             return
         now = time.monotonic()
-        if step == self._steps or self._last is None or now - self._last >= _PLAIN_SECONDS:
+        if step == self._steps or self._last is None or now - self._last >= counting.LINE_SECONDS:
             self._last = now
             self.say(f"step {step}/{self._steps} · {self._rates.words(line, self._steps - step)}")
 
@@ -132,31 +134,3 @@ class Progress:
         """Ends the bar; its last state stays on the screen."""
         if self._bar is not None:
             self._bar.close()
-
-
-def _size(stream: TextIO) -> os.terminal_size | None:
-    """How large a terminal is; None where it does not say, as some that programs open, and tqdm would show nothing."""
-    try:
-        size = os.get_terminal_size(stream.fileno())
-    except (OSError, ValueError):
-        return None
-    return size if min(size) > 0 else None
-
-
-def _columns(stream: TextIO) -> int:
-    """Columns that a line may fill."""
-    size = _size(stream)
-    return size.columns if size else _USUAL_SIZE["ncols"]
-
-
-def amount(value: float) -> str:
-    """A number with three digits, a space and a prefix: "41.3 k"."""
-    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)):
-        if value >= 0.9995 * size or not prefix:
-            return f"{value / size:#.3g}".rstrip(".") + f" {prefix}"
-    raise AssertionError
-
-
-def percent(share: float) -> str:
-    """A share with two digits: 4.7 %, 38 %."""
-    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"

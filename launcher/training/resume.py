@@ -180,7 +180,12 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
         write_start(run.folder, start)
         flush_folder(run.folder)
         if chosen is None:
-            _flush_name(run.folder)
+            # Bring the name of a new folder to the disk, and those of the folders above it that may be as new.
+            for parent in run.folder.absolute().parents:
+                with suppress(PermissionError):  # it may be passed and not read
+                    flush_folder(parent)
+                if parent.is_mount():
+                    break
         if chosen and step >= run.config.train.last_step:
             longer = f"train.epochs={2 * run.epochs:g}" if run.epochs else f"train.steps={2 * step}"
             say(f"{run.folder} is finished: {chosen.folder.name} is its last; --resume auto {longer} goes on")
@@ -189,15 +194,6 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
         for path in filter(None, moved):
             say(f"kept what lay beyond as {path}")
     run.ranks.barrier()
-
-
-def _flush_name(folder: Path) -> None:
-    """Brings the name of a new folder to the disk, and those of the folders above it that may be as new."""
-    for parent in folder.absolute().parents:
-        with suppress(PermissionError):  # it may be passed and not read
-            flush_folder(parent)
-        if parent.is_mount():
-            return
 
 
 class GuardResponse:

@@ -30,7 +30,7 @@ from tests.hostile.generators import faults  # noqa: E402
 
 for verb in cli.VERBS:
     if not verb.passes_words:  # lm_eval may not be here
-        importlib.import_module(f"longstride.launcher.{verb.module}")
+        importlib.import_module(f"longstride.launcher.{verb.run.rpartition('.')[0]}")
 
 
 def run(case: dict[str, Any], output: Path) -> NoReturn:

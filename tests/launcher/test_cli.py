@@ -66,11 +66,6 @@ def test_help_of_a_verb_by_the_word_help(capsys: pytest.CaptureFixture[str]) -> 
     assert "\nusage: longstride config schema" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", cli.VERBS, ids=lambda verb: verb.words)
-def test_verb_names_functions_that_exist(verb: cli.Verb) -> None:
-    assert callable(getattr(importlib.import_module(f"longstride.launcher.{verb.module}"), verb.run))
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -113,7 +108,8 @@ def test_verb_ends_quietly_where_its_reader_goes_away(words: list[str], code: in
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "longstride.launcher.cli", *words]
-    ended = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    ended = subprocess.run(command, cwd=ROOT, env=buffered, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert ended.returncode == code
     assert ended.stderr.startswith("longstride: error: no verb config;" if code == 2 else "")

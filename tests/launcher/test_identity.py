@@ -22,10 +22,9 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, open_checkpoint, write_json
 from longstride.launcher.checkpoints.manifest import CheckpointManifest, record_files, write_manifest
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data import Run, RunData
+from longstride.launcher.data import FromOptions, Run, RunData
 from longstride.launcher.drawing.subject import of_run
 from longstride.launcher.evaluation import evaluate
-from longstride.launcher.from_options import FromOptions
 from longstride.launcher.identity import check_matches, open_data, trained_on
 from longstride.launcher.models import ModelData
 from longstride.launcher.ranks import Ranks
@@ -153,7 +152,7 @@ class Made:
 
 def arguments_of(made: Made, data: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    from longstride.launcher.options.looking import add_evaluate_arguments
+    from longstride.launcher.verbs.look import add_evaluate_arguments
 
     add_evaluate_arguments(parser)
     return parser.parse_args([str(made.folder), *([] if data is None else ["--data", data])])

@@ -15,12 +15,11 @@ from pydantic import BaseModel
 
 from longstride.data_pipelines.plain_files import expand_path
 from longstride.kernels import ConfigError
-from longstride.launcher.cli import parser_of
+from longstride.launcher.cli import VERBS, parser_of
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.config.deepspeed_keys import _Section
 from longstride.launcher.config.loading import PATHS
-from longstride.launcher.options.shared import path, place
-from longstride.launcher.verbs import VERBS
+from longstride.launcher.verbs.shared import path, place
 from tests.harness.runs import configuration
 
 # Options and keys of free text that are no paths. What is new stands here, or is a path.
@@ -151,7 +150,7 @@ def named_as_paths(model: Any, prefix: str) -> Iterator[str]:
         if "path" in name or name.endswith("_file"):
             yield place
         for inner in (field.annotation, *get_args(field.annotation)):
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
+            if isinstance(inner, type(BaseModel)):
                 yield from named_as_paths(inner, place)
 
 

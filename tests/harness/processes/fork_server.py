@@ -36,6 +36,7 @@ import longstride.launcher.train as entry  # noqa: E402
 import longstride.launcher.training as training  # noqa: E402
 import longstride.launcher.training.loop as loop  # noqa: E402
 import tests.harness.processes.preloaded  # noqa: E402, F401
+from longstride.launcher.ranks import leave  # noqa: E402
 from tests.harness.processes.worker import spoil, work_in_chunks  # noqa: E402
 from tests.harness.runs import rank_environment  # noqa: E402
 from tests.hostile.generators import faults  # noqa: E402
@@ -128,7 +129,7 @@ def run_rank(case: dict[str, Any], rank: int) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    entry.leave(code)
+    leave(code)
 
 
 def run(case: dict[str, Any]) -> list[int]:

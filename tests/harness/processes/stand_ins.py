@@ -16,7 +16,6 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from longstride.launcher.cluster.supervisor import Launch, StopRequest, supervise  # noqa: E402
 from longstride.launcher.output import exit_codes, lasting_output  # noqa: E402  the path comes first
 from longstride.launcher.stops import LauncherGone, StopFile, StopFlag  # noqa: E402
 from longstride.launcher.stops.stop_flag import end_now  # noqa: E402
@@ -29,6 +28,8 @@ def command(role: str, folder: Path, *words: str) -> list[str]:
 
 def parent(folder: Path) -> int:
     """As `longstride train`."""
+    from longstride.launcher.cluster.supervisor import Launch, StopRequest, supervise
+
     launch = Launch(command("runner", folder, "deepspeed.launcher.runner"), dict(os.environ), folder / ".stop-token")
     with closing(StopRequest()) as request:
         ended = supervise(launch, request, 5.0, lambda: (folder / "done").exists())

@@ -114,7 +114,7 @@ def known_entries(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, di
         place = f"{prefix}.{field.alias or name}"
         yield place, {"default": field.default, "anyOf": [{"type": words.get(kind)} for kind in kinds]}
         for kind in kinds:
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if isinstance(kind, type(BaseModel)):
                 yield from known_entries(kind, place)
 
 

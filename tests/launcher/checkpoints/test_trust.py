@@ -19,11 +19,11 @@ from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, open_c
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_manifest
 from longstride.launcher.checkpoints.pickles import foreign_content_refused, read_pickle, unsafe_content, write_pickle
 from longstride.launcher.cluster.launchers import launcher_command
-from longstride.launcher.options.training import add_train_arguments
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.output.file_names import LOCK
 from longstride.launcher.output.messages import AgreedError, mistake
 from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.verbs.train import add_train_arguments
 from tests.harness.runs import spawn
 from tests.launcher.training.test_training import RUNS
 

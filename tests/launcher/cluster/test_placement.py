@@ -18,7 +18,7 @@ from longstride.launcher.cluster.placement import (
 )
 from longstride.launcher.cluster.supervisor import Launch
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.options.training import add_train_arguments
+from longstride.launcher.verbs.train import add_train_arguments
 
 
 def options() -> argparse.Namespace:

@@ -353,7 +353,7 @@ def test_numbers_go_when_the_picture_cannot_be_written(tmp_path: Path, monkeypat
         write_new(path, content)
 
     with monkeypatch.context() as patched:
-        patched.setattr("longstride.launcher.pictures.write_new", full)
+        patched.setattr("longstride.data_pipelines.durable.write_new", full)
         with pytest.raises(ConfigError, match=r"by\.png: cannot be written: No space left on device$"):
             write_positions(*arguments)
     assert not list(tmp_path.iterdir())

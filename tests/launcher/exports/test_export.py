@@ -24,8 +24,7 @@ from longstride.launcher.checkpoints.manifest import read_checkpoint_config, rea
 from longstride.launcher.checkpoints.saved_state import SavedState
 from longstride.launcher.engine.states import TABLES as TABLES_NAME
 from longstride.launcher.exports import export as export_module
-from longstride.launcher.exports.export import Options, export
-from longstride.launcher.exports.weight_files import parse_size
+from longstride.launcher.exports.export import Options, export, parse_size
 from longstride.launcher.models import AVERAGE
 from longstride.launcher.models import exported as exported_module
 from longstride.launcher.models.exported import Exported, load_model, streamed_model

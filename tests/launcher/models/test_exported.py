@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.models.exported import Exported, load_model, streamed_model
-from longstride.launcher.models.shapes import Shapes, empty_model
-from longstride.launcher.models.tensors import write_tensors
+from longstride.launcher.models.tensors import Shapes, empty_model, write_tensors
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.tiny_models import plain_config
 

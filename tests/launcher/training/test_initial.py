@@ -15,7 +15,7 @@ import torch
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
-from longstride.launcher.from_options import FromOptions
+from longstride.launcher.data import FromOptions
 from longstride.launcher.models import Exported
 from longstride.launcher.training.initial import Fit, extended_table, fit
 from tests.harness.runs import metrics, spawn

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from longstride.launcher.output import counting
 from longstride.launcher.training import progress as module
-from longstride.launcher.training.progress import Progress, Rates, amount, percent
+from longstride.launcher.training.progress import Progress, Rates
 
 
 class Terminal(io.StringIO):
@@ -93,7 +94,7 @@ def test_terminal_of_any_width_shows_the_step_and_the_loss(columns: int) -> None
 
 @pytest.mark.parametrize("columns", [60, 80, 90, 110, 200])
 def test_a_bar_shows_whole_figures_alone(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_size", lambda _: os.terminal_size((columns, 24)))
+    monkeypatch.setattr(counting, "terminal_size", lambda _: os.terminal_size((columns, 24)))
     whole = "4.000 bits per byte · 40.0 kB/s · MFU 20 %, as dense 60 % · learning rate 0.00035"
     stream = Terminal()
     progress = Progress(1000, 0, stream)
@@ -144,10 +145,10 @@ def test_a_rewind_begins_the_rates_anew(clock: list[float]) -> None:
 
 
 def test_numbers_are_short() -> None:
-    assert [amount(each) + "B" for each in (0, 7.2, 999.4, 999.6, 41_300, 2.5e6)] == [
+    assert [counting.amount(each) + "B" for each in (0, 7.2, 999.4, 999.6, 41_300, 2.5e6)] == [
         "0.00 B", "7.20 B", "999 B", "1.00 kB", "41.3 kB", "2.50 MB",
     ]  # fmt: skip
-    assert [percent(each) for each in (0.00123, 0.0474, 0.383, 1.2)] == ["0.12 %", "4.7 %", "38 %", "120 %"]
+    assert [counting.percent(each) for each in (0.00123, 0.0474, 0.383, 1.2)] == ["0.12 %", "4.7 %", "38 %", "120 %"]
 
 
 def test_pixels_are_no_bytes(clock: list[float]) -> None:

@@ -36,10 +36,17 @@ def naming(what: str) -> Iterator[None]:
         raise ConfigError(message if message.startswith("--") else f"{what}: {message}") from None
 
 
-def check_new(path: Path, option: str = "--output") -> None:
-    """Raise ConfigError where no new file can be made: before the work begins."""
+def check_free(path: Path, option: str = "--output") -> None:
+    """Raise ConfigError where something has the name already."""
     if path.exists() or path.is_symlink():
         raise ConfigError(f"{option}={path}: exists already; nothing is overwritten")
+
+
+def check_new(path: Path, option: str = "--output", suffix: str = "") -> None:
+    """Raise ConfigError where no new file of a suffix can be made: before the work begins."""
+    check_free(path, option)
+    if suffix and (path.suffix != suffix or not path.parent.is_dir()):
+        raise ConfigError(f"{option}={path}: must be a {suffix} in a folder that exists; such as new{suffix}")
     if not path.parent.is_dir():
         raise ConfigError(f"{option}={path}: must lie in a folder that exists")
     if not os.access(path.parent, os.W_OK | os.X_OK):

@@ -1,16 +1,21 @@
-"""Options of `longstride data build`, `data index`, `data verify` and `data show`."""
+"""`longstride data build|index|verify|show`: from files to shards."""
 
 from __future__ import annotations
 
 import argparse
 
-from longstride.data_pipelines.datasets import DATASETS
-from longstride.data_pipelines.modalities import MODALITIES
-from longstride.launcher.options.shared import path, place
+from longstride.launcher.verbs.shared import Verb, path, place
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data build`."""
+    """Declare the options of `data build`."""
+    from longstride.data_pipelines.datasets import DATASETS  # which brings numpy
+    from longstride.data_pipelines.modalities import MODALITIES
+
+    suffixes = "; ".join(
+        f"of {name} {' '.join(suffix for suffix in kind.suffixes if suffix.islower())}"
+        for name, kind in MODALITIES.items()
+    )
     add = parser.add_argument
     add("inputs", type=place, nargs="*", default=[], metavar="PATH", help="files and folders to take documents from")
     add("--output", type=place, required=True, metavar="DIR", help="make the data folder here; nothing is written over")
@@ -26,7 +31,7 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     record = "read JSON Lines or Parquet: each line or row is a document, the text under this name"
     add("--field", metavar="NAME", help=record)
     add("--raw", action="store_true", default=None, help="take files of any format byte by byte, as they are")
-    suffix = f"take files of folders that end so, such as .py; repeatable (default: {_suffixes()})"
+    suffix = f"take files of folders that end so, such as .py; repeatable (default: {suffixes})"
     add("--suffix", action="append", metavar=".EXT", help=suffix)
     everything = "take all files of folders, whatever their names end in"
     add("--all-files", action="store_true", default=None, help=everything)
@@ -52,16 +57,10 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     add("--unpublished", action="store_true", help="take other content than the published in the dataset's form")
 
 
-def _suffixes() -> str:
-    """The suffixes of each modality's files, of which folders give theirs."""
-    return "; ".join(
-        f"of {name} {' '.join(suffix for suffix in kind.suffixes if suffix.islower())}"
-        for name, kind in MODALITIES.items()
-    )
-
-
 def add_index_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data index`."""
+    """Declare the options of `data index`."""
+    from longstride.data_pipelines.modalities import MODALITIES
+
     add = parser.add_argument
     add(
         "places",
@@ -91,12 +90,12 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data verify`."""
+    """Declare the options of `data verify`."""
     parser.add_argument("location", type=place, metavar="DIR|URL", help="data folder to read whole and check")
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `data show`."""
+    """Declare the options of `data show`."""
     add = parser.add_argument
     add("location", type=place, metavar="DIR|URL", help="data folder to show samples of")
     add("--split", default="train", metavar="NAME", help="show samples of this split (default: train)")
@@ -104,3 +103,44 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="another seed shows other samples (default: 0)")
     picture = "PNG to draw them into: pictures and sounds alone, as texts are printed"
     add("--output", type=path, metavar="PNG", help=picture)
+
+
+VERBS = (
+    Verb(
+        "data build",
+        "make shards from files",
+        add_build_arguments,
+        "data.folders.run_build",
+        examples=(
+            "longstride data build my/texts --output data/mine",
+            "longstride data build my/photos --modality image --image-size 32x32 --output data/photos",
+        ),
+    ),
+    Verb(
+        "data index",
+        "train on tars as they are",
+        add_index_arguments,
+        "data.folders.run_index",
+        examples=(
+            "longstride data index my/tars --output data/tars",
+            "longstride data index my/tars --output data/tars --split validation=val-*.tar",
+        ),
+    ),
+    Verb(
+        "data verify",
+        "check a data folder",
+        add_verify_arguments,
+        "data.folders.run_verify",
+        examples=("longstride data verify data/mine", "longstride data verify s3://bucket/mine"),
+    ),
+    Verb(
+        "data show",
+        "a few samples of a data folder",
+        add_show_arguments,
+        "drawing.run_data_show",
+        examples=(
+            "longstride data show data/mine",
+            "longstride data show data/photos --split validation --count 25 --output photos.png",
+        ),
+    ),
+)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from longstride.kernels import ConfigError
-from longstride.launcher.generation.plain_files import check_new, read_file, write_new
+from longstride.launcher.files import check_new, read_file, write_new
 
 
 def test_file_appears_whole_and_alone(tmp_path: Path) -> None:

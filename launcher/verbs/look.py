@@ -1,13 +1,14 @@
-"""Options of `longstride evaluate`, of the three verbs `longstride show …`, and of `longstride report`."""
+"""`longstride evaluate`, `show pattern|attention|loss` and `report`: what a run has learned."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from longstride.launcher.options.shared import (
+from longstride.launcher.verbs.shared import (
     PRECISIONS,
     WEIGHTS,
+    Verb,
     add_step_argument,
     add_trust_argument,
     add_weights_argument,
@@ -17,7 +18,7 @@ from longstride.launcher.options.shared import (
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride evaluate`."""
+    """Declare the options of `longstride evaluate`."""
     add = parser.add_argument
     add("run", type=path, metavar="RUN", help="run folder that holds the checkpoint")
     add_step_argument(parser, "score")
@@ -61,7 +62,7 @@ def _add_source(parser: argparse.ArgumentParser, metavar: str, help_text: str) -
 
 
 def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `show pattern`."""
+    """Declare the options of `show pattern`."""
     _add_source(
         parser,
         "CONFIG|RUN",
@@ -88,7 +89,7 @@ def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `show attention`."""
+    """Declare the options of `show attention`."""
     _add_source(parser, "RUN|MODEL", "a run's folder, or an exported model's with --data or --text")
     parser.add_argument("--output", type=path, required=True, metavar="FILE.png", help="picture to make")
     parser.add_argument(
@@ -120,13 +121,13 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `show loss`."""
+    """Declare the options of `show loss`."""
     parser.add_argument("source", type=path, metavar="RUN", help="a run's folder")
     parser.add_argument("--output", type=path, required=True, metavar="FILE.png", help="picture to make")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride report`."""
+    """Declare the options of `longstride report`."""
     add = parser.add_argument
     add(
         "runs",
@@ -142,3 +143,57 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     quick = "leave out the plan and the pictures of pattern and attention, which take a minute"
     add("--quick", action="store_true", help=quick)
     add_trust_argument(parser)
+
+
+VERBS = (
+    Verb(
+        "evaluate",
+        "bits per byte over a split",
+        add_evaluate_arguments,
+        "evaluation.evaluate.run",
+        examples=(
+            "longstride evaluate runs/mine",
+            "longstride evaluate runs/mine --step best --min-context 128 --positions by-position.png",
+        ),
+    ),
+    Verb(
+        "show pattern",
+        "draw which positions read which",
+        add_pattern_arguments,
+        "drawing.run_pattern",
+        examples=(
+            "longstride show pattern mine.json --output pattern.png",
+            "longstride show pattern enwik8_fixed --query 5000 --html pattern.html",
+        ),
+    ),
+    Verb(
+        "show attention",
+        "draw what a model reads",
+        add_attention_arguments,
+        "drawing.run_attention",
+        examples=(
+            "longstride show attention runs/mine --output a.png",
+            "longstride show attention model --text my.txt --query 100 200 --output attention.png",
+        ),
+    ),
+    Verb(
+        "show loss",
+        "draw a run's loss over its steps",
+        add_loss_arguments,
+        "drawing.run_loss",
+        examples=(
+            "longstride show loss runs/mine --output loss.png",
+            "longstride show loss runs/mine --output ~/pictures/mine.png",
+        ),
+    ),
+    Verb(
+        "report",
+        "a page of curves and samples",
+        add_report_arguments,
+        "reporting.run",
+        examples=(
+            "longstride report runs/mine --output report.html",
+            "longstride report runs/mine runs/other --by-position --output both.html",
+        ),
+    ),
+)

@@ -1,11 +1,12 @@
-"""Options of the verbs that make and use an exported model: `export`, `sample`, `compress`, `serve` and others."""
+"""`longstride export`, `sample`, `lm-eval`, `compress`, `decompress` and `serve`: a trained model."""
 
 from __future__ import annotations
 
 import argparse
 
-from longstride.launcher.options.shared import (
+from longstride.launcher.verbs.shared import (
     PRECISIONS,
+    Verb,
     add_device_argument,
     add_step_argument,
     add_trust_argument,
@@ -14,12 +15,11 @@ from longstride.launcher.options.shared import (
 )
 
 DEFAULT_SHARD_SIZE = "5GB"
-FORMATS = ("pt2", "onnx")
 _EXPORT = "folder that `longstride export` wrote"
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride export`."""
+    """Declare the options of `longstride export`."""
     add = parser.add_argument
     add("run", type=path, metavar="RUN", help="run folder; with --format or --refresh, an exported folder")
     add_step_argument(parser, "export")
@@ -35,12 +35,12 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add("--license", metavar="ID", help=card)
     add("--output", type=path, metavar="DIR", help="make the exported folder here; nothing is written over")
     program = "write the forward pass of an exported folder for other runtimes: a program of torch.export, or ONNX"
-    add("--format", choices=FORMATS, help=program)
+    add("--format", choices=("pt2", "onnx"), help=program)
     add("--refresh", action="store_true", help="write an old export's file for transformers anew, and nothing else")
 
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride sample`."""
+    """Declare the options of `longstride sample`."""
     from longstride.data_pipelines.modalities import MODALITIES  # which brings numpy
 
     add = parser.add_argument
@@ -87,7 +87,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """None of its own."""
+    """Declare no options, and say whose they are."""
     parser.epilog = (
         "All words are lm_eval's, such as `--model longstride --model_args path=model --tasks wikitext`; "
         "`longstride lm-eval run --help` tells them. model_args: path, batch_size, device, dtype, min_context."
@@ -95,13 +95,13 @@ def add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `compress`."""
+    """Declare the options of `compress`."""
     parser.add_argument("file", type=path, metavar="FILE", help="file of any kind to compress")
     _add_coding_arguments(parser, "FILE.lsz")
 
 
 def add_decompress_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `decompress`."""
+    """Declare the options of `decompress`."""
     parser.add_argument("file", type=path, metavar="FILE.lsz", help="file that `longstride compress` wrote")
     _add_coding_arguments(parser, "FILE")
     elsewhere = "try it where the model computes other bits than where the file was compressed"
@@ -116,7 +116,7 @@ def _add_coding_arguments(parser: argparse.ArgumentParser, output: str) -> None:
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride serve`."""
+    """Declare the options of `longstride serve`."""
     add = parser.add_argument
     add("model", type=path, metavar="DIR", help=_EXPORT)
     host = "listen at this address; 0.0.0.0 for other machines too (default: 127.0.0.1, this machine alone)"
@@ -134,3 +134,65 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue", type=int, default=8, metavar="N", help="let N requests more wait for their turn (default: 8)")
     seconds = "give a request S seconds from its arrival to its last byte (default: 300)"
     add("--timeout", type=float, default=300.0, metavar="S", help=seconds)
+
+
+VERBS = (
+    Verb(
+        "export",
+        "a checkpoint as safetensors",
+        add_export_arguments,
+        "exports.export.run",
+        examples=("longstride export runs/mine --output model", "longstride export model --format onnx --output onnx"),
+    ),
+    Verb(
+        "sample",
+        "write, or score a file",
+        add_sample_arguments,
+        "generation.sample.run",
+        examples=(
+            'longstride sample model --prompt "def " --bytes 400',
+            "longstride sample model --likelihood my/texts/a.txt",
+        ),
+    ),
+    Verb(
+        "lm-eval",
+        "run lm_eval with a model",
+        add_lm_eval_arguments,
+        "generation.likelihood.run_lm_eval",
+        passes_words=True,
+        examples=(
+            "longstride lm-eval --model longstride --model_args path=model --tasks wikitext",
+            "longstride lm-eval --model longstride --model_args path=model,dtype=bf16 --tasks wikitext --limit 9",
+        ),
+    ),
+    Verb(
+        "compress",
+        "shrink a file without loss",
+        add_compress_arguments,
+        "compression.compress.run_compress",
+        examples=(
+            "longstride compress a.txt --model model --output a.lsz",
+            "longstride compress a.txt --model model --output a.lsz --device cuda",
+        ),
+    ),
+    Verb(
+        "decompress",
+        "get it back",
+        add_decompress_arguments,
+        "compression.compress.run_decompress",
+        examples=(
+            "longstride decompress a.lsz --model model --output b.txt",
+            "longstride decompress a.lsz --model model --output b.txt --elsewhere",
+        ),
+    ),
+    Verb(
+        "serve",
+        "a page and an HTTP server",
+        add_serve_arguments,
+        "serving.serve.run",
+        examples=(
+            "longstride serve model",
+            "longstride serve model --host 0.0.0.0 --allow-host gpu7.example --port 8080",
+        ),
+    ),
+)

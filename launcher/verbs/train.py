@@ -1,12 +1,13 @@
-"""Options of `longstride train`, `slurm` and `plan`."""
+"""`longstride new`, `plan`, `doctor`, `train` and `slurm`: a run, and what it will cost."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from longstride.launcher.options.shared import (
+from longstride.launcher.verbs.shared import (
     WEIGHTS,
+    Verb,
     add_config_argument,
     add_override_arguments,
     add_trust_argument,
@@ -17,11 +18,12 @@ from longstride.launcher.options.shared import (
 
 HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
+SIZES = ("tiny", "small", "base")  # that `longstride new` has recipes of
 SOME_HOSTS = "HOST[:SLOT,…][@…]"
 
 
 def add_from_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--from` and the options beside it, of every verb that starts a run."""
+    """Declare `--from` and the options beside it, of every verb that starts a run."""
     add = parser.add_argument
     what = "take the first weights from an exported folder or from another run; the optimiser begins anew"
     add("--from", type=place, dest="source", metavar="MODEL|RUN", help=what)
@@ -35,7 +37,7 @@ def add_from_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that training has however it is started."""
+    """Declare the options that training has however it is started."""
     add_config_argument(parser, "--config")
     parser.add_argument(
         "--resume",
@@ -61,8 +63,34 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     add_override_arguments(parser)
 
 
+def add_new_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `longstride new`."""
+    add = parser.add_argument
+    add("name", metavar="NAME", help="name of the run: writes NAME.json, to train into runs/NAME")
+    folder = "fit this folder of `longstride data build` or `index` (default: data/NAME)"
+    add("--data", type=place, metavar="DIR", help=folder)
+    kind = "refuse data of another modality than this (default: take what the folder says)"
+    add("--modality", metavar="text|image|audio", help=kind)
+    size = "tiny: minutes of two cores; small: an hour or more of a large card; base: eight of them (default: tiny)"
+    add("--size", default=SIZES[0], metavar="|".join(SIZES), help=size)
+    add("--output", type=path, metavar="FILE.json", help="write this new file (default: NAME.json)")
+    many = "fit a run of so many processes (default: one for each GPU, or by the cores)"
+    add("--processes", metavar="W", help=many)
+    memory = "fit so much memory of each GPU, for a run on another machine (default: as found on this one)"
+    add("--memory", metavar="GIB", help=memory)
+
+
+def add_script_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of launcher/train.py: also those that launchers set, and a person does not."""
+    add_rank_arguments(parser)
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # set by the deepspeed launcher
+    # Set by `longstride train`: the file by which it asks for a stop, and the time at which it began, by the clock.
+    parser.add_argument("--stop-file", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, default=None, help=argparse.SUPPRESS)
+
+
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride train`."""
+    """Declare the options of `longstride train`."""
     add_rank_arguments(parser)
     add = parser.add_argument
     here = "start so many processes on this host (default: one for each GPU, or one on a CPU)"
@@ -87,7 +115,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride slurm`."""
+    """Declare the options of `longstride slurm`."""
     add_config_argument(parser, "--config")
     add_from_arguments(parser)
     add = parser.add_argument
@@ -112,7 +140,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride plan`."""
+    """Declare the options of `longstride plan`."""
     add_config_argument(parser, "config")
     add = parser.add_argument
     many = "plan for each of these numbers of processes (default: as many as the batch allows, at most 8)"
@@ -132,7 +160,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride doctor`."""
+    """Declare the options of `longstride doctor`."""
     add = parser.add_argument
     add("config", type=place, nargs="?", metavar="CONFIG", help="see too whether this run finds here what it needs")
     add(
@@ -145,8 +173,56 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--launcher",
         choices=LAUNCHERS,
-        default="pdsh",
+        default=LAUNCHERS[0],
         help="see whether this launcher is here, for the hosts (default: pdsh)",
     )
     add("--json", action="store_true", help="print one JSON object in place of lines")
     add_override_arguments(parser)
+
+
+VERBS = (
+    Verb(
+        "new",
+        "a configuration that fits",
+        add_new_arguments,
+        "planning.new.run",
+        examples=("longstride new mine", "longstride new photos --data data/photos --size small --processes 8"),
+    ),
+    Verb(
+        "plan",
+        "what a run will cost",
+        add_plan_arguments,
+        "planning.plan.run",
+        examples=(
+            "longstride plan mine.json --processes 2",
+            "longstride plan enwik8_fixed --processes 1 8 train.micro_batch=1",
+        ),
+    ),
+    Verb(
+        "doctor",
+        "what is missing here for a run",
+        add_doctor_arguments,
+        "doctor.run",
+        examples=("longstride doctor mine.json", "longstride doctor mine.json --hostfile hosts --json"),
+    ),
+    Verb(
+        "train",
+        "train, or go on training",
+        add_train_arguments,
+        "cluster.start.run",
+        examples=(
+            "longstride train --config mine.json --processes 2",
+            "longstride train --config mine.json --resume auto --max-restarts 5 train.steps=20000",
+        ),
+    ),
+    Verb(
+        "slurm",
+        "a batch script for SLURM",
+        add_slurm_arguments,
+        "cluster.slurm.run",
+        examples=(
+            "longstride slurm --config mine.json --nodes 2 --processes-per-node 8 --time 1-0",
+            "longstride slurm --config mine.json --nodes 2 --processes-per-node 8 --time 12:00:00 --gpus --submit",
+        ),
+    ),
+)

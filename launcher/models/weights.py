@@ -1,6 +1,0 @@
-"""Which weights of a checkpoint are meant: as they were trained, or their moving average."""
-
-from __future__ import annotations
-
-TRAINED = "trained"
-AVERAGE = "ema"  # its key in the optimiser's state too
