@@ -149,7 +149,9 @@ class SparseTransformer(nn.Module):
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         places = None if begins is None else places_of(begins)
         more, own = self.beside(tokens.shape[1], places, real), self.division.section(tokens.shape[1])
-        stream, columns = self.residual(self.embedding(tokens, places, real=real), more, self.activation_checkpoint)
+        stream, columns = self.residual(
+            lambda: self.embedding(tokens, places, real=real), more, self.activation_checkpoint
+        )
         if return_nats:  # targets and nats travel, which are less than rows
             rows = self.norm(stream.rows)
             targets = self.division.divided_anew(tokens[:, own, None], 0, columns)[..., 0].long()
@@ -162,12 +164,16 @@ class SparseTransformer(nn.Module):
         return stream._replace(rows=scored) if return_mixed else scored
 
     def residual(
-        self, h: Tensor, more: Sequence[tuple[Any, ...]], recompute: Callable[..., Any] | None = None
+        self,
+        embedded: Callable[[], Tensor],
+        more: Sequence[tuple[Any, ...]],
+        recompute: Callable[..., Any] | None = None,
     ) -> tuple[Mixed, int]:
         """All residual blocks as training has them, before the last norm.
 
         Args:
-            h: (B, N, C), embedded positions.
+            embedded: returns (B, N, C), embedded positions. Python 3.10 keeps the arguments of a call until it ends, and
+                blocks' inputs may be on the host: then nothing else needs these.
             more: what each block takes beside its rows, as ``beside`` gives it.
             recompute: called as (block, rows, …) in place of each block.
 
@@ -176,11 +182,12 @@ class SparseTransformer(nn.Module):
             divided; 0: by sections.
         """
         if self.config.reversible and recompute is None and torch.is_grad_enabled():
-            rows, auxiliary, *statistics = Reversible.apply(h, self.blocks, more)
+            rows, auxiliary, *statistics = Reversible.apply(embedded(), self.blocks, more)
             return Mixed(rows, auxiliary, tuple(statistics)), 0
-        columns, dtype = 0, h.dtype
-        stream = Mixed(opened(h) if self.config.reversible else h)
-        del h  # the blocks' inputs may be on the host, and then nothing else needs it
+        columns, stream = 0, Mixed(embedded())
+        dtype = stream.rows.dtype
+        if self.config.reversible:
+            stream = Mixed(opened(stream.rows))
         for block, rest in zip(self.blocks, more, strict=True):
             wanted = rest[3] if len(rest) > 3 else 0
             rows, columns = self.division.divided_anew(stream.rows, columns, wanted), wanted

@@ -93,7 +93,7 @@ def all_rows(
     embedded = None if embedded is None else embedded[:, : rows.shape[1] - 1]
     h = network.embedding(rows, embedded=embedded, real=real)
     more = network.beside(rows.shape[1], real=real)
-    stream, _ = network.residual(h, more, recompute if hidden is None else recorded)
+    stream, _ = network.residual(lambda: h, more, recompute if hidden is None else recorded)
     rows = network.norm(stream.rows)
     missing = None  # at which places there is nothing
     if full:
