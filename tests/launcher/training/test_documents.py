@@ -19,8 +19,8 @@ from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.data import RunData
+from longstride.launcher.output.counting import amount
 from longstride.launcher.ranks import Ranks
-from longstride.launcher.training.progress import amount
 from longstride.sparse_model import SparseTransformer
 from tests.harness.runs import configuration, metrics, spawn
 
