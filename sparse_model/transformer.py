@@ -172,8 +172,8 @@ class SparseTransformer(nn.Module):
         """All residual blocks as training has them, before the last norm.
 
         Args:
-            embedded: returns (B, N, C), embedded positions. Python 3.10 keeps the arguments of a call until it ends, and
-                blocks' inputs may be on the host: then nothing else needs these.
+            embedded: returns (B, N, C), embedded positions. It is no tensor, as Python 3.10 would keep that until this
+                call ends, and where blocks' inputs are on the host nothing else needs it.
             more: what each block takes beside its rows, as ``beside`` gives it.
             recompute: called as (block, rows, …) in place of each block.
 
