@@ -74,6 +74,8 @@ class FaultyServer:
     def __enter__(self) -> str:
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.faulty = self
+        # What stands unsent counts as sent; else the system lets it grow to megabytes a connection.
+        self._server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
         return f"http://127.0.0.1:{self._server.server_port}"
