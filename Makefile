@@ -71,6 +71,7 @@ clean:
 # Installing again is due whenever what is to be installed changed. The checkout itself is installed in place.
 $(VENV)/.installed: setup.py pyproject.toml $(wildcard locks/*.txt)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "pip>=23.1" # an older one gives DeepSpeed's scripts no interpreter
 	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --editable .
 	touch $@
 

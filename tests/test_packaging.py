@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from longstride.launcher.cli import VERBS
 from tests.harness.installations import ROOMS, Installation, bare, built, copy_checkout, foreign_kernels, watch
-from tests.harness.runs import ROOT, configuration
+from tests.harness.runs import ROOT, configuration, free_port
 from tests.harness.tiny_models import add_hub_files, tiny_export
 
 WAYS = ("wheel", "editable", "checkout")
@@ -172,7 +172,8 @@ def test_everything_runs_from_a_wheel_beside_foreign_kernels(installation: Insta
     said = run("python", "-c", SEVERAL_VERBS.format(verbs))
     assert said.count("usage: longstride") == len(VERBS) and said.splitlines()[-1] == f"{[0] * len(verbs)}"
     run("longstride", "train", "--config", "run.json", "--processes", "2")
-    runner = ["python", "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
+    port = f"--master_port={free_port()}"
+    runner = ["python", "-m", "deepspeed.launcher.runner", "--num_gpus", "1", port]
     run(*runner, program, "--config", "run.json", f"train.output={tmp_path / 'again'}")
     verbs = [["evaluate", "run"], ["export", "run", "--output", "model"]]
     verbs += [["sample", "model", "--prompt", "sparse ", "--bytes", "8"]]
