@@ -30,3 +30,4 @@ for weights, stage in (("loaded", 0), ("loaded", 3), ("new", 0), ("new", 3)):
     trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     trainer.train()
     trainer.save_model(arguments.output_dir)
+torch.distributed.destroy_process_group()  # threads that a process still has as it ends may abort it
