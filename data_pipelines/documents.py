@@ -9,12 +9,12 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Protocol, TypeVar, overload
 
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.modalities import MODALITIES, Content, Modality, Properties
 from longstride.data_pipelines.plain_files import open_plain, plain_status
 from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
@@ -120,7 +120,7 @@ class FileDocument:
             check_unchanged(path, file, self.file_bytes, self.modified_ns)
             return file, modality.open(path, file, properties)
 
-        with reading(path):
+        with as_data_error(path):
             file, content = open_input.get(self, open_file)
             piece = content.read(offset, size)
             check_unchanged(path, file, self.file_bytes, self.modified_ns)
@@ -160,13 +160,13 @@ class RecordDocument:
 
         def open_file(stack: ExitStack) -> tuple[Path, BinaryIO, RecordReader]:
             path = found.path
-            with reading(path):
+            with as_data_error(path):
                 file = stack.enter_context(open_plain(path))
                 check_unchanged(path, file, found.file_bytes, found.modified_ns)
                 return path, file, record_reader(path, file, self.field)
 
         path, file, reader = open_input.get((found, self.field), open_file)
-        with reading(path):
+        with as_data_error(path):
             content = reader.content(self.start, self.length)
             check_unchanged(path, file, found.file_bytes, found.modified_ns)
         if len(content) != self.size:
@@ -232,15 +232,6 @@ def mix(documents: list[FileDocument], seed: int) -> None:
     documents.sort(key=lambda document: document.hashed(seed, f"order {document.occurrence}"))
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Raises DataError for an OSError inside."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-
-
 def check_unchanged(path: Path | str, file: BinaryIO, file_bytes: int, modified_ns: int) -> None:
     """Raises DataError for an open file that has changed since it was found."""
     status = os.fstat(file.fileno())
@@ -282,9 +273,9 @@ def find_documents(
     occurrences: dict[bytes, int] = {}
     for file in _files(inputs, suffixes, exclude, left_out):
         if properties is None:
-            with reading(file.path), open_plain(file.path) as opened:
+            with as_data_error(file.path), open_plain(file.path) as opened:
                 properties = modality.settle(file.path, opened, wanted)
-        with reading(file.path):
+        with as_data_error(file.path):
             size = modality.measure(file.path, properties)
         if size == 0:
             left_out.empty += 1
@@ -310,7 +301,7 @@ def find_record_files(
     found: list[tuple[FileDocument, Records]] = []
     occurrences: dict[bytes, int] = {}
     for file in _files(inputs, suffixes, exclude, left_out):
-        with reading(file.path), open_plain(file.path) as opened:
+        with as_data_error(file.path), open_plain(file.path) as opened:
             records = find_records(file.path, opened, field)
         counts["null_records"] += records.null
         counts["empty_records"] += records.empty
@@ -391,7 +382,7 @@ def _files_of(
         names = [os.fsencode(given.name)]
         return str(given.parent), names, set(names) if given.is_symlink() else set()
     if not is_folder:
-        with reading(given), suppress(FileNotFoundError):
+        with as_data_error(given), suppress(FileNotFoundError):
             plain_status(given)  # a pipe or a device is told by its name
         what = "a link to nothing" if given.is_symlink() else "no such file or folder"
         raise DataError(f"{given}: {what}; name an input that exists")
@@ -416,7 +407,7 @@ def _files_of(
                 left_out.endings[PurePath(name).suffix] += 1
                 continue
             is_link = path.is_symlink()
-            with reading(path):
+            with as_data_error(path):
                 if path.is_file():
                     paths.append(os.fsencode((under / name).as_posix()))
                     if is_link:

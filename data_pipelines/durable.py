@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from longstride.data_pipelines.errors import os_errors_as_data_errors
+from longstride.data_pipelines.errors import as_data_error
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # from file systems that have none
 _FILES_ONLY = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # from file systems that cannot flush a folder
@@ -25,7 +25,7 @@ def durable_file(target: Path, aside: Path) -> Iterator[BinaryIO]:
     # A random name: a process of a killed build may still write when the next build has begun.
     temporary = aside / f"{target.name}.{secrets.token_hex(4)}"
     try:
-        with os_errors_as_data_errors(target):
+        with as_data_error(target, None):
             with temporary.open("xb") as file:
                 yield file
                 file.flush()

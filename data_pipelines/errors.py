@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-# Ends of lines, control characters of terminals (C1 as well), and marks that reverse the order of letters.
+READ = "cannot be read"
 _MOST_CHARACTERS, _LAST = 900, 300  # of a message, and of its end, which says what to do
+# Ends of lines, control characters of terminals (C1 as well), and marks that reverse the order of letters.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -22,12 +22,38 @@ class DataError(ValueError):
 
 
 @contextmanager
-def os_errors_as_data_errors(path: Path | None = None) -> Iterator[None]:
-    """Raises DataError for an OSError inside. ``path`` is named where the system names none, as for a full disk."""
+def as_data_error(
+    where: object = None,
+    what: str | None = READ,
+    mend: str = "",
+    *,
+    damage: tuple[type[Exception], ...] = (),
+    damaged: str = "is damaged or cut short",
+) -> Iterator[None]:
+    """Raise DataError for an OSError inside, and for what a library raises about a damaged file.
+
+    Args:
+        where: what the message begins with.
+        what: what fails; None if the system's reason says it. Then the file that the system names comes first.
+        mend: what to do about it; a missing permission to read has its own advice.
+        damage: the library's exceptions.
+        damaged: what they mean.
+    """
+    caught: tuple[type[Exception], ...] = (OSError, *damage)
     try:
         yield
-    except OSError as error:
-        # A rename has two names: the second one is the place that the user chose.
-        name = next((name for name in (error.filename2, error.filename) if name is not None), path)
+    except DataError:
+        raise
+    except caught as error:
+        if damage and not (isinstance(error, OSError) and error.errno is not None):  # gzip's have no number
+            words = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{where}: {damaged} ({words}); fetch it again") from error
+        assert isinstance(error, OSError), error
         reason = error.strerror or str(error)
-        raise DataError(reason if name is None else f"{name}: {reason}") from error
+        if what is None:
+            # A rename has two names: the second one is the place that the user chose.
+            name = next((name for name in (error.filename2, error.filename) if name is not None), where)
+            raise DataError(reason if name is None else f"{name}: {reason}") from error
+        if what == READ and isinstance(error, PermissionError):  # rebuilding would not help
+            mend = "allow reading"
+        raise DataError(f"{where}: {what} ({reason}){mend and f'; {mend}'}") from error

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, as_data_error
 
 TAR = "a tar archive"
 PARQUET = "a Parquet file"  # the one format, of those that are not compressed, that a build can read
@@ -55,17 +55,17 @@ def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[by
     assert kind.unpack is not None
     packed = _Counted(file)
     held = 0
+    damage = (EOFError, ValueError, zlib.error)
     try:
-        for block in kind.unpack(cast("BinaryIO", packed)):
-            held += len(block)
-            if held > _FREE_BYTES + _MOST_RATIO * packed.count:
-                raise DataError(
-                    f"{path}: is {kind.name}, and holds more than {_MOST_RATIO} times its own bytes; unpack it first, "
-                    f"such as with `{kind.program} FILE`, if there is room"
-                )
-            yield block
-    except DataError:
-        raise
+        with as_data_error(path, damage=damage, damaged=f"is {kind.name}, and damaged or cut short"):
+            for block in kind.unpack(cast("BinaryIO", packed)):
+                held += len(block)
+                if held > _FREE_BYTES + _MOST_RATIO * packed.count:
+                    raise DataError(
+                        f"{path}: is {kind.name}, and holds more than {_MOST_RATIO} times its own bytes; unpack it "
+                        f"first, such as with `{kind.program} FILE`, if there is room"
+                    )
+                yield block
     except ImportError as error:
         module = error.name or "a module"
         missing = f"pip install {module}" if module == "zstandard" else f"take a Python that has {module}"
@@ -73,11 +73,6 @@ def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[by
             f"{path}: is {kind.name}, and {module}, which reads it, cannot be imported ({error}); {missing}, or unpack "
             f"the file first, such as with `{kind.program} FILE`"
         ) from error
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # one without a number is gzip's or bz2's
-            raise
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path}: is {kind.name}, and damaged or cut short ({words}); fetch it again") from error
 
 
 class _Counted(io.RawIOBase):

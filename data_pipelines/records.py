@@ -7,14 +7,14 @@ is read by groups of rows, so that reading can begin in its middle. pyarrow is i
 import json
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, UnpackedContent, file_format, unpacked
 from longstride.data_pipelines.plain_files import collection_paused
 
@@ -209,36 +209,29 @@ def parquet_fields(path: Path, file: BinaryIO) -> list[str] | None:
         import pyarrow  # noqa: F401
     except ImportError:
         return None
-    with _parquet_damage(path):
-        return _columns(_parquet(path, file).schema_arrow)
+    with _parquet_errors(path):
+        return _columns(_parquet(file).schema_arrow)
 
 
-def _parquet(path: Path, file: BinaryIO) -> Any:
-    """A ``pyarrow.parquet.ParquetFile`` over an open file. Raises DataError where the library is missing."""
+def _parquet_errors(path: Path) -> AbstractContextManager[None]:
+    """Raise DataError for what pyarrow says of a file that it cannot read, or where pyarrow is missing."""
     try:
-        from pyarrow.parquet import ParquetFile
+        from pyarrow import ArrowException
     except ImportError as error:
         raise DataError(
             f"{path}: is a Parquet file, and pyarrow, which reads it, cannot be imported ({error}); pip install "
             "pyarrow, or write JSON Lines"
         ) from error
+    return as_data_error(path, damage=(ArrowException,), damaged="is a Parquet file that is damaged or cut short")
+
+
+def _parquet(file: BinaryIO) -> Any:
+    """Return a ``pyarrow.parquet.ParquetFile`` over an open file."""
+    from pyarrow.parquet import ParquetFile
+
     file.seek(0)
     # Columns are read in small buffers: a group of rows may have gigabytes.
     return ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
-
-
-@contextmanager
-def _parquet_damage(path: Path) -> Iterator[None]:
-    """Raises DataError for what pyarrow says of a file that it cannot read."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        if type(error).__module__ != "pyarrow.lib" and not (isinstance(error, OSError) and error.errno is None):
-            raise
-        words = " ".join(str(error).split())
-        raise DataError(f"{path}: is a Parquet file that is damaged or cut short ({words}); fetch it again") from error
 
 
 def _columns(schema: Any) -> list[str]:
@@ -291,8 +284,8 @@ def _batches(table: Any, group: int, field: str) -> Iterator[Any]:
 
 def _parquet_rows(path: Path, file: BinaryIO, field: str) -> Iterator[tuple[int, int, int, int | None]]:
     """(number, number from 0 on, 0, content bytes) of each row."""
-    with _parquet_damage(path):
-        table = _parquet(path, file)
+    with _parquet_errors(path):
+        table = _parquet(file)
         from pyarrow import compute
 
         _check_column(path, table.schema_arrow, field)
@@ -309,8 +302,8 @@ class _RowReader:
 
     def __init__(self, path: Path, file: BinaryIO, field: str) -> None:
         self._path, self._file, self._field = path, file, field
-        with _parquet_damage(path):
-            self._table = table = _parquet(path, file)
+        with _parquet_errors(path):
+            self._table = table = _parquet(file)
             rows = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
         self._ends = np.cumsum(rows, dtype=np.int64)  # of the groups
         self._group, self._first = -1, 0  # the group that is being read, and the row that ``values`` begin with
@@ -319,7 +312,7 @@ class _RowReader:
 
     def content(self, start: int, length: int) -> bytes:
         """See ``RecordReader``."""
-        with _parquet_damage(self._path):
+        with _parquet_errors(self._path):
             group = int(np.searchsorted(self._ends, start, side="right"))
             if group != self._group or start < self._first:
                 self._group, self._first, self._values = group, int(self._ends[group - 1]) if group else 0, ()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
-from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
+from longstride.data_pipelines.errors import DataError, as_data_error
 
 # The number of processes, as launchers set it (Open MPI; MPICH, Intel MPI; MVAPICH; a step of Slurm, which may itself
 # have started another launcher) ...
@@ -132,7 +132,7 @@ def join_crew(environment: Mapping[str, str] = os.environ) -> Crew:
 def _attempted(function: Callable[[], T]) -> tuple[T | None, str | None]:
     """What ``function`` returns, or its error in one line."""
     try:
-        with os_errors_as_data_errors():
+        with as_data_error(what=None):
             return function(), None
     except DataError as error:
         return None, str(error)

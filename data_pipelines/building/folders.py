@@ -28,7 +28,7 @@ from pathlib import Path
 from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings
 from longstride.data_pipelines.building.shard_writer import Piece, is_planned
 from longstride.data_pipelines.durable import NO_LOCKS, durable_file, flush_folder, make_folders
-from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, parse_json, plain_status, read_plain
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, verify
@@ -96,7 +96,7 @@ def check_output(output: Path, settings: BuildSettings) -> None:
 
 def check_room(output: Path, content_bytes: int) -> None:
     """Raises DataError where a whole empty disk would not hold so much: a file may state any length, without room."""
-    with os_errors_as_data_errors(output):
+    with as_data_error(output, None):
         room = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).total
     if content_bytes > room > 0:  # some file systems do not say
         rule = f"the input says {content_bytes:,} bytes of content, and the disk has {room:,} in all"
@@ -245,7 +245,7 @@ class UnfinishedBuild:
         """
         self._plan, place = plan, self.place
         plan_path = place.folder / "plan.json"
-        with os_errors_as_data_errors(place.folder):
+        with as_data_error(place.folder, None):
             if place.holds_finished:
                 try:
                     begun = parse_json(read_plain(plan_path, MOST_JSON_BYTES))
@@ -297,7 +297,7 @@ class UnfinishedBuild:
                 file.writelines(chain((first,), lines))
         with durable_file(self.place.data / DataManifest.FILE_NAME, self.place.partial) as file:
             file.write(manifest.to_json().encode())
-        with os_errors_as_data_errors(self._output):
+        with as_data_error(self._output, None):
             flush_folder(self.place.data)
             self.place.data.rename(self._output)  # replaces an empty folder; the system refuses to replace more
             flush_folder(self._output.parent)
@@ -341,7 +341,7 @@ def _lock(folder: Path, output: Path) -> int:
             make_folders(folder)
         except OSError as error:
             raise _cannot_be_made(output, error.strerror or str(error)) from error
-        with os_errors_as_data_errors(folder):
+        with as_data_error(folder, None):
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             except FileNotFoundError:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from longstride.data_pipelines.datasets.members import Member, members_of
-from longstride.data_pipelines.documents import Document, LeftOut, OpenInput, reading
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.documents import Document, LeftOut, OpenInput
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.modalities import Properties
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import Progress
@@ -106,7 +106,7 @@ def fetched_input(dataset: Dataset, place: Path, is_given: bool, download: bool,
         how += f", or let --download do it (into {DOWNLOADS}, or what --input names)"
     if not is_given and not download:
         raise DataError(f"--input: must name the archive or folder of {dataset.name}; {how}")
-    with reading(place):
+    with as_data_error(place):
         if not (download and place.is_dir()):
             is_present = place.exists()
         elif archive is None:  # no download would help: any file is taken as the dataset

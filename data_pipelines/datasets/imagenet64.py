@@ -23,7 +23,7 @@ from longstride.data_pipelines.datasets.dataset import (
 from longstride.data_pipelines.datasets.excerpts import Excerpts, PlaneRows, Stretch, picture_properties
 from longstride.data_pipelines.datasets.members import Member, whole_file
 from longstride.data_pipelines.documents import FileDocument, LeftOut, OpenInput, find_documents, mix
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.modalities import modality_named
 
 _EDGE = 64
@@ -187,13 +187,11 @@ def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
 def _array_in(member: Member, head: bytes) -> tuple[tuple[int, ...], int]:
     """Shape of the array in a .npy file of bytes, and the offset of its first byte, from the beginning of the file."""
     file = io.BytesIO(head)
-    try:
+    # numpy parses the header as a Python literal: any error is possible
+    with as_data_error(member.shown, damage=(Exception,), damaged="cannot be read as an array"):
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, columns_first, kind = read(file)
-    except Exception as error:  # numpy parses the header as a Python literal: any error is possible
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{member.shown}: cannot be read as an array ({words}); fetch it again") from error
     if columns_first or kind != np.uint8:
         order = "column" if columns_first else "row"
         raise DataError(

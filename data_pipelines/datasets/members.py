@@ -10,15 +10,14 @@ import os
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from longstride.data_pipelines.documents import OpenInput, changed, check_unchanged
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.formats import GZIP, HEAD_BYTES, TAR, file_format, unpacked
 from longstride.data_pipelines.plain_files import open_plain, plain_status
 from longstride.data_pipelines.shards import TarStream
@@ -77,7 +76,7 @@ class Member:
 
     def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
         """Bytes ``[offset, offset + size)``. Raises DataError where they cannot be read."""
-        with _archive_errors(self.shown):
+        with as_data_error(self.shown, damage=_DAMAGE):
             file, stream = open_input.get((self.path, self.layers), self._open)
             stream.seek(self.offset + offset)
             content = stream.read(size)
@@ -96,7 +95,7 @@ class Member:
     def inside(self, name: str) -> "Member":
         """A member of this one, which is a zip archive. Raises DataError where it has none of that name."""
         assert not self.offset, self
-        with _archive_errors(self.shown), ExitStack() as stack:
+        with as_data_error(self.shown, damage=_DAMAGE), ExitStack() as stack:
             archive = zipfile.ZipFile(self._open(stack)[1])
             if name not in archive.namelist():
                 raise DataError(f"{self.shown}: holds no {name}; fetch it again")
@@ -140,7 +139,7 @@ def members_of(path: Path) -> list[Member]:
     Raises DataError for a file that cannot be read, and for an archive that is damaged or cut short.
     """
     member = whole_file(path)
-    with _archive_errors(member.shown), _open_modest(path) as file:
+    with as_data_error(member.shown, damage=_DAMAGE), _open_modest(path) as file:
         head = file.read(HEAD_BYTES)
         file.seek(0)
         if head[:4] in _ZIP_MAGIC:
@@ -165,20 +164,6 @@ def members_of(path: Path) -> list[Member]:
 
 def whole_file(path: Path) -> Member:
     """A file on the disk as it is, archive or not. Raises DataError where there is none."""
-    with _archive_errors(str(path)):
+    with as_data_error(path):
         status = plain_status(path)
     return Member(str(path), path.name, (), 0, status.st_size, status.st_size, status.st_mtime_ns)
-
-
-@contextmanager
-def _archive_errors(shown: str) -> Iterator[None]:
-    """Raises DataError for any error of reading an archive."""
-    try:
-        yield
-    except DataError:
-        raise
-    except _DAMAGE as error:
-        if isinstance(error, OSError) and error.errno is not None:  # one without a number is gzip's
-            raise DataError(f"{shown}: cannot be read ({error.strerror})") from error
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{shown}: is damaged or cut short ({words}); fetch it again") from error

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from longstride.data_pipelines.durable import durable_file, flush_folder, make_folders, whole_folder, working_folder
-from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.formats import HEAD_BYTES, file_format, unpacked
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
 from longstride.data_pipelines.settings import RemoteSettings
@@ -93,7 +93,7 @@ def index_tars(
     is_new = not output.exists()
     filled = whole_folder(output) if is_new else working_folder(aside)
     marked = _stays_marked(aside) if was_killed else nullcontext()
-    with closing(reader.store), os_errors_as_data_errors(output), marked, filled as folder:
+    with closing(reader.store), as_data_error(output, None), marked, filled as folder:
         records = reader.read_splits(by_split, folder, progress)
         place = base if "://" in base else os.path.relpath(os.path.realpath(base), os.path.realpath(output))
         manifest = DataManifest(
@@ -207,7 +207,7 @@ class _Reader:
         tar, extension = self.store.path_for_messages(found.source), self.extension
         rows: list[IndexRow] = []
         keys: dict[str, bool] = {}  # of samples: whether the member is there
-        with os_errors_as_data_errors(aside):
+        with as_data_error(aside, None):
             (aside / found.name).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             copy = stack.enter_context(durable_file(aside / found.name, aside)) if found.name in self.copied else None

@@ -48,12 +48,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
 from longstride.data_pipelines.settings import REBUILD
-from longstride.data_pipelines.stores import Store, StoredFile, reading_file
+from longstride.data_pipelines.stores import Store, StoredFile
 
 BLOCK_BYTES = 512  # of a tar file: one header, and what payloads are padded to
 INDEX_DTYPE = np.dtype(
@@ -436,7 +436,7 @@ def read_checked(store: Store, file: StoredFile, what: str) -> bytes:
     """The content of a small file. Raises DataError where it is missing, or not what the manifest says."""
     path = store.path_for_messages(file.name)
     for last in (False, True):
-        with reading_file(path):
+        with as_data_error(path, mend=REBUILD):
             content = read_plain(store.local(file), file.size)
         if _sha256(content) == file.sha256:
             return content

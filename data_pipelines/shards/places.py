@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 
-from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.manifest import is_tar_name
 from longstride.data_pipelines.stores import open_store
@@ -88,7 +88,7 @@ def _find_local(places: list[str]) -> tuple[str, dict[str, int], int]:
         if file in names:
             raise DataError(f"{names[file]} and {name}: are one tar twice, by links; name one of them, or its folder")
         names[file] = name
-    with os_errors_as_data_errors():
+    with as_data_error(what=None):
         return base, {name: Path(base, name).stat().st_size for name in names.values()}, links
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.data_pipelines.settings import REBUILD, RemoteSettings
 from longstride.data_pipelines.shards.manifest import (
@@ -24,7 +24,7 @@ from longstride.data_pipelines.shards.manifest import (
 )
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
 from longstride.data_pipelines.shards.sources import source_in, source_lines
-from longstride.data_pipelines.stores import StoredFile, open_store, reading_file
+from longstride.data_pipelines.stores import StoredFile, open_store
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 _CHECKED_AT_START = 1000  # shards
@@ -99,7 +99,7 @@ def _verify_pieces(folder: DataFolder, file: StoredFile) -> list[str]:
     name = folder.store.path_for_messages(file.name)
     try:
         path = folder.store.local(file)
-        with reading_file(name):
+        with as_data_error(name, mend=REBUILD):
             is_whole = _sha256_of(path) == file.sha256
     except DataError as error:
         return [str(error)]
@@ -111,7 +111,7 @@ def _verify_sources(folder: DataFolder) -> list[str]:
     path = folder.store.path_for_messages(DataManifest.SOURCES_NAME)
     keys = (shard.key(number) for shard in folder.manifest.shards() for number in range(shard.samples))
     try:
-        with reading_file(path):
+        with as_data_error(path, mend=REBUILD):
             for key, line in zip_longest(keys, source_lines(Path(path))):
                 if key is None or line is None or source_in(line, key) is None:
                     return [f"{path}: the list of sources is damaged (at {key or 'its end'}); remove it, or rebuild"]
@@ -135,7 +135,7 @@ def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
         path = folder.tars.local(shard.file)
         index = shard.load_index(folder.store)
         check_places(name, shard, index, folder.manifest)
-        with reading_file(name):
+        with as_data_error(name, mend=REBUILD):
             if _sha256_of(path) != shard.sha256:
                 findings.append(f"{name}: its SHA-256 is not the manifest's; {REBUILD}")
             if folder.manifest.tars is None:

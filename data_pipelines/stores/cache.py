@@ -16,12 +16,12 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores.local import StoredFile
 
@@ -167,15 +167,9 @@ class Cache:
             finally:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # after a close alone, a child forked meanwhile would hold it
 
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(
-                f"{error.filename or self._root}: the cache cannot be used ({error.strerror}); "
-                "name a folder for the cache that can be written, on a disk with room and file locks"
-            ) from error
+    def _usable(self) -> AbstractContextManager[None]:
+        mend = "name a folder for the cache that can be written, on a disk with room and file locks"
+        return as_data_error(self._root, "the cache cannot be used", mend)
 
 
 def lock_file(path: Path) -> BinaryIO | None:

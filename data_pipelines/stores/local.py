@@ -5,13 +5,12 @@ Readers see no difference: they ask for a path, open it, read and close it.
 """
 
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, open_plain, plain_status, read_plain
 from longstride.data_pipelines.settings import REBUILD
 
@@ -96,7 +95,7 @@ class LocalStore(Store):
             raise DataError(f"{self._folder}: is a file, and no data folder; {rule}")
         if not self._folder.is_dir():
             raise DataError(f"{self._folder}: no such folder; build one with `longstride data build`")
-        with reading_file(self._folder / name):
+        with as_data_error(self._folder / name, mend=REBUILD):
             try:
                 return read_plain(self._folder / name, MOST_JSON_BYTES)
             except FileNotFoundError:
@@ -125,23 +124,23 @@ class LocalStore(Store):
             for name in sorted(files):
                 path = Path(folder, name)
                 if name.endswith(endings) and not name.startswith("."):
-                    with reading_file(path):
+                    with as_data_error(path, mend=REBUILD):
                         sizes[path.relative_to(self._folder).as_posix()] = plain_status(path).st_size
         return sizes, links
 
     def size(self, name: str) -> int:
-        with reading_file(self._folder / name):
+        with as_data_error(self._folder / name, mend=REBUILD):
             return plain_status(self._folder / name).st_size
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
         path = self._folder / name
-        with reading_file(path), open_plain(path) as file:
+        with as_data_error(path, mend=REBUILD), open_plain(path) as file:
             while block := file.read(_BLOCK_BYTES):
                 yield block
 
     def local(self, file: StoredFile) -> Path:
         path = self._folder / file.name
-        with reading_file(path):
+        with as_data_error(path, mend=REBUILD):
             try:
                 size = plain_status(path).st_size
             except (FileNotFoundError, NotADirectoryError):
@@ -152,13 +151,3 @@ class LocalStore(Store):
                 f"the shard is cut short or belongs to another set; {REBUILD}"
             )
         return path
-
-
-@contextmanager
-def reading_file(shown: str | Path) -> Iterator[None]:
-    """Raises DataError for an OSError inside. Where a permission is missing, rebuilding would not help."""
-    try:
-        yield
-    except OSError as error:
-        mend = "allow reading" if isinstance(error, PermissionError) else REBUILD
-        raise DataError(f"{shown}: cannot be read ({error.strerror}); {mend}") from error

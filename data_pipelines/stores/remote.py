@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores.cache import Cache, lock_file, unlock_file
 from longstride.data_pipelines.stores.local import Store, StoredFile
@@ -175,7 +175,7 @@ def fetch_file(
     Raises DataError, naming the URL or the path.
     """
     partial = target.with_name(target.name + ".partial")
-    with os_errors_as_data_errors(target):
+    with as_data_error(target, None):
         made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]  # nearest first
         target.parent.mkdir(parents=True, exist_ok=True)
         handle = lock_file(partial)
@@ -188,7 +188,7 @@ def fetch_file(
             transport = Transport(url, settings)
             mend = "fetch it by hand and look at it"
             _Download(transport, file, handle, partial, settings, threading.Event(), mend, advance).run()
-            with os_errors_as_data_errors(target):
+            with as_data_error(target, None):
                 os.fsync(handle.fileno())
                 partial.rename(target)
     except DataError as error:

@@ -19,7 +19,7 @@ import webdataset as wds
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES, pack
 from longstride.data_pipelines.documents import FileDocument
-from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.shards.verify import verify
 from longstride.data_pipelines.stores import open_store
@@ -395,7 +395,7 @@ def test_build_that_cannot_write_says_where_and_goes_on(tmp_path):
 
 def test_build_names_the_path_where_the_system_names_none(tmp_path):
     full = pytest.raises(DataError, match=rf"^{tmp_path}/shard: No space left on device$")
-    with full, os_errors_as_data_errors(tmp_path / "shard"):
+    with full, as_data_error(tmp_path / "shard", None):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
