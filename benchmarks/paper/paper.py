@@ -40,8 +40,7 @@ from benchmarks.report import add_output_arguments, check_output, rounded, write
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
-from longstride.data_pipelines.order.loading import StreamSettings
-from longstride.data_pipelines.order.stream import ByteStream
+from longstride.data_pipelines.order.stream import ByteStream, StreamSettings
 from longstride.data_pipelines.shards.reading import DataFolder
 from longstride.kernels import ConfigError
 

@@ -25,8 +25,7 @@ import numpy as np
 
 from benchmarks.training.data import resident_bytes
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.order.loading import LanesReader, StreamSettings
-from longstride.data_pipelines.order.stream import ByteStream
+from longstride.data_pipelines.order.stream import ByteStream, LanesReader, StreamSettings
 from longstride.data_pipelines.shards.manifest import DataManifest, SplitRecord
 from longstride.data_pipelines.shards.reading import DataFolder
 
@@ -83,9 +82,9 @@ def plan_rank(stream: ByteStream, rank: int, world_size: int) -> list[tuple[list
     """Of some steps: the contexts that a rank reads, by slot, and the shards in which they begin."""
     lanes, planned = stream.lanes, []
     own = lanes.of_rank(rank, world_size)
-    reader = LanesReader(_Unread(stream), lanes, own, stream.settings)  # type: ignore[arg-type]
+    reader = LanesReader(_Unread(stream), lanes, own, stream.settings, stream.fingerprint)  # type: ignore[arg-type]
     for step in STEPS:
-        ids = reader.take(0, step).sample_ids.tolist()
+        ids = reader.take(step).sample_ids.tolist()
         planned.append(
             (ids, [stream.contexts.place(each * stream.contexts.context, stream.settings.seed) for each in ids])
         )

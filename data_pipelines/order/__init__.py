@@ -6,6 +6,5 @@
 from longstride.data_pipelines.order.contexts import Cut, Span
 from longstride.data_pipelines.order.evaluation import EvaluationBatch, evaluation_contexts, read_context, split_bytes
 from longstride.data_pipelines.order.lanes import StreamState
-from longstride.data_pipelines.order.loading import StreamSettings, Substitution
-from longstride.data_pipelines.order.stream import Batch, ByteStream, stream_fingerprint
+from longstride.data_pipelines.order.stream import Batch, ByteStream, StreamSettings, Substitution, stream_fingerprint
 from longstride.data_pipelines.order.workers import LostWorkerError

@@ -1,12 +1,23 @@
 """Batches of contexts for training, in an order that does not depend on how many ranks or workers read them.
 
-Letters: N positions a context, G contexts a global batch, W ranks.
+Letters: N positions a context, P of them that are read, G contexts a global batch, W ranks, L lanes of a reader, S
+contexts of a block.
+
+Each block of a lane is given out in an order of its own. Workers share out the lanes, not the steps: each lane is read
+once, in sequence, by one process, and every worker's share of a step is asked for in turn. So the contexts are the same
+with any number of workers.
+
+A context that cannot be read ends the run, or another context of the epoch stands in for it. Which one follows from
+(seed, epoch, context) alone: whoever reads the damaged context, whatever the number of ranks and workers, finds the
+same substitute. Processes that share contexts by spans must agree on that too, yet each would meet its own damage
+alone: so under ``substitute`` whole contexts are read and verified, and a span only chooses what is handed on.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, fields, replace
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +28,59 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
-from longstride.data_pipelines.order.contexts import Cut, cut_contexts, settle_cut
-from longstride.data_pipelines.order.lanes import Lanes, StreamState
-from longstride.data_pipelines.order.loading import StreamSettings, Substitution, load_rows
-from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.shards import DataFolder
+from longstride.data_pipelines.order.contexts import Contexts, Cut, Span, cut_contexts, settle_cut
+from longstride.data_pipelines.order.lanes import Lanes, StreamState, block_order, shard_order, substitutes
+from longstride.data_pipelines.order.workers import Workers
+from longstride.data_pipelines.settings import ON_DAMAGE, REPAIR, SHUFFLE_BYTES, RemoteSettings
+from longstride.data_pipelines.shards import DataFolder, SampleReader
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """What is asked of a stream. Raises DataError for a value that is out of range."""
+
+    context: int  # N
+    global_batch: int  # contexts a step, over all ranks
+    seed: int = 0  # of the order
+    rank: int = 0
+    world_size: int = 1
+    cut: Cut = Cut()  # noqa: RUF009 - frozen
+    span: Span | None = None  # of every context, what this process needs; None: all. No part of the order
+    shuffle_bytes: int = SHUFFLE_BYTES  # each lane is shuffled in blocks of this size; 0 reads it in sequence
+    on_damage: str = "abort"
+    workers: int = 0  # processes that read ahead
+    prefetch: int = 2  # steps that each worker reads ahead
+    worker_timeout_seconds: float = 900.0  # that nothing may come from a worker which is waited for
+
+    def __post_init__(self) -> None:
+        for name, least in (("shuffle_bytes", 0), ("workers", 0), ("prefetch", 1)):
+            if getattr(self, name) < least:
+                raise DataError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if not 0 < self.worker_timeout_seconds < float("inf"):
+            rule = "must be a positive number, such as 900"
+            raise DataError(f"worker_timeout_seconds={self.worker_timeout_seconds!r}: {rule}")
+        if self.span is not None:
+            self.span.within(self.context)
+        shard_order(0, self.seed, 0)  # refuses a seed that cannot be used
+        if self.on_damage not in ON_DAMAGE:
+            raise DataError(f"on_damage={self.on_damage!r}: must be one of {', '.join(ON_DAMAGE)}")
+
+    @property
+    def block_contexts(self) -> int:
+        """Contexts of a block, S; 1 where a lane is read in sequence."""
+        return max(1, self.shuffle_bytes // self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Substitution:
+    """A context that stands in for a damaged one."""
+
+    context: int  # the number of the one delivered
+    damaged: int  # of the one that cannot be read
+    damage: str  # what is wrong, naming shard and sample
+
+    def __str__(self) -> str:
+        return f"context {self.context} stands in for {self.damaged}: {self.damage}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +99,136 @@ class Batch:
     def content(self) -> Tensor:
         """(G / W,) int64: positions of each context that hold the data, neither separators nor padding."""
         return self.lengths if self.separators is None else self.lengths - self.separators
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Between processes as arrays: torch would send each tensor by a file descriptor.
+        values = (getattr(self, field.name) for field in fields(self))
+        return _batch_of_arrays, tuple(value.numpy() if isinstance(value, Tensor) else value for value in values)
+
+
+def _batch_of_arrays(*values: Any) -> Batch:
+    fields_of_batch: list[Any] = [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in values]
+    return Batch(*fields_of_batch)
+
+
+def _joined(parts: Sequence[Batch]) -> Batch:
+    """Join what workers have read of one step."""
+
+    def below(column: Sequence[Tensor | None]) -> Tensor | None:
+        rows = [each for each in column if each is not None]  # all or none
+        return torch.cat(rows) if rows else None
+
+    return Batch(
+        tokens=torch.cat([part.tokens for part in parts]),
+        lengths=torch.cat([part.lengths for part in parts]),
+        sample_ids=torch.cat([part.sample_ids for part in parts]),
+        state=parts[0].state,
+        substitutions=tuple(each for part in parts for each in part.substitutions),
+        begins=below([part.begins for part in parts]),
+        separators=below([part.separators for part in parts]),
+    )
+
+
+class LanesReader:
+    """The contexts of some lanes, steps ascending. Their blocks end at the same steps, and are read together."""
+
+    def __init__(
+        self, contexts: Contexts, lanes: Lanes, own: Sequence[int], settings: StreamSettings, fingerprint: str
+    ) -> None:
+        self._contexts, self._lanes, self._own = contexts, lanes, own
+        self._seed, self._on_damage, self._fingerprint = settings.seed, settings.on_damage, fingerprint
+        # Blocks of one context are in sequence; they are read as many at once.
+        self._shuffled = settings.block_contexts > 1
+        in_sequence = max(1, SampleReader.READ_BYTES // contexts.context)
+        self._size = settings.block_contexts if self._shuffled else in_sequence  # S
+        self._readers = [SampleReader(contexts.split) for _ in own]
+        self._tokens = np.empty((len(own), 0, len(contexts.span)), dtype=contexts.dtype)  # (L, S, P)
+        self._loaded: tuple[int, int] | None = None  # epoch and block
+
+    def take(self, number: int) -> Batch:
+        """Return the lanes' part of global batch ``number``, of P positions. Raises DataError for damage."""
+        epoch, step = self._lanes.position(number)
+        block, place = divmod(step, self._size)
+        if (epoch, block) != self._loaded:
+            self._load(epoch, block)
+        chosen = self._order[:, place]
+        return Batch(
+            tokens=_rows(self._tokens, chosen),
+            lengths=_rows(self._lengths, chosen),
+            sample_ids=_rows(self._ids, chosen),
+            state=StreamState(
+                self._fingerprint, self._seed, *self._lanes.position(number + 1), self._lanes.global_batch
+            ),
+            substitutions=tuple(self._substitutions[each] for each in chosen.tolist() if each in self._substitutions),
+            begins=None if self._begins is None else _rows(self._begins, chosen),
+            separators=None if self._separators is None else _rows(self._separators, chosen),
+        )
+
+    def _load(self, epoch: int, block: int) -> None:
+        """Read a block of every lane. The place of a context is its number over all lanes: lane * S + number."""
+        self._loaded = None
+        size = min(self._size, self._lanes.steps_in(epoch) - block * self._size)
+        if self._tokens.shape[1] != size:
+            self._tokens = np.empty((len(self._own), size, self._tokens.shape[2]), dtype=self._tokens.dtype)
+        self._lengths, self._ids, self._order = np.empty((3, len(self._own), size), dtype=np.int64)
+        self._begins: np.ndarray | None = None  # (L, S, N)
+        self._separators: np.ndarray | None = None  # (L, S)
+        self._substitutions: dict[int, Substitution] = {}
+        for place, lane in enumerate(self._own):
+            first = self._lanes.context_id(epoch, block * self._size, lane)
+            self._ids[place] = np.arange(first, first + size)
+            order = block_order(size, self._seed, epoch, lane, block) if self._shuffled else np.arange(size)
+            self._order[place] = place * size + order
+            try:
+                self._read(first, place, slice(0, size))
+            except DataError:
+                if self._on_damage == "abort":
+                    raise
+                self._load_one_by_one(epoch, place)
+        self._loaded = epoch, block
+
+    def _read(self, first: int, place: int, within: slice) -> None:
+        """Read contexts from ``first`` on into a part of a lane's block."""
+        tokens, lengths = self._tokens[place, within], self._lengths[place, within]
+        self._contexts.read(self._readers[place], first, tokens, lengths, self._seed)
+        begins = self._contexts.begins(first, len(tokens), self._seed)
+        if begins is not None:
+            if self._begins is None:
+                self._begins = np.empty((*self._ids.shape, begins.shape[1]), dtype=bool)
+            self._begins[place, within] = begins
+        separators = self._contexts.separators(first, len(tokens), self._seed)
+        if separators is not None:
+            if self._separators is None:
+                self._separators = np.empty_like(self._ids)
+            self._separators[place, within] = separators
+
+    def _load_one_by_one(self, epoch: int, place: int) -> None:
+        """Read what can be read of a lane's block that holds damage, and substitute for the rest.
+
+        Raises DataError where so many contexts are damaged that no substitute is found.
+        """
+        for number, context in enumerate(self._ids[place].tolist()):
+            try:
+                self._read(context, place, slice(number, number + 1))
+                continue
+            except DataError as error:
+                damage = str(error)
+            candidates = substitutes(self._lanes.contexts_of(epoch), self._seed, epoch, context)
+            for candidate in candidates:
+                with suppress(DataError):
+                    self._read(candidate, place, slice(number, number + 1))
+                    break
+            else:
+                rule = f"so are all {len(candidates)} contexts that could stand in for it: too much is lost"
+                raise DataError(f"{damage}; {rule}")
+            self._ids[place, number] = candidate
+            stand_in = Substitution(candidate, context, damage.removesuffix(f"; {REPAIR}"))
+            self._substitutions[place * self._ids.shape[1] + number] = stand_in
+
+
+def _rows(blocks: np.ndarray, chosen: np.ndarray) -> Tensor:
+    """(L, S, ...), (L,) places over all lanes -> (L, ...)."""
+    return torch.from_numpy(blocks.reshape(-1, *blocks.shape[2:]).take(chosen, axis=0))
 
 
 class ByteStream(IterableDataset[Batch]):
@@ -69,13 +258,15 @@ class ByteStream(IterableDataset[Batch]):
         self.settings = settings
         folder = DataFolder.at(location, remote)
         opened = folder.split(split)
-        read = settings.span if settings.on_damage == "abort" else None  # see the head of loading.py
+        read = settings.span if settings.on_damage == "abort" else None  # see the head of this file
         self.contexts = cut_contexts(opened, settings.context, settings.cut, read)
         self.lanes = Lanes(self.contexts.total_units, self.contexts.context_units, settings.global_batch)
         self._own = self.lanes.of_rank(settings.rank, settings.world_size)
         self.contexts.split.reserve(len(self._own))
         self.fingerprint = stream_fingerprint(folder, split, settings.context, settings.cut, settings.shuffle_bytes)
-        self.state = self._taken = self._state_at(0)
+        self.state = self._taken = StreamState(
+            self.fingerprint, settings.seed, *self.lanes.position(0), settings.global_batch
+        )
         if state is not None:
             self._begin_at(state)
 
@@ -101,19 +292,24 @@ class ByteStream(IterableDataset[Batch]):
             rule = "each worker of the loader would read the same batches; at most 1, or settings.workers in its place"
             raise DataError(f"num_workers={worker.num_workers}: {rule}")
         self._taken = self.state
-        first = self.lanes.batch_number(self.state.epoch, self.state.step)
-        with closing(load_rows(self.contexts, self.lanes, self._own, self.settings, first)) as steps:
-            for number, rows in enumerate(steps, start=first):
-                self._taken = self._state_at(number + 1)
-                yield Batch(
-                    tokens=torch.from_numpy(self._in_place(rows.tokens)),
-                    lengths=torch.from_numpy(rows.lengths),
-                    sample_ids=torch.from_numpy(rows.sample_ids),
-                    state=self._taken,
-                    substitutions=rows.substitutions,
-                    begins=None if rows.begins is None else torch.from_numpy(rows.begins),
-                    separators=None if rows.separators is None else torch.from_numpy(rows.separators),
-                )
+        num_readers = max(1, min(self.settings.workers, len(self._own)))
+        bounds = [number * len(self._own) // num_readers for number in range(num_readers + 1)]
+        readers = [
+            LanesReader(self.contexts, self.lanes, self._own[first:end], self.settings, self.fingerprint)
+            for first, end in pairwise(bounds)
+        ]
+        first_batch = self.lanes.batch_number(self.state.epoch, self.state.step)
+        shares = [map(reader.take, count(first_batch)) for reader in readers]
+        with ExitStack() as stack:
+            batches: Iterator[Batch] = shares[0]
+            if self.settings.workers:
+                self.contexts.split.close()  # a fork in the midst of a fetch could stand still in the child
+                workers = Workers(shares, self.settings.prefetch, self.settings.worker_timeout_seconds)
+                stack.enter_context(closing(workers))
+                batches = (_joined(workers.take()) for _ in count())
+            for batch in batches:
+                self._taken = batch.state
+                yield batch if self.settings.span is None else self._in_place(batch)
 
     @property
     def properties(self) -> Mapping[str, int]:
@@ -130,18 +326,13 @@ class ByteStream(IterableDataset[Batch]):
         place = self.contexts.place(start, self.settings.seed)
         return f"{left:,} {unit} are carried over into epoch {epoch}, from {place} on"
 
-    def _in_place(self, tokens: np.ndarray) -> np.ndarray:
-        """(lanes, P), what was read -> (lanes, N): what was asked for, at its place."""
-        if self.settings.span is None:
-            return tokens
+    def _in_place(self, batch: Batch) -> Batch:
+        """Put what was read, (lanes, P), where it was asked for: (lanes, N)."""
+        assert self.settings.span is not None
         span, before = self.settings.span.within(self.settings.context), self.contexts.span.start
-        rows = np.zeros((len(tokens), self.settings.context), dtype=tokens.dtype)
-        rows[:, span.start : span.stop] = tokens[:, span.start - before : span.stop - before]
-        return rows
-
-    def _state_at(self, batch: int) -> StreamState:
-        epoch, step = self.lanes.position(batch)
-        return StreamState(self.fingerprint, self.settings.seed, epoch, step, self.lanes.global_batch)
+        tokens = torch.zeros(len(batch.tokens), self.settings.context, dtype=batch.tokens.dtype)
+        tokens[:, span.start : span.stop] = batch.tokens[:, span.start - before : span.stop - before]
+        return replace(batch, tokens=tokens)
 
 
 def stream_fingerprint(folder: DataFolder, split: str, context: int, cut: Cut, shuffle_bytes: int) -> str:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from longstride.data_pipelines.order import Batch
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
-from longstride.launcher.data.run_data import GlobalBatch, RunData, together, within_vocabulary
+from longstride.launcher.data.run_data import RunData
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
@@ -95,14 +91,6 @@ class Run:
     def folder(self) -> Path:
         """Where it is written to."""
         return Path(self.config.train.output)
-
-    def batches(
-        self, open_stream: Callable[[], Iterable[Batch]], device: torch.device
-    ) -> Generator[GlobalBatch[Batch]]:
-        """The global batches of a training stream, once all ranks have their parts; see ``together``."""
-        rows = self.config.train.global_batch // self.ranks.data_world_size
-        vocabulary = self.config.model.vocabulary
-        return together(lambda: within_vocabulary(iter(open_stream()), vocabulary), rows, self.ranks, device, self.stop)
 
 
 def resolve_steps(config: RunConfig, data: RunData, ranks: Ranks | None = None) -> RunConfig:

@@ -284,6 +284,18 @@ class RunData:
             )
             return ByteStream(self._folder, settings, data.train_split, state=state)
 
+    def batches(
+        self, stream: ByteStream | StreamState | None, device: torch.device, stop: StopFlag | None = None
+    ) -> Generator[GlobalBatch[Batch]]:
+        """Yield the global batches of a stream, or of one opened at a state; see ``together``. All ranks must call."""
+
+        def open_batches() -> Iterator[Batch]:
+            opened = stream if isinstance(stream, ByteStream) else self.stream(stream)
+            return within_vocabulary(iter(opened), self._config.model.vocabulary)
+
+        rows = self._config.train.global_batch // self._ranks.data_world_size
+        return together(open_batches, rows, self._ranks, device, stop)
+
     def evaluation(
         self,
         *,

@@ -102,7 +102,7 @@ def _take_step(run: Run, state: StreamState | None, initial: InitialWeights | No
             engine = build_engine(config.model_copy(update={"train": one}), ranks, fill)
         for line in initial.lines() if initial is not None else ():
             say(line)
-        with closing(run.batches(lambda: run.data.stream(state), engine.device)) as batches:
+        with closing(run.data.batches(state, engine.device, run.stop)) as batches:
             batch = next(batches)
         part = batch.part
         for substitution in batch.substitutions:

@@ -169,7 +169,7 @@ class Trainer:
         """Takes the batches from a state on."""
         stream = self._stream = self._run.data.stream(state)
         self._state = stream.state
-        self._batches = self._run.batches(lambda: stream, self._engine.device)
+        self._batches = self._run.data.batches(stream, self._engine.device, self._run.stop)
 
     def _report(self, line: dict[str, Any], batch: GlobalBatch[Batch]) -> None:
         """Records a step, shows how far the run is, and says what is unusual about the step's data."""

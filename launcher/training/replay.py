@@ -155,7 +155,7 @@ def way_batches(run: Run, checkpoint: Checkpoint | None, record: Record | None, 
     """
 
     def take(state: StreamState | None) -> Batches:
-        return run.batches(lambda: run.data.stream(state), device)
+        return run.data.batches(state, device, run.stop)
 
     number = checkpoint.manifest.step if checkpoint else 0
     state = checkpoint.stream if checkpoint else None

@@ -12,7 +12,7 @@ from PIL import Image
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order import Cut, Span, evaluation_contexts
-from longstride.data_pipelines.order.loading import LanesReader
+from longstride.data_pipelines.order.stream import LanesReader
 from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader
 from longstride.data_pipelines.stores import open_store
@@ -131,8 +131,8 @@ def test_all_spans_together_read_little_more_than_whole_contexts(pieces, bytes_r
 
 def test_a_lane_holds_spans_alone(pieces):
     stream = open_stream(pieces.folder, context=CONTEXT, global_batch=2, shuffle_bytes=5 * CONTEXT, span=Span(-9, 60))
-    reader = LanesReader(stream.contexts, stream.lanes, [0, 1], stream.settings)
-    assert reader.take(0, 0).tokens.shape == (2, 60) and reader._rows.shape == (2, 5, 60)
+    reader = LanesReader(stream.contexts, stream.lanes, [0, 1], stream.settings, stream.fingerprint)
+    assert reader.take(0).tokens.shape == (2, 60) and reader._tokens.shape == (2, 5, 60)
 
 
 @pytest.mark.parametrize("cut", [Cut(apart=True), Cut(packing=False)], ids=str)

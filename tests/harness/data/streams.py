@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longstride.data_pipelines.order.lanes import StreamState
-from longstride.data_pipelines.order.loading import StreamSettings
-from longstride.data_pipelines.order.stream import ByteStream
+from longstride.data_pipelines.order.stream import ByteStream, StreamSettings
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.reading import DataFolder
 

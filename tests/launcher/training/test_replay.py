@@ -55,7 +55,7 @@ def run(config: RunConfig) -> Run:
 
 
 def batches(run: Run, count: int) -> list[GlobalBatch]:
-    return list(itertools.islice(run.batches(run.data.stream, CPU), count))
+    return list(itertools.islice(run.data.batches(None, CPU), count))
 
 
 def way(run: Run, count: int) -> list[int]:
