@@ -82,7 +82,7 @@ class RemoteStore(Store):
             raise DataError(f"{shown}: {error}: it changed while it was read; start again") from None
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
-        """The first 16 digits of the fingerprint name the data set's folder in the cache."""
+        """Name the data set's folder in the cache by the first 16 digits of its fingerprint."""
         assert _FINGERPRINT.fullmatch(fingerprint), fingerprint
         if room_for > self.settings.cache_bytes:
             raise DataError(
@@ -94,11 +94,11 @@ class RemoteStore(Store):
         self._fingerprint, self._room_for = fingerprint, room_for
 
     def local(self, file: StoredFile) -> Path:
-        """The file in the cache, fetched if need be. Errors name the URL or the path in the cache."""
+        """Return the file in the cache, fetched if need be. Errors name the URL or the path in the cache."""
         return self._in_process().fetch(file)
 
     def expect(self, files: Iterable[StoredFile]) -> None:
-        """Fetches files in the background, as many as the cache holds beside what is needed at the same time."""
+        """Fetch files in the background, as many as the cache holds beside what is needed at the same time."""
         assert self._fingerprint is not None, "bind comes first"
         room = self.settings.cache_bytes - self._room_for
         wanted = []
@@ -115,7 +115,7 @@ class RemoteStore(Store):
         return True
 
     def close(self) -> None:
-        """Waits a while for the fetches to end. What they fetched stays."""
+        """Wait a while for the fetches to end. What they fetched stays."""
         process = self._by_process.pop(os.getpid(), None)
         if process is not None:
             process.end()
@@ -141,7 +141,7 @@ def fetch_file(
     advance: Callable[[int], None],
     way_out: str,
 ) -> None:
-    """Fetches one file of a folder to the path ``target``, going on from an earlier attempt.
+    """Fetch one file of a folder to the path ``target``, going on from an earlier attempt.
 
     ``advance`` gets the bytes so far. ``way_out`` ends the message of a fetch that failed: what the user can do then.
     Raises DataError, naming the URL or the path.
@@ -194,17 +194,17 @@ class _InProcess:
 
     @cached_property
     def transport(self) -> Transport:
-        """This process's connection, made when it is first needed."""
+        """Connect when this process first needs it."""
         return _connect(self._url, self._settings, self.stop)
 
     @cached_property
     def cache(self) -> Cache:
-        """The cache of the data set that the store is bound to."""
+        """Open the cache of the data set that the store is bound to."""
         assert self.fingerprint is not None, "bind comes first"
         return Cache(self._settings, self.fingerprint)
 
     def fetch(self, file: StoredFile) -> Path:
-        """The whole file in the cache. Raises DataError, or StoppedError after the store was closed."""
+        """Return the whole file in the cache. Raises DataError, or StoppedError after the store was closed."""
         cache = self.cache
         while not self.stop.is_set():
             path = cache.find(file)
@@ -224,7 +224,7 @@ class _InProcess:
         raise StoppedError
 
     def fetch_ahead(self, files: Iterable[StoredFile]) -> None:
-        """Queues files for the background threads. There are never more threads than queued files."""
+        """Queue files for the background threads. There are never more threads than queued files."""
         # Made here, not in a thread: a fork in between would leave the child half a connection.
         assert self.transport and self.cache
         with self._lock:
@@ -237,7 +237,7 @@ class _InProcess:
                 thread.start()
 
     def end(self) -> None:
-        """Stops the threads. One that waits for a stalled server is left to its time-out."""
+        """Stop the threads. One that waits for a stalled server is left to its time-out."""
         self.stop.set()
         end = time.monotonic() + _JOIN_SECONDS
         with self._lock:
@@ -262,7 +262,7 @@ class _InProcess:
 
 @dataclass
 class _Download:
-    """Completes a partial file."""
+    """The fetch that completes a partial file."""
 
     transport: Transport
     file: StoredFile
@@ -277,7 +277,7 @@ class _Download:
         self._digest = hashlib.sha256()  # of these bytes
 
     def run(self) -> None:
-        """Fetches what is missing and verifies the whole.
+        """Fetch what is missing and verify the whole.
 
         Raises DataError, naming URL or local path. What has come stays in the partial file.
         """
@@ -304,7 +304,7 @@ class _Download:
         )
 
     def _take_up(self) -> None:
-        """Hashes what an earlier attempt, or an earlier process, left."""
+        """Hash what an earlier attempt, or an earlier process, left."""
         self._have, self._digest = 0, hashlib.sha256()
         self.partial.seek(0)
         while content := self.partial.read(_HASH_BYTES):

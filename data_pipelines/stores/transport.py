@@ -26,7 +26,7 @@ from fsspec.asyn import sync
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores.urls import FolderUrl
+from longstride.data_pipelines.stores.urls import GOOD, FolderUrl
 
 CHUNK_BYTES = 8 * 2**20  # of one request; halved with every failure
 SMALLEST_CHUNK_BYTES = 2**18
@@ -43,6 +43,7 @@ _FINAL_ERRORS = {
 # What libraries call the version of a file's bytes: of S3, Google, Azure, the Hugging Face hub, and any other.
 _VERSIONS = {"ETag", "VersionId", "etag", "generation", "version_id", "blob_id", "mtime", "created"}
 _log = logging.getLogger(__name__)
+_SILENT = logging.NullHandler()
 T = TypeVar("T")
 
 
@@ -166,7 +167,10 @@ class Transport:
         try:
             self._filesystem = fsspec.filesystem(url.protocol, skip_instance_cache=True, **self._options())
         except Exception as error:  # any library, any reason
-            raise url.unreadable(str(error).strip() or type(error).__name__) from error
+            words = url.quote(str(error).strip() or type(error).__name__)
+            raise DataError(f"{url.shown}: {url.protocol}:// cannot be read here ({words}); {GOOD}") from error
+        # What goes wrong is said once, by us and without secrets.
+        logging.getLogger(type(self._filesystem).__module__.partition(".")[0]).addHandler(_SILENT)
         if hasattr(self._filesystem, "retries"):
             self._filesystem.retries = 1  # s3fs would try five times by itself for each of our attempts
 
@@ -197,6 +201,7 @@ class Transport:
         generator = random.Random()  # the global ones belong to training, whose resumes are exact
         while transfer.have != transfer.size:
             try:
+                transfer.check_pace()
                 yield from attempt(failures)
                 if transfer.size is None:
                     return
@@ -225,24 +230,23 @@ class Transport:
             with transfer.waiting():
                 if self.stop.wait(seconds):
                     raise StoppedError
-            try:
-                transfer.check_pace()
-            except LimitError as error:
-                raise DataError(f"{shown}: {error}") from None
 
     def _explain(self, error: Exception) -> tuple[bool, str]:
-        """Whether no second attempt would mend an error; and what it says, in one line."""
+        """Return whether no second attempt would mend an error, and what it says in one line."""
         kind, words = type(error).__name__, str(error).strip() or type(error).__name__
-        if isinstance(error, FileNotFoundError):
+        # Of gcsfs, adlfs and huggingface_hub. aiohttp calls a broken answer a status 400, which may heal.
+        attributes, response = vars(error), getattr(error, "response", None)
+        statuses = (attributes.get("code"), attributes.get("status_code"), getattr(response, "status_code", None))
+        if isinstance(error, FileNotFoundError) or 404 in statuses:
             return True, "no such file"
-        if isinstance(error, PermissionError) or words.startswith("Forbidden"):  # gcsfs raises OSError
+        # gcsfs raises OSError for "Forbidden".
+        if isinstance(error, PermissionError) or 401 in statuses or 403 in statuses or words.startswith("Forbidden"):
             return True, self.url.quote(f"access denied ({words})")
         if isinstance(error, ssl.CertificateError):
             return True, self.url.quote(f"the server's certificate is not trusted ({words})")
         if isinstance(error, NotImplementedError | ValueError | RefusedError) or kind in _FINAL_ERRORS:
             return True, self.url.quote(words)
-        holders = (error, getattr(error, "response", None))
-        if any(is_final(getattr(each, name, None)) for each in holders for name in ("code", "status", "status_code")):
+        if any(is_final(status) for status in statuses):
             return True, self.url.quote(f"{kind}: {words}")
         if isinstance(error, HttpStatusError):
             return False, self.url.quote(words)

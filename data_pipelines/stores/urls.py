@@ -7,7 +7,7 @@ from urllib.parse import unquote
 from longstride.data_pipelines.errors import DataError
 
 WEB = ("http", "https")
-_GOOD = "good ones are https://, s3://, gs://, az:// and hf://"
+GOOD = "good ones are https://, s3://, gs://, az:// and hf://"
 _SHOWN_CHARACTERS = 200  # of what a server or a library says
 _READ_CHARACTERS = 2000  # of it, to find what must not be shown
 _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.:-]*)://(?:(?P<user>[^/?#]*)@)?(?P<path>.*)", re.DOTALL)
@@ -49,10 +49,6 @@ class FolderUrl:
         line = "".join(letter if letter.isprintable() else "?" for letter in self.hide(words))
         return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]} …"
 
-    def unreadable(self, reason: object) -> DataError:
-        """Return the error for a protocol that cannot be read here."""
-        return DataError(f"{self.shown}: {self.protocol}:// cannot be read here ({self.quote(reason)}); {_GOOD}")
-
     def check_protocol(self) -> None:
         """Raise DataError, saying what to install, for a protocol that cannot be read here."""
         import fsspec
@@ -69,12 +65,12 @@ class FolderUrl:
                 + (f"pip install {library.partition('.')[0]}" if library else str(error))
             ) from error
         except ValueError as error:
-            raise DataError(f"{self.shown}: {protocol}:// is no protocol that fsspec knows; {_GOOD}") from error
+            raise DataError(f"{self.shown}: {protocol}:// is no protocol that fsspec knows; {GOOD}") from error
         try:
             inspect.signature(filesystem.__init__).bind(None)
         except TypeError as error:  # such as ftp://
             raise DataError(
-                f"{self.shown}: fsspec asks for more than a URL to read {protocol}:// ({error}); {_GOOD}"
+                f"{self.shown}: fsspec asks for more than a URL to read {protocol}:// ({error}); {GOOD}"
             ) from error
 
     def _without_secrets(self, text: str) -> str:

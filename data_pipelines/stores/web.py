@@ -116,12 +116,12 @@ def _host(url: SplitResult) -> str:
 
 
 async def _session(**options: Any) -> aiohttp.ClientSession:
-    """Without cookies: a file is the same whoever asks."""
+    """Make a session without cookies: a file is the same whoever asks."""
     return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), **options)
 
 
 async def _request(filesystem: Any, url: str, headers: dict[str, str], seconds: float) -> Any:
-    """The head of the answer. aiohttp's own time-outs begin anew with every byte of it."""
+    """Wait for the head of the answer. aiohttp's own time-outs begin anew with every byte of it."""
     session = await filesystem.set_session()
     try:
         response = await asyncio.wait_for(session.get(filesystem.encode_url(url), headers=headers), seconds)
@@ -136,7 +136,7 @@ async def _request(filesystem: Any, url: str, headers: dict[str, str], seconds: 
 
 
 async def _read(content: Any, seconds: float) -> tuple[bytes, Exception | None]:
-    """What came of a body, nothing at its end; and the error that it broke off with."""
+    """Return what came of a body, nothing at its end, and the error that it broke off with."""
     try:
         # A time-out of its own: bytes may come for ever of which none is the body's.
         return await asyncio.wait_for(content.read(READ_BYTES), seconds), None
@@ -146,7 +146,7 @@ async def _read(content: Any, seconds: float) -> tuple[bytes, Exception | None]:
 
 
 def _check_status(response: Any, transfer: Transfer) -> None:
-    """Raises unless the answer is a body."""
+    """Raise unless the answer is a body."""
     status = response.status
     words = f"HTTP {status} {response.reason}"
     if status == 416 and transfer.size is not None:
@@ -165,7 +165,7 @@ def _check_status(response: Any, transfer: Transfer) -> None:
 
 
 def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
-    """How many bytes of a body came before. Raises where the body is not of the file that is fetched."""
+    """Count the bytes of a body that came before. Raises where the body is not of the file that is fetched."""
     version = _version(response)
     changed = bool(transfer.have) and not transfer.has_checksum and version != transfer.version
     if response.status == 206:
@@ -197,7 +197,7 @@ def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
 
 
 def _version(response: Any) -> str:
-    """What the server calls the version of a file, to be sent back to it as it is; empty where it does not."""
+    """Return what the server calls the version of a file, to be sent back as it is; empty where it does not."""
     tag = response.headers.get("ETag", "")
     version = response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
     return version if version.isascii() and version.isprintable() else ""
