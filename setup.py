@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# What fsspec needs for https:// and s3://; s3fs asks for an fsspec of its own date.
+# What fsspec needs for https:// and s3://; s3fs asks for an fsspec of its own date. Extras gs, az, hf: other schemes.
 SERVE = ["aiohttp>=3.11.11,<4"]
 REMOTE = [*SERVE, "s3fs>=2025.5.1"]
 # FLAC, Ogg and MP3 files, and sounds of another rate.
@@ -61,6 +61,9 @@ setup(
     ],
     extras_require={
         "remote": REMOTE,
+        "gs": ["gcsfs>=2025.5.1"],
+        "az": ["adlfs>=2024.12"],
+        "hf": ["huggingface_hub>=1,<3"],
         "audio": AUDIO,
         "formats": FORMATS,
         "serve": SERVE,

@@ -14,7 +14,7 @@ _LOCAL = re.compile(r"(file|local)://")
 
 
 def open_store(location: str | Path, settings: RemoteSettings | None = None) -> Store:
-    """The store of a data folder: a path, or a URL of any protocol that fsspec knows.
+    """Open the store of a data folder: a path, or a URL of any protocol that fsspec knows.
 
     Nothing is fetched and no connection is made yet. Raises DataError for a protocol that is unknown or whose library
     is missing.

@@ -59,7 +59,7 @@ class Cache:
             (self._root / ".lock").touch()
 
     def find(self, file: StoredFile) -> Path | None:
-        """The path of a whole file, marked as just used. None where it has to be fetched."""
+        """Return the path of a whole file, marked as just used; None where it has to be fetched."""
         path = self._path(file)
         with self._usable(), suppress(FileNotFoundError):
             if path.stat().st_size == file.size:
@@ -69,7 +69,7 @@ class Cache:
         return None
 
     def claim(self, file: StoredFile, stop: threading.Event) -> Partial | None:
-        """Makes room for a file and locks it for writing. Waits while others fetch it or fill the cache.
+        """Make room for a file and lock it for writing. Wait while others fetch it or fill the cache.
 
         None where another process completed the file, or the store is being closed. Raises DataError where the file
         can never fit.
@@ -96,7 +96,7 @@ class Cache:
         return None
 
     def commit(self, partial: Partial) -> Path:
-        """Turns a verified partial file into a whole one, at once for every reader."""
+        """Turn a verified partial file into a whole one, at once for every reader."""
         target = self._path(partial.file)
         with self._usable():
             os.fsync(partial.handle.fileno())
@@ -105,24 +105,24 @@ class Cache:
         return target
 
     def release(self, partial: Partial) -> None:
-        """Unlocks a partial file that is not complete. Its bytes stay for the next attempt."""
+        """Unlock a partial file that is not complete. Its bytes stay for the next attempt."""
         with suppress(OSError):
             if not os.fstat(partial.handle.fileno()).st_size:
                 partial.path.unlink()
         self._end(partial)
 
     def remove(self, file: StoredFile) -> None:
-        """Removes the copy of a file, if there is one. It stays readable where it is open."""
+        """Remove the copy of a file, if there is one. It stays readable where it is open."""
         with self._usable():
             self._path(file).unlink(missing_ok=True)
 
     def forget_locks(self) -> None:
-        """In a forked child: closes the parent's partial files. Else the child would keep their locks."""
+        """Close the parent's partial files in a forked child, which would keep their locks."""
         while self._locked:
             self._locked.pop().close()
 
     def _path(self, file: StoredFile) -> Path:
-        """Where a whole file lies: by its name, unless that is a path or holds what names here cannot hold."""
+        """Return where a whole file lies: by its name, unless that is a path or holds what names here cannot hold."""
         if _FILE_NAME.fullmatch(file.name):
             return self._folder / file.name
         return self._folder / f"{hashlib.sha256(file.name.encode()).hexdigest()}{Path(file.name).suffix}"
@@ -132,7 +132,7 @@ class Cache:
         unlock_file(partial.handle)
 
     def _make_room(self, size: int, partial: Path) -> bool:
-        """Removes the least recently used files until ``size`` more bytes fit. False while others fetch too much."""
+        """Remove the least recently used files until ``size`` more bytes fit. Return whether they do."""
         entries = []  # of all data sets: (time of the last use, bytes when whole, path, whether it is partial)
         for folder in list(self._root.iterdir()):
             if not _SET_FOLDER.fullmatch(folder.name):
@@ -173,7 +173,7 @@ class Cache:
 
 
 def lock_file(path: Path) -> BinaryIO | None:
-    """Opens and locks a partial file, made if need be. None where another process holds the lock."""
+    """Open and lock a partial file, made if need be. Return None where another process holds the lock."""
     while True:
         handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         try:
@@ -192,14 +192,14 @@ def lock_file(path: Path) -> BinaryIO | None:
 
 
 def unlock_file(handle: BinaryIO) -> None:
-    """Closes a file that ``lock_file`` opened."""
+    """Close a file that ``lock_file`` opened."""
     with suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_UN)  # after a close alone, a child forked meanwhile would hold it
     handle.close()
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether nobody is fetching into a partial file."""
+    """Return whether nobody is fetching into a partial file."""
     try:
         with path.open("rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -32,50 +32,50 @@ class Store(Protocol):
     location: str  # as the user wrote it, without credentials; for messages
 
     def path_for_messages(self, name: str) -> str:
-        """Location and name of a file, without credentials."""
+        """Return location and name of a file, without credentials."""
 
     def read(self, name: str) -> bytes:
-        """The content of a small file, as it is now. Raises DataError where it cannot be read."""
+        """Read a small file, as it is now. Raises DataError where it cannot be read."""
 
     def sizes(self) -> Mapping[str, int] | None:
-        """Bytes of every file by name. None where listing them would cost more than one call."""
+        """Return the bytes of every file by name; None where listing them would cost more than one call."""
 
     def find(self, *endings: str) -> tuple[Mapping[str, int | None], int]:
-        """Every file below the folder whose name ends in one of these, but for hidden ones, with its bytes, if known;
-        and the number of links to folders, which are not followed.
+        """Find every file below the folder whose name ends in one of these, but for hidden ones.
 
-        Raises DataError where the folder cannot be listed.
+        Return them with their bytes, if known, and the number of links to folders, which are not followed. Raises
+        DataError where the folder cannot be listed.
         """
 
     def size(self, name: str) -> int:
-        """Bytes of one file. Raises DataError where it cannot be had."""
+        """Return the bytes of one file. Raises DataError where it cannot be had."""
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
-        """A file of so many bytes, from its beginning, read once and held nowhere. Raises DataError on the way."""
+        """Yield a file of so many bytes, read once and held nowhere. Raises DataError on the way."""
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
-        """Names the data set (its manifest's fingerprint) that the files belong to. Comes before ``local``.
+        """Name the data set (its manifest's fingerprint) that the files belong to. Comes before ``local``.
 
         ``room_for`` bytes are needed at the same time. Raises DataError where the cache cannot hold them.
         """
         return
 
     def local(self, file: StoredFile) -> Path:
-        """A local path that holds the whole file, of the size that the manifest says. Raises DataError.
+        """Return a local path that holds the whole file, of the size that the manifest says. Raises DataError.
 
         The cache may remove the path later: call again then. A file that is open stays readable.
         """
 
     def expect(self, files: Iterable[StoredFile]) -> None:
-        """A hint that these files are needed soon, in this order. It never raises for a fetch that fails."""
+        """Hint that these files are needed soon, in this order. It never raises for a fetch that fails."""
         return
 
     def discard(self, file: StoredFile) -> bool:
-        """Called for a damaged copy. True where the copy was removed and ``local`` will fetch a fresh one."""
+        """Report a damaged copy. Return True where it was removed and ``local`` will fetch a fresh one."""
         return False
 
     def close(self) -> None:
-        """Ends this process's background fetches."""
+        """End this process's background fetches."""
         return
 
 

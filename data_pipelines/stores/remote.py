@@ -1,8 +1,5 @@
 """A remote data folder: files come through `transport.py`, whole or not at all, into `cache.py`'s bounded folder.
 
-A file is fetched in as many attempts as it takes; each goes on where the last one ended. An attempt that brings bytes
-is progress, however it ends: only attempts in a row without a byte are counted.
-
 Connections, threads and locks belong to one process. Each process makes its own when it first needs them, so that a
 store may be pickled, or its process forked, at any moment.
 """
@@ -10,35 +7,29 @@ store may be pickled, or its process forked, at any moment.
 import hashlib
 import logging
 import os
-import random
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores.cache import Cache, lock_file, unlock_file
 from longstride.data_pipelines.stores.local import Store, StoredFile
-from longstride.data_pipelines.stores.transfers import DifferentFileError, LimitError, RefusedError, Transfer
-from longstride.data_pipelines.stores.transport import FolderUrl, Transport
+from longstride.data_pipelines.stores.transport import DifferentFileError, StoppedError, Transfer, Transport
+from longstride.data_pipelines.stores.urls import WEB, FolderUrl
 
-CHUNK_BYTES = 8 * 2**20  # of a request where bodies cannot be streamed; halved with every failure
-SMALLEST_CHUNK_BYTES = 2**18
-FIRST_WAIT_SECONDS = 0.1  # most dropped connections are followed by a good one
-WAIT_GROWTH = 3
-LONGEST_WAIT_SECONDS = 30.0  # eight attempts last a minute, and five where each times out
 ROUNDS = 3  # fetches of the whole where its checksum is wrong: a proxy or a disk may have been at fault
 _HASH_BYTES = 2**20
 _FINGERPRINT = re.compile(r"[0-9a-f]{16,}")
 _JOIN_SECONDS = 5.0  # for all threads together, when a store is closed
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class RemoteStore(Store):
@@ -63,56 +54,35 @@ class RemoteStore(Store):
         return self._url.shown_of(name)
 
     def read(self, name: str) -> bytes:
-        process = self._in_process()
         transfer = Transfer(name, None, self.settings)
         content = bytearray()
-        for block in _rest_of(process.transport(), transfer, process.stop):
+        for block in self._in_process().transport.content(transfer):
             content[transfer.have - len(block) :] = block  # the first one again where the file changed meanwhile
         return bytes(content)
 
     def sizes(self) -> None:
-        """None: it would take a request for each file."""
+        """Return None: it would take a request for each file."""
 
     def find(self, *endings: str) -> tuple[Mapping[str, int | None], int]:
-        """Of a web server, what its page of the folder links to."""
-        names = self._answer(lambda transport: transport.find(*endings), self.location)
+        """List files; of a web server those that its page of the folder links to."""
+        names = self._in_process().transport.find(endings)
         if not names:
             good = f"{self.location.rstrip('/')}/train-{{000..012}}{endings[0]}"
             raise DataError(f"{self.location}: lists no file *{endings[0]}; name the files themselves, such as {good}")
         return names, 0
 
     def size(self, name: str) -> int:
-        shown = self.path_for_messages(name)
-        size = self._answer(lambda transport: transport.size(name), shown)
-        if size is None:
-            raise DataError(f"{shown}: the server does not tell its size; fetch the file first")
-        return size
+        return self._in_process().transport.size(name)
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
-        process = self._in_process()
-        transfer = Transfer(name, size, self.settings)
         try:
-            yield from _rest_of(process.transport(), transfer, process.stop)
+            yield from self._in_process().transport.content(Transfer(name, size, self.settings))
         except DifferentFileError as error:
             shown = self.path_for_messages(name)
             raise DataError(f"{shown}: {error}: it changed while it was read; start again") from None
 
-    def _answer(self, ask: Callable[[Transport], T], shown: str) -> T:
-        """What a server answers, in as many attempts as it takes. Raises DataError, naming ``shown``."""
-        process = self._in_process()
-        transport = process.transport()
-        patience = _Patience(self.settings, process.stop)
-        while True:
-            try:
-                return ask(transport)
-            except (RefusedError, LimitError) as error:
-                raise _refused(shown, error) from None
-            except Exception as error:
-                problem = transport.reason(error)
-            patience.after(problem, shown, progress=False)
-
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
-        """The first 16 digits of the fingerprint name the data set's folder in the cache."""
+        """Name the data set's folder in the cache by the first 16 digits of its fingerprint."""
         assert _FINGERPRINT.fullmatch(fingerprint), fingerprint
         if room_for > self.settings.cache_bytes:
             raise DataError(
@@ -120,14 +90,15 @@ class RemoteStore(Store):
                 f"at the same time; good: at least {room_for}"
             )
         Cache(self.settings, fingerprint)  # raises now, not at the first fetch, if the folder cannot be used
+        assert self._fingerprint in (None, fingerprint)
         self._fingerprint, self._room_for = fingerprint, room_for
 
     def local(self, file: StoredFile) -> Path:
-        """The file in the cache, fetched if need be. Errors name the URL or the path in the cache."""
+        """Return the file in the cache, fetched if need be. Errors name the URL or the path in the cache."""
         return self._in_process().fetch(file)
 
     def expect(self, files: Iterable[StoredFile]) -> None:
-        """Fetches files in the background, as many as the cache holds beside what is needed at the same time."""
+        """Fetch files in the background, as many as the cache holds beside what is needed at the same time."""
         assert self._fingerprint is not None, "bind comes first"
         room = self.settings.cache_bytes - self._room_for
         wanted = []
@@ -140,11 +111,11 @@ class RemoteStore(Store):
 
     def discard(self, file: StoredFile) -> bool:
         _log.warning("%s: the cached copy is damaged; removed", self.path_for_messages(file.name))
-        self._in_process().cache().remove(file)
+        self._in_process().cache.remove(file)
         return True
 
     def close(self) -> None:
-        """Waits a while for the fetches to end. What they fetched stays."""
+        """Wait a while for the fetches to end. What they fetched stays."""
         process = self._by_process.pop(os.getpid(), None)
         if process is not None:
             process.end()
@@ -153,8 +124,9 @@ class RemoteStore(Store):
         process = self._by_process.get(os.getpid())
         if process is None:
             # A parent's entries stay in the dictionary: closing its connections here would disturb the parent.
-            for cache in (cache for parent in self._by_process.values() for cache in parent.caches.values()):
-                cache.forget_locks()
+            for parent in self._by_process.values():
+                if "cache" in vars(parent):
+                    parent.cache.forget_locks()
             process = self._by_process.setdefault(os.getpid(), _InProcess(self._url, self.settings))
         process.fingerprint = self._fingerprint
         return process
@@ -169,7 +141,7 @@ def fetch_file(
     advance: Callable[[int], None],
     way_out: str,
 ) -> None:
-    """Fetches one file of a folder to the path ``target``, going on from an earlier attempt.
+    """Fetch one file of a folder to the path ``target``, going on from an earlier attempt.
 
     ``advance`` gets the bytes so far. ``way_out`` ends the message of a fetch that failed: what the user can do then.
     Raises DataError, naming the URL or the path.
@@ -185,9 +157,8 @@ def fetch_file(
         if not target.exists():  # else another process has just finished it
             url = FolderUrl(folder_url)
             url.check_protocol()
-            transport = Transport(url, settings)
-            mend = "fetch it by hand and look at it"
-            _Download(transport, file, handle, partial, settings, threading.Event(), mend, advance).run()
+            transport = _connect(url, settings, threading.Event())
+            _Download(transport, file, handle, partial, "fetch it by hand and look at it", advance).run()
             with as_data_error(target, None):
                 os.fsync(handle.fileno())
                 partial.rename(target)
@@ -202,8 +173,12 @@ def fetch_file(
         unlock_file(handle)
 
 
-class StoppedError(Exception):
-    """The store was closed while it was fetching."""
+def _connect(url: FolderUrl, settings: RemoteSettings, stop: threading.Event) -> Transport:
+    if url.protocol not in WEB:
+        return Transport(url, settings, stop)
+    from longstride.data_pipelines.stores.web import WebTransport  # only web servers need aiohttp
+
+    return WebTransport(url, settings, stop)
 
 
 class _InProcess:
@@ -214,29 +189,23 @@ class _InProcess:
         self.fingerprint: str | None = None
         self.stop = threading.Event()
         self._lock = threading.Lock()
-        self._transport: Transport | None = None
-        self.caches: dict[str, Cache] = {}
         self._queue: deque[StoredFile] = deque()
         self._threads: set[threading.Thread] = set()
 
+    @cached_property
     def transport(self) -> Transport:
-        """This process's connection, made when it is first needed."""
-        with self._lock:
-            if self._transport is None:
-                self._transport = Transport(self._url, self._settings)
-            return self._transport
+        """Connect when this process first needs it."""
+        return _connect(self._url, self._settings, self.stop)
 
+    @cached_property
     def cache(self) -> Cache:
-        """The cache of the data set that the store is bound to."""
+        """Open the cache of the data set that the store is bound to."""
         assert self.fingerprint is not None, "bind comes first"
-        with self._lock:
-            if self.fingerprint not in self.caches:
-                self.caches[self.fingerprint] = Cache(self._settings, self.fingerprint)
-            return self.caches[self.fingerprint]
+        return Cache(self._settings, self.fingerprint)
 
     def fetch(self, file: StoredFile) -> Path:
-        """The whole file in the cache. Raises DataError, or StoppedError after the store was closed."""
-        cache = self.cache()
+        """Return the whole file in the cache. Raises DataError, or StoppedError after the store was closed."""
+        cache = self.cache
         while not self.stop.is_set():
             path = cache.find(file)
             if path is not None:
@@ -245,7 +214,7 @@ class _InProcess:
             if partial is None:
                 continue
             try:
-                _Download(self.transport(), file, partial.handle, partial.path, self._settings, self.stop).run()
+                _Download(self.transport, file, partial.handle, partial.path).run()
                 path = cache.commit(partial)
             except BaseException:
                 cache.release(partial)
@@ -255,8 +224,9 @@ class _InProcess:
         raise StoppedError
 
     def fetch_ahead(self, files: Iterable[StoredFile]) -> None:
-        """Queues files for the background threads. There are never more threads than queued files."""
-        self.transport()  # made here, not in a thread: a fork in between would leave the child half a connection
+        """Queue files for the background threads. There are never more threads than queued files."""
+        # Made here, not in a thread: a fork in between would leave the child half a connection.
+        assert self.transport and self.cache
         with self._lock:
             self._queue.extend(file for file in files if file not in self._queue)
             start = min(self._settings.parallel, len(self._queue)) - len(self._threads)
@@ -267,7 +237,7 @@ class _InProcess:
                 thread.start()
 
     def end(self) -> None:
-        """Stops the threads. One that waits for a stalled server is left to its time-out."""
+        """Stop the threads. One that waits for a stalled server is left to its time-out."""
         self.stop.set()
         end = time.monotonic() + _JOIN_SECONDS
         with self._lock:
@@ -292,14 +262,12 @@ class _InProcess:
 
 @dataclass
 class _Download:
-    """Completes a partial file."""
+    """The fetch that completes a partial file."""
 
     transport: Transport
     file: StoredFile
     partial: BinaryIO  # open for reading and writing, unbuffered, and locked by the caller
     path: Path  # of ``partial``
-    settings: RemoteSettings
-    stop: threading.Event
     way_out: str = "upload the folder again, all its files together"  # where the remote file is another one
     advance: Callable[[int], None] = lambda have: None  # gets the bytes so far
 
@@ -309,7 +277,7 @@ class _Download:
         self._digest = hashlib.sha256()  # of these bytes
 
     def run(self) -> None:
-        """Fetches what is missing and verifies the whole.
+        """Fetch what is missing and verify the whole.
 
         Raises DataError, naming URL or local path. What has come stays in the partial file.
         """
@@ -317,9 +285,11 @@ class _Download:
         for _ in range(ROUNDS):
             try:
                 self._take_up()
-                transfer = Transfer(self.file.name, self.file.size, self.settings, self._have)
-                for content in _rest_of(self.transport, transfer, self.stop):
-                    if self.stop.is_set():
+                transfer = Transfer(
+                    self.file.name, self.file.size, self.transport.settings, self._have, has_checksum=True
+                )
+                for content in self.transport.content(transfer):
+                    if self.transport.stop.is_set():
                         raise StoppedError
                     self._write(content)
                 if self._digest.hexdigest() == self.file.sha256:
@@ -334,7 +304,7 @@ class _Download:
         )
 
     def _take_up(self) -> None:
-        """Hashes what an earlier attempt, or an earlier process, left."""
+        """Hash what an earlier attempt, or an earlier process, left."""
         self._have, self._digest = 0, hashlib.sha256()
         self.partial.seek(0)
         while content := self.partial.read(_HASH_BYTES):
@@ -364,65 +334,3 @@ class _Download:
             self._have += written
             self.advance(self._have)
             rest = rest[written:]
-
-
-class _Patience:
-    """Counts attempts without progress, and waits between attempts."""
-
-    def __init__(self, settings: RemoteSettings, stop: threading.Event) -> None:
-        self._attempts, self._stop = settings.attempts, stop
-        # A generator of its own: the global ones belong to training, whose resumes are exact.
-        self._random = random.Random()
-        self.failures = 0
-
-    def after(self, problem: str, shown: str, progress: bool) -> None:
-        """Waits before the next attempt. Raises DataError after the last one, StoppedError once the store is closed."""
-        self.failures = 0 if progress else self.failures + 1
-        if self.failures >= self._attempts:
-            raise DataError(
-                f"{shown}: {problem}; given up after {self.failures} attempts in a row that brought nothing new; "
-                "check the network and the server, and start again: a file goes on where it broke off"
-            )
-        longest = min(FIRST_WAIT_SECONDS * WAIT_GROWTH**self.failures, LONGEST_WAIT_SECONDS)
-        seconds = longest * self._random.uniform(0.5, 1)  # random, so that ranks do not all return at the same moment
-        _log.warning("%s: %s; trying again in %.1f s", shown, problem, seconds)
-        if self._stop.wait(seconds):
-            raise StoppedError
-
-
-def _rest_of(transport: Transport, transfer: Transfer, stop: threading.Event) -> Iterator[bytes]:
-    """The bytes of a file from ``transfer.have`` on. Each attempt goes on where the last one ended.
-
-    Raises DataError after the last attempt and where a bound is passed, and DifferentFileError.
-    """
-    shown = transport.url.shown_of(transfer.name)
-    patience = _Patience(transfer.settings, stop)
-    furthest = transfer.have  # a file that began anew has come so far before
-    while transfer.have != transfer.size:
-        chunk_bytes = max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
-        try:
-            yield from transport.stream(transfer, chunk_bytes)
-            if transfer.size is None:
-                return
-            problem = f"the body ended after {transfer.have} of {transfer.size} bytes"
-        except (RefusedError, LimitError) as error:
-            raise _refused(shown, error) from None
-        except DifferentFileError:
-            raise
-        except Exception as error:
-            problem = transport.reason(error)
-        if transfer.have == transfer.size:
-            return
-        with transfer.waiting():
-            patience.after(problem, shown, progress=transfer.have > furthest)
-        furthest = max(furthest, transfer.have)
-        try:
-            transfer.check_pace()
-        except LimitError as error:
-            raise _refused(shown, error) from None
-
-
-def _refused(shown: str, error: RefusedError | LimitError) -> DataError:
-    if isinstance(error, LimitError):
-        return DataError(f"{shown}: {error}")
-    return DataError(f"{shown}: {error}; check the location, and the credentials in the environment if it asks for any")

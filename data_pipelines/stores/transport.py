@@ -1,240 +1,337 @@
-"""Bytes of remote files from any offset on, through fsspec, with messages that show no credentials.
+"""Bytes of remote files from any offset on, through any file system of fsspec; `web.py` has that of web servers.
 
-One call is one attempt, bounded by the time-outs of the protocol's library: `remote.py` repeats it.
+A server is believed nothing. What it sends is held against the size that the manifest states, or against
+``most_bytes`` where nothing states one; how slowly it sends it, against ``least_bytes_per_second``.
+
+A file is read in as many attempts as it takes; each goes on where the last one ended. An attempt that brings bytes is
+progress, however it ends: only attempts in a row without a byte are counted.
 """
 
+from __future__ import annotations
+
 import asyncio
-import inspect
-import re
+import logging
+import random
 import ssl
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
-from urllib.parse import unquote
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.asyn import sync
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores.transfers import DifferentFileError, HttpStatusError, RefusedError, Transfer
+from longstride.data_pipelines.stores.urls import GOOD, FolderUrl
 
-_SHOWN_CHARACTERS = 200  # of what a server or a library says
-_READ_CHARACTERS = 2000  # of it, to find what must not be shown
-_URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.:-]*)://(?:(?P<user>[^/?#]*)@)?(?P<rest>.*)", re.DOTALL)
-_ANY_USER = re.compile(r"://[^/\s'\"]*@")
-_ANY_QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\")]*")
-_HTTP = ("http", "https")
-_LIBRARIES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs"}
+CHUNK_BYTES = 8 * 2**20  # of one request; halved with every failure
+SMALLEST_CHUNK_BYTES = 2**18
+FIRST_WAIT_SECONDS = 0.1  # most dropped connections are followed by a good one
+WAIT_GROWTH = 3
+LONGEST_WAIT_SECONDS = 30.0  # eight attempts last a minute, and five where each times out
+_TRANSIENT_STATUSES = (408, 425, 429)  # of the 4xx: time-out, too early, too many requests
 # Errors that no second attempt mends, of libraries that may be missing: so by name.
-_FINAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError"}
+_FINAL_ERRORS = {
+    "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError",  # s3fs
+    "DefaultCredentialsError", "NonRetryableError",  # gcsfs
+    "ClientAuthenticationError",  # adlfs
+}  # fmt: skip
+# What libraries call the version of a file's bytes: of S3, Google, Azure, the Hugging Face hub, and any other.
+_VERSIONS = {"ETag", "VersionId", "etag", "generation", "version_id", "blob_id", "mtime", "created"}
+_log = logging.getLogger(__name__)
+_SILENT = logging.NullHandler()
+T = TypeVar("T")
 
 
-class FolderUrl:
-    """The URL of a remote folder. Only ``shown`` and what ``hide`` returns may go into messages."""
+class RefusedError(Exception):
+    """The server's answer is final (no such file, no access): one line that says so."""
 
-    def __init__(self, url: str) -> None:
-        match = _URL.fullmatch(url)
-        assert match is not None
-        self.url, self.protocol = url, match["protocol"].lower()  # such as https
-        self._user = f"{match['user']}@" if match["user"] else ""  # user:password@ or nothing
-        self._path, self._query = match["rest"], ""  # host and path; ?query or nothing
-        if self.protocol in _HTTP:
-            self._path, mark, query = self._path.partition("#")[0].partition("?")
-            self._query = mark + query
-        self.shown = self.hide(url)  # as the user wrote it, with *** in place of user, password and query
 
-    def of(self, name: str) -> str:
-        """The URL of a file of the folder, credentials included."""
-        return f"{self.protocol}://{self._user}{self._path.rstrip('/')}/{name}{self._query}"
+class DifferentFileError(Exception):
+    """The remote file is not the one in the manifest: one line that says why."""
 
-    def shown_of(self, name: str) -> str:
-        """The URL of a file of the folder, for messages."""
-        return self.hide(self.of(name))
 
-    def hide(self, text: str) -> str:
-        """``text`` without this URL's secrets, and without users and queries of any other URL in it."""
-        text = _ANY_QUERY.sub(r"\1?***", _ANY_USER.sub("://***@", text))
-        return self._without_secrets(text)
+class HttpStatusError(OSError):
+    """An answer that may differ at the next attempt."""
 
-    def told(self, text: object) -> str:
-        """What a server or a library says, as messages repeat it: one printable line, cut short, without secrets."""
-        # Own secrets first: a cut through one would leave what looks like none.
-        words = " ".join(self._without_secrets(str(text))[:_READ_CHARACTERS].split())
-        line = "".join(letter if letter.isprintable() else "?" for letter in self.hide(words))
-        return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]} …"
 
-    def _without_secrets(self, text: str) -> str:
-        user = self._user[:-1]
-        for secret in (user, user.partition(":")[2], self._query[1:]):
-            for form in {secret, unquote(secret)}:
-                if len(form) > 2:
-                    text = text.replace(form, "***")
-        return text
+class LimitError(Exception):
+    """A fetch takes more bytes or time than it may: one line that names the setting."""
 
-    def check_protocol(self) -> None:
-        """Raises DataError, saying what to install, for a protocol that cannot be read here."""
-        if "::" in self.url:
-            raise DataError(f"{self.shown}: chained protocols (::) are not read; name the folder that holds the files")
-        protocol = self.protocol
+
+class StoppedError(Exception):
+    """The store was closed while it was fetching."""
+
+
+def is_final(status: object) -> bool:
+    """Whether an HTTP status is an answer that no second attempt changes."""
+    return isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT_STATUSES
+
+
+def web_timeout(seconds: float) -> Any:
+    """Return aiohttp's time-outs: of a connection and of a read that brings nothing, and none of the whole."""
+    from aiohttp import ClientTimeout
+
+    return ClientTimeout(total=None, connect=seconds, sock_connect=seconds, sock_read=seconds)
+
+
+@dataclass
+class Transfer:
+    """A file on its way, over all attempts to read it, and the bounds that end it."""
+
+    name: str  # within the folder
+    size: int | None  # bytes; None where nothing states them
+    settings: RemoteSettings
+    have: int = 0  # bytes from the beginning on that came
+    has_checksum: bool = False  # else only ``version`` tells whether bytes of two attempts are of one file
+    version: str = ""  # of what came, as the server calls it (ETag, Last-Modified, ...), if it does
+
+    def __post_init__(self) -> None:
+        self._left_seconds = self.settings.window_seconds  # that the fetch may fall behind from now on
+        self._came = self._again = 0  # bytes in all; of those, such as had come before
+
+    @property
+    def size_or_bound(self) -> int:
+        """Bytes that the file has, or may have at most."""
+        return self.settings.most_bytes if self.size is None else self.size
+
+    def check_size(self, size: int) -> None:
+        """Raise DifferentFileError or LimitError where a file of so many bytes is not the one, or too long."""
+        if size <= self.size_or_bound:
+            return
+        if self.size is not None:
+            raise DifferentFileError(f"more than the {self.size} bytes that it should have")
+        raise LimitError(
+            f"has more than most_bytes={self.settings.most_bytes}; is it the file that was meant? "
+            f"If so, good: data.remote.most_bytes of at least its size, such as {2 * self.settings.most_bytes}"
+        )
+
+    def start_over(self) -> None:
+        """Take the next bytes for the file's first."""
+        self._count_again(self.have)
+        self.have, self.version = 0, ""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds inside: what the caller does with the bytes is not the server's time."""
+        begun = time.monotonic()
         try:
-            import fsspec
+            yield
+        finally:
+            # No wait is longer than that, unless this process was stopped.
+            self._left_seconds -= min(time.monotonic() - begun, self.settings.timeout_seconds)
 
-            filesystem = fsspec.get_filesystem_class(protocol)
-        except ImportError as error:
-            library = _LIBRARIES.get(protocol)
-            how = f"pip install {library}" if library else str(error)
-            raise DataError(f"{self.shown}: the library that reads {protocol}:// is not installed; {how}") from error
-        except ValueError as error:
-            raise DataError(
-                f"{self.shown}: {protocol}:// is no protocol that fsspec knows; good ones are https:// and s3://"
-            ) from error
-        required = [
-            parameter.name
-            for parameter in list(inspect.signature(filesystem.__init__).parameters.values())[1:]
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-        if required:  # such as ftp://
-            raise DataError(
-                f"{self.shown}: fsspec asks for more than a URL to read {protocol}:// ({', '.join(required)}); "
-                "good ones are https:// and s3://"
+    def came(self, count: int, again: int = 0) -> None:
+        """Count bytes, the first ``again`` of which had come before.
+
+        Raises DifferentFileError or LimitError, see ``check_size``; LimitError where they came too slowly.
+        """
+        self._came += count
+        self.have += count - again
+        self._count_again(again)
+        self._left_seconds += count / self.settings.least_bytes_per_second
+        self._left_seconds = min(self._left_seconds, self.settings.window_seconds)
+        self.check_size(self.have)
+        self.check_pace()
+
+    def check_pace(self) -> None:
+        """Raise LimitError where the fetch has fallen too far behind the least rate."""
+        if self._left_seconds < 0:
+            rate, seconds = self.settings.least_bytes_per_second, self.settings.window_seconds
+            raise LimitError(
+                f"{self._came} bytes came, which is window_seconds={seconds:g} behind least_bytes_per_second={rate:g}; "
+                "look at the network and the server; for one that is so slow, "
+                f"good: data.remote.least_bytes_per_second={rate / 10:g}, "
+                f"and for one that is away for so long, data.remote.window_seconds={10 * seconds:g}"
+            )
+
+    def _count_again(self, count: int) -> None:
+        self._again += count
+        if self._again > self.settings.attempts * self.size_or_bound:
+            raise LimitError(
+                f"{self._again} bytes came more than once: the server sends a file from its beginning whatever part "
+                f"is asked for, and breaks off; name one that knows ranges, or raise attempts={self.settings.attempts}"
             )
 
 
 class Transport:
     """One process's connection to a remote folder. No other process may use it."""
 
-    def __init__(self, url: FolderUrl, settings: RemoteSettings) -> None:
-        import fsspec
-
-        self.url, self._settings = url, settings
+    def __init__(self, url: FolderUrl, settings: RemoteSettings, stop: threading.Event) -> None:
+        """Connect; waits between attempts end with StoppedError once ``stop`` is set."""
+        self.url, self.settings, self.stop = url, settings, stop
         try:
-            self._filesystem = fsspec.filesystem(url.protocol, skip_instance_cache=True, **_options(url, settings))
+            self._filesystem = fsspec.filesystem(url.protocol, skip_instance_cache=True, **self._options())
         except Exception as error:  # any library, any reason
-            raise DataError(
-                f"{url.shown}: {url.protocol}:// cannot be read here ({url.told(_words(error))}); "
-                "good ones are https:// and s3://"
-            ) from error
+            words = url.quote(str(error).strip() or type(error).__name__)
+            raise DataError(f"{url.shown}: {url.protocol}:// cannot be read here ({words}); {GOOD}") from error
+        # What goes wrong is said once, by us and without secrets.
+        logging.getLogger(type(self._filesystem).__module__.partition(".")[0]).addHandler(_SILENT)
         if hasattr(self._filesystem, "retries"):
             self._filesystem.retries = 1  # s3fs would try five times by itself for each of our attempts
 
-    def find(self, *endings: str) -> dict[str, int | None]:
-        """Paths of the files below the folder that end in one of these, and their bytes, if known. One attempt.
+    def content(self, transfer: Transfer) -> Iterator[bytes]:
+        """Read a file from ``transfer.have`` on. Where its size is not known, it may begin anew: see ``have``.
 
-        Raises RefusedError, LimitError, or whatever the protocol's library raises.
+        Raises DataError after the last attempt and where a bound is passed, DifferentFileError, and StoppedError.
         """
-        sizes: dict[str, int | None] = {}
-        with _final_answers(self.url):
-            if self.url.protocol in _HTTP:
-                from longstride.data_pipelines.stores import web
+        return self._retry(lambda failures: self._stream(transfer, failures), transfer)
 
-                sizes.update(web.find(self._filesystem, self.url.of, self._settings))
-            else:
-                url = self.url.of("").rstrip("/")
-                root = self._filesystem._strip_protocol(url).rstrip("/") + "/"
-                for path, details in self._call("find", url, detail=True).items():
-                    sizes[path.removeprefix(root)] = details.get("size")
+    def find(self, endings: tuple[str, ...]) -> dict[str, int | None]:
+        """List the files below the folder that end in one of these: their paths, and their bytes, if known."""
+        (sizes,) = self._retry(lambda _: iter([self._find()]), Transfer("", None, self.settings))
         return {name: sizes[name] for name in sorted(sizes) if name.endswith(endings) and "/." not in f"/{name}"}
 
-    def size(self, name: str) -> int | None:
-        """Bytes of a file, None where the server does not tell. One attempt, which raises as ``find`` does."""
-        with _final_answers(self.url):
-            return self._call("info", self.url.of(name))["size"]
+    def size(self, name: str) -> int:
+        """Ask for the bytes of a file. Raises DataError where the server does not tell."""
+        (info,) = self._retry(lambda _: iter([self._info(name)]), Transfer(name, None, self.settings))
+        size: int | None = info["size"]
+        if size is None:
+            raise DataError(f"{self.url.shown_of(name)}: the server does not tell its size; fetch the file first")
+        return size
 
-    def stream(self, transfer: Transfer, chunk_bytes: int) -> Iterator[bytes]:
-        """Bytes of a file from ``transfer.have`` on, in one attempt. They may end early.
-
-        Where the file's size is not known and it changed, they are its first ones: ``transfer.have`` tells behind which
-        byte of the file they end. Raises RefusedError, DifferentFileError, LimitError, or whatever the protocol's
-        library raises.
-        """
-        file_url = self.url.of(transfer.name)
-        with _final_answers(self.url):
-            if self.url.protocol in _HTTP:
-                from longstride.data_pipelines.stores import web
-
-                yield from web.body(self._filesystem, file_url, transfer)
-            elif transfer.size is None:
-                transfer.check_size(self._call("info", file_url)["size"] or 0)
-                yield from self._chunk(file_url, transfer)
-            else:
-                yield from self._chunks(file_url, transfer, chunk_bytes)
-
-    def reason(self, error: Exception) -> str:
-        """Why an attempt failed, in one line."""
-        kind = type(error).__name__
-        if isinstance(error, HttpStatusError):
-            return self.url.told(error)
-        if isinstance(error, TimeoutError) or "Timeout" in kind:
-            return f"nothing came for {self._settings.timeout_seconds:g} s ({kind})"
-        return self.url.told(f"{kind}: {error}" if str(error).strip() else kind)
-
-    def _chunks(self, url: str, transfer: Transfer, chunk_bytes: int) -> Iterator[bytes]:
-        """For any filesystem of fsspec: one request per chunk. A chunk that breaks off is lost."""
-        assert transfer.size is not None
-        while transfer.have < transfer.size:
-            offset = transfer.have
-            end = min(offset + chunk_bytes, transfer.size)
-            yield from self._chunk(url, transfer, start=offset, end=end)
-            if transfer.have < end:
-                remote_size = self._call("info", url)["size"]
-                if remote_size is not None and remote_size != transfer.size:
-                    raise DifferentFileError(f"{remote_size} bytes, and it should have {transfer.size}")
+    def _retry(self, attempt: Callable[[int], Iterator[T]], transfer: Transfer) -> Iterator[T]:
+        """Yield what attempts bring until one ends well. ``attempt`` takes the number of failures before it."""
+        shown = self.url.shown_of(transfer.name) if transfer.name else self.url.shown
+        failures, furthest = 0, transfer.have  # a file that began anew has come so far before
+        generator = random.Random()  # the global ones belong to training, whose resumes are exact
+        while transfer.have != transfer.size:
+            try:
+                transfer.check_pace()
+                yield from attempt(failures)
+                if transfer.size is None:
+                    return
+                problem = f"the body ended after {transfer.have} of {transfer.size} bytes"
+            except DifferentFileError:
+                raise
+            except LimitError as error:
+                raise DataError(f"{shown}: {error}") from None
+            except Exception as error:
+                final, problem = self._explain(error)
+                if final:
+                    rule = "check the location, and the credentials in the environment if it asks for any"
+                    raise DataError(f"{shown}: {problem}; {rule}") from None
+            if transfer.have == transfer.size:
                 return
+            failures = 0 if transfer.have > furthest else failures + 1
+            furthest = max(furthest, transfer.have)
+            if failures >= self.settings.attempts:
+                raise DataError(
+                    f"{shown}: {problem}; given up after {failures} attempts in a row that brought nothing new; "
+                    "check the network and the server, and start again: a file goes on where it broke off"
+                )
+            longest = min(FIRST_WAIT_SECONDS * WAIT_GROWTH**failures, LONGEST_WAIT_SECONDS)
+            seconds = longest * generator.uniform(0.5, 1)  # so that ranks do not all return at the same moment
+            _log.warning("%s: %s; trying again in %.1f s", shown, problem, seconds)
+            with transfer.waiting():
+                if self.stop.wait(seconds):
+                    raise StoppedError
 
-    def _chunk(self, url: str, transfer: Transfer, **interval: int) -> Iterator[bytes]:
+    def _explain(self, error: Exception) -> tuple[bool, str]:
+        """Return whether no second attempt would mend an error, and what it says in one line."""
+        kind, words = type(error).__name__, str(error).strip() or type(error).__name__
+        # Of gcsfs, adlfs and huggingface_hub. aiohttp calls a broken answer a status 400, which may heal.
+        attributes, response = vars(error), getattr(error, "response", None)
+        statuses = (attributes.get("code"), attributes.get("status_code"), getattr(response, "status_code", None))
+        if isinstance(error, FileNotFoundError) or 404 in statuses:
+            return True, "no such file"
+        # gcsfs raises OSError for "Forbidden".
+        if isinstance(error, PermissionError) or 401 in statuses or 403 in statuses or words.startswith("Forbidden"):
+            return True, self.url.quote(f"access denied ({words})")
+        if isinstance(error, ssl.CertificateError):
+            return True, self.url.quote(f"the server's certificate is not trusted ({words})")
+        if isinstance(error, NotImplementedError | ValueError | RefusedError) or kind in _FINAL_ERRORS:
+            return True, self.url.quote(words)
+        if any(is_final(status) for status in statuses):
+            return True, self.url.quote(f"{kind}: {words}")
+        if isinstance(error, HttpStatusError):
+            return False, self.url.quote(words)
+        if isinstance(error, TimeoutError) or "Timeout" in kind:
+            return False, f"nothing came for {self.settings.timeout_seconds:g} s ({kind})"
+        return False, self.url.quote(kind if words == kind else f"{kind}: {words}")
+
+    # What `web.py` does in another way. Each call is one attempt and raises what the protocol's library raises.
+
+    def _options(self) -> dict[str, Any]:
+        """Return what the file system is made with: time-outs, as its library names them, and no retries of its own."""
+        seconds = self.settings.timeout_seconds
+        if self.url.protocol in ("s3", "s3a"):
+            config = {"connect_timeout": seconds, "read_timeout": seconds, "retries": {"max_attempts": 0}}
+            return {"config_kwargs": config, "use_listings_cache": False}
+        if self.url.protocol in ("gs", "gcs"):
+            return {"session_kwargs": {"timeout": web_timeout(seconds)}, "use_listings_cache": False}
+        if self.url.protocol in ("az", "abfs", "abfss"):
+            return {"connection_timeout": seconds, "read_timeout": seconds, "use_listings_cache": False}
+        if self.url.protocol == "hf":
+            return {"block_size": 1}  # else each part is read with 5 MiB behind it
+        return {}
+
+    def _find(self) -> dict[str, int | None]:
+        folder = self.url.of("").rstrip("/")
+        root = self._filesystem._strip_protocol(folder).rstrip("/") + "/"
+        found = self._call("find", folder, detail=True)
+        return {path.removeprefix(root): details.get("size") for path, details in found.items()}
+
+    def _info(self, name: str) -> dict[str, Any]:
+        """Return what the file system says of a file now, its ``size`` included."""
+        self._filesystem.invalidate_cache()
+        info: dict[str, Any] = self._call("info", self.url.of(name))
+        return info
+
+    def _stream(self, transfer: Transfer, failures: int) -> Iterator[bytes]:
+        """Yield a file's bytes from ``transfer.have`` on, one request for each part. A part that breaks off is lost."""
+        if transfer.size is None:
+            transfer.check_size(self._info(transfer.name)["size"] or 0)
+            yield from self._part(transfer)
+            return
+        if not transfer.has_checksum:
+            self._check_version(transfer)
+        chunk_bytes = max(CHUNK_BYTES >> failures, SMALLEST_CHUNK_BYTES)
+        while transfer.have < transfer.size:
+            end = min(transfer.have + chunk_bytes, transfer.size)
+            yield from self._part(transfer, start=transfer.have, end=end)
+            if transfer.have < end:
+                self._check_version(transfer)
+                return
+        if not transfer.has_checksum:
+            self._check_version(transfer)
+
+    def _part(self, transfer: Transfer, **interval: int) -> Iterator[bytes]:
         with transfer.waiting():
-            chunk: bytes = self._call("cat_file", url, **interval)
-        if interval and len(chunk) > interval["end"] - interval["start"]:  # the range was ignored
-            chunk = chunk[interval["start"] : interval["end"]]
-        transfer.came(len(chunk))
-        yield chunk
+            part: bytes = self._call("cat_file", self.url.of(transfer.name), **interval)
+        if interval and len(part) > interval["end"] - interval["start"]:  # the range was ignored
+            part = part[interval["start"] : interval["end"]]
+        transfer.came(len(part))
+        yield part
+
+    def _check_version(self, transfer: Transfer) -> None:
+        """Raise DifferentFileError for a file of another size, or of another version than before."""
+        info = self._info(transfer.name)
+        if info["size"] not in (None, transfer.size):
+            raise DifferentFileError(f"{info['size']} bytes, and it should have {transfer.size}")
+        version = str(sorted((key, str(info[key])) for key in _VERSIONS & info.keys()))
+        if transfer.version not in ("", version):
+            raise DifferentFileError("another version")
+        transfer.version = version
 
     def _call(self, method: str, url: str, **arguments: Any) -> Any:
-        """What a method of the filesystem returns, which ends by itself where it is no coroutine."""
-        from fsspec.asyn import sync
+        """Return what a method of the file system returns within ``window_seconds``."""
+        seconds = self.settings.window_seconds
+        if self._filesystem.async_impl:
+            call = getattr(self._filesystem, f"_{method}")(url, **arguments)
+            return sync(self._filesystem.loop, asyncio.wait_for, call, seconds)
+        answer: Future[Any] = Future()
 
-        if not self._filesystem.async_impl:
-            return getattr(self._filesystem, method)(url, **arguments)
-        call = getattr(self._filesystem, f"_{method}")(url, **arguments)
-        return sync(self._filesystem.loop, asyncio.wait_for, call, self._settings.window_seconds)
+        def ask() -> None:
+            try:
+                answer.set_result(getattr(self._filesystem, method)(url, **arguments))
+            except BaseException as error:  # it is raised where the answer is waited for
+                answer.set_exception(error)
 
-
-@contextmanager
-def _final_answers(url: FolderUrl) -> Iterator[None]:
-    """Raises RefusedError for errors that no second attempt would mend."""
-    try:
-        yield
-    except FileNotFoundError:
-        words = "no such file"
-    except PermissionError as error:
-        words = f"access denied ({_words(error)})"
-    except ssl.CertificateError as error:
-        words = f"the server's certificate is not trusted ({_words(error)})"
-    except (NotImplementedError, ValueError, RefusedError) as error:
-        words = _words(error)
-    except Exception as error:
-        if type(error).__name__ not in _FINAL_ERRORS:
-            raise
-        words = _words(error)
-    else:
-        return
-    raise RefusedError(url.told(words))
-
-
-def _words(error: Exception) -> str:
-    return str(error).strip() or type(error).__name__
-
-
-def _options(url: FolderUrl, settings: RemoteSettings) -> dict[str, Any]:
-    """Time-outs as the protocol's library names them. A library without such options keeps its own."""
-    if url.protocol in _HTTP:
-        from longstride.data_pipelines.stores import web
-
-        return web.options(settings)
-    if _LIBRARIES.get(url.protocol) == "s3fs":
-        config = {
-            "connect_timeout": settings.timeout_seconds,
-            "read_timeout": settings.timeout_seconds,
-            "retries": {"max_attempts": 0},  # our own are counted, logged, and go on where a file broke off
-        }
-        return {"config_kwargs": config, "use_listings_cache": False}
-    return {}
+        # A daemon: a server that stalls must not keep the process from ending.
+        threading.Thread(target=ask, name="longstride-ask", daemon=True).start()
+        return answer.result(seconds)

@@ -1,4 +1,4 @@
-"""Bodies of a web server, by aiohttp in fsspec's loop. One call is one attempt."""
+"""Files of a web server, by aiohttp in fsspec's loop. fsspec's own file system of web servers has no such bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import html
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
@@ -15,101 +15,100 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 import aiohttp
 from fsspec.asyn import sync
 
-from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores.transfers import (
+from longstride.data_pipelines.stores.transport import (
     DifferentFileError,
     HttpStatusError,
     LimitError,
     RefusedError,
     Transfer,
+    Transport,
+    is_final,
+    web_timeout,
 )
 
 READ_BYTES = 2**20  # of a body at once, at most
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,20})-\d{1,20}/(\d{1,20}|\*)")
 _LINK = re.compile(r"""\bhref\s*=\s*["']?([^"'\s<>]{1,2000})""", re.IGNORECASE)
 _MOST_LINKS = 1_000_000
-_TRANSIENT_STATUSES = (408, 425, 429)  # of the 4xx: time-out, too early, too many requests
 
 
-def options(settings: RemoteSettings) -> dict[str, Any]:
-    """What fsspec's file system of web servers is made with."""
-    seconds = settings.timeout_seconds
-    timeout = aiohttp.ClientTimeout(total=None, connect=seconds, sock_connect=seconds, sock_read=seconds)
-    # trust_env: proxies and the credentials of ~/.netrc, as for other tools on the machine.
-    return {"client_kwargs": {"timeout": timeout, "trust_env": True}, "get_client": _session}
+class WebTransport(Transport):
+    """One process's connection to a folder on a web server."""
 
+    def _options(self) -> dict[str, Any]:
+        # trust_env: proxies and the credentials of ~/.netrc, as for other tools on the machine.
+        timeout = web_timeout(self.settings.timeout_seconds)
+        return {"client_kwargs": {"timeout": timeout, "trust_env": True}, "get_client": _session}
 
-def body(filesystem: Any, url: str, transfer: Transfer) -> Iterator[bytes]:
-    """The bytes of a file from ``transfer.have`` on, or from its beginning where it changed, as they come in.
+    def _find(self) -> dict[str, int | None]:
+        """List the files that the page of the folder links to, and those of folders below it.
 
-    They may end early. What came before a connection broke is handed out before that is raised. Raises RefusedError,
-    DifferentFileError, LimitError, HttpStatusError, or what aiohttp raises.
-    """
-    # A compressed body would have other offsets and another length. A proxy may hold an old manifest.
-    headers = {"Accept-Encoding": "identity"}
-    if transfer.size is None:
-        headers["Cache-Control"] = "no-cache"
-        if transfer.have and not transfer.version:
-            transfer.start_over()
-    if transfer.have:
-        headers["Range"] = f"bytes={transfer.have}-"
-        if transfer.size is None:  # no checksum would tell two files in one
-            headers["If-Range"] = transfer.version
-    loop, seconds = filesystem.loop, transfer.settings.timeout_seconds
-    with transfer.waiting():
-        response = sync(loop, _request, filesystem, url, headers, seconds)
-    try:
-        _check_status(response, transfer)
-        skip = _bytes_to_skip(response, transfer)
-        error = None
-        while error is None and transfer.have != transfer.size:
-            with transfer.waiting():
-                chunk, error = sync(loop, _read, response.content, seconds)
-            again = min(skip, len(chunk))
-            skip -= again
-            transfer.came(len(chunk), again)
-            if again < len(chunk):
-                yield chunk[again:]
-            if not chunk and error is None:
-                return
-        if error is not None:
-            raise error
-    finally:
-        loop.call_soon_threadsafe(response.close)
+        Raises LimitError for pages without end.
+        """
+        root, settings = urlsplit(self.url.of("")), self.settings
+        names: dict[str, int | None] = {}
+        folders, seen = deque([""]), {""}
+        pages = Transfer("", None, settings)  # all of them are one in their bytes and their time
+        begun = time.monotonic()
+        while folders:
+            page = Transfer(folders.popleft(), None, settings)
+            url = self.url.of(page.name)
+            text = b"".join(self._stream(page, 0)).decode(errors="replace")
+            pages.came(page.have)
+            for link in _LINK.findall(text):
+                with suppress(ValueError):  # no address at all
+                    found = urlsplit(urljoin(url, html.unescape(link)))
+                    if _host(found) == _host(root) and found.path.startswith(root.path):
+                        name = found.path[len(root.path) :]
+                        if not name.endswith("/"):
+                            names[name] = None
+                        elif name not in seen:
+                            folders.append(name)
+                            seen.add(name)
+            if time.monotonic() > begun + settings.window_seconds or len(names) + len(seen) > _MOST_LINKS:
+                raise LimitError(
+                    f"{len(seen)} pages of folders link to {len(names)} files and more after window_seconds="
+                    f"{settings.window_seconds:g}; name the files themselves, such as train-{{000..012}}.tar"
+                )
+        names.pop("", None)
+        return names
 
+    def _stream(self, transfer: Transfer, failures: int) -> Iterator[bytes]:
+        """Yield a file's bytes from ``transfer.have`` on, or from its beginning where it changed, as they come in.
 
-def find(filesystem: Any, url_of: Callable[[str], str], settings: RemoteSettings) -> dict[str, None]:
-    """Names of the files that the page of a folder links to, and those of folders below it. One attempt.
-
-    ``url_of`` gives the URL of a name in the folder. Raises as ``body`` does; LimitError for pages without end.
-    """
-    root = urlsplit(url_of(""))
-    names: dict[str, None] = {}
-    folders, seen = deque([""]), {""}
-    pages = Transfer("", None, settings)  # all of them are one in their bytes and their time
-    begun = time.monotonic()
-    while folders:
-        url = url_of(folders.popleft())
-        page = Transfer("", None, settings)
-        text = b"".join(body(filesystem, url, page)).decode(errors="replace")
-        pages.came(page.have)
-        for link in _LINK.findall(text):
-            with suppress(ValueError):  # no address at all
-                found = urlsplit(urljoin(url, html.unescape(link)))
-                if _host(found) == _host(root) and found.path.startswith(root.path):
-                    name = found.path[len(root.path) :]
-                    if not name.endswith("/"):
-                        names[name] = None
-                    elif name not in seen:
-                        folders.append(name)
-                        seen.add(name)
-        if time.monotonic() > begun + settings.window_seconds or len(names) + len(seen) > _MOST_LINKS:
-            raise LimitError(
-                f"{len(seen)} pages of folders link to {len(names)} files and more after window_seconds="
-                f"{settings.window_seconds:g}; name the files themselves, such as train-{{000..012}}.tar"
-            )
-    names.pop("", None)
-    return names
+        They may end early. What came before a connection broke is handed out before that is raised.
+        """
+        # A compressed body would have other offsets and another length. A proxy may hold an old manifest.
+        headers = {"Accept-Encoding": "identity"}
+        if transfer.size is None:
+            headers["Cache-Control"] = "no-cache"
+            if transfer.have and not transfer.version:
+                transfer.start_over()
+        if transfer.have:
+            headers["Range"] = f"bytes={transfer.have}-"
+            if transfer.version and not transfer.has_checksum:
+                headers["If-Range"] = transfer.version
+        loop, seconds = self._filesystem.loop, self.settings.timeout_seconds
+        with transfer.waiting():
+            response = sync(loop, _request, self._filesystem, self.url.of(transfer.name), headers, seconds)
+        try:
+            _check_status(response, transfer)
+            skip = _bytes_to_skip(response, transfer)
+            error = None
+            while error is None and transfer.have != transfer.size:
+                with transfer.waiting():
+                    chunk, error = sync(loop, _read, response.content, seconds)
+                again = min(skip, len(chunk))
+                skip -= again
+                transfer.came(len(chunk), again)
+                if again < len(chunk):
+                    yield chunk[again:]
+                if not chunk and error is None:
+                    return
+            if error is not None:
+                raise error
+        finally:
+            loop.call_soon_threadsafe(response.close)
 
 
 def _host(url: SplitResult) -> str:
@@ -117,12 +116,12 @@ def _host(url: SplitResult) -> str:
 
 
 async def _session(**options: Any) -> aiohttp.ClientSession:
-    """Without cookies: a file is the same whoever asks."""
+    """Make a session without cookies: a file is the same whoever asks."""
     return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), **options)
 
 
 async def _request(filesystem: Any, url: str, headers: dict[str, str], seconds: float) -> Any:
-    """The head of the answer. aiohttp's own time-outs begin anew with every byte of it."""
+    """Wait for the head of the answer. aiohttp's own time-outs begin anew with every byte of it."""
     session = await filesystem.set_session()
     try:
         response = await asyncio.wait_for(session.get(filesystem.encode_url(url), headers=headers), seconds)
@@ -137,7 +136,7 @@ async def _request(filesystem: Any, url: str, headers: dict[str, str], seconds: 
 
 
 async def _read(content: Any, seconds: float) -> tuple[bytes, Exception | None]:
-    """What came of a body, nothing at its end; and the error that it broke off with."""
+    """Return what came of a body, nothing at its end, and the error that it broke off with."""
     try:
         # A time-out of its own: bytes may come for ever of which none is the body's.
         return await asyncio.wait_for(content.read(READ_BYTES), seconds), None
@@ -147,7 +146,7 @@ async def _read(content: Any, seconds: float) -> tuple[bytes, Exception | None]:
 
 
 def _check_status(response: Any, transfer: Transfer) -> None:
-    """Raises unless the answer is a body."""
+    """Raise unless the answer is a body."""
     status = response.status
     words = f"HTTP {status} {response.reason}"
     if status == 416 and transfer.size is not None:
@@ -159,15 +158,16 @@ def _check_status(response: Any, transfer: Transfer) -> None:
         raise FileNotFoundError(words)
     if status in (401, 403):
         raise PermissionError(words)
-    if 400 <= status < 500 and status not in _TRANSIENT_STATUSES:
+    if is_final(status):
         raise RefusedError(f"the server answers {words}")
     if status not in (200, 206):
         raise HttpStatusError(f"the server answers {words}")
 
 
 def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
-    """How many bytes of a body came before. Raises where the body is not of the file that is fetched."""
+    """Count the bytes of a body that came before. Raises where the body is not of the file that is fetched."""
     version = _version(response)
+    changed = bool(transfer.have) and not transfer.has_checksum and version != transfer.version
     if response.status == 206:
         range_sent = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if range_sent is None or int(range_sent[1]) != transfer.have:
@@ -176,7 +176,9 @@ def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
         if transfer.size not in (None, size) and size is not None:
             raise DifferentFileError(f"{size} bytes, and it should have {transfer.size}")
         transfer.check_size(size or 0)
-        if transfer.size is None and transfer.have and version != transfer.version:
+        if changed and transfer.size is not None:
+            raise DifferentFileError("another version")
+        if changed:
             transfer.start_over()
             raise HttpStatusError("the file changed while it was fetched")
         transfer.version = version
@@ -188,12 +190,14 @@ def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
     transfer.check_size(length or 0)
     if transfer.size is None:
         transfer.start_over()
+    elif changed:
+        raise DifferentFileError("another version")
     transfer.version = version
     return transfer.have
 
 
 def _version(response: Any) -> str:
-    """What the server calls the version of a file, to be sent back to it as it is; empty where it does not."""
+    """Return what the server calls the version of a file, to be sent back as it is; empty where it does not."""
     tag = response.headers.get("ETag", "")
     version = response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
     return version if version.isascii() and version.isprintable() else ""

@@ -62,8 +62,8 @@ class DataConfig(StrictModel):
 
     path: str = Field(
         min_length=1,
-        description="folder of `longstride data build` or `index`, or its http(s):// or s3:// URL; a path counts from "
-        "the folder in which the run is started",
+        description="folder of `longstride data build` or `index`, or its URL (https://, s3://, gs://, az://, hf://); "
+        "a path counts from the folder in which the run is started",
     )
     train_split: str = Field(default="train", min_length=1, description="split that the model learns")
     validation_split: str = Field(

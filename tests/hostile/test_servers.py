@@ -19,7 +19,7 @@ import pytest
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores import open_store, remote
+from longstride.data_pipelines.stores import open_store, remote, transport
 from tests.harness.data.streams import open_stream
 from tests.harness.runs import configuration
 from tests.hostile.commands import Commands
@@ -49,8 +49,8 @@ KINDS = [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.campaign
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.005)
-    monkeypatch.setattr(remote, "LONGEST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(transport, "FIRST_WAIT_SECONDS", 0.005)
+    monkeypatch.setattr(transport, "LONGEST_WAIT_SECONDS", 0.02)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 

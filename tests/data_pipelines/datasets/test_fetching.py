@@ -24,7 +24,7 @@ TEXT = np.random.default_rng(1).integers(0, 256, 300_000, dtype=np.uint8).tobyte
 def served(tmp_path, monkeypatch) -> Path:
     """The folder of a server, with the archive in it. The working directory is another one."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("longstride.data_pipelines.stores.remote.FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("longstride.data_pipelines.stores.transport.FIRST_WAIT_SECONDS", 0.01)
     (tmp_path / "served").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

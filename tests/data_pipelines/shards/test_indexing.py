@@ -34,7 +34,7 @@ from longstride.data_pipelines.shards.indexing import PIECE_BYTES, index_tars
 from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.shards.reading import DataFolder, sample_documents
 from longstride.data_pipelines.shards.verify import check_split, verify
-from longstride.data_pipelines.stores import open_store, remote
+from longstride.data_pipelines.stores import open_store, transport
 from tests.harness.data.streams import open_stream
 from tests.harness.data.tars import add, gnu_tar, write_shards, write_tar
 from tests.hostile.generators.http_servers import FaultyServer
@@ -439,8 +439,8 @@ def test_a_name_that_leaves_the_folder_is_refused(tars, tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.005)
-    monkeypatch.setattr(remote, "LONGEST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(transport, "FIRST_WAIT_SECONDS", 0.005)
+    monkeypatch.setattr(transport, "LONGEST_WAIT_SECONDS", 0.02)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 

@@ -15,12 +15,11 @@ import time
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores import StoredFile, open_store, remote
+from longstride.data_pipelines.stores import StoredFile, open_store, remote, transport
 from longstride.data_pipelines.stores.cache import Cache
 from tests.hostile.generators.http_servers import FAULTS, FaultyServer, serving
 from tests.hostile.generators.lies import LIES
@@ -33,8 +32,8 @@ FINGERPRINT = "0123456789abcdef" * 4
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     """Short waits, no proxy, and keys for a bucket that asks for none."""
-    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.005)
-    monkeypatch.setattr(remote, "LONGEST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(transport, "FIRST_WAIT_SECONDS", 0.005)
+    monkeypatch.setattr(transport, "LONGEST_WAIT_SECONDS", 0.02)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-s3")
@@ -96,10 +95,10 @@ def location_at(protocol: str, url: str, monkeypatch) -> str:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fetch_survives_each_fault(fault, protocol, bucket, opened, monkeypatch):
     files = make_files(bucket, 0, 1, 200_000, 300_001)
-    monkeypatch.setattr(remote, "CHUNK_BYTES", 2**15)
-    monkeypatch.setattr(remote, "SMALLEST_CHUNK_BYTES", 2**15)
+    monkeypatch.setattr(transport, "CHUNK_BYTES", 2**15)
+    monkeypatch.setattr(transport, "SMALLEST_CHUNK_BYTES", 2**15)
     with FaultyServer(bucket.parent, 0.4, seed=5, faults=(fault,), stall_seconds=1) as url:
-        store = opened(location_at(protocol, url, monkeypatch), attempts=10)
+        store = opened(location_at(protocol, url, monkeypatch), attempts=20)  # s3fs makes three requests to read one
         for file in files:
             assert store.local(file).read_bytes() == (bucket / file.name).read_bytes()
         assert store.read("manifest.json") == b"{}"
@@ -120,18 +119,6 @@ def test_fetch_survives_all_faults_at_once_in_the_background(protocol, bucket, o
     drawn = [request.fault for request in server.requests if request.fault]
     assert len(set(drawn)) >= 4
     assert "trying again in" in caplog.text
-
-
-def test_fetch_from_any_filesystem(opened, tmp_path):
-    content = random.Random(0).randbytes(3 * 2**20)
-    fsspec.filesystem("memory").pipe({"/set/manifest.json": b"{}", "/set/a.tar": content})
-    store = opened("memory://set")
-    assert store.read("manifest.json") == b"{}"
-    assert store.local(StoredFile("a.tar", len(content), hashlib.sha256(content).hexdigest())).read_bytes() == content
-    with pytest.raises(DataError, match=r"memory://set/b\.tar: no such file"):
-        store.local(StoredFile("b.tar", 1, "0" * 64))
-    with pytest.raises(DataError, match=f"{len(content)} bytes, and it should have {2 * len(content)}"):
-        store.local(StoredFile("a.tar", 2 * len(content), "0" * 64))
 
 
 def test_fetch_goes_on_where_a_server_without_ranges_broke_off(bucket, opened):
@@ -456,18 +443,3 @@ def test_credentials_are_used_and_never_shown(bucket, opened, caplog):
         assert "127.0.0.1" in message
         assert not any(word in message for word in ("somebody", "hunter2", "hush"))
     assert messages[1] == f"{url.replace('://', '://***@')}/a.tar?***"
-
-
-def test_missing_library_is_named_with_what_to_install():
-    script = (
-        "import sys; sys.modules.update(aiohttp=None, s3fs=None)\n"
-        "from longstride.data_pipelines.stores import open_store\n"
-        "for location in ('https://host/data', 's3://bucket/data'):\n"
-        "    try: open_store(location)\n"
-        "    except ValueError as error: print(error)"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
-    for line, library in zip(printed.splitlines(), ("aiohttp", "s3fs"), strict=True):
-        assert line.endswith(f"is not installed; pip install {library}")

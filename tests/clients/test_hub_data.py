@@ -1,0 +1,64 @@
+"""huggingface_hub reads a data folder behind ``hf://``, here from a hub of our own that knows one repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from longstride.data_pipelines.building.build import build
+from tests.harness.clients import client
+from tests.hostile.generators.http_servers import serving
+
+
+@client("huggingface_hub", "`longstride data verify hf://…` of a data folder, from a local hub", "whole, by ranges")
+def test_data_folder_on_a_hub_is_verified(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"text {number}\n" * 200)
+    hub = tmp_path / "hub"
+    build([tmp_path / "texts"], hub / "mine", validation_fraction=0.2, shard_bytes=10_000)
+    parts: list[str] = []  # of shards that were asked for
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            if path == "/api/datasets/me/set":
+                self.answer(json.dumps({"id": "me/set", "sha": "0" * 40, "siblings": []}).encode())
+            elif path == "/api/datasets/me/set/tree/main/mine":
+                entries = [
+                    {"type": "file", "path": f"mine/{file.name}", "size": file.stat().st_size, "oid": "0" * 40}
+                    for file in sorted((hub / "mine").iterdir())
+                ]
+                self.answer(json.dumps(entries).encode())
+            else:
+                content = (hub / path.removeprefix("/datasets/me/set/resolve/main/")).read_bytes()
+                interval = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                if interval:
+                    parts.append(path)
+                    content = content[int(interval[1]) : int(interval[2]) + 1]
+                self.answer(content, 206 if interval else 200)
+
+        def answer(self, content: bytes, status: int = 200) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with serving(Hub) as url:
+        command = [sys.executable, "-m", "longstride.launcher.cli", "data", "verify", "hf://datasets/me/set/mine"]
+        environment = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert done.stderr.splitlines()[-1] == "hf://datasets/me/set/mine: whole"
+    assert {Path(part).name for part in parts} == {
+        file.name for file in (hub / "mine").iterdir() if file.suffix in (".tar", ".npy")
+    }
