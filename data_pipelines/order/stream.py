@@ -113,20 +113,14 @@ def _batch_of_arrays(*values: Any) -> Batch:
 
 def _joined(parts: Sequence[Batch]) -> Batch:
     """Join what workers have read of one step."""
-
-    def below(column: Sequence[Tensor | None]) -> Tensor | None:
-        rows = [each for each in column if each is not None]  # all or none
-        return torch.cat(rows) if rows else None
-
-    return Batch(
-        tokens=torch.cat([part.tokens for part in parts]),
-        lengths=torch.cat([part.lengths for part in parts]),
-        sample_ids=torch.cat([part.sample_ids for part in parts]),
-        state=parts[0].state,
-        substitutions=tuple(each for part in parts for each in part.substitutions),
-        begins=below([part.begins for part in parts]),
-        separators=below([part.separators for part in parts]),
-    )
+    # Not torch.cat: its threads would wait for the cores on which the workers read.
+    first = parts[0]
+    tensors: dict[str, Any] = {
+        field.name: torch.from_numpy(np.concatenate([getattr(part, field.name).numpy() for part in parts]))
+        for field in fields(first)
+        if isinstance(getattr(first, field.name), Tensor)
+    }
+    return replace(first, **tensors, substitutions=tuple(each for part in parts for each in part.substitutions))
 
 
 class LanesReader:
@@ -330,9 +324,10 @@ class ByteStream(IterableDataset[Batch]):
         """Put what was read, (lanes, P), where it was asked for: (lanes, N)."""
         assert self.settings.span is not None
         span, before = self.settings.span.within(self.settings.context), self.contexts.span.start
-        tokens = torch.zeros(len(batch.tokens), self.settings.context, dtype=batch.tokens.dtype)
-        tokens[:, span.start : span.stop] = batch.tokens[:, span.start - before : span.stop - before]
-        return replace(batch, tokens=tokens)
+        read = batch.tokens.numpy()
+        tokens = np.zeros((len(read), self.settings.context), dtype=read.dtype)
+        tokens[:, span.start : span.stop] = read[:, span.start - before : span.stop - before]
+        return replace(batch, tokens=torch.from_numpy(tokens))
 
 
 def stream_fingerprint(folder: DataFolder, split: str, context: int, cut: Cut, shuffle_bytes: int) -> str:
