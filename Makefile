@@ -8,7 +8,7 @@ TESTS ?= tests
 # The exact versions that this Python is tested with, which `make locks` makes anew. LOCK=locks/lowest.txt: the oldest allowed.
 LOCK = locks/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: demo test arithmetic campaign cluster browser hostile clients image locks pages lint format clean
+.PHONY: demo test arithmetic campaign cluster browser hostile clients clients-oldest image locks pages lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m longstride.launcher.demo
@@ -47,6 +47,12 @@ hostile: $(VENV)/.installed-dev
 clients: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --editable ".[clients]"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m clients -p tests.harness.clients
+
+# After `clients`, exported models under the oldest transformers that setup.py allows.
+clients-oldest: clients
+	$(BIN)/python -m pip install --quiet transformers==5.23.0
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m clients \
+		tests/clients/test_generate.py tests/clients/test_hub_model.py tests/clients/test_peft.py
 
 # The container of the Dockerfile, for CPUs: built, and asked to plan and to look at its machine. Needs a container engine.
 image:

@@ -75,7 +75,7 @@ setup(
             # What `make clients` runs against, each in one version: docs/clients.md says what came of it.
             *SERVE,
             *FORMATS,
-            "transformers==5.23.0",
+            "transformers==5.24.0",
             "accelerate==1.15.0",
             "peft==0.21.2",
             "lm_eval[hf]==0.4.13",

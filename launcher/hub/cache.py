@@ -1,4 +1,4 @@
-"""``past_key_values`` of transformers: what a batch of contexts of any lengths has behind it.
+"""The cache of transformers: what a batch of contexts of any lengths has behind it.
 
 Letters: B contexts of the batch, n new places, N places in all, V vocabulary. A place holds a token, padding or a
 start; of these the network knows tokens alone.
@@ -7,16 +7,21 @@ start; of these the network knows tokens alone.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longstride.launcher.hub.alignment import align
 from longstride.launcher.hub.configuration import Specials
 from longstride.launcher.hub.rows import all_rows
 from longstride.sparse_model import Session, SparseTransformer
+
+# The argument and the output that hold it: "cache" from transformers 5.24 on, "past_key_values" before.
+CACHE_NAME = [field.name for field in dataclasses.fields(CausalLMOutputWithPast)][2]
 
 
 class _Group(NamedTuple):
@@ -70,6 +75,7 @@ class SessionCache:
 
     is_compileable = False
     is_croppable = True
+    is_linear = (False,)  # not a recurrence alone: transformers hands on the tokens that are not held
     layers: ClassVar[tuple[Any, ...]] = ()
 
     def __init__(self, network: SparseTransformer) -> None:
@@ -106,9 +112,7 @@ class SessionCache:
         """
         batch, count = tokens.shape
         if self._groups and batch != self.batch_size:
-            rule = (
-                f"past_key_values holds {self.batch_size}; batch_repeat_interleave and batch_select_indices change that"
-            )
+            rule = f"{CACHE_NAME} holds {self.batch_size}; batch_repeat_interleave and batch_select_indices change that"
             raise ValueError(f"input_ids: {batch} contexts: {rule}")
         mask = None if mask is None else self._of_new(mask, count)
         specials = Specials.of(self._network.config.vocabulary)
@@ -134,7 +138,7 @@ class SessionCache:
         """The new places of a mask, bool; None where they are tokens."""
         whole = self._places + count
         if mask.shape[1] != whole:
-            rule = f"must be {whole}, for all that past_key_values holds and the new ones"
+            rule = f"must be {whole}, for all that {CACHE_NAME} holds and the new ones"
             raise ValueError(f"attention_mask: {mask.shape[1]} places: {rule if self._places else f'must be {whole}'}")
         mask = mask.bool()
         if bool(mask.all()):
@@ -142,7 +146,7 @@ class SessionCache:
         if self._places:
             held = self._counted()
             if bool((~mask[:, : self._places] & (held.diff(prepend=held.new_zeros(len(held), 1)) > 0)).any()):
-                rule = "padding where past_key_values holds a token; crop takes tokens back"
+                rule = f"padding where {CACHE_NAME} holds a token; crop takes tokens back"
                 raise ValueError(f"attention_mask: {rule}")
         return mask[:, self._places :]
 
@@ -170,7 +174,7 @@ class SessionCache:
         held = self._counted()
         started = ((tokens == specials.start) & (True if mask is None else mask)).any(1)
         if bool((started & (held[:, -1] > 0)).any()):
-            rule = "behind tokens that past_key_values holds; it stands first or not at all"
+            rule = f"behind tokens that {CACHE_NAME} holds; it stands first or not at all"
             raise ValueError(f"input_ids: the start, {specials.start}, {rule}")
         lengths = aligned.lengths.tolist()
         self._require_room(lengths)

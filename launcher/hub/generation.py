@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from longstride.launcher.hub.cache import SessionCache
+from longstride.launcher.hub.cache import CACHE_NAME, SessionCache
 from longstride.launcher.hub.configuration import Specials
 from longstride.sparse_model import SparseTransformer
 
@@ -108,7 +108,7 @@ class SessionGenerationMixin(GenerationMixin):
         generation_config.cache_implementation = None
         tokens = vars(generation_config).pop("_prompt")
         cache, mask, context = (
-            model_kwargs.get("past_key_values"),
+            model_kwargs.get(CACHE_NAME),
             model_kwargs.get("attention_mask"),
             self.network.config.context,
         )
@@ -116,13 +116,13 @@ class SessionGenerationMixin(GenerationMixin):
         if cache is not None:
             if not isinstance(cache, SessionCache):
                 rule = "this model keeps a session; give what an earlier call of it returned, or leave it out"
-                raise ValueError(f"past_key_values: a {type(cache).__name__}: {rule}")
+                raise ValueError(f"{CACHE_NAME}: a {type(cache).__name__}: {rule}")
             shown, places = generation_config._mask_length if mask is None else mask.shape[1], cache.get_seq_length()
             if shown != tokens.shape[1]:  # transformers then takes all tokens for new ones
                 held += cache.most_tokens
             elif shown <= places:
                 rule = "give all tokens, or new ones with an attention_mask of all"
-                raise ValueError(f"input_ids: {shown} places, and past_key_values holds {places}: {rule}")
+                raise ValueError(f"input_ids: {shown} places, and {CACHE_NAME} holds {places}: {rule}")
         room, wanted = context - held, generation_config.max_length - tokens.shape[1]
         if wanted > room:
             name = "max_length" if generation_config.max_new_tokens is None else "max_new_tokens"
@@ -133,7 +133,7 @@ class SessionGenerationMixin(GenerationMixin):
             # PEFT's: it puts embeddings of no token before the first step, but not where it finds a cache like this.
             generation_config.use_cache = False
         elif cache is None and generation_config.use_cache is not False and not self.training:
-            model_kwargs["past_key_values"] = SessionCache(self.network)
+            model_kwargs[CACHE_NAME] = SessionCache(self.network)
 
     def _get_logits_processor(self, generation_config: GenerationConfig, **given: Any) -> LogitsProcessorList:
         """As transformers has it, where a row may hold tokens that have no logit.

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
-from longstride.launcher.hub.cache import SessionCache
+from longstride.launcher.hub.cache import CACHE_NAME, SessionCache
 from longstride.launcher.hub.configuration import LongstrideConfig, Specials
 from longstride.launcher.hub.generation import SessionGenerationMixin
 from longstride.launcher.hub.rows import all_rows
@@ -187,7 +187,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -196,24 +196,26 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        past_key_values: Any = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token after each of ``input_ids``.
 
         Args:
             input_ids: (B, n), n from 0: tokens below V; before the first of a row perhaps the start; padding on either
-                side. With ``past_key_values``, the tokens after those that it holds.
-            attention_mask: (B, n), zeros at padding; with ``past_key_values`` of all tokens that it then holds.
+                side. With ``cache``, the tokens after those that it holds.
+            attention_mask: (B, n), zeros at padding; with ``cache`` of all tokens that it then holds.
             position_ids: (B, n) or (1, n), as they are without them: counted from 0, with or without padding.
-            past_key_values: what an earlier call returned.
+            cache: what an earlier call returned.
             inputs_embeds: (B, n, C), rows of ``get_input_embeddings()``, in place of ``input_ids``.
             labels: (B, n), mostly ``input_ids``; -100 is left out, and so are the start, the end and padding.
-            use_cache: whether to return ``past_key_values``.
+            use_cache: whether to return ``cache``.
             output_attentions: refused: attention over a pattern's blocks never has a whole row of weights.
             output_hidden_states: whether to return what enters each block, and what leaves the last, normalised.
             return_dict: False for a tuple.
             logits_to_keep: how many of the last ones to return, 0 for all; or at which places, as transformers has it.
             num_items_in_batch: labels of all batches that one step is made of: the loss is then this batch's share.
+            past_key_values: ``cache``, as transformers below 5.24 calls it.
             others: ``shift_labels`` (B, n), what comes after each place, in place of ``labels``; it has no place of its
                 own above, as Trainer would then wait for both. What transformers hands to other models must be None.
 
@@ -238,15 +240,19 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
             input_ids = input_ids.long()  # bytes cannot be compared with the numbers of special tokens
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions: attention by blocks has no weights to return; leave it out")
-        if past_key_values is not None and not isinstance(past_key_values, SessionCache):
+        if past_key_values is not None:
+            if cache is not None:
+                raise ValueError(f"cache, past_key_values: two names of one argument; give {CACHE_NAME} alone")
+            cache = past_key_values
+        if cache is not None and not isinstance(cache, SessionCache):
             rule = "this model keeps a session; leave it out, and give what a call with use_cache=True returns"
-            raise ValueError(f"past_key_values: a {type(past_key_values).__name__}: {rule}")
+            raise ValueError(f"{CACHE_NAME}: a {type(cache).__name__}: {rule}")
         if inputs_embeds is not None and self.network.config.ngrams is not None:
             raise ValueError("inputs_embeds: this model looks up n-grams of tokens too; give input_ids")
-        network, cache, hidden = self.network, past_key_values, None
+        network, hidden = self.network, None
         if cache is not None and not cache.goes_on_with(network):
             rule = "its steps are computed by that; give what this model returned, or leave it out"
-            raise ValueError(f"past_key_values: of another model, or of other weights: {rule}")
+            raise ValueError(f"{CACHE_NAME}: of another model, or of other weights: {rule}")
         _check_positions(position_ids, attention_mask, 0 if cache is None else cache.get_seq_length())
         if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
             hidden = list[Tensor]()
@@ -279,7 +285,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         if labels is not None or shift_labels is not None:
             loss = self._loss(logits, labels, shift_labels, num_items_in_batch, auxiliary)
         states = None if hidden is None else tuple(hidden)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
+        output = CausalLMOutputWithPast(loss, logits, cache, states)  # the third has two names
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 

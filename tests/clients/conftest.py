@@ -18,6 +18,14 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def past() -> str:
+    """What the installed transformers calls a cache: an argument of generate, and an output."""
+    from longstride.launcher.hub.cache import CACHE_NAME
+
+    return CACHE_NAME
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An export of a tiny model of text with a context of 64, and all that transformers needs."""
     export = random_export(tmp_path / "model")

@@ -16,7 +16,7 @@ import pytest
 from tests.harness.clients import client
 from tests.harness.runs import ROOT
 
-APPLICABLE, NOT_APPLICABLE = 38, 119
+APPLICABLE, NOT_APPLICABLE = 39, 121
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def test_speculation_changes_no_token(hub: Any, tmp_path: Path, kind: str) -> No
     if "output_logits" in options:
         assert_close(torch.stack(found.logits), torch.stack(wanted.logits))
     # What it leaves is what plain steps leave.
-    follows = [hub(found.sequences[:, -1:], past_key_values=each.past_key_values).logits for each in (found, wanted)]
+    follows = [hub(found.sequences[:, -1:], cache=each.past_key_values).logits for each in (found, wanted)]
     assert_close(*follows)
 
 
@@ -152,24 +152,22 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
     assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
 
 
-@client(
-    "transformers", "`generate` from the `past_key_values` that it returned, or from a deep copy", "the same as at once"
-)
-def test_a_returned_cache_goes_on(hub: Any) -> None:
+@client("transformers", "`generate` from the cache that it returned, or from a deep copy", "the same as at once")
+def test_a_returned_cache_goes_on(hub: Any, past: str) -> None:
     options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True}
     for prompt in (tokens(1, 9), tokens(3, 9)):
         at_once = hub.generate(prompt, max_new_tokens=30, **options).sequences
         begun = hub.generate(prompt, max_new_tokens=10, **options)
-        kept = begun.past_key_values
+        kept = begun[past]
         for cache in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept)), kept):
             assert cache.get_seq_length() == 18
-            went_on = hub.generate(begun.sequences, past_key_values=cache, max_new_tokens=20, **options)
+            went_on = hub.generate(begun.sequences, **{past: cache}, max_new_tokens=20, **options)
             assert torch.equal(went_on.sequences, at_once)
         # Several new tokens, as of a next turn; by themselves, as the mask says.
         more = torch.cat([at_once, tokens(len(prompt), 4, seed=1)], 1)
         wanted = hub.generate(more, max_new_tokens=10, use_cache=False, **options).sequences
-        for given in (more, more[:, went_on.past_key_values.get_seq_length() :]):
-            cache = copy.deepcopy(went_on.past_key_values)
+        for given in (more, more[:, went_on[past].get_seq_length() :]):
+            cache = copy.deepcopy(went_on[past])
             mask = torch.ones_like(more)
             found = hub.generate(given, attention_mask=mask, past_key_values=cache, max_new_tokens=10, **options)
             assert torch.equal(found.sequences[:, -14:], wanted[:, -14:])
@@ -199,7 +197,7 @@ def test_contexts_of_several_lengths_are_cropped_and_selected(hub: Any) -> None:
     mask = (whole != PADDING).long()
     cache = hub(**batch, use_cache=True).past_key_values
     for place in range(12, 18):
-        logits = hub(whole[:, place : place + 1], attention_mask=mask[:, : place + 1], past_key_values=cache).logits
+        logits = hub(whole[:, place : place + 1], attention_mask=mask[:, : place + 1], cache=cache).logits
         wanted = hub(whole[:, : place + 1], attention_mask=mask[:, : place + 1], logits_to_keep=1).logits
         assert_close(logits, wanted)
     order = torch.tensor([2, 0, 0, 4, 1, 2])
@@ -216,7 +214,7 @@ def test_contexts_of_several_lengths_are_cropped_and_selected(hub: Any) -> None:
             known = whole[number, :kept][mask[number, :kept].bool()]
             known = torch.cat([known[known < START], next_tokens[row]])[None]
             if row == 0:
-                found = hub(next_tokens, attention_mask=masks, past_key_values=left).logits
+                found = hub(next_tokens, attention_mask=masks, cache=left).logits
             assert_close(found[row], hub(known, logits_to_keep=2).logits[0])
 
 
@@ -230,13 +228,11 @@ def test_many_tokens_behind_others_are_taken_at_once(hub: Any, monkeypatch: pyte
     cache = hub(known[:, :10], attention_mask=mask[:, :10], use_cache=True).past_key_values
     monkeypatch.setattr(Session, "append", None)
     options = {"attention_mask": mask, "logits_to_keep": keep}
-    assert_close(
-        hub(known[:, 10:], past_key_values=cache, **options).logits, hub(known, **options).logits[:, -keep or 10 :]
-    )
+    assert_close(hub(known[:, 10:], cache=cache, **options).logits, hub(known, **options).logits[:, -keep or 10 :])
     monkeypatch.undo()
     more = torch.cat([known, tokens(2, 1, seed=1)], 1)
     masks = torch.cat([mask, torch.ones(2, 1)], 1)
-    found = hub(more[:, 40:], attention_mask=masks, past_key_values=cache).logits
+    found = hub(more[:, 40:], attention_mask=masks, cache=cache).logits
     assert_close(found, hub(more, attention_mask=masks, logits_to_keep=1).logits)
 
 
@@ -322,7 +318,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step(hub: Any) -> None:
         )
 
 
-def test_what_generate_cannot_do_is_told(hub: Any) -> None:
+def test_what_generate_cannot_do_is_told(hub: Any, past: str) -> None:
     from transformers import DynamicCache
 
     for options, line in (
@@ -330,7 +326,7 @@ def test_what_generate_cannot_do_is_told(hub: Any) -> None:
         ({"cache_implementation": "quantized"}, "^cache_implementation='quantized': this model keeps a session"),
         ({"cache_implementation": "paged"}, "^continuous batching: this model keeps sessions and no pages"),
         ({"assistant_early_exit": 1}, "^assistant_early_exit=1: this model has no exit before its last layer"),
-        ({"past_key_values": DynamicCache()}, "^past_key_values: a DynamicCache: this model keeps a session"),
+        ({past: DynamicCache()}, f"^{past}: a DynamicCache: this model keeps a session"),
         ({"forced_eos_token_id": END}, "^forced_eos_token_id: the end is token 257: the model never predicts it"),
         ({"exponential_decay_length_penalty": (2, 1.5)}, "^exponential_decay_length_penalty: the end is token 257"),
     ):
@@ -340,28 +336,26 @@ def test_what_generate_cannot_do_is_told(hub: Any) -> None:
     cases: list[tuple[Any, str]] = [
         (
             lambda: hub.generate(tokens(2, 3), past_key_values=cache),
-            "^input_ids: 3 places, and past_key_values holds 9",
+            f"^input_ids: 3 places, and {past} holds 9",
         ),
-        (lambda: hub(tokens(3, 1), past_key_values=cache), "^input_ids: 3 contexts: past_key_values holds 2"),
+        (lambda: hub(tokens(3, 1), cache=cache), f"^input_ids: 3 contexts: {past} holds 2"),
         (lambda: cache.crop(3), "^crop: tokens_to_remove=3: must be 0 or less: -3 takes 3 places back"),
-        (lambda: hub(tokens(2, 56), past_key_values=cache), "^65 tokens: more than the model's context of 64"),
+        (lambda: hub(tokens(2, 56), cache=cache), "^65 tokens: more than the model's context of 64"),
         (lambda: hub(torch.full((2, 1), START), past_key_values=cache), "^input_ids: the start, 256, behind tokens"),
         (
-            lambda: hub(tokens(2, 1), attention_mask=torch.ones(2, 3), past_key_values=cache),
-            "^attention_mask: 3 places: must be 10, for all that past_key_values holds and the new ones",
+            lambda: hub(tokens(2, 1), attention_mask=torch.ones(2, 3), cache=cache),
+            f"^attention_mask: 3 places: must be 10, for all that {past} holds and the new ones",
         ),
         (
-            lambda: hub(tokens(2, 1), attention_mask=torch.arange(10).expand(2, 10), past_key_values=cache),
-            "^attention_mask: padding where past_key_values holds a token; crop takes tokens back",
+            lambda: hub(tokens(2, 1), attention_mask=torch.arange(10).expand(2, 10), cache=cache),
+            f"^attention_mask: padding where {past} holds a token; crop takes tokens back",
         ),
     ]
     other = copy.deepcopy(hub)  # whose weights are the same until they are trained
-    assert torch.isfinite(other(tokens(2, 1), past_key_values=copy.deepcopy(cache)).logits).all()
+    assert torch.isfinite(other(tokens(2, 1), cache=copy.deepcopy(cache)).logits).all()
     other.logits.weight.data.mul_(2)
-    for past in (cache, pickle.loads(pickle.dumps(cache))):
-        cases.append(
-            (lambda past=past: other(tokens(2, 1), past_key_values=past), "^past_key_values: of another model")
-        )
+    for held in (cache, pickle.loads(pickle.dumps(cache))):
+        cases.append((lambda held=held: other(tokens(2, 1), cache=held), f"^{past}: of another model"))
     for call, line in cases:
         with pytest.raises(ValueError, match=line):
             call()

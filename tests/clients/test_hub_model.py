@@ -90,7 +90,7 @@ def test_cached_steps_are_those_without_a_cache(hub: Any) -> None:
         whole = hub(known).logits
         begun = hub(known[:, :10], use_cache=True)
         assert_rounded(begun.logits, whole[:, :10])
-        one = hub(known[:, 10:11], past_key_values=begun.past_key_values)
+        one = hub(known[:, 10:11], cache=begun.past_key_values)
         several = hub(known[:, 11:], past_key_values=one.past_key_values)
     assert several.past_key_values.get_seq_length() == 30
     assert_rounded(torch.cat([one.logits, several.logits], 1), whole[:, 10:])
@@ -155,7 +155,7 @@ def test_bytes_are_tokens_and_labels(hub: Any) -> None:
     assert torch.equal(hub.generate(narrow, **options), hub.generate(known, **options))
 
 
-def test_what_it_cannot_do_is_told(hub: Any) -> None:
+def test_what_it_cannot_do_is_told(hub: Any, past: str) -> None:
     known = tokens(1, 3)
     from transformers import DynamicCache
 
@@ -166,7 +166,7 @@ def test_what_it_cannot_do_is_told(hub: Any) -> None:
     for wrong, rule in {
         "attention_mask": (torch.tensor([[1, 0, 1]]), "padding between tokens"),
         "position_ids": (torch.tensor([[0, 1, 0]]), "positions count from 0 in each row here; leave them out"),
-        "past_key_values": (DynamicCache(), "a DynamicCache: this model keeps a session; leave it out"),
+        past: (DynamicCache(), "a DynamicCache: this model keeps a session; leave it out"),
         "output_attentions": (True, "attention by blocks has no weights to return; leave it out"),
         "cu_seq_lens_q": (known, "this model takes no such argument; leave it out"),
     }.items():
@@ -178,6 +178,9 @@ def test_what_it_cannot_do_is_told(hub: Any) -> None:
         for use_cache in (False, True):
             with pytest.raises(ValueError, match=rf"^input_ids: {number}: a token is 0 to 255"):
                 hub(known * 0 + number, use_cache=use_cache)
+    cache = hub(known, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=f"^cache, past_key_values: two names of one argument; give {past} alone"):
+        hub(known, cache=cache, past_key_values=cache)
     for wrong in (known[0], known.float()):
         with pytest.raises(ValueError, match=r"^input_ids: torch.*: must be integers \(B, n\)"):
             hub(wrong)
