@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -165,19 +166,33 @@ class ModelConfig(NetworkConfig):
         if self.ngrams is not None and self.ngrams.orders[-1] >= self.context:
             rule = f"the longest must be below context {self.context}, as no position has more tokens before it"
             yield Problem("ngrams.orders", rule, list(self.ngrams.orders))
-        for parse in (
-            lambda: mixers_from_json(self.attention, self),
-            lambda: feed_forwards_from_json(self.feed_forward),
-        ):
+        for name in ("mixers", "feed_forwards"):
             try:
-                parse()
+                getattr(self, name)
             except ConfigError as error:
                 yield from error.problems
 
+    @cached_property
+    def mixers(self) -> tuple[MixerConfig, ...]:
+        """What ``attention`` asks for, which the layers take in turn."""
+        return mixers_from_json(self.attention, self)
+
+    @cached_property
+    def feed_forwards(self) -> tuple[FeedForwardConfig, ...]:
+        """What ``feed_forward`` asks for, likewise."""
+        return feed_forwards_from_json(self.feed_forward)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic has it; what was parsed of the original is not the copy's."""
+        copy = super().model_copy(update=update, deep=deep)
+        for name in ("mixers", "feed_forwards"):
+            copy.__dict__.pop(name, None)
+        return copy
+
     def blocks(self) -> tuple[BlockConfig, ...]:
         """All residual blocks: each mixer (s of the order) with the feed-forward (f) that follows it, if one does."""
-        mixers = itertools.cycle(mixers_from_json(self.attention, self))
-        feed_forwards = itertools.cycle(feed_forwards_from_json(self.feed_forward))
+        mixers = itertools.cycle(self.mixers)
+        feed_forwards = itertools.cycle(self.feed_forwards)
         made = []
         for block in re.findall("sf|s|f", self.sublayers):
             mixer = next(mixers) if "s" in block else None

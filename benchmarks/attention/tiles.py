@@ -49,8 +49,8 @@ def visited_pairs(
     runs, whose kernel visits each once, count once.
     """
     try:
-        from longstride.kernels.backends.triton.call import INTERPRETED, candidates_on
         from longstride.kernels.backends.triton.configurations import Kernel, chosen, closed_choice
+        from longstride.kernels.backends.triton.launch_plan import INTERPRETED, candidates_on
     except ImportError:
         return None
     if device.type == "cpu" and not INTERPRETED:
@@ -75,7 +75,7 @@ def measure_plans(context: int, stride: int | None, summary: int) -> list[dict[s
     """A row a pattern: seconds and bytes of its plans as kernels read them, and seconds of the CPU's chunks."""
     stride, rows = stride or stride_of(context), []
     for name, pattern in patterns_of(stride, summary).items():
-        for cached in (view, groups, packed, chunked):
+        for cached in (view, groups, chunked):
             cached.cache_clear()
         start = time.perf_counter()
         found = [

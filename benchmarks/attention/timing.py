@@ -84,7 +84,7 @@ class HostClock:
         """The figure of a few repeats: what disturbs a CPU only ever adds."""
         return min(seconds)
 
-    def region(self, call: Callable[[int], None], count: int, host_seconds: float) -> Region:
+    def region(self, call: Callable[[int], object], count: int, host_seconds: float) -> Region:
         """Seconds of one of so many calls."""
         start = time.perf_counter()
         for number in range(count):
@@ -117,7 +117,7 @@ class DeviceClock:
         """The figure of a few repeats."""
         return statistics.median(seconds)
 
-    def region(self, call: Callable[[int], None], count: int, host_seconds: float) -> Region:
+    def region(self, call: Callable[[int], object], count: int, host_seconds: float) -> Region:
         """Seconds of one of so many calls, which the host is known to queue in ``host_seconds`` each."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self._device)

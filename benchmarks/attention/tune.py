@@ -40,8 +40,7 @@ from torch import Tensor
 from benchmarks.attention.timing import DeviceClock, HostClock
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, rounded, write_json
-from longstride.kernels.backends.triton import call
-from longstride.kernels.backends.triton.call import Call
+from longstride.kernels.backends.triton import launch_plan
 from longstride.kernels.backends.triton.configurations import (
     Configuration,
     Kernel,
@@ -51,12 +50,13 @@ from longstride.kernels.backends.triton.configurations import (
 )
 from longstride.kernels.backends.triton.launch import (
     BackwardInputs,
-    forward_of,
     over_closed_runs,
     over_keys,
     over_queries,
     per_query_of,
+    plan_forward,
 )
+from longstride.kernels.backends.triton.launch_plan import Planner
 from longstride.kernels.patterns import Block, Column, Local, Pattern, Summary
 from longstride.kernels.plan import Side
 
@@ -103,6 +103,9 @@ NEAR = range(-3, 4)  # rates that are tried: the measured one times so many four
 SCALE = 0.125
 
 
+Run = Callable[[int], tuple[Tensor, ...]]  # makes a case's launches, as often as a clock counts; what they wrote
+
+
 class Case(NamedTuple):
     """What one kernel is timed on."""
 
@@ -135,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = read_options(arguments)
     facts = about(torch.device(options.device))
     rows: list[dict[str, Any]] = []
-    target = REHEARSED if options.device == "cpu" else call.architecture(torch.device("cuda"))
+    target = REHEARSED if options.device == "cpu" else launch_plan.architecture(torch.device("cuda"))
     wanted = (
         [Trial(case, one) for case in cases_of(kernel, dtype, width, options) for one in grid(case, target)]
         for dtype in options.dtypes
@@ -268,7 +271,7 @@ def examined(trial: Trial, target: str) -> Ahead:
     case, one = trial.case, trial.configuration
     try:
         with quiet(), only(trial):
-            prepared(case._replace(device="cpu"), empty=True)[0]()
+            prepared(case._replace(device="cpu"), empty=True)()(0)
         launches = [metadata for of, metadata in dry.launched[before:] if of == f"{case.kernel}_kernel"]
         if not launches:
             return Ahead("cannot serve such rows", None)
@@ -325,42 +328,42 @@ def measure(group: list[Trial], known: Callable[[Trial], Ahead]) -> list[dict[st
 
 def timed(case: Case, trials: list[Trial]) -> tuple[dict[Trial, float], dict[Trial, str]]:
     """Seconds of each trial that gives the present table's results, in turns, and what is wrong with the others."""
-    run, results = prepared(case)
-    run()
-    wanted = [result.double().clone() for result in results()]
+    planned = prepared(case)
+    wanted = [result.double().clone() for result in planned()(0)]
     clock = HostClock() if case.device == "cpu" else DeviceClock(torch.device(case.device), 1)
-
-    def once(number: int) -> None:
-        run()
-
+    launches: dict[Trial, Run] = {}
     wrong: dict[Trial, str] = {}
     runs: dict[Trial, list[float]] = {}
     calls: dict[Trial, tuple[int, float]] = {}
     for trial in trials:
         try:
             with only(trial):
-                run()
-                found = [result.double() for result in results()]
-                differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
-                if not all(one < TOLERANCE[case.dtype] for one in differences):
-                    wrong[trial] = f"differs by {max(differences):.2g}"
-                    continue
-                first = clock.region(once, 2, 0.0)
-                calls[trial] = clock.calls(first.seconds), first.host_seconds
-                runs[trial] = [clock.region(once, *calls[trial]).seconds]
+                run = planned()
+            found = [result.double() for result in run(0)]
+            differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+            if not all(one < TOLERANCE[case.dtype] for one in differences):
+                wrong[trial] = f"differs by {max(differences):.2g}"
+                continue
+            launches[trial] = run
+            first = clock.region(launches[trial], 2, 0.0)
+            calls[trial] = clock.calls(first.seconds), first.host_seconds
+            runs[trial] = [clock.region(launches[trial], *calls[trial]).seconds]
         except Exception as error:
             wrong[trial] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if case.device != "cpu" and runs:
         fastest = min(some[0] for some in runs.values())
         for _, trial in itertools.product(range(ROUNDS - 1), [t for t in runs if runs[t][0] <= HOPELESS * fastest]):
-            with only(trial):
-                runs[trial].append(clock.region(once, *calls[trial]).seconds)
+            runs[trial].append(clock.region(launches[trial], *calls[trial]).seconds)
     return {trial: statistics.median(some) for trial, some in runs.items()}, wrong
 
 
-def prepared(case: Case, empty: bool = False) -> tuple[Callable[[], object], Callable[[], list[Tensor]]]:
-    """A function that launches the case's kernel, and one that gives what it wrote; ``empty`` where nothing is run."""
-    shape, dtype = (1, case.heads, case.context, case.width), getattr(torch, case.dtype)
+def prepared(case: Case, empty: bool = False) -> Callable[[], Run]:
+    """A function that plans the case's launches by the configurations in force, and gives one that makes them.
+
+    That one returns what kernels wrote. ``empty``: the inputs are uninitialised, where nothing is run.
+    """
+    shape = (1, case.heads, case.context, case.width)
+    dtype = torch.float32 if launch_plan.INTERPRETED else getattr(torch, case.dtype)  # numpy has no bf16
 
     def drawn() -> Tensor:
         found = torch.empty(shape, dtype=dtype, device=case.device)
@@ -369,57 +372,59 @@ def prepared(case: Case, empty: bool = False) -> tuple[Callable[[], object], Cal
     torch.manual_seed(0)
     q, k, v, grad_out = (drawn() for _ in range(4))
     patterns = (case.pattern,) * case.heads
+    forward = plan_forward(Planner((q, k, v), patterns), SCALE)
     if case.kernel in ("forward", "closed_forward"):
-        found: list[Tensor] = []
 
-        def run_forward() -> None:
-            found[:] = forward_of(Call(q, v, patterns), q, k, v, SCALE)
+        def planned_forward() -> Run:
+            plan = plan_forward(Planner((q, k, v), patterns), SCALE)
+            return lambda number: plan.run((q, k, v))
 
-        return run_forward, lambda: found
-    one = Call(q, v, patterns)
-    out, lse = (
-        (torch.empty_like(v), v.new_empty(v.shape[:3], dtype=one.wide)) if empty else forward_of(one, q, k, v, SCALE)
-    )
-    q, k, v, out, grad_out = (one.readable(t) for t in (q, k, v, out, grad_out))
-    per_query = one.empty(*lse.shape, 2) if empty else per_query_of(one, out, grad_out, lse, None)
-    inputs = BackwardInputs(q, k, v, grad_out, per_query)
-    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
-    if not empty:
-        for t in (dq, dk, dv):
-            t.fill_(math.nan)
+        return planned_forward
+    out, lse = (torch.empty_like(v), v.new_empty(v.shape[:3], dtype=torch.float32)) if empty else forward.run((q, k, v))
+    inputs = q, k, v, out, grad_out, lse
+    planner = Planner(inputs, patterns)
+    delta = planner.plan(per_query_of(planner, planner.inputs[3], planner.inputs[4], planner.inputs[5], None))
+    per_query = lse.new_empty(*lse.shape, 2) if empty else delta.run(inputs)[0]
+    gradients = tuple(torch.empty_like(t) for t in (q, k, v))
 
-    def run_backward() -> None:
-        if case.kernel == "dkdv":
-            over_keys(one, inputs, "all", (dk, dv), SCALE)
-        elif case.kernel == "dq":
-            over_queries(one, inputs, "all", dq, SCALE)
-        else:
-            choice = closed_choice(one.candidates("closed"), patterns, case.context)
-            if choice is None:  # what the present table does without
-                over_keys(one, inputs, "all", (dk, dv), SCALE)
-                over_queries(one, inputs, "all", dq, SCALE)
-            else:
-                over_closed_runs(one, choice, (q, k, v, out, grad_out, lse), None, (dq, dk, dv), SCALE)
+    def planned_backward() -> Run:
+        if not empty:  # a gradient that is not written is found out
+            for gradient in gradients:
+                gradient.fill_(math.nan)
+        all_inputs = (*inputs, per_query, *gradients)
+        planner = Planner(all_inputs, patterns)
+        tensors, (rows, dq, dk, dv) = tuple(planner.inputs[:6]), planner.inputs[6:]
+        read = BackwardInputs(tensors[0], tensors[1], tensors[2], tensors[4], rows)
+        choice = closed_choice(planner.candidates("closed"), patterns, case.context)
+        if case.kernel.startswith("closed") and choice is not None:
+            over_closed_runs(planner, choice, tensors, None, (dq, dk, dv), SCALE)
+        else:  # of closed runs too what the present table may do without
+            if case.kernel != "dq":
+                over_keys(planner, read, "all", (dk, dv), SCALE)
+            if case.kernel != "dkdv":
+                over_queries(planner, read, "all", dq, SCALE)
+        written = {"dkdv": (dk, dv), "dq": (dq,)}.get(case.kernel, (dq, dk, dv))
+        plan = planner.plan(*written)
+        return lambda number: plan.run(all_inputs)
 
-    written = {"dkdv": [dk, dv], "dq": [dq]}.get(case.kernel, [dq, dk, dv])
-    return run_backward, lambda: written
+    return planned_backward
 
 
 @contextlib.contextmanager
 def only(trial: Trial) -> Iterator[None]:
     """Have the trial's kernel use its configuration alone, and the general forward kernel serve closed runs as well."""
-    table = call.candidates_on
+    table = launch_plan.candidates_on
 
     def candidates_on(device: torch.device, kernel: Kernel, *case: Any) -> tuple[Configuration, ...]:
         if kernel == trial.case.kernel:
             return (trial.configuration,)
         return () if (trial.case.kernel, kernel) == ("forward", "closed_forward") else table(device, kernel, *case)
 
-    call.candidates_on = candidates_on  # type: ignore[assignment]
+    launch_plan.candidates_on = candidates_on  # type: ignore[assignment]
     try:
         yield
     finally:
-        call.candidates_on = table
+        launch_plan.candidates_on = table
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,17 +13,20 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None, *, heads: int | None = None) -> Tensor:
-    """Uninitialised (B, H, N, D); the heads of a position are adjacent in memory where they are so in ``like``.
+def row_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Strides for (B, H, N, D); the heads of a position are adjacent in memory where they are so by strides ``like``.
 
     A model views its heads in (B, N, H * D) and joins them again: in that order, results are joined without a copy.
-    ``heads``: H, where it is not that of ``like``.
     """
-    batch, _, context, width = like.shape
-    heads, dtype = heads or like.shape[1], dtype or like.dtype
-    if like.stride(1) < like.stride(2):
-        return like.new_empty((batch, context, heads, width), dtype=dtype).transpose(1, 2)
-    return like.new_empty((batch, heads, context, width), dtype=dtype)
+    _, heads, context, width = shape
+    by_head, by_position = (width, heads * width) if like[1] < like[2] else (context * width, width)
+    return heads * context * width, by_head, by_position, 1
+
+
+def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None, *, heads: int | None = None) -> Tensor:
+    """Uninitialised (B, H, N, D), laid out as ``like`` is (``row_strides``); ``heads``: H, where it is not its own."""
+    shape = (like.shape[0], heads or like.shape[1], *like.shape[2:])
+    return like.new_empty_strided(shape, row_strides(shape, like.stride()), dtype=dtype or like.dtype)
 
 
 def has_bf16_products() -> bool:

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from longstride.kernels.backends import triton as backend
-from longstride.kernels.backends.triton import call, launch
+from longstride.kernels.backends.triton import launch_plan
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024}  # a program's most
 PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132}
@@ -42,9 +42,9 @@ class DryCard:
         if not self.compiles:
             self._stand_in_for_compiled_kernels()
         backend.why_not = lambda q, k, v: None
-        launch.RECORDINGS.clear()  # of another card
-        call.architecture = lambda device: self.architecture
-        call.num_processors = lambda device: PROCESSORS[self.architecture]
+        launch_plan.PLANS.clear()  # of another card
+        launch_plan.architecture = lambda device: self.architecture
+        launch_plan.num_processors = lambda device: PROCESSORS[self.architecture]
         torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]
         return self
 

@@ -26,10 +26,8 @@ def tiles_of_a_card() -> None:
 def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_TRITON or "tiles_of_a_card" in request.fixturenames:
         return
-    from longstride.kernels.backends.triton import decode, launch
-    from longstride.kernels.kept import Kept
+    from longstride.kernels.backends.triton import decode
 
-    monkeypatch.setattr(launch, "RECORDINGS", Kept())  # a test may change how calls are planned
     use_tiles(monkeypatch, (16, 16), closed=16)
     # So that single queries have several tiles and several splits, some of them without a key.
     monkeypatch.setattr(decode, "LONGEST_TILE", 16)

@@ -341,17 +341,17 @@ def test_the_host_does_not_read_a_position_on_the_device(monkeypatch: pytest.Mon
     """So that a captured launch serves other positions; those beyond the context are brought into it."""
     q, k, v = (x.to(DEVICES["triton"]) for x in make_inputs(Shape(1, 2, 40, 16, 16), torch.float32)[:3])
     wanted = {at: attend_one(q[:, :, 5], k, v, Strided(8), at, backend="triton") for at in (0, 7, 21, 39)}
-    from longstride.kernels.backends.triton.call import Call
+    from longstride.kernels.backends.triton.launch_plan import LaunchPlan
 
     launches: list[Any] = []
-    launch = Call.launch
-    monkeypatch.setattr(Call, "launch", lambda *given, **constants: launches.append((given, constants)))
+    launch = LaunchPlan._launch
+    monkeypatch.setattr(LaunchPlan, "_launch", lambda *given: launches.append(given))
     position = torch.tensor(7, device=k.device)
     out = CachedAttention(k, v, Strided(8), backend="triton")(q[:, :, 5], position)
     for value, at in ((7, 7), (21, 21), (99, 39), (-3, 0)):
         position.fill_(value)
-        for given, constants in launches:
-            launch(*given, **constants)
+        for given in launches:
+            launch(*given)
         assert torch.equal(out, wanted[at])
 
 

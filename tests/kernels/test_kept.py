@@ -86,8 +86,12 @@ def test_threads_may_share_a_cache() -> None:
 @WITH_TRITON
 def test_hundreds_of_patterns_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As layers with patterns of their own ask for them in turn, step after step."""
-    from longstride.kernels.backends.triton import decode, packing
+    from longstride.kernels.backends.triton import decode, launch, packing
+    from longstride.kernels.backends.triton.launch_plan import LaunchPlan
 
+    q = torch.empty(1, 1, 4_096, 16)
+    monkeypatch.setattr(launch, "PLANS", Kept())
+    monkeypatch.setattr(LaunchPlan, "run", lambda plan, inputs: (None,) * len(plan.results))
     planned: list[object] = []
     for module in (packing, decode):
         fields = module.view_fields
@@ -96,11 +100,11 @@ def test_hundreds_of_patterns_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
     def cycle() -> int:
         planned.clear()
         for window in range(1_001, 1_401):
-            for side in ("queries", "keys"):
-                packing.packed((Local(window),), 4_096, side, "all", 0, 128, True, torch.device("cpu"))
+            launch.forward(q, q, q, (Local(window),), 1.0)
+            launch.backward(q, None, q, q, q, q, q[..., 0], (Local(window),), 1.0)
             decode.layout((Local(window),), 4_096, 256, torch.device("cpu"))
             assert plan.num_pairs(Local(window), 4_096) > 0
         return len(planned)
 
-    assert cycle() == 3 * 400
+    assert cycle() == 4 * 400  # passes forward, over keys and over queries, and those of single queries
     assert cycle() == 0

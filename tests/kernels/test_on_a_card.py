@@ -189,7 +189,7 @@ def test_long_contexts_are_within_precision(pattern: Pattern, context: int) -> N
 
 def shipped() -> list[Any]:
     """(kernel, dtype, width, it): every candidate in the tables."""
-    from longstride.kernels.backends.triton import call
+    from longstride.kernels.backends.triton import launch_plan
     from longstride.kernels.backends.triton.configurations import ARCHITECTURES, SAFE, Configuration
 
     if not CARD:
@@ -198,7 +198,7 @@ def shipped() -> list[Any]:
             ("closed", HALF, 16, Configuration(32, 32, 1, 1)),
             ("closed_forward", HALF, 16, Configuration(32, 32, 1, 1)),
         ]
-    name = call.architecture(torch.device(DEVICE))
+    name = launch_plan.architecture(torch.device(DEVICE))
     found = [
         (kernel, BRAIN if widest.bytes_an_element == 2 else SINGLE, widest.width, one._replace(rate=1.0))
         for widest, entry in ARCHITECTURES.get(name, SAFE).items()

@@ -12,7 +12,7 @@ import torch
 
 from longstride.kernels import ConfigError, num_pairs, sparse_attention
 from longstride.kernels.backends import triton as backend
-from longstride.kernels.backends.triton import call, configurations
+from longstride.kernels.backends.triton import configurations, launch_plan
 from longstride.kernels.backends.triton.packing import groups
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from longstride.kernels.plan import edge_of
@@ -95,7 +95,7 @@ def test_passes_with_nothing_but_closed_runs_take_their_own_forward_kernel(
 @pytest.mark.parametrize("context", [pytest.param(64, marks=pytest.mark.campaign), 75])
 def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of few tiles of queries, or none, whose sums are added up in order: what few keys cost a large card."""
-    monkeypatch.setattr(call.Call, "num_slices", lambda *_: 4)
+    monkeypatch.setattr(launch_plan.Planner, "num_slices", lambda *_: 4)
     for heads in (pattern, [pattern, Local(9)]):
         check_against_reference("triton", heads, torch.bfloat16, Shape(1, 2, context, 16, 24), device=DEVICES["triton"])
 
@@ -152,7 +152,7 @@ def test_visited_pairs_are_the_tiles_of_the_forward_passes(pattern: Pattern) -> 
     """Counted anew, from the bounds of each tile of rows: all columns from the first that one reads to the last."""
     context, like = 96, torch.empty(0, 16, device=DEVICES["triton"])
     rows = like.new_empty(1, 1, context, 16)
-    made = call.Call(rows, rows, (pattern,))
+    made = launch_plan.Planner((rows, rows, rows), (pattern,))
     visited = 0
     for group, choice in zip(
         groups((pattern,), context, "queries", "all"), made.choices("forward", "all"), strict=True

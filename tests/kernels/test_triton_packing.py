@@ -31,13 +31,6 @@ from longstride.kernels.plan import tiles, view
 CPU = torch.device("cpu")
 
 
-def test_passes_are_packed_once() -> None:
-    heads = (Strided(8), Strided(8))
-    assert packed(heads, 40, "queries", "all", 0, 16, True, CPU) is packed(
-        heads, 40, "queries", "all", 0, 16, True, CPU
-    )
-
-
 @pytest.mark.parametrize(
     "heads, by_query, by_key",
     [

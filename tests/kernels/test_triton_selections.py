@@ -93,18 +93,19 @@ def natural_parts(batch: int, heads: int, context: int) -> Selection:
 
 @pytest.mark.parametrize("dtype", [pytest.param(HALF, marks=pytest.mark.campaign), BRAIN])
 def test_parts_of_one_order_share_a_pass_and_count_a_pair_once(dtype: torch.dtype) -> None:
-    from longstride.kernels.backends.triton.selected import SelectedCall
+    from longstride.kernels.backends.triton.selected import SelectedPlanner
 
     selection = natural_parts(*SHAPE[:3])
     q = torch.empty(*SHAPE[:3], 16, device=DEVICES["triton"])
-    call = SelectedCall(q, q, on_device(selection))
-    choices = call.choices("forward", "all")
-    passes = [call.packed("queries", "all", number, choice) for number, choice in enumerate(choices)]
+    planner = SelectedPlanner((q, q, q), on_device(selection))
+    choices = planner.choices("forward", "all")
+    passes = [planner.packed("queries", "all", number, choice) for number, choice in enumerate(choices)]
     assert [one.earlier for one in passes] == [(0, 2, 3), (1,)]
     over_keys = [
-        call.packed("keys", "all", number, choice).num_rows for number, choice in enumerate(call.choices("dkdv", "all"))
+        planner.packed("keys", "all", number, choice).num_rows
+        for number, choice in enumerate(planner.choices("dkdv", "all"))
     ]
-    assert over_keys == [31, 31, 41, 41] and call.ends_with_every_key("all")
+    assert over_keys == [31, 31, 41, 41] and planner.ends_with_every_key("all")
     check(selection, dtype, SHAPE)
 
 
@@ -114,11 +115,11 @@ def test_tiles_may_have_any_edges_and_passes_any_slices(
     name: str, edges: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In slices of one tile of queries; without a last pass that adds up, sums are gathered."""
-    from longstride.kernels.backends.triton import call, configurations
+    from longstride.kernels.backends.triton import configurations, launch_plan
 
     use_tiles(monkeypatch, edges, closed=None)
     monkeypatch.setattr(configurations, "SHORTEST_SLICE", 1)
-    monkeypatch.setattr(call, "num_processors", lambda device: 64)
+    monkeypatch.setattr(launch_plan, "num_processors", lambda device: 64)
     shape = Shape(1, 2, 75, 16, 16)
     check(selections(*shape[:3])[name], HALF, shape, scale=-0.3)
 
@@ -164,20 +165,20 @@ class NoHost(TorchDispatchMode):
 
 def test_the_host_reads_no_value() -> None:
     """All that a launch reads is made by operations on the device, whose sizes follow from those of the tensors."""
-    from longstride.kernels.backends.triton.selected import SelectedCall
+    from longstride.kernels.backends.triton.selected import SelectedPlanner
 
     q = torch.empty(*SHAPE[:3], 16, device=DEVICES["triton"])
     for name in ("rounds", "any orders, twice", "expanded"):
         selection = on_device(selections(*SHAPE[:3])[name])
 
         def launched(selection: Selection = selection) -> list[Tensor]:
-            call = SelectedCall(q, q, selection)
+            planner = SelectedPlanner((q, q, q), selection)
             read = []
             for kernel, rows in (("forward", "queries"), ("dkdv", "keys")):
-                for number, choice in enumerate(call.choices(kernel, "all")):  # type: ignore[arg-type]
-                    one = call.packed(rows, "all", number, choice)  # type: ignore[arg-type]
+                for number, choice in enumerate(planner.choices(kernel, "all")):  # type: ignore[arg-type]
+                    one = planner.packed(rows, "all", number, choice)  # type: ignore[arg-type]
                     read += [one.table, one.data]
-            return [*read, *call.sources("all", (1,) * len(call.by_keys))[:2]]
+            return [*read, *planner.sources("all", (1,) * len(planner.by_keys))[:2]]
 
         tables = [id(tensor) for tensor in launched()[::2]]  # copied to the device once, as they follow from sizes
         with NoHost():
@@ -186,12 +187,12 @@ def test_the_host_reads_no_value() -> None:
 
 
 def test_what_heads_share_is_kept_once() -> None:
-    from longstride.kernels.backends.triton.selected import SelectedCall
+    from longstride.kernels.backends.triton.selected import SelectedPlanner
 
     q = torch.empty(*SHAPE[:3], 16, device=DEVICES["triton"])
-    call = SelectedCall(q, q, on_device(selections(*SHAPE[:3])["expanded"]))
-    (choice,) = call.choices("forward", "all")
-    assert call.packed("queries", "all", 0, choice).data.numel() == 3 * SHAPE.context  # one order serves both sides
+    planner = SelectedPlanner((q, q, q), on_device(selections(*SHAPE[:3])["expanded"]))
+    (choice,) = planner.choices("forward", "all")
+    assert planner.packed("queries", "all", 0, choice).data.numel() == 3 * SHAPE.context  # one order serves both sides
 
 
 @IN_THE_INTERPRETER

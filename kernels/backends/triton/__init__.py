@@ -2,9 +2,8 @@
 
 ``packing`` turns the plans of all heads into a table of integers, ``selected`` does so with selections,
 ``configurations`` picks tiles, and ``tile`` has what all kernels do to one. The kernels are ``forward_kernel``,
-``closed_forward_kernel``, ``dkdv_kernel``, ``dq_kernel``, ``closed_kernel`` and ``sums_kernel``; ``launch`` and
-``call`` launch them, ``recording`` again. ``decode`` serves one query at a time. Only a call that can run imports
-triton.
+``closed_forward_kernel``, ``dkdv_kernel``, ``dq_kernel``, ``closed_kernel`` and ``sums_kernel``; ``launch`` plans
+their launches (``launch_plan``). ``decode`` serves one query at a time. Only a call that can run imports triton.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"a head width of {max(q.shape[-1], v.shape[-1])} exceeds {WIDEST}"
     if q.device.type not in ("cpu", "cuda"):
         return f"there are no kernels for {q.device.type}"
-    from longstride.kernels.backends.triton.call import INTERPRETED, interpreter_trouble
+    from longstride.kernels.backends.triton.launch_plan import INTERPRETED, interpreter_trouble
 
     if INTERPRETED:
         return interpreter_trouble()
@@ -46,9 +45,9 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def visited_pairs(q: Tensor, pattern: Pattern) -> int:
     """Pairs in the tiles that the forward kernels visit for a head like (B, 1, N, D)."""
-    from longstride.kernels.backends.triton.call import Call
+    from longstride.kernels.backends.triton.launch_plan import Planner
 
-    return sum(choice.pairs for choice in Call(q, q, (pattern,)).choices("forward", "all"))
+    return sum(choice.pairs for choice in Planner((q, q, q), (pattern,)).choices("forward", "all"))
 
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -90,4 +89,4 @@ def prepare(
     from longstride.kernels.backends.triton import decode
 
     one = decode.layout(patterns, k.shape[2], decode.KEYS_A_SPLIT, k.device)
-    return partial(decode.attend_one, k, v, patterns, scale, one)
+    return partial(decode.attend_one, k, v, patterns, scale, one, {})

@@ -205,7 +205,6 @@ class Choice(NamedTuple):
     closed: bool = False  # by the kernel of closed runs
 
 
-@lru_cache(maxsize=4096)
 def chosen(
     candidates: tuple[Configuration, ...],
     patterns: tuple[Pattern, ...],
@@ -282,7 +281,6 @@ def pipelined(one: Configuration) -> Configuration:
     return one._replace(num_stages=max(3, one.num_stages)) if one.num_stages > 1 else one
 
 
-@lru_cache(maxsize=4096)
 def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int) -> Choice | None:
     """The choice for the closed parts of all heads, seen from their keys; None where a head has none, or none fits."""
     parts = [closed_part(pattern, context) for pattern in patterns]
@@ -299,7 +297,6 @@ def num_slices(num_programs: int, longest: int, num_processors: int) -> int:
     return max(1, min(wanted, longest // SHORTEST_SLICE))
 
 
-@lru_cache(maxsize=4096)
 def slices_of(
     choice: Choice, patterns: tuple[Pattern, ...], context: int, parts: Parts, number: int, batch: int, processors: int
 ) -> int:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longstride.kernels.backends.triton.call import Call
+from longstride.kernels.backends.triton.launch_plan import LaunchPlan, Planner, look
 from longstride.kernels.backends.triton.packing import (
     FIELDS,
     Form,
@@ -70,6 +70,7 @@ def attend_one(
     patterns: tuple[Pattern, ...],
     scale: float,
     one: Layout,
+    plans: dict[object, LaunchPlan],
     q: Tensor,
     position: int | Tensor,
     return_lse: bool,
@@ -77,38 +78,49 @@ def attend_one(
     """Output (B, H, Dv) in v's dtype and logsumexp (B, H); ``patterns`` is one a head.
 
     Nothing on the host depends on the position, so that a captured launch serves those that its tensor holds later.
+    ``plans`` are those made so far for these caches, by what their tensors look like.
     """
-    call = Call(k[:, :1].expand(-1, len(patterns), -1, -1), v, patterns)
-    q, k, v = (call.readable(t) for t in (q.contiguous(), k, v))
-    out = v.new_empty(*q.shape[:2], v.shape[-1])
-    lse = q.new_empty(q.shape[:2], dtype=call.wide)
+    inputs = q, k, v, position
+    key = look(inputs)
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = plan_one(Planner(inputs, patterns), one, scale, isinstance(position, Tensor))
+    out, lse = plan.run(inputs)
+    return out, lse
+
+
+def plan_one(planner: Planner, one: Layout, scale: float, stored: bool) -> LaunchPlan:
+    """The launches for q (B, H, D); ``stored``: the position is in a tensor."""
+    q, k, v, position = planner.inputs
+    q, k, v = map(planner.readable, (q, k, v))
+    lead, value_width = (planner.batch, planner.heads), v.shape[-1]
+    out, lse = planner.empty(*lead, value_width, dtype=v.dtype), planner.empty(*lead)
     partial, partial_stats = out, lse  # unread where nothing is split
     if one.splits > 1:
-        partial = q.new_empty(*q.shape[:2], one.splits, v.shape[-1], dtype=call.wide)
-        partial_stats = q.new_empty(2, *q.shape[:2], one.splits, dtype=call.wide)
-    call.launch(
+        partial, partial_stats = planner.empty(*lead, one.splits, value_width), planner.empty(2, *lead, one.splits)
+    planner.launch(
         decode_kernel,
         one.splits,
         (q, k, v, out, lse, partial, partial_stats, one.table, one.data, position),
         (k, v),
         (),
         None,
-        **call.widths,
+        **planner.widths,
         SCALE=scale,
-        BLOCK_K=block_of(max(call.widths["W"], call.widths["WV"])),
+        BLOCK_K=block_of(max(planner.widths["W"], planner.widths["WV"])),
         SPLITS=one.splits,
         SEGMENTS=len(one.columns),
         ROWS=tuple(map(int, one.rows)),
         COLUMNS=tuple(map(int, one.columns)),
         BOUNDS=tuple(map(int, one.bounds)),
-        GROUP=call.group,
-        STORED=isinstance(position, Tensor),
+        GROUP=planner.group,
+        STORED=stored,
         num_warps=NUM_WARPS,
     )
     if one.splits > 1:
-        widths = {name: call.widths[name] for name in ("VALUE_WIDTH", "WV")}
-        call.launch(merge_kernel, 1, (partial, partial_stats, out, lse), (), (), None, **widths, SPLITS=one.splits)
-    return out.to(call.dtype), lse
+        widths = {name: planner.widths[name] for name in ("VALUE_WIDTH", "WV")}
+        planner.launch(merge_kernel, 1, (partial, partial_stats, out, lse), (), (), None, **widths, SPLITS=one.splits)
+    return planner.plan(planner.result(out), lse)
 
 
 def block_of(width: int) -> int:

@@ -1,4 +1,4 @@
-"""Launches the kernels. Forward: pass by pass. Backward: delta, then passes over keys and passes over queries.
+"""Plans the launches of kernels. Forward: pass by pass. Backward: delta, then passes over keys and passes over queries.
 
 Where runs of rows are independent (``closed_kernel``), one pass over them gives all three gradients at once.
 Letters: B batch, H heads, N positions, D width of q and k, Dv width of v, R rows of the workspace.
@@ -6,141 +6,121 @@ Letters: B batch, H heads, N positions, D width of q and k, Dv width of v, R row
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 import triton
 from torch import Tensor
 
-from longstride.kernels.backends.triton.call import Call, again, batch_stride, positive_scale
 from longstride.kernels.backends.triton.closed_forward_kernel import closed_forward_kernel
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
-from longstride.kernels.backends.triton.configurations import ARCHITECTURES, Choice, closed_choice
+from longstride.kernels.backends.triton.configurations import Choice, closed_choice
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
+from longstride.kernels.backends.triton.launch_plan import (
+    PLANS,
+    LaunchPlan,
+    Planner,
+    Slot,
+    batch_stride,
+    look,
+)
 from longstride.kernels.backends.triton.packing import Form, Parts, groups
-from longstride.kernels.backends.triton.recording import Inputs, Recorder, Recording, look
-from longstride.kernels.backends.triton.selected import SelectedCall
+from longstride.kernels.backends.triton.selected import SelectedPlanner
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
-from longstride.kernels.kept import Kept
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Selection
 
 BLOCK_ROWS = 64  # rows a program of the kernels of delta, gather and groups
 
 
-class Known(NamedTuple):
-    """What is known of calls with one look."""
-
-    recording: Recording | None  # None: they cannot be made again
-    tables: tuple[object, ...]  # that were in force, by identity in the key: kept, so that it is theirs alone
-
-
-RECORDINGS: Kept[Known] = Kept()
-
-
-def recorded(what: tuple[Any, ...], device: torch.device, inputs: Inputs, as_written: Callable[..., Any]) -> Any:
-    """A call: made again from its recording where there is one, else as it is written, and noted down.
-
-    Args:
-        what: the kind of call, and all that it depends on beside the inputs; hashable.
-        device: of the inputs.
-        inputs: tensors, or None.
-        as_written: from a recorder, or None, and the inputs to the results, a tuple of tensors.
-    """
-    tables = tuple(ARCHITECTURES.values())
-    key = (what, device, tuple(map(id, tables)), look(inputs))
-    known = RECORDINGS.get(key)
-    # For AMD's cards kernels also depend on how much memory a tensor is a part of.
-    if known is None and torch.version.hip is None:
-        inputs = [None if tensor is None else tensor.detach() for tensor in inputs]
-        recorder = Recorder(inputs)
-        results = as_written(recorder, *inputs)
-        RECORDINGS.put(key, Known(recorder.recording(results), tables))
-        return results
-    if known is None or known.recording is None:
-        return as_written(None, *inputs)
-    return again(known.recording, inputs, device)
+def positive_scale(scale: float) -> tuple[float, float]:
+    """A factor of q and a positive scale that give the same scores: the kernels take the maximum before scaling."""
+    return (float(np.sign(scale)), abs(scale)) if scale else (0.0, 1.0)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
-
-    def as_written(recorder: Recorder | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return forward_of(Call(q, v, patterns, recorder), q, k, v, scale)
-
-    return recorded(("forward", patterns, scale), q.device, (q, k, v), as_written)
+    inputs = q, k, v
+    key = ("forward", patterns, scale, q.device, look(inputs))
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = plan_forward(Planner(inputs, patterns), scale)
+        PLANS.put(key, plan)
+    out, lse = plan.run(inputs)
+    return out, lse
 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
-    """The same for a selection."""
-    return forward_of(SelectedCall(q, v, selection), q, k, v, scale)
+    """The same for a selection, which only this call has."""
+    inputs = q, k, v
+    out, lse = plan_forward(SelectedPlanner(inputs, selection), scale).run(inputs)
+    return out, lse
 
 
-def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """All passes of a call, one after another."""
-    q, scale = positive_scale(q, scale)
-    out, lse = call.empty_like_rows(v, call.heads), call.empty(*q.shape[:3])
-    q, k, v = (call.readable(t) for t in (q, k, v))
-    choices = call.choices("forward", "all")
-    between = call.empty(*out.shape) if len(choices) > 1 else out
+def plan_forward(planner: Planner, scale: float) -> LaunchPlan:
+    """All passes, one after another."""
+    factor, scale = positive_scale(scale)
+    q, k, v = planner.inputs
+    q, k, v = planner.readable(q, factor), planner.readable(k), planner.readable(v)
+    out, lse = planner.empty_like_rows(v, planner.heads), planner.empty(*q.shape[:3])
+    choices = planner.choices("forward", "all")
+    between = planner.empty(*out.shape) if len(choices) > 1 else out
     for number, choice in enumerate(choices):
         final = number == len(choices) - 1
-        packed = call.packed("queries", "all", number, choice)
+        packed = planner.packed("queries", "all", number, choice)
         target = out if final else between
         if choice.closed:
-            call.launch(
+            planner.launch(
                 closed_forward_kernel,
                 packed.num_row_tiles,
                 (q, k, v, between, target, lse, packed.table, packed.data),
                 (q, k, v, target),
                 (packed.num_row_tiles,),
                 None,
-                **call.widths,
+                **planner.widths,
                 BLOCK=choice.configuration.block_k,
                 ROWS=int(packed.rows),
                 BOUNDS=int(packed.bounds[0]),
                 SCALE=scale,
-                GROUP=call.group,
+                GROUP=planner.group,
                 RESUME=number > 0,
                 FINAL=final,
-                ROUND_BF16=call.round_bf16,
+                ROUND_BF16=planner.round_bf16,
                 **choice.configuration.options(),
             )
             continue
-        call.launch(
+        planner.launch(
             forward_kernel,
             packed.num_row_tiles,
             (q, k, v, between, target, lse, packed.table, packed.data),
             (q, k, v, target),
             (packed.num_row_tiles, batch_stride(packed.table)),
             choice.configuration,
-            **call.widths,
-            **call.forms(packed),
+            **planner.widths,
+            **planner.forms(packed),
             SCALE=scale,
             RESUME=number > 0,
             FINAL=final,
         )
-    return out.to(call.dtype), lse
+    return planner.plan(planner.result(out), lse)
 
 
 class BackwardInputs(NamedTuple):
     """What every backward kernel reads."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad_out: Tensor
-    per_query: Tensor  # (B, H, N, 2), accumulator dtype: logsumexp in units of log2, and delta
+    q: Slot
+    k: Slot
+    v: Slot
+    grad_out: Slot
+    per_query: Slot  # (B, H, N, 2), accumulator dtype: logsumexp in units of log2, and delta
 
 
 class Sums(NamedTuple):
     """dK and dV as passes over keys leave them: rows in the order of each pass, one set for each slice of queries."""
 
-    workspace: Tensor  # (B, H, R, D + Dv), accumulator dtype
+    workspace: Slot  # (B, H, R, D + Dv), accumulator dtype
     table: Tensor  # where the rows of a position are: see ``packing.sources``
     data: Tensor
     form: Form
@@ -162,13 +142,15 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
-
-    def as_written(recorder: Recorder | None, *inputs: Any) -> Any:
-        call = Call(q, v, patterns, recorder)
-        closed = closed_choice(call.candidates("closed"), patterns, call.context)
-        return backward_of(call, closed, *(*inputs, scale))
-
-    return recorded(("backward", patterns, scale), q.device, (grad_out, grad_lse, q, k, v, out, lse), as_written)
+    inputs = q, k, v, out, grad_out, lse, grad_lse
+    key = ("backward", patterns, scale, q.device, look(inputs))
+    plan = PLANS.get(key)
+    if plan is None:
+        planner = Planner(inputs, patterns)
+        plan = plan_backward(planner, scale, closed_choice(planner.candidates("closed"), patterns, planner.context))
+        PLANS.put(key, plan)
+    dq, dk, dv = plan.run(inputs)
+    return dq, dk, dv
 
 
 def selected_backward(
@@ -183,59 +165,49 @@ def selected_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same for a selection."""
-    call = SelectedCall(q, v, selection)
-    return backward_of(call, None, grad_out, grad_lse, q, k, v, out, lse, scale)
+    inputs = q, k, v, out, grad_out, lse, grad_lse
+    dq, dk, dv = plan_backward(SelectedPlanner(inputs, selection), scale).run(inputs)
+    return dq, dk, dv
 
 
-def backward_of(
-    call: Call,
-    closed: Choice | None,  # by which closed runs get all gradients at once
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All passes over keys, then all over queries."""
-    dq, dk, dv = (call.empty_like_rows(x) for x in (q, k, v))
-    keys: tuple[Tensor, ...] = (dk, dv)
+def plan_backward(planner: Planner, scale: float, closed: Choice | None = None) -> LaunchPlan:
+    """All passes over keys, then all over queries; ``closed``: by which closed runs get all gradients at once."""
+    factor, scale = positive_scale(scale)
+    q, k, v, out, grad_out, lse, grad_lse = planner.inputs
+    q, (k, v, out, grad_out, lse) = planner.readable(q, factor), map(planner.readable, (k, v, out, grad_out, lse))
+    grad_lse = None if grad_lse is None else planner.readable(grad_lse)
+    dq, dk, dv = (planner.empty_like_rows(x) for x in (q, k, v))
+    keys: tuple[Slot, ...] = (dk, dv)
     by_head = keys
-    if call.group > 1:  # heads of q that share keys leave sums of their own, to be added up and rounded once
-        by_head = tuple(call.empty(*q.shape[:3], x.shape[3]) for x in keys)
-    sign = float(np.sign(scale))
-    q, scale = positive_scale(q, scale)
-    q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
-    lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    if planner.group > 1:  # heads of q that share keys leave sums of their own, to be added up and rounded once
+        by_head = tuple(planner.empty(*q.shape[:3], x.shape[3]) for x in keys)
     if closed is None:
-        inputs = BackwardInputs(q, k, v, grad_out, per_query_of(call, out, grad_out, lse, grad_lse))
-        over_keys(call, inputs, "all", by_head, scale)
-        over_queries(call, inputs, "all", dq, scale)
+        inputs = BackwardInputs(q, k, v, grad_out, per_query_of(planner, out, grad_out, lse, grad_lse))
+        over_keys(planner, inputs, "all", by_head, scale)
+        over_queries(planner, inputs, "all", dq, scale)
     else:
-        over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, (dq, *by_head), scale)
-    if call.group > 1:
-        blocks = triton.cdiv(call.context, BLOCK_ROWS * call.group)  # of a head of q: the group shares out all of them
-        constants = {"BLOCK": BLOCK_ROWS, "GROUP": call.group, **call.widths}
-        call.launch(groups_kernel, blocks, (*by_head, *keys), keys, (blocks,), None, **constants)
-    dq = dq if sign == 1 else dq * sign
-    return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
+        over_closed_runs(planner, closed, (q, k, v, out, grad_out, lse), grad_lse, (dq, *by_head), scale)
+    if planner.group > 1:
+        # Of a head of q: the group shares out all of them.
+        blocks = triton.cdiv(planner.context, BLOCK_ROWS * planner.group)
+        constants = {"BLOCK": BLOCK_ROWS, "GROUP": planner.group, **planner.widths}
+        planner.launch(groups_kernel, blocks, (*by_head, *keys), keys, (blocks,), None, **constants)
+    return planner.plan(planner.result(dq, factor), planner.result(dk), planner.result(dv))
 
 
-def per_query_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+def per_query_of(planner: Planner, out: Slot, grad_out: Slot, lse: Slot, grad_lse: Slot | None) -> Slot:
     """For each query lse / ln 2, and delta, the sum of out * grad_out minus the gradient of lse: (B, H, N, 2)."""
-    per_query = call.empty(*lse.shape, 2)
-    blocks = triton.cdiv(call.context, BLOCK_ROWS)
-    call.launch(
+    per_query = planner.empty(*lse.shape, 2)
+    blocks = triton.cdiv(planner.context, BLOCK_ROWS)
+    planner.launch(
         delta_kernel,
         blocks,
         (out, grad_out, lse, lse if grad_lse is None else grad_lse, per_query),
         (out, grad_out),
         (blocks,),
         None,
-        VALUE_WIDTH=call.widths["VALUE_WIDTH"],
-        WV=call.widths["WV"],
+        VALUE_WIDTH=planner.widths["VALUE_WIDTH"],
+        WV=planner.widths["WV"],
         BLOCK=BLOCK_ROWS,
         GRAD_LSE=grad_lse is not None,
     )
@@ -243,23 +215,23 @@ def per_query_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_ls
 
 
 def over_keys(
-    call: Call, inputs: BackwardInputs, parts: Parts, results: tuple[Tensor, ...] | None, scale: float
+    planner: Planner, inputs: BackwardInputs, parts: Parts, results: tuple[Slot, ...] | None, scale: float
 ) -> Sums:
     """dK and dV of some parts, in the workspace that is returned and, where given, summed into ``results``."""
-    choices = call.choices("dkdv", parts)
-    passes = [call.packed("keys", parts, number, choice) for number, choice in enumerate(choices)]
-    slices = [call.num_slices(parts, number, choice) for number, choice in enumerate(choices)]
+    choices = planner.choices("dkdv", parts)
+    passes = [planner.packed("keys", parts, number, choice) for number, choice in enumerate(choices)]
+    slices = [planner.num_slices(parts, number, choice) for number, choice in enumerate(choices)]
     # Where the last pass holds every key of every head and is not split, it adds up as it finishes each key.
-    in_place = results is not None and slices[-1] == 1 and call.ends_with_every_key(parts)
+    in_place = results is not None and slices[-1] == 1 and planner.ends_with_every_key(parts)
     through = len(passes) - in_place
     rows = [packed.num_rows * count for packed, count in zip(passes[:through], slices, strict=False)]
     q, k, v, grad_out = inputs[:4]
-    workspace = call.empty(*q.shape[:2], sum(rows), q.shape[-1] + v.shape[-1])
-    sums = Sums(workspace, *call.sources(parts, tuple(slices[:through])))
+    workspace = planner.empty(*q.shape[:2], sum(rows), q.shape[-1] + v.shape[-1])
+    sums = Sums(workspace, *planner.sources(parts, tuple(slices[:through])))
     source_stride = batch_stride(sums.table)
     targets = results or (workspace, workspace)  # written by the last pass alone
     for number, (packed, choice) in enumerate(zip(passes, choices, strict=True)):
-        call.launch(
+        planner.launch(
             dkdv_kernel,
             packed.num_row_tiles * slices[number],
             (*inputs, workspace, *targets, packed.table, packed.data, sums.table, sums.data),
@@ -274,12 +246,12 @@ def over_keys(
                 source_stride,
             ),
             choice.configuration,
-            **call.widths,
+            **planner.widths,
             ROWS=int(packed.rows),
             COLUMNS=int(packed.columns[0]),
             BOUNDS=int(packed.bounds[0]),
             EARLIER=packed.earlier[0],
-            GROUP=call.group,
+            GROUP=planner.group,
             SCALE=scale,
             DOUBLINGS=choice.configuration.pair_doublings(),
             FINAL=number == through,
@@ -287,32 +259,34 @@ def over_keys(
             SOURCE_FORM=int(sums.form),
         )
     if results is not None and not in_place:
-        blocks = triton.cdiv(call.context, BLOCK_ROWS)
+        blocks = triton.cdiv(planner.context, BLOCK_ROWS)
         tensors = (workspace, *results, sums.table, sums.data)
-        constants = {"BLOCK": BLOCK_ROWS, "SOURCE_FORM": int(sums.form), **call.widths}
-        call.launch(gather_kernel, blocks, tensors, results, (blocks, *sums.sizes(), source_stride), None, **constants)
+        constants = {"BLOCK": BLOCK_ROWS, "SOURCE_FORM": int(sums.form), **planner.widths}
+        planner.launch(
+            gather_kernel, blocks, tensors, results, (blocks, *sums.sizes(), source_stride), None, **constants
+        )
     return sums
 
 
-def over_queries(call: Call, inputs: BackwardInputs, parts: Parts, result: Tensor | None, scale: float) -> Tensor:
+def over_queries(planner: Planner, inputs: BackwardInputs, parts: Parts, result: Slot | None, scale: float) -> Slot:
     """dQ of some parts: into ``result``, or where there is none into a new accumulator, (B, H, N, D) contiguous."""
     q, k, v, grad_out = inputs[:4]
-    choices = call.choices("dq", parts)
+    choices = planner.choices("dq", parts)
     several = len(choices) > 1 or result is None
-    between = call.empty(*q.shape) if several else q
+    between = planner.empty(*q.shape) if several else q
     result = between if result is None else result
     for number, choice in enumerate(choices):
-        packed = call.packed("queries", parts, number, choice)
+        packed = planner.packed("queries", parts, number, choice)
         target = result if number == len(choices) - 1 else between
-        call.launch(
+        planner.launch(
             dq_kernel,
             packed.num_row_tiles,
             (*inputs, between, target, packed.table, packed.data),
             (q, k, v, grad_out, target),
             (packed.num_row_tiles, batch_stride(packed.table)),
             choice.configuration,
-            **call.widths,
-            **call.forms(packed),
+            **planner.widths,
+            **planner.forms(packed),
             SCALE=scale,
             RESUME=number > 0,
         )
@@ -320,41 +294,51 @@ def over_queries(call: Call, inputs: BackwardInputs, parts: Parts, result: Tenso
 
 
 def over_closed_runs(
-    call: Call,
+    planner: Planner,
     choice: Choice,
-    tensors: tuple[Tensor, ...],
-    grad_lse: Tensor | None,
-    results: tuple[Tensor, ...],
+    tensors: tuple[Slot, ...],
+    grad_lse: Slot | None,
+    results: tuple[Slot, ...],
     scale: float,
 ) -> None:
     """All gradients: first those of the other parts, then closed runs add theirs, dQ, dK and dV at once."""
     q, k, v, out, grad_out, lse = tensors
-    resume = len(groups(call.patterns, call.context, "queries", "open")) > 0
+    resume = len(groups(planner.patterns, planner.context, "queries", "open")) > 0
     # Without other parts, the kernel reads neither of these two.
-    previous, sums = lse, Sums(lse, *call.sources("open", ()))
+    previous, sums = lse, Sums(lse, *planner.sources("open", ()))
     delta = lse if grad_lse is None else grad_lse
     if resume:
-        delta = per_query_of(call, out, grad_out, lse, grad_lse)
+        delta = per_query_of(planner, out, grad_out, lse, grad_lse)
         inputs = BackwardInputs(q, k, v, grad_out, delta)
-        sums = over_keys(call, inputs, "open", None, scale)
-        previous = over_queries(call, inputs, "open", None, scale)
-    packed, tiles = call.packed("keys", "closed", 0, choice), choice.configuration
-    call.launch(
+        sums = over_keys(planner, inputs, "open", None, scale)
+        previous = over_queries(planner, inputs, "open", None, scale)
+    packed, tiles = planner.packed("keys", "closed", 0, choice), choice.configuration
+    planner.launch(
         closed_kernel,
         packed.num_row_tiles,
-        (*tensors, delta, previous, sums.workspace, *results, packed.table, packed.data, sums.table, sums.data),
+        (
+            *tensors,
+            delta,
+            previous,
+            sums.workspace,
+            *results,
+            packed.table,
+            packed.data,
+            sums.table,
+            sums.data,
+        ),
         (q, k, v, out, grad_out, *results),
         (packed.num_row_tiles, *sums.sizes()),
         None,
-        **call.widths,
+        **planner.widths,
         BLOCK=tiles.block_k,
         ROWS=int(packed.rows),
         BOUNDS=int(packed.bounds[0]),
-        GROUP=call.group,
+        GROUP=planner.group,
         SCALE=scale,
         RESUME=resume,
         GRAD_LSE=grad_lse is not None,
         SOURCE_FORM=int(sums.form),
-        ROUND_BF16=call.round_bf16,
+        ROUND_BF16=planner.round_bf16,
         **tiles.options(),
     )

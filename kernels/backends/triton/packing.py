@@ -126,7 +126,6 @@ def row_edge(segments: tuple[View, ...], tile_rows: int, aligned: bool) -> int:
     return edge_of(closed, tile_rows) if aligned and closed is not None else tile_rows
 
 
-@kept
 def packed(
     patterns: tuple[Pattern, ...],
     context: int,
@@ -137,7 +136,7 @@ def packed(
     aligned: bool,
     device: torch.device,
 ) -> Pass:
-    """Pass ``number`` of these heads in tiles of ``tile_rows`` rows, ``aligned`` to closed runs or not; cached."""
+    """Pass ``number`` of these heads in tiles of ``tile_rows`` rows, ``aligned`` to closed runs or not."""
     group = groups(patterns, context, rows, parts)[number]
     rows_of_segments, columns, bounds = forms_of(group)
     row_form = max(rows_of_segments)
@@ -180,7 +179,6 @@ def view_fields(one: View, edge: int, data: Vectors, row_form: Form, column_form
     ]
 
 
-@kept
 def sources(
     patterns: tuple[Pattern, ...], context: int, parts: Parts, slices: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Form]:

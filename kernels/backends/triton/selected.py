@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends.triton.call import Call
 from longstride.kernels.backends.triton.configurations import (
     Choice,
     Kernel,
@@ -24,6 +23,7 @@ from longstride.kernels.backends.triton.configurations import (
     num_slices,
     pipelined,
 )
+from longstride.kernels.backends.triton.launch_plan import Inputs, Planner, num_processors
 from longstride.kernels.backends.triton.packing import (
     FIELDS,
     SOURCE_FIELDS,
@@ -116,11 +116,11 @@ def rows_of_columns(low: Tensor, high: Tensor, num_columns: int) -> tuple[Tensor
     return first, torch.maximum(first, rows_up_to(distinct(low)))
 
 
-class SelectedCall(Call):
-    """The sizes, dtypes, selection and device of one call; the host reads no value of the selection."""
+class SelectedPlanner(Planner):
+    """Makes the launch plan of one call with a selection; the host reads no value of it."""
 
-    def __init__(self, q: Tensor, v: Tensor, selection: Selection) -> None:
-        super().__init__(q, v, ())
+    def __init__(self, inputs: Inputs, selection: Selection) -> None:
+        super().__init__(inputs, ())
         self.parts, self.span, self.disjoint = selection.parts, selection.span, selection.disjoint
         # Each part is a pass over keys. One that holds every key is the last, if there is one: it adds up.
         self.by_keys = sorted(range(len(self.parts)), key=self.num_keys)
@@ -167,7 +167,7 @@ class SelectedCall(Call):
         """As far as the longest of the programs tells: the host does not know how many visits each has."""
         tile_rows, _ = choice.configuration.tile_sizes("keys")
         programs = -(-self.num_keys(self.by_keys[number]) // tile_rows) * self.batch * self.heads
-        return num_slices(programs, choice.longest, self.processors())
+        return num_slices(programs, choice.longest, num_processors(self.device))
 
     def sources(self, parts: Parts, slices: tuple[int, ...]) -> tuple[Tensor, Tensor, Form]:
         """As ``packing.sources``, but the table is (B, H, sources, SOURCE_FIELDS)."""

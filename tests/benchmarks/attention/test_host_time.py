@@ -1,4 +1,4 @@
-"""The host's time of a call, and that it is far from what it was before calls were made again."""
+"""The host's time of a call, and that it is far from what it was where a plan is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @WITH_TRITON
-def test_calls_that_are_made_again_cost_the_host_little(tmp_path: Path) -> None:
+def test_calls_that_have_a_plan_cost_the_host_little(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = str(ROOT / "benchmarks/attention/host_time.py")
@@ -31,4 +31,4 @@ def test_calls_that_are_made_again_cost_the_host_little(tmp_path: Path) -> None:
     for row in found["timings"]:
         assert row["decode_seconds"] > 0
         for phase in BARS:
-            assert row[f"{phase}_again_seconds"] < 0.8 * row[f"{phase}_written_seconds"], row
+            assert row[f"{phase}_again_seconds"] < 0.8 * row[f"{phase}_planned_seconds"], row

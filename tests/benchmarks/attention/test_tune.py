@@ -45,14 +45,14 @@ def test_tuning_drops_checks_times_and_writes_rows(tmp_path: Path, capsys: pytes
 def test_a_kernel_is_tried_where_another_one_would_serve(kernel: str) -> None:
     """Short columns are the closed runs' by default: of the general kernel they ask too, by its own configuration."""
     from benchmarks.attention import tune
-    from longstride.kernels.backends.triton import call
+    from longstride.kernels.backends.triton.launch_plan import Planner
     from longstride.kernels.patterns import Column
 
     case = tune.Case(kernel, Column(8), 64, "bfloat16", 64, 1, "cpu")  # type: ignore[arg-type]
     q = torch.empty(1, 1, case.context, case.width, dtype=torch.bfloat16)
     for one in tune.grid(case._replace(device="cuda"), "sm_90"):
         with tune.only(tune.Trial(case, one)):
-            (choice,) = call.Call(q, q, (case.pattern,)).choices("forward", "all")
+            (choice,) = Planner((q, q, q), (case.pattern,)).choices("forward", "all")
         assert choice.configuration == one and choice.closed == (kernel == "closed_forward")
         assert choice.pairs == tune.pairs_of(case, one)
 

@@ -1,0 +1,328 @@
+"""Launch plans: what a call of attention allocates and launches, decided once for all calls that look alike.
+
+Choosing passes, tables, tiles and specialised kernels costs the host milliseconds, longer than a short kernel runs. A
+``Planner`` makes these choices from patterns, shapes, strides, dtype and device. The ``LaunchPlan`` that it gives
+allocates, puts tensors in their places and launches.
+
+Letters: B batch, H heads of q, N positions, D width of q and k, Dv width of v.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longstride.kernels.backends import accumulator_dtype, row_strides
+from longstride.kernels.backends.triton.configurations import (
+    Choice,
+    Configuration,
+    Kernel,
+    candidates,
+    chosen,
+    slices_of,
+)
+from longstride.kernels.backends.triton.forward_kernel import forward_kernel
+from longstride.kernels.backends.triton.packing import Form, Parts, Pass, groups, packed, sources
+from longstride.kernels.kept import Kept
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.plan import Side
+
+INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)  # settled when triton was imported
+ALIGNMENT = 16  # bytes: triton compiles another kernel for addresses that are no multiples of it
+
+Inputs = Sequence[Tensor | int | None]  # q, k and v first
+
+
+def interpreter_trouble() -> str | None:
+    """Why this triton cannot interpret kernels with this numpy, or None."""
+    of_triton, of_numpy = (tuple(map(int, v.split(".")[:2])) for v in (triton.__version__, np.__version__))
+    if of_triton < (3, 7) and of_numpy >= (2, 4):
+        return f"the interpreter of triton {triton.__version__} needs numpy below 2.4, not {np.__version__}"
+    return None
+
+
+class Slot(NamedTuple):
+    """A tensor of a plan: an input, or memory that every run allocates."""
+
+    number: int  # among a run's values
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Launch:
+    """One launch of a plan."""
+
+    kernel: Any
+    grid: int
+    arguments: Callable[[list[Any]], tuple[Any, ...]]  # from a run's values; constants too
+    options: dict[str, int]  # warps, stages and registers
+    compiled: Any = None  # for a NVIDIA card, once it has run
+
+    def run(self, values: list[Any], stream: int | None) -> None:
+        """Launch on a stream of the current device; ``stream`` is None in the interpreter."""
+        arguments, kernel = self.arguments(values), self.compiled
+        if kernel is None:
+            kernel = self.kernel[(self.grid,)](*arguments, **self.options)
+            if not torch.version.hip:  # for AMD's cards kernels also depend on how much memory a tensor is a part of
+                self.compiled = kernel
+            return
+        hooks = triton.knobs.runtime
+        enter, leave, metadata = hooks.launch_enter_hook, hooks.launch_exit_hook, None
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler is looking
+            metadata = kernel.launch_metadata((self.grid,), stream, *arguments)
+        else:
+            enter = leave = None
+        function, packed = kernel.function, kernel.packed_metadata
+        kernel.run(self.grid, 1, 1, stream, function, packed, metadata, enter, leave, *arguments)
+
+
+class LaunchPlan(NamedTuple):
+    """A call that can be made with any inputs that look like those that it was planned for."""
+
+    device: torch.device
+    constants: list[Any]  # values behind the inputs: integers and tables of patterns; None where memory is allocated
+    allocations: list[Slot]
+    copies: list[tuple[int, int, float]]  # of inputs that kernels cannot read: to a value, from one, times a factor
+    launches: list[Launch]
+    casts: list[tuple[int, torch.dtype, float]]  # of results: a value, its dtype, and a factor
+    results: list[int]  # numbers of values
+
+    def run(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Allocate and launch all; returns the results."""
+        values = [*inputs, *self.constants]
+        for number, shape, strides, dtype in self.allocations:
+            values[number] = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+        for number, source, factor in self.copies:
+            copy = values[number].copy_(values[source])
+            values[number] = copy if factor == 1 else copy.mul_(factor)
+        if INTERPRETED:
+            with _quiet():
+                self._launch(values, None)
+        else:
+            driver = triton.runtime.driver.active
+            current, index = driver.get_current_device(), self.device.index
+            if index in (None, current):
+                self._launch(values, driver.get_current_stream(current))
+            else:
+                with torch.cuda.device(self.device):
+                    self._launch(values, driver.get_current_stream(index))
+        for number, dtype, factor in self.casts:
+            result = values[number]
+            values[number] = (result if factor == 1 else result * factor).to(dtype)
+        return tuple([values[number] for number in self.results])
+
+    def _launch(self, values: list[Any], stream: int | None) -> None:
+        for launch in self.launches:
+            launch.run(values, stream)
+
+
+PLANS: Kept[LaunchPlan] = Kept()
+
+
+def look(inputs: Inputs) -> tuple[object, ...]:
+    """All that a plan depends on but for patterns, scale and device."""
+    return tuple(
+        [
+            (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) if isinstance(t, Tensor) else type(t)
+            for t in inputs
+        ]
+    )
+
+
+class Planner:
+    """Makes a launch plan for inputs of one look.
+
+    ``inputs`` has a slot for each of q (B, H, …, D), k (B, K, N, D), v (B, K, N, Dv) and those after them, None where
+    there is none.
+    """
+
+    def __init__(self, inputs: Inputs, patterns: tuple[Pattern, ...]) -> None:
+        self.inputs: list[Any] = [_slot(number, given) for number, given in enumerate(inputs)]
+        q, k, v = self.inputs[:3]
+        assert isinstance(inputs[0], Tensor)
+        self.batch, self.heads = q.shape[:2]
+        self.context = k.shape[2]
+        self.group = self.heads // v.shape[1]  # heads of q that read the same head of k and v
+        self.patterns, self.dtype, self.device = patterns, q.dtype, inputs[0].device
+        self.wide = accumulator_dtype(q.dtype)
+        # numpy has no bf16: the interpreter computes in fp32 and rounds where a card would round.
+        self.round_bf16 = INTERPRETED and q.dtype == torch.bfloat16
+        self.readable_dtype = torch.float32 if self.round_bf16 else q.dtype
+        self.widths = {
+            "WIDTH": q.shape[-1],
+            "W": max(16, triton.next_power_of_2(q.shape[-1])),
+            "VALUE_WIDTH": v.shape[-1],
+            "WV": max(16, triton.next_power_of_2(v.shape[-1])),
+        }
+        self._constants: list[Any] = []
+        self._allocations: list[Slot] = []
+        self._copies: list[tuple[int, int, float]] = []
+        self._launches: list[Launch] = []
+        self._casts: list[tuple[int, torch.dtype, float]] = []
+
+    def readable(self, given: Slot, factor: float = 1.0) -> Slot:
+        """An input times a factor, in a dtype that kernels can read: rows have adjacent columns, others no gaps."""
+        dtype = self.readable_dtype if given.dtype == self.dtype else given.dtype
+        fits = given.strides[-1] == 1 if len(given.shape) == 4 else given.strides == contiguous_strides(given.shape)
+        if fits and given.dtype == dtype and factor == 1:
+            return given
+        copy = self.empty_like_rows(given) if len(given.shape) == 4 else self.empty(*given.shape, dtype=dtype)
+        self._copies.append((copy.number, given.number, factor))
+        return copy
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Slot:
+        """Memory for what is accumulated, or of a dtype, contiguous."""
+        return self._allocated(shape, contiguous_strides(shape), dtype or self.wide)
+
+    def empty_like_rows(self, like: Slot, heads: int | None = None) -> Slot:
+        """Memory for a result that lies as an input does."""
+        shape = (like.shape[0], heads or like.shape[1], *like.shape[2:])
+        return self._allocated(shape, row_strides(shape, like.strides), self.readable_dtype)
+
+    def _allocated(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Slot:
+        slot = Slot(self._number(None), shape, strides, dtype)
+        self._allocations.append(slot)
+        return slot
+
+    def _number(self, argument: Any) -> int:
+        """Of a slot, or of a constant, which is one more value."""
+        if isinstance(argument, Slot):
+            return argument.number
+        self._constants.append(argument)
+        return len(self.inputs) + len(self._constants) - 1
+
+    def launch(
+        self,
+        kernel: Any,
+        programs: int,
+        tensors: tuple[Any, ...],
+        strided: tuple[Slot, ...],
+        sizes: tuple[int, ...],
+        tiles: Configuration | None,
+        **constants: object,
+    ) -> None:
+        """Launch a kernel over all heads, with ``programs`` programs a head."""
+        grid = programs * self.batch * self.heads
+        if grid == 0:
+            return
+        strides = [stride for slot in strided for stride in slot.strides[:3]]
+        if tiles is not None:
+            constants |= {"BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k, "ROUND_BF16": self.round_bf16}
+            constants |= tiles.options()
+        constants["ACCUMULATOR"] = tl.float64 if self.wide == torch.float64 else tl.float32
+        arguments = [*tensors, *strides, self.heads, self.context, *sizes]
+        arguments += [constants.pop(name) for name in kernel.arg_names[len(arguments) :]]
+        numbers = operator.itemgetter(*map(self._number, arguments))
+        self._launches.append(Launch(kernel, grid, numbers, constants))  # type: ignore[arg-type]
+
+    def result(self, slot: Slot, factor: float = 1.0) -> Slot:
+        """Memory that kernels wrote, to be returned in the caller's dtype, times a factor."""
+        if slot.dtype != self.dtype or factor != 1:
+            self._casts.append((slot.number, self.dtype, factor))
+        return slot
+
+    def plan(self, *results: Slot) -> LaunchPlan:
+        """The plan of all that was asked for; it gives these results."""
+        lists = self._constants, self._allocations, self._copies, self._launches, self._casts
+        return LaunchPlan(self.device, *lists, [slot.number for slot in results])
+
+    def candidates(self, kernel: Kernel, overlapping: bool = False) -> tuple[Configuration, ...]:
+        """The configurations of a kernel on this device."""
+        widest = max(self.widths["W"], self.widths["WV"])
+        return candidates_on(self.device, kernel, self.dtype.itemsize, widest, overlapping)
+
+    def choices(self, kernel: Kernel, parts: Parts) -> tuple[Choice, ...]:
+        """The configuration of each pass of a kernel on this device."""
+        rows: Side = "keys" if kernel == "dkdv" else "queries"
+        of_runs = self.candidates("closed_forward") if kernel == "forward" else ()
+        return chosen(self.candidates(kernel), self.patterns, self.context, rows, parts, of_runs)
+
+    def packed(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
+        """A pass on this device."""
+        tile_rows, _ = choice.configuration.tile_sizes(rows)
+        return packed(self.patterns, self.context, rows, parts, number, tile_rows, choice.aligned, self.device)
+
+    def forms(self, one: Pass) -> dict[str, object]:
+        """The constants by which kernels over tiles of queries read a pass."""
+        columns, bounds = (tuple(int(form) for form in forms) for forms in (one.columns, one.bounds))
+        return {
+            "SEGMENTS": len(columns),
+            "ROWS": int(one.rows),
+            "COLUMNS": columns,
+            "BOUNDS": bounds,
+            "EARLIER": one.earlier,
+            "GROUP": self.group,
+        }
+
+    def ends_with_every_key(self, parts: Parts) -> bool:
+        """Whether the last pass over keys holds all keys of every head."""
+        last = groups(self.patterns, self.context, "keys", parts)[-1]
+        return all(head[0].num_rows == self.context for head in last)
+
+    def sources(self, parts: Parts, slices: tuple[int, ...]) -> tuple[Tensor, Tensor, Form]:
+        """Where the sums of the first passes over keys lie: see ``packing.sources``."""
+        return sources(self.patterns, self.context, parts, slices, self.device)
+
+    def num_slices(self, parts: Parts, number: int, choice: Choice) -> int:
+        """Into how many slices of queries to split a pass over keys."""
+        processors = num_processors(self.device)
+        return slices_of(choice, self.patterns, self.context, parts, number, self.batch, processors)
+
+
+def _slot(number: int, given: Tensor | int | None) -> Slot | None:
+    if isinstance(given, Tensor):
+        return Slot(number, tuple(given.shape), given.stride(), given.dtype)
+    return None if given is None else Slot(number, (), (), torch.int64)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """As torch has them."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The interpreter without warnings about inf and nan."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, by the interpreter
+        yield
+
+
+def batch_stride(table: Tensor) -> int:
+    """Integers from a batch entry's rows of a table to the next one's; 0 where all have the same."""
+    return table.stride(0) if table.dim() == 4 else 0
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of the device."""
+    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def architecture(device: torch.device) -> str:
+    """The name of a table of configurations: interpreter, sm_90, gfx942, …"""
+    if INTERPRETED:
+        return "interpreter"
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def candidates_on(
+    device: torch.device, kernel: Kernel, bytes_an_element: int, width: int, overlapping: bool = False
+) -> tuple[Configuration, ...]:
+    """The configurations of a kernel on a device."""
+    return candidates(kernel, architecture(device), bytes_an_element, width, overlapping)
