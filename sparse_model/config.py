@@ -246,7 +246,10 @@ class ModelConfig(NetworkConfig):
         if size == 1:
             return
         by_heads: dict[str, None] = {}  # what has no other exchange
+        whole: dict[str, None] = {}  # what cannot be divided at all
         for mixer in (block.mixer for block in self.blocks() if block.mixer is not None):
+            if not getattr(mixer, "divides_contexts", False):
+                whole[getattr(mixer, "type", type(mixer).__name__)] = None
             if documents or self.backend == "flex":
                 by_heads["attention within documents" if documents else "backend flex"] = None
             elif not getattr(mixer, "exchanges_keys", False):
@@ -262,7 +265,8 @@ class ModelConfig(NetworkConfig):
         above = next((count for count in fitting if count > size), None)
         good = f"{below}{'' if above is None else f' or {above}'} processes"
         rule = f"must be a multiple of the {size} processes that share each context"
-        problems = []
+        alone = "computes whole contexts, which processes cannot share; set train.sequence_parallel to 1"
+        problems = [Problem("attention", f"{kind} {alone}") for kind in whole]
         if exchange == "keys":
             only = 'exchanges heads, and sequence_exchange asks for keys; give "auto"'
             problems += [Problem("attention", f"{kind} {only}") for kind in by_heads]

@@ -82,8 +82,9 @@ class MixerConfig(Protocol):
     """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules.
 
     One with a true ``within_documents`` makes a module that has ``patterns``, one a head, and takes a fourth argument,
-    ``Documents``: so none of several documents in a context sees another. One with a true ``exchanges_keys`` makes a
-    module that, of a divided context, can leave queries where they are; others need heads that the processes divide.
+    ``Documents``: so none of several documents in a context sees another. One with a true ``divides_contexts`` makes a
+    module that heeds its ``division``; without it, no run lets processes share a context. One with a true
+    ``exchanges_keys`` can leave queries where they are; others need heads that the processes divide.
     """
 
     @property

@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -52,6 +52,7 @@ SCORES_IN_WORK = 1 << 22  # of the ramp, at once: in fp32 16 MiB
 class AdaptiveSpanConfig(OfQueriesAndKeys, StrictModel):
     """Adaptive spans as the configuration asks for them."""
 
+    divides_contexts: ClassVar[bool] = True
     type: Literal["adaptive_span"] = Field(description="each head learns how far it reads")
     ramp: int = Field(  # of 1, a whole span would have no slope
         default=32,

@@ -58,6 +58,7 @@ class HeadPatterns(OfQueriesAndKeys):
     patterns: tuple[Pattern, ...]
     key_value_heads: int | None = None
     within_documents: ClassVar[bool] = True
+    divides_contexts: ClassVar[bool] = True
     exchanges_keys: ClassVar[bool] = True
 
     def check(self, network: NetworkConfig, context: int) -> None:

@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -62,6 +62,7 @@ LEAST_EXCESS = 2.0**-20  # of α over 1: nearer to softmax than fp32 tells
 class EntmaxConfig(OfQueriesAndKeys, StrictModel):
     """Adaptively sparse attention as the configuration asks for it."""
 
+    divides_contexts: ClassVar[bool] = True
     type: Literal["entmax"] = Field(description="adaptively sparse attention: α-entmax in the place of softmax")
     pattern: Annotated[Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA)] = Field(
         description="what may be read: a pattern, its factors merged"

@@ -16,7 +16,7 @@ is read. Here chunks count the members of a bucket so far, and nothing of the fu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -41,6 +41,7 @@ MOST_ROUNDS = 128
 class LshConfig(OfQueriesAndKeys, StrictModel):
     """Attention by hashing as the configuration asks for it."""
 
+    divides_contexts: ClassVar[bool] = True
     type: Literal["lsh"] = Field(description="attention among positions that fall into one bucket of a hash")
     buckets: Annotated[int, POSITIVE] = Field(description="of a round: an even number, or one")
     rounds: int = Field(default=1, gt=0, le=MOST_ROUNDS, description="hashes, each with buckets of its own")

@@ -10,7 +10,7 @@ query, D head width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -39,6 +39,7 @@ SCORES = 1 << 24  # of queries and blocks at once, in all heads
 class MobaConfig(OfQueriesAndKeys, StrictModel):
     """Attention to the own block and to the best of those before it."""
 
+    divides_contexts: ClassVar[bool] = True
     type: Literal["moba"] = Field(description="attention to the own block and to the best of those before it")
     block: Annotated[int, POSITIVE] = Field(description="positions; the last block of a context may be shorter")
     top: Annotated[int, POSITIVE] = Field(description="blocks that a query reads, its own one counted")

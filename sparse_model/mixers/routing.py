@@ -31,7 +31,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -64,6 +64,7 @@ class LocalHeads(StrictModel):
 class RoutingConfig(OfQueriesAndKeys, StrictModel):
     """Routing attention as the configuration asks for it."""
 
+    divides_contexts: ClassVar[bool] = True
     type: Literal["routing"] = Field(description="attention among positions of one cluster, which content decides")
     clusters: Annotated[int, POSITIVE] = Field(description="of positions; about the root of the context; the paper's k")
     window: Annotated[int, POSITIVE] = Field(description="keys that a query of a routed head reads at most")

@@ -28,7 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -98,6 +98,7 @@ PATTERN_SCHEMA: dict[str, Any] = {
 class SynthesizerConfig(StrictModel):
     """A synthesizer as the configuration asks for it."""
 
+    divides_contexts: ClassVar[bool] = True
     type: Literal["synthesizer"] = Field(description="scores without products of queries and keys (Tay et al. 2020)")
     kind: Annotated[Any, BeforeValidator(_kinds), WithJsonSchema(_KIND_SCHEMA)] = Field(
         description="of scores: one, or a list of those that are mixed"

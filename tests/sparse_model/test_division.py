@@ -15,6 +15,7 @@ import torch
 
 from longstride.kernels import ConfigError
 from longstride.sparse_model import Division, SparseTransformer, division
+from longstride.sparse_model.mixers.moba import MobaConfig
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, small
 from tests.harness.divided import Pass, divided, joined, one_pass
 from tests.harness.sections import ThreadDivision, in_sections
@@ -233,6 +234,15 @@ def test_what_cannot_be_divided_is_told(case: tuple[dict[str, Any], int, dict[st
         small(**changes).check_division(size, **more)
     rule = f"must be a multiple of the {size} processes that share each context"
     assert str(told.value).splitlines() == [line.format(rule=rule) for line in lines]
+
+
+def test_a_mixer_that_does_not_say_that_it_can_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(MobaConfig, "divides_contexts")
+    config = small(attention=[ATTENTIONS["local"], SYSTEMS["chosen blocks"]["attention"][0]])
+    config.check_division(1)
+    rule = "attention: moba computes whole contexts, which processes cannot share; set train.sequence_parallel to 1"
+    with pytest.raises(ConfigError, match=f"^{rule}$"):
+        config.check_division(2)
 
 
 def test_what_can_be_divided_is_taken() -> None:
