@@ -17,10 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bounds, Fold, Intervals, Order, intervals_of, positions_of
 from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
 
+FEW_POSITIONS, MOST_TRIED = (
+    64,
+    16,
+)  # of a context, and the rows of it for which mask and plan are compared; of longer ones 3
 Side = Literal["queries", "keys"]  # whose tiles are the rows: queries for the forward pass and dQ, keys for dK and dV
 
 
@@ -81,11 +86,17 @@ class View:
 
 @kept
 def view(part: PatternPart, context: int, rows: Side) -> View:
-    """A part for N = ``context`` positions, seen from its queries or its keys; cached."""
+    """A part for N = ``context`` positions, seen from its queries or its keys; cached.
+
+    Raises:
+        ConfigError: its orders and intervals say otherwise than its mask, of the rows that are tried.
+    """
     if rows == "keys":
         by_query = view(part, context, "queries")
         bounds = part.by_key(context) or transposed(by_query.intervals, by_query.num_columns)
-        return View(by_query.column_order, by_query.row_order, by_query.num_columns, by_query.num_rows, bounds)
+        found = View(by_query.column_order, by_query.row_order, by_query.num_columns, by_query.num_rows, bounds)
+        _require_mask(found, part, context, rows)
+        return found
     query_order, key_order = part.query_order(context), part.key_order(context)
     if isinstance(query_order, Tensor) and isinstance(key_order, Tensor):
         equal = torch.equal(query_order, key_order)
@@ -96,7 +107,31 @@ def view(part: PatternPart, context: int, rows: Side) -> View:
     num_keys = context
     if key_order is not None:
         num_keys = key_order.length if isinstance(key_order, Fold) else key_order.numel()
-    return View(query_order, key_order, context, num_keys, part.by_query(context))
+    found = View(query_order, key_order, context, num_keys, part.by_query(context))
+    _require_mask(found, part, context, rows)
+    return found
+
+
+def _require_mask(one: View, part: PatternPart, context: int, rows: Side) -> None:
+    """Raise ConfigError where columns of a row are not those of the part's mask: of the first, the last and some."""
+    positions = torch.arange(context)
+    count = min(one.num_rows, MOST_TRIED if context <= FEW_POSITIONS else 3)
+    for number in range(count):
+        row = torch.tensor([number * (one.num_rows - 1) // max(count - 1, 1)])
+        at = _at(one.row_order, row)
+        low, high = one.bounds(row) if isinstance(one.bounds, Bounds) else (end[row] for end in one.bounds)
+        allowed = part.mask(at, positions) if rows == "queries" else part.mask(positions, at)
+        wanted = positions[allowed]
+        inside = 0 <= int(low) <= int(high) <= one.num_columns
+        if not inside or not torch.equal(_at(one.column_order, torch.arange(int(low), int(high))).sort()[0], wanted):
+            name = "by_query" if rows == "queries" else "by_key"
+            rule = f"{name} and the orders say otherwise than mask at position {int(at)} of {context}; mend one of them"
+            raise ConfigError.at("pattern", str(part), rule)
+
+
+def _at(order: Order, rows: Tensor) -> Tensor:
+    """The positions of some rows."""
+    return rows if order is None else order(rows) if isinstance(order, Fold) else order[rows]
 
 
 def num_pairs(pattern: Pattern, context: int) -> int:

@@ -59,10 +59,11 @@ def test_stops_of_the_tour_are_where_it_says() -> None:
         assert re.match(rf"\s*(def|class) {name.split('.')[-1]}\b", text), f"{path}:{line}: run python docs/draw.py"
 
 
-def test_pattern_of_the_tour_computes_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("context", [3, 6, 13, 96])
+def test_pattern_of_the_tour_computes_its_mask(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern_class = script("draw").pattern_of_the_tour()
     monkeypatch.setitem(PATTERNS, "dilated", pattern_class)
-    pattern, context = pattern_class(window=5, dilation=4), 96
+    pattern = pattern_class(window=5, dilation=4)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, context, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
     results = {}

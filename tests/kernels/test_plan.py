@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.backends.triton.packing import groups, packed, sources
+from longstride.kernels.forms import Bounds, Intervals, constant, intervals_of
 from longstride.kernels.patterns import BigBird, Column, Dense, Fixed, Pattern, Strided
+from longstride.kernels.patterns.column import Entries
 from longstride.kernels.plan import Side, Tiles, View, num_pairs, tiles, view
 from tests.harness.oracles import example_patterns
 
@@ -87,6 +89,52 @@ def test_pairs_of_a_million_positions_are_exact() -> None:
     column = stride * rows * (rows + 1) // 2
     # The query itself is the only entry of its column within the window.
     assert num_pairs(Strided(stride), context) == window + column - context
+
+
+class WrongQueries(Entries):
+    """Right where the stride divides the context; else the last query reads one key less."""
+
+    def by_query(self, context: int) -> Intervals:
+        """As above."""
+        low, high = intervals_of(super().by_query(context))
+        low[-1] += context % self.stride > 0
+        return Intervals(low, high)
+
+
+class WrongKeys(Entries):
+    """Likewise, of keys."""
+
+    def by_key(self, context: int) -> Bounds | None:
+        """As above."""
+        return Bounds(context, context, constant(0), constant(1)) if context % self.stride else super().by_key(context)
+
+
+@pytest.mark.parametrize("part, name", [(WrongQueries(4), "by_query"), (WrongKeys(4), "by_key")])
+def test_a_plan_that_says_otherwise_than_its_mask_is_refused(part: Entries, name: str) -> None:
+    for context in (8, 12, 96):
+        view(part, context, "keys")
+    for context in (5, 13, 97):
+        with pytest.raises(
+            ValueError, match=rf"^pattern=\"{type(part).__name__}.*: {name} and the orders say otherwise"
+        ):
+            view(part, context, "keys")
+
+
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_any_context_has_a_plan_of_the_mask(pattern: Pattern) -> None:
+    """Of all rows, from both sides."""
+    for context in (*range(1, 65), 97, 251):
+        one, positions = pattern.for_head(1), torch.arange(context)
+        for part in one.parts():
+            for side in SIDES:
+                seen = view(part, context, side)
+                found = torch.zeros(context, context, dtype=torch.bool)
+                rows = positions if seen.row_positions is None else seen.row_positions
+                columns = positions if seen.column_positions is None else seen.column_positions
+                for row, low, high in zip(rows, *seen.intervals, strict=True):
+                    found[row, columns[low:high]] = True
+                wanted = part.mask(positions[:, None], positions)
+                assert torch.equal(found if side == "queries" else found.T, wanted), (context, side)
 
 
 def _in_a_million(pattern: Pattern) -> Pattern:
