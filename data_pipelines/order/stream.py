@@ -249,6 +249,10 @@ class ByteStream(IterableDataset[Batch]):
         remote: RemoteSettings | None = None,
         state: StreamState | None = None,
     ) -> None:
+        for name, given, kind in (("settings", settings, StreamSettings), ("split", split, str)):
+            if not isinstance(given, kind):
+                rule = f"{type(given).__name__} is no {kind.__name__}; give ByteStream(location, settings, split)"
+                raise DataError(f"{name}: {rule}")
         self.settings = settings
         folder = DataFolder.at(location, remote)
         opened = folder.split(split)

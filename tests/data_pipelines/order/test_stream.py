@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.lanes import Lanes, StreamState, block_order, shard_order
+from longstride.data_pipelines.order.stream import ByteStream, StreamSettings
 from tests.harness.data.streams import open_stream
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 24)
@@ -313,6 +314,14 @@ def test_stream_refuses_state_of_another_split_context_or_shuffle(corpus, change
 def test_stream_refuses_arguments_that_do_not_fit(corpus, change, rule):
     with pytest.raises(DataError, match=rule):
         open_stream(corpus.folder, **{"context": 64, "global_batch": 24, **change})
+
+
+def test_stream_names_an_argument_of_another_type(corpus):
+    asked = StreamSettings(context=64, global_batch=24)
+    with pytest.raises(DataError, match=r"^settings: str is no StreamSettings; give ByteStream\(location, settings"):
+        ByteStream(corpus.folder, "train", asked)
+    with pytest.raises(DataError, match=r"^split: int is no str"):
+        ByteStream(corpus.folder, asked, 1)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files where Linux lists them")
