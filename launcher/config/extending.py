@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,8 @@ def find_config(text: str | Path) -> Path:
     """The file of a path, or of the bare name of one of ds_configs/experiments.
 
     Raises:
-        ConfigError: no name, a bare one that is neither, or a change in its place. Whoever reads a path checks it.
+        ConfigError: no name, a bare one that is neither, a change in its place, or no file where another is called much
+            the same. Whoever reads a path checks it.
     """
     path = Path(text)
     if text == "":
@@ -49,6 +51,9 @@ def find_config(text: str | Path) -> Path:
         rule = "no such file; changes stand behind the configuration's file, as in my.json train.steps=100"
         raise ConfigError(f"{text}: {rule}")
     if path.is_file() or len(path.parts) != 1 or path.suffix:
+        beside = {} if path.exists() else {file.stem: file for file in path.parent.glob("*.json")}
+        if near := difflib.get_close_matches(path.stem, beside, n=1):
+            raise ConfigError(f"{text}: no such file; nearest {beside[near[0]]}")
         return path
     known = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
     if path.name not in known:

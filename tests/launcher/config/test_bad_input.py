@@ -25,6 +25,11 @@ def test_missing_configuration(refused: Callable[..., list[str]], tmp_path: Path
     assert refused("--config", str(path)) == [f"{path}: cannot be read: No such file or directory"]
 
 
+def test_configuration_of_another_ending(refused: Callable[..., list[str]], config_file: Path) -> None:
+    wrong = config_file.with_suffix(".jsn")
+    assert refused("--config", str(wrong)) == [f"{wrong}: no such file; nearest {config_file}"]
+
+
 def test_misspelt_key(refused: Callable[..., list[str]], config_file: Path) -> None:
     lines = refused("--config", str(config_file), "train.learnign_rate=1")
     assert lines == ["train.learnign_rate: unknown key; nearest learning_rate"]
