@@ -89,14 +89,14 @@ def view(part: PatternPart, context: int, rows: Side) -> View:
     """A part for N = ``context`` positions, seen from its queries or its keys; cached.
 
     Raises:
-        ConfigError: its orders and intervals say otherwise than its mask, of the rows that are tried.
+        ConfigError: its orders and intervals disagree with its mask, in the rows that are tried.
     """
     if rows == "keys":
         by_query = view(part, context, "queries")
         bounds = part.by_key(context) or transposed(by_query.intervals, by_query.num_columns)
-        found = View(by_query.column_order, by_query.row_order, by_query.num_columns, by_query.num_rows, bounds)
-        _require_mask(found, part, context, rows)
-        return found
+        result = View(by_query.column_order, by_query.row_order, by_query.num_columns, by_query.num_rows, bounds)
+        _require_mask(result, part, context, rows)
+        return result
     query_order, key_order = part.query_order(context), part.key_order(context)
     if isinstance(query_order, Tensor) and isinstance(key_order, Tensor):
         equal = torch.equal(query_order, key_order)
@@ -107,30 +107,32 @@ def view(part: PatternPart, context: int, rows: Side) -> View:
     num_keys = context
     if key_order is not None:
         num_keys = key_order.length if isinstance(key_order, Fold) else key_order.numel()
-    found = View(query_order, key_order, context, num_keys, part.by_query(context))
-    _require_mask(found, part, context, rows)
-    return found
+    result = View(query_order, key_order, context, num_keys, part.by_query(context))
+    _require_mask(result, part, context, rows)
+    return result
 
 
-def _require_mask(one: View, part: PatternPart, context: int, rows: Side) -> None:
-    """Raise ConfigError where columns of a row are not those of the part's mask: of the first, the last and some."""
+def _require_mask(part_view: View, part: PatternPart, context: int, rows: Side) -> None:
+    """Raise ConfigError unless the first row, the last and some others read what the part's mask says."""
     positions = torch.arange(context)
-    count = min(one.num_rows, MOST_TRIED if context <= FEW_POSITIONS else 3)
+    count = min(part_view.num_rows, MOST_TRIED if context <= FEW_POSITIONS else 3)
     for number in range(count):
-        row = torch.tensor([number * (one.num_rows - 1) // max(count - 1, 1)])
-        at = _at(one.row_order, row)
-        low, high = one.bounds(row) if isinstance(one.bounds, Bounds) else (end[row] for end in one.bounds)
-        allowed = part.mask(at, positions) if rows == "queries" else part.mask(positions, at)
-        wanted = positions[allowed]
-        inside = 0 <= int(low) <= int(high) <= one.num_columns
-        if not inside or not torch.equal(_at(one.column_order, torch.arange(int(low), int(high))).sort()[0], wanted):
+        row = torch.tensor([number * (part_view.num_rows - 1) // max(count - 1, 1)])
+        position, bounds = _positions_at(part_view.row_order, row), part_view.bounds
+        low, high = map(int, bounds(row) if isinstance(bounds, Bounds) else (end[row] for end in bounds))
+        mask = part.mask(position, positions) if rows == "queries" else part.mask(positions, position)
+        is_equal = 0 <= low <= high <= part_view.num_columns
+        if is_equal:
+            columns = _positions_at(part_view.column_order, torch.arange(low, high))
+            is_equal = torch.equal(columns.sort()[0], positions[mask])
+        if not is_equal:
             name = "by_query" if rows == "queries" else "by_key"
-            rule = f"{name} and the orders say otherwise than mask at position {int(at)} of {context}; mend one of them"
-            raise ConfigError.at("pattern", str(part), rule)
+            rule = f"{name} and the orders disagree with mask at position {int(position)} of {context}"
+            raise ConfigError.at("pattern", str(part), f"{rule}; correct one of them")
 
 
-def _at(order: Order, rows: Tensor) -> Tensor:
-    """The positions of some rows."""
+def _positions_at(order: Order, rows: Tensor) -> Tensor:
+    """Return the original positions of some rows or columns."""
     return rows if order is None else order(rows) if isinstance(order, Fold) else order[rows]
 
 

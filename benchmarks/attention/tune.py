@@ -26,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 if __name__ in ("__main__", "__mp_main__"):  # as a program, or a process of its pool, from a checkout not installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -420,11 +421,8 @@ def only(trial: Trial) -> Iterator[None]:
             return (trial.configuration,)
         return () if (trial.case.kernel, kernel) == ("forward", "closed_forward") else table(device, kernel, *case)
 
-    launch_plan.candidates_on = candidates_on  # type: ignore[assignment]
-    try:
+    with mock.patch.object(launch_plan, "candidates_on", candidates_on):
         yield
-    finally:
-        launch_plan.candidates_on = table
 
 
 @contextlib.contextmanager

@@ -249,9 +249,9 @@ class ByteStream(IterableDataset[Batch]):
         remote: RemoteSettings | None = None,
         state: StreamState | None = None,
     ) -> None:
-        for name, given, kind in (("settings", settings, StreamSettings), ("split", split, str)):
-            if not isinstance(given, kind):
-                rule = f"{type(given).__name__} is no {kind.__name__}; give ByteStream(location, settings, split)"
+        for name, value, kind in (("settings", settings, StreamSettings), ("split", split, str)):
+            if not isinstance(value, kind):
+                rule = f"{type(value).__name__} is no {kind.__name__}; give ByteStream(location, settings, split)"
                 raise DataError(f"{name}: {rule}")
         self.settings = settings
         folder = DataFolder.at(location, remote)

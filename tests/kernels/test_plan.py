@@ -110,12 +110,12 @@ class WrongKeys(Entries):
 
 
 @pytest.mark.parametrize("part, name", [(WrongQueries(4), "by_query"), (WrongKeys(4), "by_key")])
-def test_a_plan_that_says_otherwise_than_its_mask_is_refused(part: Entries, name: str) -> None:
+def test_a_plan_that_disagrees_with_its_mask_is_refused(part: Entries, name: str) -> None:
     for context in (8, 12, 96):
         view(part, context, "keys")
     for context in (5, 13, 97):
         with pytest.raises(
-            ValueError, match=rf"^pattern=\"{type(part).__name__}.*: {name} and the orders say otherwise"
+            ValueError, match=rf"^pattern=\"{type(part).__name__}.*: {name} and the orders disagree with mask"
         ):
             view(part, context, "keys")
 

@@ -262,9 +262,8 @@ def over_keys(
         blocks = triton.cdiv(planner.context, BLOCK_ROWS)
         tensors = (workspace, *results, sums.table, sums.data)
         constants = {"BLOCK": BLOCK_ROWS, "SOURCE_FORM": int(sums.form), **planner.widths}
-        planner.launch(
-            gather_kernel, blocks, tensors, results, (blocks, *sums.sizes(), source_stride), None, **constants
-        )
+        sizes = (blocks, *sums.sizes(), source_stride)
+        planner.launch(gather_kernel, blocks, tensors, results, sizes, None, **constants)
     return sums
 
 
@@ -313,20 +312,11 @@ def over_closed_runs(
         sums = over_keys(planner, inputs, "open", None, scale)
         previous = over_queries(planner, inputs, "open", None, scale)
     packed, tiles = planner.packed("keys", "closed", 0, choice), choice.configuration
+    tables = packed.table, packed.data, sums.table, sums.data
     planner.launch(
         closed_kernel,
         packed.num_row_tiles,
-        (
-            *tensors,
-            delta,
-            previous,
-            sums.workspace,
-            *results,
-            packed.table,
-            packed.data,
-            sums.table,
-            sums.data,
-        ),
+        (*tensors, delta, previous, sums.workspace, *results, *tables),
         (q, k, v, out, grad_out, *results),
         (packed.num_row_tiles, *sums.sizes()),
         None,

@@ -68,7 +68,7 @@ class Launch:
     kernel: Any
     grid: int
     arguments: Callable[[list[Any]], tuple[Any, ...]]  # from a run's values; constants too
-    options: dict[str, int]  # warps, stages and registers
+    options: dict[str, Any]  # warps, stages and registers
     compiled: Any = None  # for a NVIDIA card, once it has run
 
     def run(self, values: list[Any], stream: int | None) -> None:
@@ -133,7 +133,7 @@ PLANS: Kept[LaunchPlan] = Kept()
 
 
 def look(inputs: Inputs) -> tuple[object, ...]:
-    """All that a plan depends on but for patterns, scale and device."""
+    """Return all that a plan depends on but for patterns, scale and device."""
     return tuple(
         [
             (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) if isinstance(t, Tensor) else type(t)
@@ -150,7 +150,7 @@ class Planner:
     """
 
     def __init__(self, inputs: Inputs, patterns: tuple[Pattern, ...]) -> None:
-        self.inputs: list[Any] = [_slot(number, given) for number, given in enumerate(inputs)]
+        self.inputs: list[Any] = [_slot(number, value) for number, value in enumerate(inputs)]
         q, k, v = self.inputs[:3]
         assert isinstance(inputs[0], Tensor)
         self.batch, self.heads = q.shape[:2]
@@ -173,22 +173,26 @@ class Planner:
         self._launches: list[Launch] = []
         self._casts: list[tuple[int, torch.dtype, float]] = []
 
-    def readable(self, given: Slot, factor: float = 1.0) -> Slot:
-        """An input times a factor, in a dtype that kernels can read: rows have adjacent columns, others no gaps."""
-        dtype = self.readable_dtype if given.dtype == self.dtype else given.dtype
-        fits = given.strides[-1] == 1 if len(given.shape) == 4 else given.strides == contiguous_strides(given.shape)
-        if fits and given.dtype == dtype and factor == 1:
-            return given
-        copy = self.empty_like_rows(given) if len(given.shape) == 4 else self.empty(*given.shape, dtype=dtype)
-        self._copies.append((copy.number, given.number, factor))
+    def readable(self, source: Slot, factor: float = 1.0) -> Slot:
+        """Return an input times a factor as kernels can read it, by a copy if need be.
+
+        Its dtype is one that they read. (B, H, N, D) has adjacent columns; anything else is contiguous.
+        """
+        has_rows = len(source.shape) == 4
+        dtype = self.readable_dtype if source.dtype == self.dtype else source.dtype
+        fits = source.strides[-1] == 1 if has_rows else source.strides == contiguous_strides(source.shape)
+        if fits and source.dtype == dtype and factor == 1:
+            return source
+        copy = self.empty_like_rows(source) if has_rows else self.empty(*source.shape, dtype=dtype)
+        self._copies.append((copy.number, source.number, factor))
         return copy
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Slot:
-        """Memory for what is accumulated, or of a dtype, contiguous."""
+        """Plan contiguous memory, by default in the accumulator's dtype."""
         return self._allocated(shape, contiguous_strides(shape), dtype or self.wide)
 
     def empty_like_rows(self, like: Slot, heads: int | None = None) -> Slot:
-        """Memory for a result that lies as an input does."""
+        """Plan memory for a result that is laid out as an input is."""
         shape = (like.shape[0], heads or like.shape[1], *like.shape[2:])
         return self._allocated(shape, row_strides(shape, like.strides), self.readable_dtype)
 
@@ -198,7 +202,7 @@ class Planner:
         return slot
 
     def _number(self, argument: Any) -> int:
-        """Of a slot, or of a constant, which is one more value."""
+        """Return the number of a slot; a constant becomes one more value."""
         if isinstance(argument, Slot):
             return argument.number
         self._constants.append(argument)
@@ -214,7 +218,7 @@ class Planner:
         tiles: Configuration | None,
         **constants: object,
     ) -> None:
-        """Launch a kernel over all heads, with ``programs`` programs a head."""
+        """Plan the launch of a kernel over all heads, with ``programs`` programs a head."""
         grid = programs * self.batch * self.heads
         if grid == 0:
             return
@@ -225,17 +229,16 @@ class Planner:
         constants["ACCUMULATOR"] = tl.float64 if self.wide == torch.float64 else tl.float32
         arguments = [*tensors, *strides, self.heads, self.context, *sizes]
         arguments += [constants.pop(name) for name in kernel.arg_names[len(arguments) :]]
-        numbers = operator.itemgetter(*map(self._number, arguments))
-        self._launches.append(Launch(kernel, grid, numbers, constants))  # type: ignore[arg-type]
+        self._launches.append(Launch(kernel, grid, operator.itemgetter(*map(self._number, arguments)), constants))
 
     def result(self, slot: Slot, factor: float = 1.0) -> Slot:
-        """Memory that kernels wrote, to be returned in the caller's dtype, times a factor."""
+        """Have a run return this memory in the caller's dtype, times a factor."""
         if slot.dtype != self.dtype or factor != 1:
             self._casts.append((slot.number, self.dtype, factor))
         return slot
 
     def plan(self, *results: Slot) -> LaunchPlan:
-        """The plan of all that was asked for; it gives these results."""
+        """Return the plan of all that was asked for; a run returns these results."""
         lists = self._constants, self._allocations, self._copies, self._launches, self._casts
         return LaunchPlan(self.device, *lists, [slot.number for slot in results])
 
@@ -282,14 +285,14 @@ class Planner:
         return slices_of(choice, self.patterns, self.context, parts, number, self.batch, processors)
 
 
-def _slot(number: int, given: Tensor | int | None) -> Slot | None:
-    if isinstance(given, Tensor):
-        return Slot(number, tuple(given.shape), given.stride(), given.dtype)
-    return None if given is None else Slot(number, (), (), torch.int64)
+def _slot(number: int, value: Tensor | int | None) -> Slot | None:
+    if isinstance(value, Tensor):
+        return Slot(number, tuple(value.shape), value.stride(), value.dtype)
+    return None if value is None else Slot(number, (), (), torch.int64)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """As torch has them."""
+    """Return the strides of a contiguous tensor, each the product of the sizes behind it."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
