@@ -69,7 +69,7 @@ step() { # NAME SECONDS COMMAND …: runs it under a time limit and notes how it
   [ "$limit" -le "$left" ] || limit=$left
   [ -z "$WATCHER" ] || line=$(wc -l < "$WORK/clocks.csv")
   printf '\n== %s (at most %s s): %s\n' "$name" "$limit" "$*" | tee -a "$LOG"
-  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee -a "$LOG"
+  timeout --foreground --signal=INT --kill-after=15 "$limit" "$@" 2>&1 | tee -a "$LOG" # pytest then says what failed
   code=${PIPESTATUS[0]}
   case $code in 0) how=ok ;; 124|137) how="timed out" ;; *) how=failed ;; esac
   [ "$how" = ok ] || FAILED=1
@@ -125,7 +125,7 @@ if [ -z "$REHEARSE" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.c
 fi
 
 tests() { # NAME SECONDS WORDS …: pytest; plugins of a strange machine may warn, and are not what is asked about
-  step "$1" "$2" "$PYTHON" -m pytest -q -W default -p no:cacheprovider "${@:3}"
+  step "$1" "$2" "$PYTHON" -m pytest -q --tb=short -W default -p no:cacheprovider "${@:3}"
 }
 part_1() {
   local workers=() card=tests/kernels/test_on_a_card.py small=() tool

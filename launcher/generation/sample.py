@@ -206,7 +206,10 @@ def _num_bytes(arguments: argparse.Namespace, data: ModelData, given: int, conte
     if wanted < 1:
         raise ConfigError(f"--bytes={wanted}: must be at least 1")
     if given + wanted > context and not arguments.slide:
-        fits = f"take at most --bytes {context - given}, or " if given < context else ""
+        fits = f"--bytes {context - given}"
+        if arguments.seconds is not None:
+            fits = f"--seconds {(context - given) / modality.bytes_in(1, '--seconds', data.file_properties):.9g}"
+        fits = f"take at most {fits}, or " if given < context else ""
         rule = f"they must fit in the model's context of {context}; {fits}add --slide to go on beyond it"
         raise ConfigError(f"sample: prompt and sample are {given + wanted} tokens: {rule}")
     return wanted
@@ -227,8 +230,10 @@ def output_files(output: Path | None, data: ModelData, count: int, num_prompts: 
         return []
     modality.check_samples(count, num_prompts, data.file_properties)
     suffix = modality.output_suffix
-    if suffix is not None and output.suffix != suffix:
-        raise ConfigError(f"--output={output}: must be a {suffix} file, as the model writes {modality.words}")
+    of_others = {other.output_suffix for other in MODALITIES.values()} - {suffix, None}
+    if output.suffix in of_others if suffix is None else output.suffix != suffix:
+        rule = f"must be no {output.suffix} file" if suffix is None else f"must be a {suffix} file"
+        raise ConfigError(f"--output={output}: {rule}, as the model writes {modality.words}")
     files = [output]
     if not modality.one_output and count > 1:
         files = [output.with_name(f"{output.stem}-{number}{output.suffix}") for number in range(1, count + 1)]

@@ -33,7 +33,7 @@ AUDIO = [
     (["--prompt-audio", "{folder}/s.wav", "--keep-seconds", "3"], "--keep-seconds=3: the sound has 0.05 seconds"),
     (["--prompt-audio", "{folder}/s.wav", "--keep-seconds", "-1"], "--keep-seconds=-1: must be above 0, in seconds"),
     (["--seconds", "nan"], "--seconds=nan: must be above 0, in seconds"),
-    (["--seconds", "1"], "are 8000 tokens: they must fit in the model's context of 192; take at most --bytes 192, or "),
+    (["--seconds", "1"], "are 8000 tokens: they must fit in the model's context of 192; take at most --seconds 0.024"),
     (["--keep-seconds", "1"], "--keep-seconds: is of --prompt-audio FILE; leave it out"),
     (["--rate", "0"], "--rate=0: must be from 1 to 2**32 - 1 Hz"),
     (["--prompt-image", "{folder}/8x8.png"], "the model writes sounds; take --prompt-file for bytes as they are"),
@@ -43,6 +43,7 @@ TEXT = [
     (["--seconds", "1"], "--seconds: the model writes text; take --bytes"),
     (["--count", "0"], "--count=0: must be from 1 to 65,536"),
     (["--bytes", "0"], "--bytes=0: must be at least 1"),
+    (["--output", "{folder}/x.png"], "x.png: must be no .png file, as the model writes text"),
     (["--prompt", "x" * 200], "of 192; add --slide to go on beyond it"),
     (["--prompt-audio", "{folder}/s.wav"], "the model writes text; take --prompt-file for bytes as they are"),
     (["--modality", "audio"], "--rate: config.json does not tell the sounds' rate; add it, such as --rate 12000"),
@@ -61,8 +62,8 @@ def test_options_that_do_not_fit_are_refused(
     (tmp_path / "s.wav").write_bytes(Audio().encode(sound, {"rate": RATE}))
     before = sorted(tmp_path.rglob("*"))
     placed = [option.format(folder=tmp_path) for option in options]
-    output = tmp_path / {"image": "out.png", "audio": "out.wav", "text": "out.wav"}[modality]
-    assert cli.main(["sample", str(model), *placed, "--output", str(output)]) == 2
+    output = tmp_path / {"image": "out.png", "audio": "out.wav", "text": "out.txt"}[modality]
+    assert cli.main(["sample", str(model), "--output", str(output), *placed]) == 2
     assert sorted(tmp_path.rglob("*")) == before
     out, error = capsys.readouterr()
     assert out == "" and len(error.splitlines()) == 1
