@@ -156,7 +156,7 @@ def head_patterns(pattern: Pattern | Sequence[Pattern], heads: int) -> tuple[Pat
 
 
 def _require_pattern(name: str, value: object) -> None:
-    if type(value) in PATTERNS.values():  # the usual case, and quicker than a check of every method
+    if type(value) in tuple(PATTERNS.values()):  # quicker than a check of every method; torch 2.11 traces no view
         return
     if isinstance(value, type) or not isinstance(value, Pattern):
         kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

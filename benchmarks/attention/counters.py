@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import re
 import shutil
 import subprocess
 import sys
@@ -36,15 +35,14 @@ CASES: tuple[tuple[Pattern, int, int, int], ...] = (  # pattern, context, heads,
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "LaunchStats", "Occupancy")
 BETWEEN = "spin_kernel"  # torch's own sleep on the card, launched before each case: it tells them apart
 OURS = "forward|dkdv|dq|closed|delta|gather"
-KEPT = re.compile(
-    r"gpu__time_duration|dram__(throughput|bytes)|pipe_tensor|sm__throughput|sm__warps_active|launch__registers"
-    r"|launch__occupancy_limit|sm__inst_executed\.avg\.per_cycle"
-)
-SHOWN = {  # what the table has of the many, by the end of its name
-    "tensor": r"pipe_tensor.*pct",
-    "DRAM": r"dram__throughput.*pct",
-    "warps": r"sm__warps_active.*pct",
+SHOWN = {  # what the table has: a counter, and what it is divided by
+    "ms": ("gpu__time_duration.sum", 1e6),
+    "tensor %": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", 1),
+    "DRAM GB/s": ("dram__bytes.sum.per_second", 1e9),
+    "warps %": ("sm__warps_active.avg.pct_of_peak_sustained_active", 1),
+    "registers": ("launch__registers_per_thread", 1),
 }
+KEPT = [name for name, _ in SHOWN.values()] + ["sm__inst_executed.avg.per_cycle_active"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,8 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
     rows, reason = counted(options.time_limit)
     write_json(options.output, {**about(device), "launches": rows, "reason": reason})
     for row in rows:
-        shares = (next((v for k, v in row["counters"].items() if re.search(form, k)), None) for form in SHOWN.values())
-        said = ", ".join(f"{name} {cell(share, '.0f')}%" for name, share in zip(SHOWN, shares, strict=True))
+        counters = row["counters"]
+        said = ", ".join(
+            f"{title} {cell(counters.get(name), '.4g', 1 / unit)}" for title, (name, unit) in SHOWN.items()
+        )
         print(f"{row['pattern']:<60} {row['kernel']:<16} {said}")
     print(f"not measured: {reason}" if reason else f"wrote {options.output}")
     return 0
@@ -96,11 +96,11 @@ def parsed(text: str) -> list[dict[str, Any]]:
     found, number = [], -1
     for one in list(csv.DictReader(lines))[1:]:
         kernel = one["Kernel Name"].split("(")[0]
-        if kernel.startswith(BETWEEN):
+        if BETWEEN in kernel:
             number += 1
             continue
         pattern, context, heads, width = CASES[max(number, 0)]
-        counters = {name: rounded(number_of(value)) for name, value in one.items() if name and KEPT.search(name)}
+        counters = {name: rounded(number_of(one[name])) for name in KEPT if name in one}
         sizes = {"pattern": str(pattern), "context": context, "heads": heads, "width": width}
         found.append({**sizes, "kernel": kernel, "counters": {k: v for k, v in counters.items() if v is not None}})
     return found

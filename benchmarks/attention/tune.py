@@ -1,9 +1,9 @@
 """Find tile edges, warps and stages for this card: ``python benchmarks/attention/tune.py``.
 
 Of each kernel and head width some fifteen configurations are compiled ahead of time, in a pool of processes that need
-no card. Their machine code is read: what spills inside a loop, needs too much shared memory or has warps that repeat
-each other's products is dropped unmeasured. The others are held against the present table's results and timed in turns,
-by events around calls that were queued before. Of each width the fastest ones are printed as a row for
+no card. Their machine code is read: what spills much inside a loop, needs too much shared memory or has warps that
+repeat each other's products is dropped unmeasured. The others are held against the present table's results and timed
+in turns, by events around calls that were queued before. Of each width the fastest ones are printed as a row for
 ``longstride.kernels.backends.triton.configurations``, with rates under which a plan chooses, case by case, what was
 fastest. Width 128 comes first, and the file is written as each kernel is done: what a time limit cuts off is at the
 end. ``--device cpu`` rehearses the whole: code is made for sm_90, and Triton's interpreter runs it on small sizes.
@@ -95,6 +95,7 @@ IN_FP32 = [
     (16, 16, 4, 1),
 ]
 TOLERANCE = {"bfloat16": 0.02, "float16": 0.01, "float32": 1e-4}  # of the norm: operands, other orders of addition
+MOST_LOCAL = 30  # loads and stores of what is spilled, in all loops of a kernel
 MOST_REPEATS = 1.2  # of products; in fp32 a few multiply-adds are no part of one
 ROUNDS = 5
 HOPELESS = 2.0  # times the fastest: not worth more than one measurement
@@ -186,7 +187,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def cases_of(kernel: Kernel, dtype: str, width: int, options: argparse.Namespace) -> Iterator[Case]:
-    """Long runs, short and shorter columns and few keys a row, all of which fill a card; blocks for closed runs."""
+    """Long runs, blocks, columns and few keys a row, all of which fill a card; closed runs for their kernels."""
     if options.device == "cpu":
         yield Case(kernel, Block(16) if of_runs(kernel) else Local(32), 64, dtype, width, 1, "cpu")
     elif of_runs(kernel):
@@ -195,6 +196,8 @@ def cases_of(kernel: Kernel, dtype: str, width: int, options: argparse.Namespace
                 yield Case(kernel, pattern, 12_288, dtype, width, 64, "cuda")
     else:
         yield Case(kernel, Local(1_024), 32_768, dtype, width, 16, "cuda")
+        yield Case(kernel, Column(256), 65_536, dtype, width, 16, "cuda")
+        yield Case(kernel, Block(128), 12_288, dtype, width, 64, "cuda")
         yield Case(kernel, Column(128), 12_288, dtype, width, 64, "cuda")
         yield Case(kernel, Summary(128, 8), 12_288, dtype, width, 64, "cuda")
         yield Case(kernel, Column(128), 3_072, dtype, width, 256, "cuda")
@@ -292,7 +295,7 @@ def examined(trial: Trial, target: str) -> Ahead:
         "repeats": rounded(most),
         "instructions": [visit.instructions for visit in visits],
     }
-    if local:
+    if local > MOST_LOCAL:
         return Ahead(f"{local} loads and stores of what is spilled in its loops", said)
     if most > MOST_REPEATS:
         return Ahead(f"its warps compute products {most:.2f} times", said)
@@ -330,7 +333,7 @@ def measure(group: list[Trial], known: Callable[[Trial], Ahead]) -> list[dict[st
 def timed(case: Case, trials: list[Trial]) -> tuple[dict[Trial, float], dict[Trial, str]]:
     """Seconds of each trial that gives the present table's results, in turns, and what is wrong with the others."""
     planned = prepared(case)
-    wanted = [result.double().clone() for result in planned()(0)]
+    wanted = [finite(result) for result in planned()(0)]
     clock = HostClock() if case.device == "cpu" else DeviceClock(torch.device(case.device), 1)
     launches: dict[Trial, Run] = {}
     wrong: dict[Trial, str] = {}
@@ -340,7 +343,7 @@ def timed(case: Case, trials: list[Trial]) -> tuple[dict[Trial, float], dict[Tri
         try:
             with only(trial):
                 run = planned()
-            found = [result.double() for result in run(0)]
+            found = [finite(result) for result in run(0)]
             differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
             if not all(one < TOLERANCE[case.dtype] for one in differences):
                 wrong[trial] = f"differs by {max(differences):.2g}"
@@ -356,6 +359,11 @@ def timed(case: Case, trials: list[Trial]) -> tuple[dict[Trial, float], dict[Tri
         for _, trial in itertools.product(range(ROUNDS - 1), [t for t in runs if runs[t][0] <= HOPELESS * fastest]):
             runs[trial].append(clock.region(launches[trial], *calls[trial]).seconds)
     return {trial: statistics.median(some) for trial, some in runs.items()}, wrong
+
+
+def finite(result: Tensor) -> Tensor:
+    """A copy in fp64. The logsumexp of a query without keys is -inf: of two such, no difference can be taken."""
+    return result.double().nan_to_num(nan=math.nan, neginf=0.0)
 
 
 def prepared(case: Case, empty: bool = False) -> Callable[[], Run]:
@@ -441,10 +449,12 @@ def fitted(group: Sequence[Trial], measured: list[dict[str, Any]]) -> tuple[Conf
     Plans take the candidate with the fewest computed pairs for its rate. Of all rates near the measured pairs a second
     those are taken that lose least time over all cases.
     """
+    both = list(zip(group, measured, strict=True))
+    unfit = {trial.configuration for trial, row in both if row["problem"] is not None}  # in a case that it may meet
     seconds = {
         (trial.case, trial.configuration): row["seconds"]
-        for trial, row in zip(group, measured, strict=True)
-        if row["seconds"] is not None
+        for trial, row in both
+        if row["seconds"] is not None and trial.configuration not in unfit
     }
     cases = list(dict.fromkeys(case for case, _ in seconds))
     best = {case: min(s for (c, _), s in seconds.items() if c == case) for case in cases}

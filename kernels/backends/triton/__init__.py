@@ -24,12 +24,14 @@ OLDEST_CAPABILITY = (8, 0)
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """None where the kernels can run on these tensors, else a reason why they cannot."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     if max(q.shape[-1], v.shape[-1]) > WIDEST:
         return f"a head width of {max(q.shape[-1], v.shape[-1])} exceeds {WIDEST}"
     if q.device.type not in ("cpu", "cuda"):
         return f"there are no kernels for {q.device.type}"
+    if torch.compiler.is_compiling():  # torch.compile can ask neither importlib nor a card
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
     from longstride.kernels.backends.triton.launch_plan import INTERPRETED, interpreter_trouble
 
     if INTERPRETED:

@@ -9,14 +9,14 @@ import pytest
 
 from benchmarks.attention import counters
 
-DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+DRAM = "dram__bytes.sum.per_second"
 TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
 RAW = f"""==PROF== Connected to process 7
 "ID","Kernel Name","Grid Size","{DRAM}","{TENSOR}","gpu__time_duration.sum","l1tex__other"
-"","","","%","%","ns",""
-"0","spin_kernel(long)","(1, 1, 1)","0","0","1,000","1"
+"","","","byte/second","%","ns",""
+"0","at::<unnamed>::spin_kernel(long)","(1, 1, 1)","0","0","1,000","1"
 "1","forward_kernel","(4096, 1, 1)","12.5","71.25","1,234,567","1"
-"2","spin_kernel(long)","(1, 1, 1)","0","0","1,000","1"
+"2","at::<unnamed>::spin_kernel(long)","(1, 1, 1)","0","0","1,000","1"
 "3","closed_kernel","(4096, 1, 1)","80","n/a","2,000","1"
 """
 
