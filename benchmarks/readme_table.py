@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def with_tables(page: Path) -> str:
     """A page's text with its tables as the result files have them."""
-    files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("attention-*.json"))]
+    files = [json.loads(path.read_text()) for path in attention_files()]
     tables = [table for result in files for table in tables_of(result)[: 1 if page == README else None]]
     if page == DETAILS:
         tables += [selections_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("selections-*.json"))]
@@ -43,6 +43,11 @@ def with_tables(page: Path) -> str:
     if page == DETAILS:
         text = replaced(text, COMPILED, compiled_table(json.loads((RESULTS / "compiled.json").read_text())))
     return text
+
+
+def attention_files() -> list[Path]:
+    """Of each device the whole grid, or the cases that bars are set on; cards first."""
+    return [*sorted(RESULTS.glob("bars-*.json")), *sorted(RESULTS.glob("attention-*.json"))]
 
 
 def replaced(text: str, begin: str, table: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import importlib.metadata
 import io
 import os
 import select
@@ -22,6 +21,7 @@ from longstride.launcher.output import (
     report,
     say,
     settle_libraries,
+    version_of,
 )
 from longstride.launcher.stops import stopped_at_once
 from longstride.launcher.verbs import Verb, data, look, misspelt_keys, path, train, use
@@ -173,14 +173,8 @@ def _run(words: list[str]) -> int:
 
 def _versions() -> str:
     """This package and those that decide what a run computes, with their versions, in one line; none is imported."""
-
-    def version(package: str) -> str:
-        try:
-            return f"{package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            return f"{package} not installed"
-
-    return f"{version('longstride')} ({', '.join(map(version, ('torch', 'triton', 'deepspeed')))})"
+    of_others = ", ".join(f"{package} {version_of(package)}" for package in ("torch", "triton", "deepspeed"))
+    return f"longstride {version_of('longstride')} ({of_others})"
 
 
 def _listed(verb: Verb) -> list[str]:

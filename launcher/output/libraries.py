@@ -1,8 +1,9 @@
-"""What a program settles before it imports DeepSpeed, torch or Triton, once, as it starts."""
+"""What a program settles before it imports DeepSpeed, torch or Triton, once, as it starts; and their versions."""
 
 from __future__ import annotations
 
 import getpass
+import importlib.metadata
 import logging
 import os
 import stat
@@ -10,6 +11,14 @@ import tempfile
 from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
+
+
+def version_of(package: str) -> str:
+    """The version of a package, or "not installed": a checkout runs where only PYTHONPATH names it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def settle_libraries(environment: MutableMapping[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ from longstride.launcher.checkpoints import error_line
 from longstride.launcher.config import flattened, load_json_object
 from longstride.launcher.data import Run
 from longstride.launcher.engine import package_versions
-from longstride.launcher.output import file_names, say
+from longstride.launcher.output import file_names, say, version_of
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.training.recorder import LineFile
 
@@ -42,7 +41,7 @@ def describe_start(run: Run, step: int | None) -> dict[str, Any]:
         "devices": dict(Counter(device for _, device in places)),
         "device_type": run.ranks.device.type,
         "versions": {
-            "longstride": importlib.metadata.version("longstride"),
+            "longstride": version_of("longstride"),
             "python": platform.python_version(),
             **package_versions(),
         },

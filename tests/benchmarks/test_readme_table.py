@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.readme_table import BEGIN, DETAILS, END, README, RESULTS, SHOWN_CONTEXT, tables_of, with_tables
+from benchmarks.readme_table import (
+    BEGIN,
+    DETAILS,
+    END,
+    README,
+    SHOWN_CONTEXT,
+    attention_files,
+    tables_of,
+    with_tables,
+)
 
 
 def timing(context: int = SHOWN_CONTEXT, head_width: int = 64, dtype: str = "float32") -> dict[str, Any]:
@@ -28,7 +37,7 @@ def test_a_page_agrees_with_the_measurements(page: Path) -> None:
 
 def test_the_readme_has_one_table_a_device() -> None:
     tables = README.read_text().split(BEGIN)[1].split(END)[0]
-    assert tables.count("| pattern |") == len(list(RESULTS.glob("attention-*.json")))
+    assert tables.count("| pattern |") == len(attention_files())
 
 
 def test_each_head_width_and_dtype_has_its_own_table() -> None:

@@ -58,18 +58,29 @@ def test_a_kernel_is_tried_where_another_one_would_serve(kernel: str) -> None:
 
 
 def test_rates_have_plans_choose_what_was_fastest() -> None:
-    """Large tiles in long runs, small ones in short runs; a third one that is never fastest is left out."""
+    """Large tiles in long runs, small ones in short runs. Left out: what is never fastest, or unfit for a case."""
     from benchmarks.attention.tune import Case, Trial, fitted, pairs_of
     from longstride.kernels.backends.triton.configurations import Configuration, chosen
     from longstride.kernels.patterns import Column, Local
 
-    large, small, slow = (Configuration(edge, edge, 4, 2) for edge in (128, 32, 64))
+    large, small, slow, unfit = (Configuration(edge, edge, 4, 2) for edge in (128, 32, 64, 16))
     cases = [Case("dq", p, 4_096, "bfloat16", 64, 1, "cuda") for p in (Local(1_024), Column(128), Column(64))]
-    seconds = {large: (1.0, 3.0, 2.0), small: (4.0, 1.0, 1.9), slow: (2.0, 2.0, 2.5)}
+    seconds = {large: (1.0, 3.0, 2.0), small: (4.0, 1.0, 1.9), slow: (2.0, 2.0, 2.5), unfit: (None, 0.5, 0.5)}
     trials = [Trial(case, one) for case in cases for one in seconds]
-    rows = [{"seconds": times[number]} for number in range(3) for times in seconds.values()]
+    rows = [
+        {"seconds": times[number], "problem": None if times[number] else "spills"}
+        for number in range(3)
+        for times in seconds.values()
+    ]
     found = fitted(trials, rows)
     assert {one._replace(rate=1.0) for one in found} == {large, small} and max(one.rate for one in found) == 1
     for case, fastest in zip(cases, (large, small, small), strict=True):
         (choice,) = chosen(found, (case.pattern,), case.context, "queries", "all")
         assert choice.configuration._replace(rate=1.0) == fastest and choice.pairs == pairs_of(case, fastest)
+
+
+def test_queries_without_keys_are_no_difference() -> None:
+    from benchmarks.attention.tune import finite
+
+    lse = torch.tensor([-torch.inf, 1.0])
+    assert finite(lse).tolist() == [0.0, 1.0] and not finite(torch.tensor([torch.nan])).isfinite()

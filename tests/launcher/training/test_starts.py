@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from longstride.launcher.output import version_of
 from longstride.launcher.training import starts
 
 
@@ -34,3 +35,7 @@ def test_start_stands_apart_from_a_torn_line(tmp_path: Path) -> None:
     starts.write_start(tmp_path, {"step": 3})
     first, torn, last = (tmp_path / "starts.jsonl").read_text().splitlines()
     assert (json.loads(first), torn, json.loads(last)) == ({"step": 0}, '{"st', {"step": 3})
+
+
+def test_a_checkout_that_is_not_installed_says_so() -> None:
+    assert version_of("longstride-that-is-nowhere") == "not installed"
