@@ -144,13 +144,13 @@ def cpu_time_table(result: dict[str, Any]) -> str:
 
 
 def compiled_table(result: dict[str, Any]) -> str:
-    """What the compiler made of each configuration of 16 bits for sm_90, and the rate that an H100 should reach."""
+    """What the compiler made of each configuration of 16 bits for sm_90."""
     lines = [
-        f"sm_90, Triton {result['triton']}. Estimates are of TFLOP/s in visits without a mask, not measurements.",
+        f"sm_90, Triton {result['triton']}.",
         "",
         "| kernel | width | tile, queries × keys | warps, stages | products a visit | least | instructions a visit, "
-        "unmasked | registers | spilled in a visit | programs | estimate |",
-        "|---" * 11 + "|",
+        "unmasked | registers | spilled in a visit | programs |",
+        "|---" * 10 + "|",
     ]
     for row in result["found"]:
         architecture, kernel, dtype, width, *further = row["case"].split(":")
@@ -168,12 +168,8 @@ def compiled_table(result: dict[str, Any]) -> str:
             f"{row['registers']}{' (bound)' if int(most) else ''}",
             max(visit["local"] for visit in row["visits"]),
             row["programs"],
-            shown(row.get("tflops"), "{:.0f}"),
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    for one in result["known"]:
-        sizes = f"{one['width']} | {one['block_q']} × {one['block_k']} | {one['num_warps']} | | | {one['instructions']}"
-        lines.append(f"| {one['what']} | {sizes} | | | {one['programs']} | {one['estimate']:.0f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -21,8 +21,6 @@ WARP = 32  # threads
 GROUP = 4  # warps that multiply together on sm_90
 LARGEST_PRODUCT = (64, 256, 16)  # of one wgmma, in 16 bits: rows, columns, and what is summed over
 LOCAL = ("LDL", "STL")  # to and from what is spilled
-SHARED = ("LDS", "STS", "LDSM", "STSM", "ATOMS")
-GLOBAL = ("LDG", "STG", "LDGSTS", "LD", "ST", "UTMALDG", "UTMASTG", "UBLKCP", "ATOMG", "RED")
 PRODUCTS = ("HGMMA", "HMMA")
 
 
@@ -49,10 +47,7 @@ class Stretch(NamedTuple):
     instructions: int
     products: dict[str, int]  # matrix products by their shape, as 64x128x16; wgmma on sm_90
     fused: int  # multiply-adds of single numbers in fp32 (FFMA)
-    special: int  # exponentials, reciprocals, … (MUFU)
     local: int  # loads and stores of what was spilled
-    shared: int
-    to_global: int  # loads and stores of global memory, and copies from there
 
     @property
     def by_groups(self) -> bool:
@@ -234,20 +229,9 @@ def _loops(blocks: list[_Block], within: set[int] | frozenset[int]) -> list[froz
 def _stretch(blocks: list[_Block], body: frozenset[int]) -> Stretch:
     opcodes = [opcode.split(".") for block in sorted(body) for opcode in blocks[block].opcodes]
     names = Counter(name for name, *_ in opcodes)
-
-    def of(*kinds: str) -> int:
-        return sum(names[kind] for kind in kinds)
-
     shapes = Counter(_shape(kinds[0]) for name, *kinds in opcodes if name in PRODUCTS)
-    return Stretch(
-        sum(names.values()) - names["NOP"],
-        dict(sorted(shapes.items())),
-        of("FFMA"),
-        of("MUFU"),
-        of(*LOCAL),
-        of(*SHARED),
-        of(*GLOBAL),
-    )
+    local = sum(names[kind] for kind in LOCAL)
+    return Stretch(sum(names.values()) - names["NOP"], dict(sorted(shapes.items())), names["FFMA"], local)
 
 
 def _shape(of_opcode: str) -> str:

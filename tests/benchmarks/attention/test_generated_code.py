@@ -39,7 +39,7 @@ PROGRAM = """
 def test_loops_are_found_and_visits_among_them() -> None:
     loops, outside = stretches(PROGRAM)
     visit, wait, narrow = loops
-    assert visit.products == {"64x64x16": 2} and visit.special == 1
+    assert visit.products == {"64x64x16": 2}
     assert (wait.instructions, wait.products) == (2, {})
     assert narrow.products == {"16x8x16": 1} and narrow.local == 1
     assert outside.local == 1 and outside.products == {}
@@ -52,7 +52,7 @@ def test_loops_are_found_and_visits_among_them() -> None:
     [(128, 1024, 8, 2), (129, 1024, 8, 1), (32, 1024, 4, 16), (32, 57_000, 4, 4)],
 )
 def test_programs_share_registers_memory_and_threads(registers: int, shared: int, warps: int, programs: int) -> None:
-    nothing = Stretch(0, {}, 0, 0, 0, 0, 0)
+    nothing = Stretch(0, {}, 0, 0)
     assert Code(registers, 0, shared, warps, (), nothing).programs("sm_90") == programs
 
 
@@ -60,7 +60,7 @@ def test_warps_that_compute_the_same_are_counted() -> None:
     wide, narrow = Configuration(64, 128, 8, 2), Configuration(64, 64, 8, 2)
     assert [fewest_products("dkdv", one, 128, 128) for one in (wide, narrow)] == [24, 24]
     assert needed("dkdv", wide, 128, 128) == 4 * 64 * 128 * 128
-    by_rows = Stretch(434, {"64x128x16": 8, "64x64x16": 16}, 32, 32, 0, 0, 0)
-    twice = Stretch(471, {"64x32x16": 32, "64x64x16": 8}, 32, 32, 0, 0, 0)
+    by_rows = Stretch(434, {"64x128x16": 8, "64x64x16": 16}, 32, 0)
+    twice = Stretch(471, {"64x32x16": 32, "64x64x16": 8}, 32, 0)
     assert repeats(by_rows, "dkdv", wide, 128, 128) == 1.0
     assert repeats(twice, "dkdv", narrow, 128, 128) == 1.5
