@@ -246,6 +246,9 @@ def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: b
     """
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run folder; name one that `longstride train` wrote")
+    if any((run / name).is_file() for name in (file_names.WEIGHTS, file_names.WEIGHTS_INDEX)):
+        rule = "is an exported model, where a run is wanted; name the folder that `longstride train` wrote, or score"
+        raise ConfigError(f"{run}: {rule} a file by `longstride sample {run} --likelihood FILE`")
     checkpoints, refused = list_checkpoints(run, trusted=trusted)
     if step == "best" and checkpoints:
         repeated = (score for each in checkpoints for score in each.manifest.best or ())
