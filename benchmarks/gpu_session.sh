@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that is to be checked and measured on a GPU, most valuable first, in parts of under ten minutes.
 #
-#   benchmarks/gpu_session.sh PART… [--output DIR] [--seconds N] [--wheels DIR] [--python PROGRAM] [--overwrite] [--rehearse]
+#   benchmarks/gpu_session.sh PART… [--output DIR] [--seconds N] [--wheels DIR] [--compiled FILE] [--python PROGRAM]
+#                             [--overwrite] [--rehearse]
 #
 #   PART 1  correctness: production tiles and contexts, more than 2^31 elements, small contexts, compute-sanitizer
 #   PART 2  tuning: the fastest configurations, to be taken over into the kernels' tables
@@ -16,33 +17,37 @@
 #
 # Nothing need be installed but torch, triton, numpy, pytest, hypothesis and matplotlib: the checkout is found through
 # PYTHONPATH, and what else is missing is installed from --wheels (benchmarks/wheels.sh collects them) into a folder
-# that is removed afterwards. Every step has its own time limit, a part goes on when one fails, and the exit code is 1 if
-# one did. A part leaves at most five files, and 1 to 3 together seven. --rehearse runs the same steps on a CPU, Triton's kernels in its
+# that is removed afterwards. --compiled is a file of benchmarks/attention/ahead.py: kernels need not be compiled again.
+# Every step has its own time limit, a part goes on when one fails, and the exit code is 1 if one did. A part leaves at
+# most five files, and 1 to 3 together seven. --rehearse runs the same steps on a CPU, Triton's kernels in its
 # interpreter, in sizes that say that everything runs and nothing of speed.
 set -uo pipefail
 ROOT="$(cd "$(dirname "$0")/.." && pwd)"
-PARTS=() OUTPUT="$ROOT/benchmarks/results" WHEELS="" PYTHON=python3 OVERWRITE=() REHEARSE="" SESSION=590
+PARTS=() OUTPUT="$ROOT/benchmarks/results" WHEELS="" COMPILED="" PYTHON=python3 OVERWRITE=() REHEARSE="" SESSION=590
 
 wrong() { echo "gpu_session: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
   case "$1" in
-    --output|--wheels|--python|--seconds)
+    --output|--wheels|--compiled|--python|--seconds)
       [ $# -ge 2 ] || wrong "$1: needs a value"
-      case "$1" in --output) OUTPUT="$2" ;; --wheels) WHEELS="$2" ;; --python) PYTHON="$2" ;; --seconds) SESSION="$2" ;; esac
+      case "$1" in --output) OUTPUT="$2" ;; --wheels) WHEELS="$2" ;;
+        --compiled) COMPILED="$2" ;; --python) PYTHON="$2" ;; --seconds) SESSION="$2" ;; esac
       shift ;;
     --overwrite) OVERWRITE=(--overwrite) ;;
     --rehearse) REHEARSE=yes ;;
     [1-7]) PARTS+=("$1") ;;
-    *) wrong "$1: must be parts from 1 to 7, or one of --output, --seconds, --wheels, --python, --overwrite, --rehearse" ;;
+    *) wrong "$1: must be parts from 1 to 7, or one of --output, --seconds, --wheels, --compiled, --python, --overwrite, --rehearse" ;;
   esac
   shift
 done
 [ ${#PARTS[@]} -gt 0 ] || wrong "which parts? 1 to 7"
 [[ "$SESSION" =~ ^[1-9][0-9]*$ ]] || wrong "--seconds=$SESSION: must be a whole number; nearest 590"
 [ -z "$WHEELS" ] || [ -d "$WHEELS" ] || wrong "--wheels=$WHEELS: must be a folder"
+[ -z "$COMPILED" ] || [ -f "$COMPILED" ] || wrong "--compiled=$COMPILED: must be a file that benchmarks/attention/ahead.py wrote"
 mkdir -p "$OUTPUT" || wrong "--output=$OUTPUT: cannot be made"
 OUTPUT="$(cd "$OUTPUT" && pwd)"
 [ -z "$WHEELS" ] || WHEELS="$(cd "$WHEELS" && pwd)"
+[ -z "$COMPILED" ] || COMPILED="$(realpath "$COMPILED")"
 LOG="$OUTPUT/part$(printf '%s' "${PARTS[@]}").log"
 [ ! -e "$LOG" ] || [ ${#OVERWRITE[@]} -gt 0 ] || wrong "$LOG: exists already; --overwrite replaces it"
 : > "$LOG"
@@ -95,6 +100,10 @@ bars() { step bars 20 "$PYTHON" benchmarks/attention/bars.py --results "$OUTPUT"
 
 if [ -n "$WHEELS" ]; then
   step wheels 40 "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$WORK/site" "$WHEELS"/*.whl
+fi
+if [ -n "$COMPILED" ]; then
+  export TRITON_CACHE_DIR="$WORK/compiled"
+  mkdir "$TRITON_CACHE_DIR" && step compiled 40 tar xJf "$COMPILED" -C "$TRITON_CACHE_DIR"
 fi
 if [ -z "$REHEARSE" ] && command -v nvidia-smi > /dev/null; then # reads; sets nothing
   nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu,utilization.gpu --format=csv,noheader,nounits \

@@ -141,13 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     facts = about(torch.device(options.device))
     rows: list[dict[str, Any]] = []
     target = REHEARSED if options.device == "cpu" else launch_plan.architecture(torch.device("cuda"))
-    wanted = (
-        [Trial(case, one) for case in cases_of(kernel, dtype, width, options) for one in grid(case, target)]
-        for dtype in options.dtypes
-        for width in options.widths
-        for kernel in options.kernels
-    )
-    groups = [group for group in wanted if group]  # closed runs of fp32 have no kernel of their own
+    groups = trials_of(options, target)
     found: list[dict[str, Any]] = []
     ran = []
     with ahead_of_time(groups, target, options.processes) as known:
@@ -184,6 +178,17 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     check_output(parser, options, f"tuning-{slug(device) if options.device == 'cuda' else 'rehearsal'}.json")
     options.processes = options.processes or max(1, (os.cpu_count() or 1) - 2)
     return options
+
+
+def trials_of(options: argparse.Namespace, target: str) -> list[list[Trial]]:
+    """What is tried, by dtype, width and kernel."""
+    wanted = (
+        [Trial(case, one) for case in cases_of(kernel, dtype, width, options) for one in grid(case, target)]
+        for dtype in options.dtypes
+        for width in options.widths
+        for kernel in options.kernels
+    )
+    return [group for group in wanted if group]  # closed runs of fp32 have no kernel of their own
 
 
 def cases_of(kernel: Kernel, dtype: str, width: int, options: argparse.Namespace) -> Iterator[Case]:

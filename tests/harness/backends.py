@@ -13,6 +13,7 @@ from longstride.kernels.patterns import Column, Dense, Fixed, Local, Pattern, St
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WITH_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+ON_A_CARD = torch.cuda.is_available()
 DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu", "cpu": "cpu", "reference": "cpu"}
 IN_THE_INTERPRETER = pytest.mark.skipif(DEVICES["triton"] == "cuda", reason="fp64 runs in Triton's interpreter alone")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -32,6 +32,7 @@ from longstride.kernels.patterns import (
 )
 from longstride.kernels.selections import Selection, recent_members, selection_mask
 from tests.harness.backends import DEVICES, DTYPES, HAS_TRITON, WITH_TRITON, use_configuration, use_tiles
+from tests.harness.backends import ON_A_CARD as CARD
 from tests.harness.oracles import (
     RESULTS,
     Inputs,
@@ -47,7 +48,6 @@ from tests.harness.oracles import (
 pytestmark = WITH_TRITON
 
 DEVICE = DEVICES["triton"]
-CARD = DEVICE == "cuda"
 HALF, BRAIN, SINGLE, _ = DTYPES
 N, L, C = (4_096, 128, 8) if CARD else (96, 16, 2)
 CLOSED = 3_072 if CARD else N  # which three quarters of a tile divide as well
