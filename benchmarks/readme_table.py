@@ -46,7 +46,7 @@ def with_tables(page: Path) -> str:
 
 
 def attention_files() -> list[Path]:
-    """Of each device the whole grid, or the cases that bars are set on; cards first."""
+    """The results of every device: the cases that bars are set on, which cards have, before whole grids."""
     return [*sorted(RESULTS.glob("bars-*.json")), *sorted(RESULTS.glob("attention-*.json"))]
 
 

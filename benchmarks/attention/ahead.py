@@ -3,7 +3,7 @@
 Time on a card is dear, and compiling took most of a first session's. Here the same calls are made on tensors of a CPU,
 and launches do nothing (``tests.harness.dry_card``). What Triton compiled, without its intermediate forms, goes into
 FILE, a tar, which ``benchmarks/gpu_session.sh --compiled FILE`` unpacks. It is of use to the same Triton alone, so run
-this with the version that the card's machine has, under any Python. An hour of two cores compiles all.
+this with the version that the card's machine has, under any Python. All of it takes two cores tens of minutes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import itertools
 import os
 import sys
@@ -122,9 +123,8 @@ def tests() -> Iterator[Callable[[], object]]:
 def run_test(function: Callable[..., None], given: dict[str, Any]) -> None:
     """One test, whose assertions mean nothing here: no launch has computed anything."""
     with pytest.MonkeyPatch.context() as monkeypatch, contextlib.suppress(AssertionError, KeyError, RuntimeError):
-        if "monkeypatch" in function.__code__.co_varnames[: function.__code__.co_argcount]:
-            given = {**given, "monkeypatch": monkeypatch}
-        function(**given)
+        more = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(function).parameters else {}
+        function(**given, **more)
 
 
 def tuning(options: argparse.Namespace) -> None:

@@ -23,7 +23,10 @@ OLDEST_CAPABILITY = (8, 0)
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """None where the kernels can run on these tensors, else a reason why they cannot."""
+    """None where the kernels can run on these tensors, else a reason why they cannot.
+
+    While torch.compile traces, only what the tensors tell counts.
+    """
     if max(q.shape[-1], v.shape[-1]) > WIDEST:
         return f"a head width of {max(q.shape[-1], v.shape[-1])} exceeds {WIDEST}"
     if q.device.type not in ("cpu", "cuda"):
