@@ -1,8 +1,8 @@
 """The Sparse Transformer: ``SparseTransformer(ModelConfig.model_validate({...}))``, and sampling from it.
 
 It hands out the model, how contexts are divided over processes, its configuration and the base class of all
-configurations, ``Session`` and ``generate`` for inference, what its parts give and count, the dense feed-forward, whose
-thresholds decide what is computed twice, and n-gram tables, whose rows a trainer keeps elsewhere.
+configurations, ``Session`` and ``generate`` for inference, what its blocks take, return and count, and n-gram tables,
+whose rows a trainer keeps elsewhere.
 """
 
 import longstride
@@ -12,10 +12,9 @@ if __name__ == "sparse_model":
 else:
     from longstride.sparse_model.config import BlockConfig, ImageEmbedding, ModelConfig
     from longstride.sparse_model.division import Division
-    from longstride.sparse_model.feed_forwards import dense
     from longstride.sparse_model.generation import generate, wrong_settings
     from longstride.sparse_model.ngrams import Ngrams, add_rows
-    from longstride.sparse_model.part import Mixed, Work
+    from longstride.sparse_model.part import BlockContext, MixerOutput, Work
     from longstride.sparse_model.session import Session
     from longstride.sparse_model.strict import StrictModel, config_error
     from longstride.sparse_model.transformer import SparseTransformer

@@ -15,12 +15,13 @@ from typing_extensions import Self
 
 from longstride.kernels import ConfigError, Problem, check_backend
 from longstride.kernels.patterns import Pattern, divisors
-from longstride.sparse_model.feed_forwards import DenseFeedForward, feed_forward_schema, feed_forwards_from_json
+from longstride.sparse_model.feed_forwards import DenseConfig, feed_forward_schema, feed_forwards_from_json
 from longstride.sparse_model.mixers import attention_schema, mixers_from_json
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import FeedForwardConfig, MixerConfig
+from longstride.sparse_model.part import Ability, FeedForwardConfig, MixerConfig, PartConfig
 from longstride.sparse_model.strict import StrictModel
 
+OF_MIXERS = ("convolution", "documents", "keys")  # abilities that feed-forwards have no use for
 MOST_ORDER = 1 << 10  # tokens that an n-gram has
 MOST_ROWS = (1 << 31) - 1  # of all n-gram tables: their numbers fit in 32 bits
 
@@ -145,7 +146,7 @@ class ModelConfig(NetworkConfig):
         discriminator="type", description="the tables of positions that are added to the tokens'"
     )
     feed_forward: Annotated[Any, WithJsonSchema(feed_forward_schema()), BeforeValidator(_with_defaults)] = Field(
-        default=DenseFeedForward().model_dump(mode="json"),
+        default=DenseConfig().model_dump(mode="json"),
         description="what computes each row by itself, or a list of objects that the feed-forwards take in turn",
     )
     ngrams: NgramTables | None = Field(
@@ -166,11 +167,19 @@ class ModelConfig(NetworkConfig):
         if self.ngrams is not None and self.ngrams.orders[-1] >= self.context:
             rule = f"the longest must be below context {self.context}, as no position has more tokens before it"
             yield Problem("ngrams.orders", rule, list(self.ngrams.orders))
+        wrong_parts: list[Problem] = []
         for name in ("mixers", "feed_forwards"):
             try:
                 getattr(self, name)
             except ConfigError as error:
-                yield from error.problems
+                wrong_parts += error.problems
+        yield from wrong_parts
+        if self.convolution is not None and not wrong_parts:
+            yield from self._lacking("convolution", "does not apply model.convolution; set it to null")
+        if self.reversible and not wrong_parts:
+            yield from self._lacking(
+                "reversible", "cannot be computed again from its outputs; set model.reversible to false"
+            )
 
     @cached_property
     def mixers(self) -> tuple[MixerConfig, ...]:
@@ -218,17 +227,27 @@ class ModelConfig(NetworkConfig):
                     self.backend, device=device, dtype=dtype, head_width=head, value_width=value, training=training
                 )
 
-    def check_documents(self) -> None:
-        """Whether several documents in a context can be kept apart.
+    def require(self, ability: Literal["documents", "padding"]) -> None:
+        """Check that all parts keep several documents in a context apart, or leave padding out of averages.
 
         Raises:
-            ConfigError: a mixer reads whole contexts.
+            ConfigError: a part does not.
         """
-        for block in self.blocks():
-            if block.mixer is not None and not getattr(block.mixer, "within_documents", False):
-                kind = getattr(block.mixer, "type", type(block.mixer).__name__)
-                rule = f'{kind} reads whole contexts; take patterns, or data.packing {{"attend": "context"}}'
-                raise ConfigError(Problem("attention", rule))
+        rules = {
+            "documents": 'reads whole contexts; take patterns, or data.packing {"attend": "context"}',
+            "padding": "counts padding as if it were data; take another, or data whose contexts are full",
+        }
+        if problems := list(self._lacking(ability, rules[ability])):
+            raise ConfigError(*problems)
+
+    def _lacking(self, ability: Ability, rule: str) -> Iterator[Problem]:
+        """A problem for each type of part that does not support something."""
+        mixers: list[PartConfig] = [block.mixer for block in self.blocks() if block.mixer is not None]
+        others: list[PartConfig] = [block.feed_forward for block in self.blocks() if block.feed_forward is not None]
+        by_path = {"attention": mixers, "feed_forward": [] if ability in OF_MIXERS else others}
+        for path, parts in by_path.items():
+            for kind in dict.fromkeys(part.type for part in parts if ability not in part.supports):
+                yield Problem(path, f"{kind} {rule}")
 
     def check_division(
         self, size: int, exchange: Literal["heads", "keys", "auto"] = "auto", *, documents: bool = False
@@ -246,14 +265,11 @@ class ModelConfig(NetworkConfig):
         if size == 1:
             return
         by_heads: dict[str, None] = {}  # what has no other exchange
-        whole: dict[str, None] = {}  # what cannot be divided at all
         for mixer in (block.mixer for block in self.blocks() if block.mixer is not None):
-            if not getattr(mixer, "divides_contexts", False):
-                whole[getattr(mixer, "type", type(mixer).__name__)] = None
             if documents or self.backend == "flex":
                 by_heads["attention within documents" if documents else "backend flex"] = None
-            elif not getattr(mixer, "exchanges_keys", False):
-                by_heads[getattr(mixer, "type", type(mixer).__name__)] = None
+            elif "keys" not in mixer.supports:
+                by_heads[mixer.type] = None
         divided, before = bool(by_heads) or exchange == "heads", (self.convolution or 1) - 1
 
         def fits(count: int) -> bool:
@@ -266,7 +282,7 @@ class ModelConfig(NetworkConfig):
         good = f"{below}{'' if above is None else f' or {above}'} processes"
         rule = f"must be a multiple of the {size} processes that share each context"
         alone = "computes whole contexts, which processes cannot share; set train.sequence_parallel to 1"
-        problems = [Problem("attention", f"{kind} {alone}") for kind in whole]
+        problems = list(self._lacking("sections", alone))
         if exchange == "keys":
             only = 'exchanges heads, and sequence_exchange asks for keys; give "auto"'
             problems += [Problem("attention", f"{kind} {only}") for kind in by_heads]

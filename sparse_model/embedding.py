@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longstride.sparse_model.config import ModelConfig
-from longstride.sparse_model.division import Division
 from longstride.sparse_model.ngrams import Ngrams
-from longstride.sparse_model.part import draw
+from longstride.sparse_model.part import Part, draw
 
 NO_TOKEN = -1
 Index = TypeVar("Index", int, Tensor)  # one position, or many
 
 
-class Embedding(nn.Module):
+class Embedding(Part):
     """Token embedding plus one position embedding a table, the input shifted right (section 5.1; released code).
 
     With ``ngrams``, tables of the last tokens are added as well.
@@ -36,7 +35,6 @@ class Embedding(nn.Module):
         self.ngrams: Ngrams | None = None
         if config.ngrams is not None:
             self.ngrams = Ngrams(config.ngrams, config.vocabulary, config.width)
-        self.division = Division()
         self.reach = config.reach
 
     def initialize(self) -> None:

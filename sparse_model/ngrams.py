@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longstride.sparse_model.config import NgramTables
+from longstride.sparse_model.part import Part
 
 _WORD = 1 << 64
 _LOW_32, _LOW_31 = (1 << 32) - 1, (1 << 31) - 1
@@ -20,7 +21,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / the golden ratio, odd
 _MIXER = 0xD6E8FEB86659FD93  # odd; bits of every input reach all upper bits
 
 
-class Ngrams(nn.Module):
+class Ngrams(Part):
     """The sum of one row for each order n: that of tokens i - n to i - 1 at position i.
 
     The hash is part of the format of a model. Tokens are numbered from 1, and 0 stands where no token is yet. With the

@@ -9,18 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longstride.sparse_model.network import NetworkConfig
-from longstride.sparse_model.tiles import tiles, wide_of
+from longstride.sparse_model.part import Part
+from longstride.sparse_model.tiles import EPS, inverse_rms, tiles, wide_of
 
-EPS = 1e-6  # added to the mean square, where a configuration says nothing else
 
-
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(Part, nn.LayerNorm):
     """Mean 0 and variance 1, then a weight and a bias a channel (section 5.2)."""
 
     part = "norms"
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Part):
     """x / √(mean x² + ε) over the channels, then a weight a channel (Zhang & Sennrich 2019).
 
     The statistics are kept in fp32 (fp64 for fp64), whatever the precision of x.
@@ -45,12 +44,6 @@ def norm_of(network: NetworkConfig) -> nn.Module:
     """The norm that a network asks for, at its first values: weights 1, biases 0."""
     kind = RMSNorm if network.norm == "rms" else LayerNorm
     return kind(network.width) if network.norm_epsilon is None else kind(network.width, eps=network.norm_epsilon)
-
-
-def inverse_rms(x: Tensor, out: Tensor | None = None, eps: float = EPS) -> Tensor:
-    """1 / √(mean x² + ε) over the last axis: (…, C) to (…, 1) in fp32 (fp64 for fp64)."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_of(x))
-    return torch.addcmul(length.new_full((), eps), length, length, value=1 / x.shape[-1], out=out).rsqrt_()
 
 
 class TiledRMSNorm(torch.autograd.Function):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstride.sparse_model.part import Work
+from longstride.sparse_model.part import Part, Work
 
 CHUNK_ROWS = 1 << 14  # rows of logits in memory at once
 
 
-class Logits(nn.Linear):
+class Logits(Part, nn.Linear):
     """The projection to logits (section 5.2); given the targets, their cross-entropy instead."""
 
     part = trained_as = "output"

@@ -1,56 +1,68 @@
-"""What each part of the network has beside its forward pass: its first values, and the count of its operations.
+"""The protocol of the network's parts: what a mixer or a feed-forward declares, takes, returns and counts.
 
-A part is a module with ``part``, the name under which its parameters are counted. Where it has parameters to set,
-``initialize()`` does so. Where it computes products, ``work(positions, batch)`` counts them. One that remembers earlier
-positions has ``new_state(batch, length, device, dtype, back)``: what generation keeps of it, a ``State``. Whoever needs
-one of these asks the part, and knows no names of modules or tensors.
+A mixer (letter s of an order) brings rows of several positions together. A feed-forward (letter f) computes each row by
+itself. A part is two classes: a frozen configuration (``MixerConfig``, ``FeedForwardConfig``) that is parsed from JSON
+and declares what the part supports, and the module that it makes (``Mixer``, ``FeedForward``).
 
-One that looks beyond its own rows has ``division``, which a model sets (``SparseTransformer.divide``), and asks it for
-what other processes have of the same contexts.
+A part whose state is not learned by gradients keeps it in fp32 buffers. They are saved, resumed and exported like
+weights, and are equal on all ranks. In training the part returns statistics with its rows. After each step,
+``observe(total)`` gets their sum over all contexts of the step, of all ranks.
 
-A mixer (letter s of an order) brings rows of several positions together; a feed-forward (letter f) computes each row by
-itself. Both take normalised rows (B, N, C), and what they return is added to the residual stream: rows (B, N, C), or
-``Mixed`` where there is more to tell. Where contexts are filled up, both take ``real``: bool, False where a row is
-padding; a mixer that of whole contexts (B, N), a feed-forward that of its own rows. What a part averages, counts or
-keeps must leave padding out.
-
-What a part learns otherwise than by gradients it keeps in buffers, in fp32. They are saved, resumed in any layout and
-exported like weights, and every rank has the same. In training such a part gives statistics with its rows. Once a step
-is taken, ``observe(total)`` gets their sum over all contexts of the step, of all ranks; so it does not matter what is
-computed twice.
+Letters: B batch, N positions, C width.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from longstride.kernels import ConfigError, Problem
 from longstride.kernels.patterns import Pattern
+from longstride.sparse_model.division import Division, Traffic
+from longstride.sparse_model.documents import Documents
 from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 
-
-class Mixed(NamedTuple):
-    """What a part gives that has more than rows to give."""
-
-    rows: Tensor  # (B, N, C)
-    auxiliary: Tensor | None = None  # () fp32: a mean over positions, added to the training loss and never to the nats
-    statistics: tuple[Tensor, ...] = ()  # in training, one of each part that observes; summed over contexts
+Ability = Literal["convolution", "documents", "keys", "padding", "reversible", "sections"]
 
 
-def joined(stream: Mixed, given: Tensor | Mixed) -> Mixed:
-    """What one more part or block gives, with the auxiliary losses and statistics of those before it."""
-    if not isinstance(given, Mixed):
-        return stream._replace(rows=given)
-    auxiliary = given.auxiliary
-    if stream.auxiliary is not None:
-        auxiliary = stream.auxiliary if auxiliary is None else stream.auxiliary + auxiliary
-    return Mixed(given.rows, auxiliary, stream.statistics + given.statistics)
+class BlockContext(NamedTuple):
+    """What a block gets besides its rows; by default they are whole contexts of real tokens, one document each."""
+
+    state: State | None = None  # of earlier positions, in generation
+    first: int = 0  # position of the first row; above 0 only with a state
+    documents: Documents | None = None  # where documents must not attend to each other
+    columns: int = 0  # stride of the columns by which rows are divided over processes; 0: by sections
+    # (B, N) bool, False where a token is padding, of whole contexts for a mixer, of its own rows for a feed-forward;
+    # None: all are real.
+    real: Tensor | None = None
+
+
+PLAIN = BlockContext()
+
+
+class MixerOutput(NamedTuple):
+    """What a part, a block or all blocks return."""
+
+    rows: Tensor  # (B, N, C), to be added to the residual stream
+    auxiliary_loss: Tensor | None = None  # () fp32: a mean over positions, added to the training loss, not to the nats
+    statistics: tuple[Tensor, ...] = ()  # in training, one for each part that observes; summed over contexts
+
+    def after(self, earlier: MixerOutput) -> MixerOutput:
+        """Add the auxiliary losses and statistics of earlier parts; the rows stay."""
+        loss = self.auxiliary_loss
+        if earlier.auxiliary_loss is not None:
+            loss = earlier.auxiliary_loss if loss is None else earlier.auxiliary_loss + loss
+        return MixerOutput(self.rows, loss, earlier.statistics + self.statistics)
 
 
 class State(Protocol):
@@ -69,6 +81,124 @@ class State(Protocol):
         ...
 
 
+class Part(nn.Module):
+    """A module of the network with parameters, buffers or exchanges of its own."""
+
+    part: str = ""  # the name under which its parameters are counted; "": that of the part around it
+    trained_as: str = ""  # the optimiser's role of its parameters; "": by their kind, see ``parameter_roles``
+    # Rows of the matrices that lie below each other in one of its linear layers, by the name of the layer.
+    stacked_rows: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    division = Division()  # how contexts are divided over processes, as ``divide`` sets it
+
+    def initialize(self) -> None:
+        """Set the first values of its own parameters and buffers."""
+
+    def observe(self, total: Tensor) -> None:
+        """Update buffers by the statistics of a step, summed over all ranks. Who overrides it returns statistics."""
+
+    def divide(self, division: Division) -> None:
+        """Have this process compute its section of every context alone, together with the others of its group."""
+        for module in self.modules():
+            if isinstance(module, Part):
+                module.division = division
+
+    def parameter_counts(self) -> Counter[str]:
+        """Count parameters by ``part``."""
+        names: dict[str, str] = {}
+        counts: Counter[str] = Counter()
+        for path, module in self.named_modules():
+            around = names.get(path.rpartition(".")[0], "")
+            names[path] = (isinstance(module, Part) and module.part) or around
+            counts[names[path]] += sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        return +counts  # none that has no parameters
+
+    @property
+    def observes(self) -> bool:
+        """Whether it overrides ``observe``."""
+        return type(self).observe is not Part.observe
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the run divides contexts, maybe over one process: then dropout goes by positions."""
+        return self.division is not Part.division
+
+
+class Mixer(Part):
+    """The module of a mixer. Only ``forward`` and ``work`` are needed to train."""
+
+    patterns: tuple[Pattern, ...] = ()  # of the first heads; those after them choose by content
+    key_value_heads: int = 0  # where it has ``traffic``
+    backend: str = "auto"  # of attention kernels
+
+    @abstractmethod
+    def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
+        """Mix normalised rows h (B, N, C). With a state, rows attend to the kept positions, and are kept too."""
+
+    @abstractmethod
+    def work(self, positions: int, batch: int) -> Work:
+        """Count the operations of one context in a batch."""
+
+    def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int) -> State:
+        """Make an empty state with room for ``length`` positions, of which ``back`` may be forgotten again.
+
+        Raises:
+            ConfigError: the mixer cannot generate, or its backend cannot run here.
+        """
+        self._lacks("new_state, so it cannot generate")
+
+    def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
+        """How its heads weigh the positions of one context, for pictures.
+
+        Args:
+            h: (1, N, C), as ``forward`` takes it.
+
+        Returns:
+            A function of queries (P,) int64 and the number of a head, to weights (P, N) float64. A row sums to 1, or to
+            0 where a query has no key.
+
+        Raises:
+            ConfigError: the mixer has no weights.
+        """
+        self._lacks("weights, so there is no picture of its attention")
+
+    def reads(self, h: Tensor, head: int) -> Callable[[Tensor], Tensor]:
+        """Which positions a head reads in one context, h (1, N, C): queries (P,) int64 to (P, N) bool.
+
+        Raises:
+            ConfigError: the mixer does not tell.
+        """
+        self._lacks("reads, so there is no picture of what it chooses")
+
+    def traffic(self, division: Division, context: int, apart: bool = False) -> Traffic | None:
+        """Count what it sends in a forward pass over one context; None: it is no attention."""
+        return None
+
+    def columns(self, context: int) -> int:
+        """The stride of the columns by which its rows are best divided over processes; 0: by sections."""
+        return 0
+
+    def visited_pairs(self, positions: int, like: Tensor) -> int | None:
+        """Count pairs with those that kernels compute and mask, for tensors like this one; None: as ``work`` does."""
+        return None
+
+    def _lacks(self, what: str) -> NoReturn:
+        raise ConfigError(Problem("model.attention", f"the mixer {type(self).__name__} has no method {what}"))
+
+
+class FeedForward(Part):
+    """The module of a feed-forward."""
+
+    in_sections: bool = False  # whether its rows must be divided by sections, and not by columns
+
+    @abstractmethod
+    def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
+        """Compute each of the normalised rows h (B, N, C) by itself."""
+
+    @abstractmethod
+    def work(self, positions: int, batch: int) -> Work:
+        """Count the operations of one context in a batch."""
+
+
 class HeadWidths(NamedTuple):
     """Channels of one head of a mixer, of which generation keeps those of each position."""
 
@@ -78,43 +208,54 @@ class HeadWidths(NamedTuple):
     kept_heads: int | None = None  # of keys and values; None: as many as of queries
 
 
-class MixerConfig(Protocol):
-    """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules.
+class PartConfig(ABC):
+    """A part as the configuration asks for it. A frozen, hashable value: equal ones make equal modules.
 
-    One with a true ``within_documents`` makes a module that has ``patterns``, one a head, and takes a fourth argument,
-    ``Documents``: so none of several documents in a context sees another. One with a true ``divides_contexts`` makes a
-    module that heeds its ``division``; without it, no run lets processes share a context. One with a true
-    ``exchanges_keys`` can leave queries where they are; others need heads that the processes divide.
+    ``supports`` names what else the part gets right. A run that needs another ability is refused, with the part's name:
+
+    - "convolution" (mixers): applies ``network.convolution``, a short convolution before it.
+    - "documents" (mixers): heeds ``context.documents``; the module's ``patterns`` say what each head reads.
+    - "padding": leaves out of averages, statistics and capacities what ``context.real`` marks as padding.
+    - "reversible": computes the same again from the same rows; it keeps nothing of a forward pass on the module.
+    - "sections": heeds ``division``, and computes its section of contexts that several processes share.
+    - "keys" (mixers): can exchange keys between these processes; others exchange heads, which they must divide.
     """
 
+    type: str
+    supports: ClassVar[frozenset[Ability]] = frozenset()
+
+
+class MixerConfig(PartConfig):
+    """A mixer as the configuration asks for it."""
+
     @property
+    @abstractmethod
     def has_queries(self) -> bool:
         """Whether rows are projected to queries and keys, which options of the network normalise, turn and narrow."""
-        ...
-
-    def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError, its paths relative to the mixer's object, where a context of this length does not fit."""
-        ...
-
-    def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """Which positions each head may read, of the first heads; those after them choose by content."""
-        ...
-
-    def head_widths(self, network: NetworkConfig) -> HeadWidths:
-        """What each head multiplies, and whether it asks the attention kernels to."""
-        ...
-
-    def make(self, network: NetworkConfig, rotary: Rotary | None) -> nn.Module:
-        """The module; ``rotary`` is shared by all of a model."""
-        ...
-
-
-class FeedForwardConfig(StrictModel):
-    """One feed-forward as the configuration asks for it; likewise."""
 
     @abstractmethod
-    def make(self, network: NetworkConfig) -> nn.Module:
-        """The module."""
+    def check(self, network: NetworkConfig, context: int) -> None:
+        """Raise ConfigError, its paths relative to the mixer's object, where a context of this length does not fit."""
+
+    @abstractmethod
+    def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
+        """Which positions each head may read, of the first heads; those after them choose by content."""
+
+    @abstractmethod
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        """What each head multiplies, and whether it asks the attention kernels to."""
+
+    @abstractmethod
+    def make(self, network: NetworkConfig, rotary: Rotary | None) -> Mixer:
+        """Make the module; ``rotary`` is shared by all of a model."""
+
+
+class FeedForwardConfig(PartConfig, StrictModel):
+    """A feed-forward as the configuration asks for it."""
+
+    @abstractmethod
+    def make(self, network: NetworkConfig) -> FeedForward:
+        """Make the module."""
 
 
 @dataclass(frozen=True, slots=True)

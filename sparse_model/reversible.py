@@ -14,14 +14,15 @@ exact below 65,536, fp16's largest number, and going back gives the very bits th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from longstride.sparse_model.part import Mixed, joined
+from longstride.sparse_model.block import ResidualBlock
+from longstride.sparse_model.part import PLAIN, BlockContext, MixerOutput
 
 STEP = 2.0**-36  # of the grid; a sum of its multiples is exact in fp64 up to 2^53 of them
 
@@ -72,41 +73,73 @@ class RandomStates(NamedTuple):
         set_device_states(*self.devices)
 
 
+class ReversibleBlock(ResidualBlock):
+    """The same parts on two streams: (a, b) becomes (b, a + f(b)), for f the mixer and then the feed-forward."""
+
+    def forward(
+        self, h: Tensor, context: BlockContext = PLAIN, starts: list[RandomStates] | None = None
+    ) -> MixerOutput:
+        """Streams (2, B, N, C) to such; ``starts`` gets the random states before each sub-layer."""
+        assert not context.columns, "streams are divided by sections"
+        before, written = h.unbind()
+        output = MixerOutput(h)
+        for sublayer in self.sublayers():
+            if starts is not None:
+                starts.append(RandomStates.now(h))
+            output = sublayer(written.to(self._dtype), context).after(output)
+            before, written = written, before + OnGrid.apply(output.rows)
+        return output._replace(rows=torch.stack([before, written]))
+
+    def sublayers(self) -> list[Callable[[Tensor, BlockContext], MixerOutput]]:
+        """Return the mixer and the feed-forward, each from a stream (B, N, C) to what is added to the other."""
+        parts = (self.attention, self.mix), (self.feed_forward, self.feed)
+        return [sublayer for part, sublayer in parts if part is not None]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        norm: Any = self.feed_forward_norm if self.attention is None else self.attention_norm
+        dtype: torch.dtype = norm.weight.dtype
+        return dtype
+
+
 class Reversible(torch.autograd.Function):
     """All residual blocks, keeping nothing of them but the streams that leave the last one.
 
-    It takes embedded positions h (B, N, C), the blocks, and what each takes beside its streams. It returns rows
-    (B, N, C), the sum of the auxiliary losses or None, and the statistics. The backward pass goes through the
-    sub-layers from the last to the first: it computes one again, which gives its gradients and the stream that it was
-    added to.
+    It takes embedded positions h (B, N, C), the blocks, and the context of each. It returns rows (B, N, C), the sum of
+    the auxiliary losses or None, and the statistics. The backward pass goes through the sub-layers from the last to the
+    first: it computes one again, which gives its gradients and the stream that it was added to.
     """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, blocks: Sequence[Any], more: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        stream = Mixed(opened(h))
+    def forward(
+        ctx: Any, h: Tensor, blocks: Sequence[ReversibleBlock], contexts: Sequence[BlockContext]
+    ) -> tuple[Any, ...]:
+        output = MixerOutput(opened(h))
         starts: list[RandomStates] = []
-        for block, rest in zip(blocks, more, strict=True):
-            stream = joined(stream, block(stream.rows, *rest, starts=starts))
-        ctx.save_for_backward(stream.rows)
-        ctx.blocks, ctx.more, ctx.starts, ctx.dtype = blocks, more, starts, h.dtype
-        ctx.mark_non_differentiable(*stream.statistics)
+        for block, context in zip(blocks, contexts, strict=True):
+            output = block(output.rows, context, starts=starts).after(output)
+        ctx.save_for_backward(output.rows)
+        ctx.starts, ctx.dtype = starts, h.dtype
+        ctx.sublayers = [
+            (part, context) for block, context in zip(blocks, contexts, strict=True) for part in block.sublayers()
+        ]
+        ctx.mark_non_differentiable(*output.statistics)
         ctx.set_materialize_grads(False)
-        return closed(stream.rows, h.dtype), stream.auxiliary, *stream.statistics
+        return closed(output.rows, h.dtype), output.auxiliary_loss, *output.statistics
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_auxiliary: Tensor | None, *_: None) -> tuple[Any, ...]:
         (streams,) = ctx.saved_tensors
         before, written = streams.unbind()  # written in place: a second backward pass is told so by torch
         grad_before, grad_written = grad_rows.double() / 2, grad_rows.double() / 2
-        sublayers = [part for block, rest in zip(ctx.blocks, ctx.more, strict=True) for part in block.sublayers(*rest)]
-        for part, start in zip(reversed(sublayers), reversed(ctx.starts), strict=True):
+        for (part, context), start in zip(reversed(ctx.sublayers), reversed(ctx.starts), strict=True):
             with torch.enable_grad(), torch.random.fork_rng(devices=start.devices[0]):
                 start.restore()
                 read = before.to(ctx.dtype).detach().requires_grad_()
-                again = joined(Mixed(read), part(read))
+                again = part(read, context)
             outputs, grads = [again.rows], [grad_written.to(again.rows.dtype)]
-            if again.auxiliary is not None and grad_auxiliary is not None:
-                outputs.append(again.auxiliary)
+            if again.auxiliary_loss is not None and grad_auxiliary is not None:
+                outputs.append(again.auxiliary_loss)
                 grads.append(grad_auxiliary)
             torch.autograd.backward(outputs, grads)
             before, written = written.sub_(on_grid(again.rows.detach())), before

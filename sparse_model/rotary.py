@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from longstride.sparse_model.network import NetworkConfig
-from longstride.sparse_model.norm import inverse_rms
-from longstride.sparse_model.tiles import tiles, wide_of
+from longstride.sparse_model.tiles import inverse_rms, tiles, wide_of
 
 
 class Rotary:

@@ -91,7 +91,7 @@ class Session:
             with torch.inference_mode():
                 before = self._tokens[:, self.position : self.position + self._bare.embedding.reach]
                 h = self._bare.embedding.row(before, self.position)
-                h = self._bare.through(h, self.states, self.position)
+                h = self._bare.forward_cached(h, self.states, self.position)
                 logits = self._bare.logits(self._bare.norm(h)).squeeze(1)
                 self._logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         return self._logits
@@ -130,7 +130,7 @@ class Session:
             return
         tokens = tokens.long()
         with torch.inference_mode():
-            self._bare.through(self._bare.embedding(tokens), self.states, 0)
+            self._bare.forward_cached(self._bare.embedding(tokens), self.states, 0)
         self._add(tokens)
 
     def extend(self, tokens: Tensor, keep: int = 0) -> Tensor:
@@ -167,7 +167,7 @@ class Session:
             else:
                 h = model.embedding(tokens if full else nn.functional.pad(tokens.long(), (0, 1)))
             if h.shape[1]:
-                h = model.through(h, self.states, first)
+                h = model.forward_cached(h, self.states, first)
             logits = model.logits(model.norm(h[:, h.shape[1] + full - (keep or count) :]))
             logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
             if full:

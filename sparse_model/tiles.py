@@ -14,6 +14,9 @@ from torch import Tensor
 TILE = 1 << 18  # numbers: in fp32 about a core's second cache, and enough that calling an operation takes little of it
 
 
+EPS = 1e-6  # added to a mean square, where a configuration says nothing else
+
+
 def wide_of(x: Tensor) -> torch.dtype:
     """The precision of sums and of what lies between operations: fp32, for fp64 itself."""
     return torch.promote_types(x.dtype, torch.float32)
@@ -41,3 +44,9 @@ def tiles(x: Tensor, axis: int, scratch: int) -> Iterator[tuple[slice, list[Tens
     for start in range(0, x.shape[axis], count):
         place = slice(start, min(start + count, x.shape[axis]))
         yield place, [each.narrow(axis, 0, place.stop - place.start) for each in memory]
+
+
+def inverse_rms(x: Tensor, out: Tensor | None = None, eps: float = EPS) -> Tensor:
+    """1 / √(mean x² + ε) over the last axis: (…, C) to (…, 1) in fp32 (fp64 for fp64)."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_of(x))
+    return torch.addcmul(length.new_full((), eps), length, length, value=1 / x.shape[-1], out=out).rsqrt_()

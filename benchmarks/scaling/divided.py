@@ -123,7 +123,7 @@ def _attentions(model: ModelConfig) -> list[tuple[tuple[Pattern, ...], int]]:
     found = []
     block: Any
     for block in blocks:
-        if type(block.attention).__name__ != "Attention" or type(block.feed_forward).__name__ != "FeedForward":
+        if type(block.attention).__name__ != "Attention" or type(block.feed_forward).__name__ != "DenseFeedForward":
             raise ConfigError("model: has parts whose exchanges are not counted; take patterns and plain feed-forward")
         found.append((block.attention.patterns, block.attention.key_value_heads))
     return found

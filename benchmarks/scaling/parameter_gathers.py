@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from longstride.launcher.config import RunConfig
-from longstride.sparse_model import Division, ModelConfig, SparseTransformer
+from longstride.sparse_model import Division, MixerOutput, ModelConfig, SparseTransformer
 
 FETCH, RELEASE = "fetch", "release"
 
@@ -115,7 +115,7 @@ def rehearse(model_config: ModelConfig, batch: int, checkpointing: bool, shared:
     return found
 
 
-def _recomputed(function: Any, *args: Any) -> Tensor:
+def _recomputed(function: Any, *args: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=True)
 
 
@@ -127,8 +127,10 @@ def _record(model: nn.Module, events: list[Event]) -> None:
             events.append(Event(FETCH, name))
             return tuple(_mark(each, Event(RELEASE, name), events) for each in args)
 
-        def after(_: nn.Module, args: tuple[Any, ...], out: Tensor, name: str = name) -> Tensor:
+        def after(_: nn.Module, args: tuple[Any, ...], out: Any, name: str = name) -> Any:
             events.append(Event(RELEASE, name))
+            if isinstance(out, MixerOutput):
+                return out._replace(rows=_mark(out.rows, Event(FETCH, name), events))
             return _mark(out, Event(FETCH, name), events)
 
         module.register_forward_pre_hook(before)

@@ -30,7 +30,7 @@ from benchmarks.machine import about, slug
 from benchmarks.report import RESULTS, add_output_arguments, check_output, rounded, write_json
 from longstride.kernels import num_pairs, sparse_attention
 from longstride.kernels.patterns import Longformer
-from longstride.sparse_model import Mixed, ModelConfig, SparseTransformer
+from longstride.sparse_model import BlockContext, ModelConfig, SparseTransformer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "systems.md"
 BEGIN, END = "<!-- made by benchmarks/training/growth.py: begin -->", "<!-- end -->"
@@ -116,12 +116,12 @@ def experts(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
         }
 
         def step(part: Any = part) -> None:
-            out = part(h)
+            rows, loss, _ = part(h, BlockContext())
             leaves = [h, *part.parameters()]
-            if isinstance(out, Mixed) and out.auxiliary is not None:
-                torch.autograd.grad((out.rows, out.auxiliary), leaves, (grad_out, torch.ones_like(out.auxiliary)))
+            if loss is None:
+                torch.autograd.grad(rows, leaves, grad_out)
             else:
-                torch.autograd.grad(out, leaves, grad_out)
+                torch.autograd.grad((rows, loss), leaves, (grad_out, torch.ones_like(loss)))
 
         rows.append({"dtype": dtype, "experts": count} | counted)
         steps.append(step)

@@ -30,7 +30,7 @@ from benchmarks.machine import about, slug, synchronize
 from benchmarks.report import add_output_arguments, cell, check_output, ratio, rounded, write_json
 from longstride.kernels import sparse_attention
 from longstride.kernels.patterns import Dense, Strided
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import BlockContext, ModelConfig, SparseTransformer
 from longstride.sparse_model.mixers import attention
 
 STRIDE, SUMMARY = 128, 32
@@ -112,11 +112,9 @@ def model_of(options: argparse.Namespace, device: torch.device) -> SparseTransfo
     return SparseTransformer(config).to(device=device, dtype=getattr(torch, options.dtype)).train()
 
 
-def recompute(block: torch.nn.Module, h: Tensor) -> Tensor:
-    """A residual block whose activations are computed again in the backward pass."""
-    found = torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False)
-    assert isinstance(found, Tensor)
-    return found
+def recompute(block: torch.nn.Module, h: Tensor, context: BlockContext) -> Any:
+    """Run a residual block whose activations are computed again in the backward pass."""
+    return torch.utils.checkpoint.checkpoint(block, h, context, use_reentrant=False)
 
 
 def variants(options: argparse.Namespace, device: torch.device) -> dict[str, Replacement | None]:

@@ -130,7 +130,7 @@ class RunConfig(StrictModel):
     def _check_documents(self) -> None:
         """Whether the model keeps documents apart."""
         try:
-            self.model.check_documents()
+            self.model.require("documents")
         except ConfigError as error:
             raise error.under("model") from None
         if self.model.backend == "flex":

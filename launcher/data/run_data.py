@@ -341,11 +341,17 @@ class RunData:
         """Whether a run can be trained and evaluated, as far as can be known before its bytes are read.
 
         Raises:
-            ConfigError: the model's positions are as many as those of the data's pictures, and otherwise arranged.
+            ConfigError: the model's positions are as many as those of the data's pictures, and otherwise arranged; or
+                contexts have padding, and a part of the model does not support it.
             DataError: a split or shard is missing, damaged or too small, or the first context has bytes that the model
                 does not know.
         """
         stream, data = self.stream(), self._config.data
+        if not self.packed:
+            try:
+                self._config.model.require("padding")
+            except ConfigError as error:
+                raise error.under("model") from None
         is_evaluated = self._config.train.evaluate_every is not None
         if is_evaluated and not self.has_split(data.validation_split):
             held = [*self._folder.manifest.splits]

@@ -20,7 +20,7 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP1
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from pydantic import BaseModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, part_errors
@@ -37,7 +37,7 @@ from longstride.launcher.engine.settings import Settings
 from longstride.launcher.engine.tables import Tables
 from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import Mixed, SparseTransformer
+from longstride.sparse_model import BlockContext, MixerOutput, SparseTransformer
 
 _PART_MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's own classes of the parts that it checks strictly
     "zero_optimization": DeepSpeedZeroConfig,
@@ -117,24 +117,10 @@ def build_engine(
 def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) -> None:
     """Has every residual block computed again in the backward pass, dropout masks included, as the section says."""
 
-    def checkpoint_in_training(block: Callable[..., Any], h: Tensor, *more: Any) -> Any:
+    def checkpoint_in_training(block: nn.Module, h: Tensor, context: BlockContext) -> MixerOutput:
         if not torch.is_grad_enabled():  # no backward pass follows in evaluation
-            return block(h, *more)
-        has_auxiliary = False
-
-        def as_tensors(h: Tensor) -> Tensor | tuple[Tensor, ...]:  # which is all that DeepSpeed hands on
-            nonlocal has_auxiliary
-            given = block(h, *more)
-            if isinstance(given, Tensor):
-                return given
-            has_auxiliary = given.auxiliary is not None
-            return tuple(x for x in (given.rows, given.auxiliary, *given.statistics) if x is not None)
-
-        given = deepspeed.checkpointing.checkpoint(as_tensors, h)
-        if isinstance(given, Tensor):
-            return given
-        rows, *rest = given
-        return Mixed(rows, rest.pop(0) if has_auxiliary else None, tuple(rest))
+            return block(h, context)
+        return MixerOutput(*deepspeed.checkpointing.checkpoint(lambda h: block(h, context), h))
 
     deepspeed.checkpointing.configure(None, deepspeed_config=section)
     model.activation_checkpoint = checkpoint_in_training

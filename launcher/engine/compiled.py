@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from longstride.kernels import ConfigError
-from longstride.sparse_model import Mixed, ModelConfig, SparseTransformer
+from longstride.sparse_model import BlockContext, MixerOutput, ModelConfig, SparseTransformer
 
 
 def check_compiler() -> None:
@@ -48,16 +48,16 @@ def compile_blocks(model: SparseTransformer) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 16 * kinds)
     for block in model.blocks:
         # Its forward alone: ZeRO 3 gathers its parameters by hooks, which a compiled module would take in.
-        block.forward = _in_training(block, block.forward)
+        block.forward = _in_training(block, block.forward)  # type: ignore[method-assign]
 
 
-def _in_training(block: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _in_training(block: nn.Module, forward: Callable[..., MixerOutput]) -> Callable[..., MixerOutput]:
     # With torch's own generator, dropout draws the masks that it would draw uncompiled: a block that is computed again
     # for its backward pass, or after a resume, meets the same.
     compiled = torch.compile(forward, fullgraph=True, dynamic=False, options={"fallback_random": True})
 
-    def call(h: Tensor, *rest: object) -> Tensor:
-        return compiled(h, *rest) if block.training else forward(h, *rest)
+    def call(h: Tensor, context: BlockContext) -> MixerOutput:
+        return compiled(h, context) if block.training else forward(h, context)
 
     return call
 
@@ -88,12 +88,12 @@ def run_blocks(
         for parameter in block.parameters():
             nn.init.zeros_(parameter)
     every = torch.ones(batch, config.context, dtype=torch.bool, device=device)
-    inputs = [model.beside(config.context, places, real) for real in ((None, every) if padded else (None,))]
-    for block, rest in ((block, rest) for more in inputs for block, rest in zip(model.blocks, more, strict=True)):
+    masks = (None, every) if padded else (None,)
+    contexts = [each for real in masks for each in model.block_contexts(config.context, places, real)]
+    for block, context in zip([*model.blocks] * len(masks), contexts, strict=True):
         h = torch.zeros(batch, config.context, config.width, device=device, dtype=dtype, requires_grad=True)
         if recomputed:
             with torch.no_grad():  # the input of the first block needs gradients, and that of the others none
-                block(h, *rest)
-                block(h.detach(), *rest)
-        given = block(h, *rest)
-        (given.rows if isinstance(given, Mixed) else given).sum().backward()
+                block(h, context)
+                block(h.detach(), context)
+        block(h, context).rows.sum().backward()

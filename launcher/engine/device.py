@@ -25,7 +25,7 @@ from torch import Tensor
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.engine.compiled import run_blocks
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import Division, Mixed, ModelConfig, SparseTransformer
+from longstride.sparse_model import Division, ModelConfig, SparseTransformer
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -152,8 +152,8 @@ def run_attention(
         network.divide(_Unmet(division.rank, division.size, None, division.exchange))
     own = network.division.section(model.context)
     places = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
-    for block, rest in zip(network.blocks, network.beside(model.context, places), strict=True):
-        mixer: Any = block.attention
+    for block, context in zip(network.blocks, network.block_contexts(model.context, places), strict=True):
+        mixer = block.attention
         if mixer is None:
             continue
         mixer.to_empty(device=device).to(dtype)
@@ -161,9 +161,9 @@ def run_attention(
             torch.nn.init.zeros_(parameter)
         h = torch.zeros(batch, own.stop - own.start, model.width, device=device, dtype=dtype, requires_grad=training)
         with torch.set_grad_enabled(training):
-            out = mixer(h, *rest)
+            out = mixer(h, context).rows
         if training:
-            (out.rows if isinstance(out, Mixed) else out).sum().backward()
+            out.sum().backward()
 
 
 class _Unmet(Division):

@@ -47,7 +47,7 @@ class NextTokens(nn.Module):
         """(B, n) int64, n from 1, to (B, n, V) fp32; NaN where nothing can follow, as the context is full."""
         network = self.network
         h = network.embedding(F.pad(input_ids, (0, 1)))
-        rows = network.through(h, [None] * len(network.blocks), 0)
+        rows = network.forward_cached(h, [None] * len(network.blocks), 0)
         logits: Tensor = network.logits(network.norm(rows))[:, 1:].float()
         following = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
         # Runtimes without bounds of sizes would compute on, with positions that begin again.
@@ -67,15 +67,14 @@ def traced_program(folder: str | Path, format: str = "pt2") -> ExportedProgram:
         ConfigError: it is no export, or a model with parts that cannot be traced at every length.
     """
     config = Exported(folder).config
-    mixers = {str(getattr(block.mixer, "type", "patterns")) for block in config.blocks() if block.mixer is not None}
+    mixers = {block.mixer.type for block in config.blocks() if block.mixer is not None}
     if wrong := sorted(mixers - {"patterns", *_TRACED[format]}):
         also = "".join(f", {name}" for name in _TRACED[format])
         rule = f"attention of type {wrong[0]} has other shapes at other lengths; these have not: patterns{also}"
         raise ConfigError(f"--format={format}: {rule}")
     network = load_model(folder, dtype=torch.float32).requires_grad_(False)
-    parts: list[Any] = [part for part in network.modules() if hasattr(part, "backend")]
-    for part in parts:
-        part.backend = "reference"
+    for mixer in network.mixers:
+        mixer.backend = "reference"
     program = NextTokens(network)
     example = torch.zeros(3, min(7, config.context - 1), dtype=torch.int64)
     program(example)  # tables that are made at first use must not be made of symbols

@@ -280,7 +280,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
                 recompute=self._recompute if recomputed else None,
                 hidden=hidden,
             )
-            logits, auxiliary = mixed.rows, mixed.auxiliary
+            logits, auxiliary = mixed.rows, mixed.auxiliary_loss
         loss = None
         if labels is not None or shift_labels is not None:
             loss = self._loss(logits, labels, shift_labels, num_items_in_batch, auxiliary)

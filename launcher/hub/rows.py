@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from longstride.launcher.hub.alignment import align
 from longstride.launcher.hub.configuration import Specials
-from longstride.sparse_model import Mixed, SparseTransformer
+from longstride.sparse_model import BlockContext, MixerOutput, SparseTransformer
 
 
 def all_rows(
@@ -29,7 +29,7 @@ def all_rows(
     embedded: Tensor | None = None,
     recompute: Callable[..., Any] | None = None,
     hidden: list[Tensor] | None = None,
-) -> Mixed:
+) -> MixerOutput:
     """Logits of the token after each place, and what the network's parts give beside them.
 
     Args:
@@ -40,7 +40,7 @@ def all_rows(
         keep: which places to project to logits: 0 for all, a number for the last ones, integers (k,) or (B, k) for
             these, or bool (B, n), which gives (k, V).
         embedded: (B, n, C) in place of the tokens' embeddings; of ``tokens`` the shape alone then counts.
-        recompute: called as (block, rows, …) in place of each block.
+        recompute: called as (block, rows, context) in place of each block.
         hidden: gets what enters each block at each place, (B, n, C), and what the last one gives, normalised.
 
     Returns:
@@ -76,14 +76,14 @@ def all_rows(
             return aligned.at_places(rows)
         return rows[:, 1:] if length else rows
 
-    def recorded(block: Any, rows: Tensor, *rest: Any) -> Any:
+    def recorded(block: Any, rows: Tensor, of_block: BlockContext) -> Any:
         assert hidden is not None
         if aligned is None and not full and rows.dim() == h.dim():  # what is returned is read: it has a gradient
             hidden.append(rows[:, 1:] if length else rows)
             rows = torch.cat([rows[:, :1], hidden[-1]], 1) if length else rows
         else:  # reversible blocks have two streams, (2, B, n, C), whose mean leaves the last one
             hidden.append(placed(rows.mean(0).to(h.dtype) if rows.dim() > h.dim() else rows))
-        return block(rows, *rest) if recompute is None else recompute(block, rows, *rest)
+        return block(rows, of_block) if recompute is None else recompute(block, rows, of_block)
 
     # The last token of a row is a target only.
     rows = tokens if full else F.pad(tokens, (0, 1))
@@ -92,9 +92,9 @@ def all_rows(
         real = torch.arange(rows.shape[1], device=rows.device) <= aligned.lengths[:, None]
     embedded = None if embedded is None else embedded[:, : rows.shape[1] - 1]
     h = network.embedding(rows, embedded=embedded, real=real)
-    more = network.beside(rows.shape[1], real=real)
-    stream, _ = network.residual(lambda: h, more, recompute if hidden is None else recorded)
-    rows = network.norm(stream.rows)
+    contexts = network.block_contexts(rows.shape[1], real=real)
+    output, _ = network.residual(lambda: h, contexts, recompute if hidden is None else recorded)
+    rows = network.norm(output.rows)
     missing = None  # at which places there is nothing
     if full:
         missing = tokens.new_zeros(placed(h[..., :1]).shape[:2], dtype=torch.bool)
@@ -112,7 +112,7 @@ def all_rows(
     else:
         logits = network.logits(_kept(placed(rows), keep)).to(wide)
         missing = None if missing is None else _kept(missing, keep)
-    return stream._replace(rows=logits if missing is None else logits.masked_fill(missing[..., None], torch.nan))
+    return output._replace(rows=logits if missing is None else logits.masked_fill(missing[..., None], torch.nan))
 
 
 def _kept(rows: Tensor, keep: int | Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from longstride.launcher.models.tensors import (
     refuse,
 )
 from longstride.launcher.output import file_names
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import BlockContext, MixerOutput, ModelConfig, SparseTransformer
 
 _ADVICE = "name a folder written by `longstride export RUN --output DIR`"
 _MOST_NAME = 255  # characters of a file's
@@ -192,14 +192,14 @@ def streamed_model(
     def fetch(module: nn.Module, prefix: str) -> dict[str, Tensor]:
         return _placed_state(module, lambda name: tensor(f"{prefix}.{name}"), device, dtype)
 
-    prefixes = {block: f"blocks.{number}" for number, block in enumerate(model.blocks)}
+    prefixes: dict[nn.Module, str] = {block: f"blocks.{number}" for number, block in enumerate(model.blocks)}
     # glibc keeps freed memory, hundreds of MB more with every block, unless it is asked to give it back.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
-    def compute(block: nn.Module, h: Tensor) -> Tensor:
-        out = functional_call(block, fetch(block, prefixes[block]), (h,))
+    def compute(block: nn.Module, h: Tensor, context: BlockContext) -> MixerOutput:
+        output: MixerOutput = functional_call(block, fetch(block, prefixes[block]), (h, context))
         trim(0)
-        return out
+        return output
 
     model.activation_checkpoint = compute
     for name, module in model.named_children():

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +34,9 @@ _BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its st
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
     """Count parameters by part of the model, without allocating it."""
     model, kinds = _one_of_each(config)
-    parts = _parts_of(model)
+    parts = model.parameter_counts()
     for block, count in kinds.values():
-        parts.update({part: (count - 1) * numel for part, numel in _parts_of(block).items()})
+        parts.update({part: (count - 1) * numel for part, numel in block.parameter_counts().items()})
     return dict(parts)
 
 
@@ -78,15 +77,19 @@ def exchanges(config: RunConfig) -> list[Exchange | None]:
     network.divide(Division(0, size, exchange=requested[2]))
     layers: list[Exchange | None] = []
     before = 0
-    for block, extra_inputs in zip(network.blocks, network.beside(model.context), strict=True):
-        columns = extra_inputs[3] if len(extra_inputs) > 3 else 0
+    for block, context in zip(network.blocks, network.block_contexts(model.context), strict=True):
+        columns = context.columns
         anew = 0 if columns == before else bool(before) + bool(columns)
-        mixer: Any = block.attention
-        before = columns
-        if not hasattr(mixer, "traffic"):
-            layers += [] if mixer is None else [None]
+        mixer, before = block.attention, columns
+        if mixer is None:
             continue
-        ways = [mixer.traffic(Division(0, size, exchange=each), model.context) for each in requested]
+        ways = []
+        for exchange in requested:
+            if (traffic := mixer.traffic(Division(0, size, exchange=exchange), model.context)) is not None:
+                ways.append(traffic)
+        if not ways:
+            layers.append(None)
+            continue
         sent = [element * sum(way.sent) // size for way in ways]
         layers.append(
             Exchange(
@@ -106,15 +109,6 @@ def buffer_numbers(config: ModelConfig) -> int:
     model, kinds = _one_of_each(config)
     modules = [(model, 1), *((block, count - 1) for block, count in kinds.values())]
     return sum(count * buffer.numel() for module, count in modules for buffer in module.buffers())
-
-
-def _parts_of(module: torch.nn.Module, part: str = "") -> Counter[str]:
-    """Count parameters by the parts that own them: the nearest module around them that says which."""
-    part = getattr(module, "part", part)
-    counts = Counter({part: sum(parameter.numel() for parameter in module.parameters(recurse=False))})
-    for child in module.children():
-        counts.update(_parts_of(child, part))
-    return +counts  # none that has no parameters
 
 
 def dense_pairs(config: ModelConfig) -> int:

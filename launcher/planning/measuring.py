@@ -23,7 +23,7 @@ from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import EngineStep, build_engine, check_engine, prepare_accelerator
 from longstride.launcher.planning.costs import engine_parameters
 from longstride.launcher.ranks import Ranks, process_group
-from longstride.sparse_model import BlockConfig
+from longstride.sparse_model import BlockConfig, BlockContext
 
 WARM_STEPS, STEPS = 2, 5  # taken before, which also compile and allocate, and measured
 MOST_SECONDS = 60.0  # of steps that are measured, if three are
@@ -144,9 +144,9 @@ class _Marks:
         model = engine.module
         inner: Callable[..., Any] | None = model.activation_checkpoint
 
-        def run(block: Any, h: Tensor, *rest: Any) -> Any:
+        def run(block: Any, h: Tensor, context: BlockContext) -> Any:
             self._begin(h)
-            return block(h, *rest) if inner is None else inner(block, h, *rest)
+            return block(h, context) if inner is None else inner(block, h, context)
 
         model.activation_checkpoint = run
         model.norm.register_forward_pre_hook(lambda _, args: self._begin(args[0]))
@@ -170,8 +170,12 @@ class _Marks:
         for number, rows in enumerate(tokens):
             self._times.clear()
             began = self._now()
-            output = engine(rows.to(engine.device), return_nats=True, return_mixed=True)
-            loss = output.rows.mean() if output.auxiliary is None else output.rows.mean() + output.auxiliary.float()
+            output = engine(rows.to(engine.device), return_nats=True, return_extras=True)
+            loss = (
+                output.rows.mean()
+                if output.auxiliary_loss is None
+                else output.rows.mean() + output.auxiliary_loss.float()
+            )
             if number + 1 < micro_batches:
                 step.accumulate(loss)
                 ended = self._now()

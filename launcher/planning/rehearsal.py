@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from longstride.kernels.selections import section_reads
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import BlockConfig, Division, SparseTransformer
+from longstride.sparse_model import BlockConfig, BlockContext, Division, SparseTransformer
 
 MOST_POSITIONS = 1 << 24  # of a context: a rehearsal goes through it piece by piece, and a million take ten seconds
 REHEARSED_BLOCKS = 2  # of each kind: the first also makes what blocks share, such as the table of rotary positions
@@ -128,12 +128,9 @@ def _rehearse(
         if config.train.sequence_parallel is not None:
             model.divide(around)
             for block, own in zip(model.blocks, within, strict=True):
-                parts: list[Any] = [part for part in block.modules() if hasattr(part, "division")]
-                for part in parts:
-                    part.division = own
+                block.divide(own)
             with unset_fake_temporarily():
-                for block in model.blocks:
-                    _list_keys(block.attention, around, config.model.context)
+                _list_keys(model, around)
         tokens = torch.zeros(config.train.micro_batch, config.model.context, dtype=torch.uint8)
         if device != "cpu":
             modes.enter_context(_FusedDropout())
@@ -147,7 +144,7 @@ def _rehearse(
             rehearsed.begun.append(live.now)
             h.register_hook(lambda _: peaks.append(live.take_peak()))
 
-        def run(block: Callable[..., Any], h: Tensor, *rest: Any) -> Any:
+        def run(block: Callable[..., Any], h: Tensor, context: BlockContext) -> Any:
             # Its rows were divided anew, which nothing recomputes, and their gradients will be.
             for _ in range(2):
                 rehearsed.within[len(rehearsed.begun)].update(around.exchanged)
@@ -155,11 +152,11 @@ def _rehearse(
             around.exchanged.clear()
             begin(h)
             if not checkpointing:
-                return block(h, *rest)
+                return block(h, context)
             # As DeepSpeed's: keeps a block's input, and runs the block again in the backward pass.
             rehearsed.input_bytes = h.nbytes
             with kept_inputs:
-                return checkpoint(block, h, *rest, use_reentrant=True)
+                return checkpoint(block, h, context, use_reentrant=True)
 
         if not config.model.reversible:
             model.activation_checkpoint = run
@@ -173,11 +170,13 @@ def _rehearse(
     return rehearsed
 
 
-def _list_keys(attention: Any, division: Division, context: int) -> None:
-    """Have the lists of keys that an attention exchanges made and kept, so that the rehearsal finds them."""
-    if hasattr(attention, "traffic") and attention.traffic(division, context).exchange == "keys":
-        place = division.size, division.rank
-        section_reads(attention.patterns, attention.key_value_heads, context, *place, torch.device("cpu"))
+def _list_keys(model: SparseTransformer, division: Division) -> None:
+    """Have the lists of keys that mixers exchange made and kept, so that the rehearsal finds them."""
+    context, place = model.config.context, (division.size, division.rank)
+    for mixer in model.mixers:
+        traffic = mixer.traffic(division, context)
+        if traffic is not None and traffic.exchange == "keys":
+            section_reads(mixer.patterns, mixer.key_value_heads, context, *place, torch.device("cpu"))
 
 
 def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = None) -> Activations:
@@ -193,8 +192,8 @@ def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = Non
     hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in trained]
     try:
         with live or LiveBytes([*model.parameters(), *model.buffers(), tokens]) as live:
-            output = model(tokens, return_nats=True, return_mixed=True)
-            loss = output.rows.sum() if output.auxiliary is None else output.rows.sum() + output.auxiliary
+            output = model(tokens, return_nats=True, return_extras=True)
+            loss = output.rows.sum() if output.auxiliary_loss is None else output.rows.sum() + output.auxiliary_loss
             kept = live.now
             loss.backward()
         return Activations(kept, live.peak)

@@ -305,7 +305,7 @@ def score(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list
     real = torch.arange(tokens.shape[1]) < batch.lengths[rows, None]
     if not bool(real.all()):
         more["real"] = real.to(device)
-    given = engine(tokens.to(device), return_nats=True, return_mixed=True, **more)
+    given = engine(tokens.to(device), return_nats=True, return_extras=True, **more)
     nats, auxiliary, statistics = given  # (B, N), …
     if context_nats is not None:
         context_nats += nats.detach().double().sum(1).tolist()

@@ -65,8 +65,8 @@ def context_work(config: ModelConfig, like: torch.Tensor | None = None) -> int:
         work, attention = block.work(config.context, 1), 0
         if work.pairs:
             visited = work.pairs
-            if like is not None and hasattr(block.attention, "visited_pairs"):
-                visited = block.attention.visited_pairs(config.context, like)
+            if like is not None:
+                visited = block.attention.visited_pairs(config.context, like) or visited
             attention = (work.scores + work.values) * visited // work.pairs
         total += count * (3 * (work.linear + attention) + work.choosing)
     return total

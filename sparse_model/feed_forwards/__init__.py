@@ -9,12 +9,12 @@ from typing import Any
 
 from longstride.kernels import ConfigError, Problem, nearest
 from longstride.sparse_model.feed_forwards import dense
-from longstride.sparse_model.feed_forwards.dense import DenseFeedForward
+from longstride.sparse_model.feed_forwards.dense import DenseConfig
 from longstride.sparse_model.feed_forwards.experts import ExpertsConfig
 from longstride.sparse_model.network import MOST_SUBLAYERS
 from longstride.sparse_model.part import FeedForwardConfig
 
-FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"dense": DenseFeedForward, "experts": ExpertsConfig}
+FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"dense": DenseConfig, "experts": ExpertsConfig}
 
 
 def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstride.sparse_model.division import Division
 from longstride.sparse_model.network import NetworkConfig
-from longstride.sparse_model.part import FeedForwardConfig, Work, draw_linear
+from longstride.sparse_model.part import (
+    PLAIN,
+    BlockContext,
+    FeedForward,
+    FeedForwardConfig,
+    MixerOutput,
+    Work,
+    draw_linear,
+)
 
 LONG_ROWS = 1 << 17  # above so many rows, the backward pass computes the inner activations again
 CHUNK_ROWS = 1 << 14  # rows at a time, then
@@ -62,20 +69,21 @@ ACTIVATIONS = {
 }
 
 
-class DenseFeedForward(FeedForwardConfig):
+class DenseConfig(FeedForwardConfig):
     """Two projections around an activation (section 5.2)."""
 
+    supports: ClassVar = frozenset({"padding", "reversible", "sections"})
     type: Literal["dense"] = Field(default="dense", description="two projections around an activation")
     activation: Literal["sigmoid_gelu", "squared_relu"] = Field(
         default="sigmoid_gelu", description="sigmoid_gelu is the paper's, squared_relu that of So et al. 2021"
     )
 
-    def make(self, network: NetworkConfig) -> FeedForward:
-        """The module."""
-        return FeedForward(network, self.activation)
+    def make(self, network: NetworkConfig) -> DenseFeedForward:
+        """Make the module."""
+        return DenseFeedForward(network, self.activation)
 
 
-class FeedForward(nn.Module):
+class DenseFeedForward(FeedForward):
     """Two projections around the activation (section 5.2)."""
 
     part = "feed-forward"
@@ -84,7 +92,6 @@ class FeedForward(nn.Module):
         """``kind``: of activation."""
         super().__init__()
         self.network, self.kind = network, kind
-        self.division = Division()
         self.activation, _ = ACTIVATIONS[kind]
         self.expand = nn.Linear(network.width, network.feed_forward_width, bias=network.bias)
         self.contract = nn.Linear(network.feed_forward_width, network.width, bias=network.bias)
@@ -94,13 +101,14 @@ class FeedForward(nn.Module):
         draw_linear(self.expand, self.network)
         draw_linear(self.contract, self.network, into_stream=True)
 
-    def forward(self, h: Tensor, real: Tensor | None = None) -> Tensor:
+    def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
         """(B, N, C) to (B, N, C). It computes padding as any row: rows that nothing reads give no gradient."""
         plain = isinstance(self.expand, nn.Linear) and isinstance(self.contract, nn.Linear)  # and no adapters of others
         if torch.compiler.is_exporting() or h.shape[:-1].numel() <= LONG_ROWS or not plain:
-            return self.contract(self.activation(self.expand(h)))
+            return MixerOutput(self.contract(self.activation(self.expand(h))))
         parameters = (self.expand.weight, self.expand.bias, self.contract.weight, self.contract.bias)
-        return FeedForwardInChunks.apply(h.flatten(0, -2), *parameters, self.kind, CHUNK_ROWS).view(h.shape)
+        rows = FeedForwardInChunks.apply(h.flatten(0, -2), *parameters, self.kind, CHUNK_ROWS)
+        return MixerOutput(rows.view(h.shape))
 
     def work(self, positions: int, batch: int) -> Work:
         """Of long inputs the backward pass computes the first half again."""

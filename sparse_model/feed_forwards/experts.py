@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -19,11 +19,19 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from longstride.kernels import ConfigError
-from longstride.sparse_model.division import Division
 from longstride.sparse_model.feed_forwards import dense
 from longstride.sparse_model.feed_forwards.dense import ACTIVATIONS
 from longstride.sparse_model.network import NetworkConfig
-from longstride.sparse_model.part import FeedForwardConfig, Mixed, Work, draw
+from longstride.sparse_model.part import (
+    PLAIN,
+    BlockContext,
+    FeedForward,
+    FeedForwardConfig,
+    MixerOutput,
+    Part,
+    Work,
+    draw,
+)
 
 MOST_EXPERTS = 1 << 16
 
@@ -31,6 +39,7 @@ MOST_EXPERTS = 1 << 16
 class ExpertsConfig(FeedForwardConfig):
     """Experts, each as wide as a dense feed-forward of the network."""
 
+    supports: ClassVar = frozenset({"padding", "reversible", "sections"})
     type: Literal["experts"] = Field(description="experts, each as wide as a dense feed-forward")
     count: int = Field(ge=1, le=MOST_EXPERTS, description="experts")
     top: int = Field(default=2, ge=1, le=2, description="experts for a row: 2 as GShard has it, 1 as Switch")
@@ -56,7 +65,7 @@ class ExpertsConfig(FeedForwardConfig):
         return Experts(network, self)
 
 
-class Router(nn.Module):
+class Router(Part):
     """Scores of all experts for each row.
 
     Muon does not have it: the rows of its gradient add up to zero, as a softmax does not see what is added to all
@@ -79,7 +88,7 @@ class Router(nn.Module):
         return F.linear(rows, self.weight.to(rows.dtype))
 
 
-class Experts(nn.Module):
+class Experts(FeedForward):
     """Feed-forwards (section 5.2) of which each row has one or two, weighted by a softmax.
 
     All parameters are whole tensors over all experts: a step gives every one of them a gradient, of zeros where no row
@@ -93,7 +102,6 @@ class Experts(nn.Module):
         super().__init__()
         self.network, self.config, self.count = network, config, config.count
         self.activation, _ = ACTIVATIONS[config.activation]
-        self.division = Division()
         self.in_sections = config.capacity is not None  # arrivals are counted by position
         width, inner, bias = network.width, network.feed_forward_width, network.bias
         self.router = Router(network, self.count)
@@ -107,17 +115,17 @@ class Experts(nn.Module):
         draw(self.expand, self.network, self.network.width)
         draw(self.contract, self.network, self.network.feed_forward_width, into_stream=True)
 
-    def forward(self, h: Tensor, real: Tensor | None = None) -> Tensor | Mixed:
-        """(B, N, C) to (B, N, C); in training with the auxiliary loss. ``real`` as ``route`` takes it."""
-        gates, chosen, auxiliary = self.route(h, real)
+    def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
+        """(B, N, C) to (B, N, C); in training with the auxiliary loss."""
+        gates, chosen, auxiliary_loss = self.route(h, context.real)
         if torch.compiler.is_exporting():
-            return self._by_all_experts(h, gates, chosen)
-        if h.shape[1] == 1 and real is None and chosen.numel() <= self.count and not torch.is_grad_enabled():
-            return self._few_rows(h, gates, chosen)
+            return MixerOutput(self._by_all_experts(h, gates, chosen))
+        if h.shape[1] == 1 and context.real is None and chosen.numel() <= self.count and not torch.is_grad_enabled():
+            return MixerOutput(self._few_rows(h, gates, chosen))
         parameters = (self.expand, self.expand_bias, self.contract, self.contract_bias)
         long = dense.CHUNK_ROWS if chosen.numel() > dense.LONG_ROWS else None
         out = SortedExperts.apply(h.flatten(0, 1), gates, chosen, *parameters, self.config.activation, long)
-        return out.view(h.shape) if auxiliary is None else Mixed(out.view(h.shape), auxiliary)
+        return MixerOutput(out.view(h.shape), auxiliary_loss)
 
     def route(self, h: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Which experts each row of h (B, N, C) has, in fp32 (fp64 for fp64) whatever its precision.

@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -39,7 +39,7 @@ from longstride.sparse_model.mixers.attention import (
 )
 from longstride.sparse_model.mixers.cache import KeptRows
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import Mixed, Work
+from longstride.sparse_model.part import MixerOutput, Work
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -52,7 +52,6 @@ SCORES_IN_WORK = 1 << 22  # of the ramp, at once: in fp32 16 MiB
 class AdaptiveSpanConfig(OfQueriesAndKeys, StrictModel):
     """Adaptive spans as the configuration asks for them."""
 
-    divides_contexts: ClassVar[bool] = True
     type: Literal["adaptive_span"] = Field(description="each head learns how far it reads")
     ramp: int = Field(  # of 1, a whole span would have no slope
         default=32,
@@ -115,13 +114,13 @@ class AdaptiveSpan(Attention):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
-    ) -> Tensor | Mixed:
+    ) -> MixerOutput:
         """q (B, H, N, D), k and v (B, K, N, ·) to (B, H, N, Dv); in training with the penalty."""
         spans = self.division.alike(self.positions_read())  # which way they lead says the gradient of the whole
         out = span_attention(q, k, v, spans[heads], self.config.ramp, self.limit, self.backend)
         if not (self.training and self.config.penalty):
-            return out
-        return Mixed(out, self.config.penalty * spans.mean())
+            return MixerOutput(out)
+        return MixerOutput(out, self.config.penalty * spans.mean())
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RecentKeyValues:
         """Empty keys and values with room for ``length`` positions."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,30 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_attention, sparse_attention
 from longstride.kernels.patterns import Column, Local, Pattern
 from longstride.sparse_model.division import Division, Traffic
-from longstride.sparse_model.documents import Documents
 from longstride.sparse_model.mixers.cache import Cache, KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
 from longstride.sparse_model.mixers.sections import section_attention
 from longstride.sparse_model.network import NetworkConfig, nearest_divisor
-from longstride.sparse_model.part import HeadWidths, Mixed, Work, draw_linear
+from longstride.sparse_model.part import (
+    PLAIN,
+    BlockContext,
+    HeadWidths,
+    Mixer,
+    MixerConfig,
+    MixerOutput,
+    Work,
+    draw_linear,
+)
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 
 ALL_HEADS = slice(None)
 KEY_VALUE_HEADS = "heads of keys and values, each for a group of heads of queries; a divisor of heads; null: as many"
 
 
-class OfQueriesAndKeys:
+class OfQueriesAndKeys(MixerConfig):
     """What the configurations of all attention have in common."""
+
+    supports: ClassVar = frozenset({"convolution", "padding", "reversible", "sections"})
 
     @property
     def has_queries(self) -> bool:
@@ -57,9 +67,8 @@ class HeadPatterns(OfQueriesAndKeys):
 
     patterns: tuple[Pattern, ...]
     key_value_heads: int | None = None
-    within_documents: ClassVar[bool] = True
-    divides_contexts: ClassVar[bool] = True
-    exchanges_keys: ClassVar[bool] = True
+    type: str = field(default="patterns", init=False)
+    supports: ClassVar = OfQueriesAndKeys.supports | {"documents", "keys"}
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError unless all patterns divide the context evenly, and heads of keys those of queries."""
@@ -96,7 +105,7 @@ class AttentionState:
             self.recent.truncate(length)
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Projects to heads, attends over each head's pattern, and projects back (section 5.2).
 
     As the configuration asks, a convolution over positions comes first, and queries and keys are normalised (Henry et
@@ -133,11 +142,9 @@ class Attention(nn.Module):
         self.equal_widths = len(set(self.widths)) == 1
         self.rotary, self.normed = rotary, network.query_key_norm
         self.as_projected = self.rotary is None and not self.normed  # queries and keys
-        self.division = Division()
         self.convolution = CausalConvolution(network.convolution, network.width) if network.convolution else None
         self.query_key_value = nn.Linear(network.width, sum(self.widths), bias=network.bias)
         self.projection = nn.Linear(network.width, network.width, bias=network.bias)
-        # Several matrices in one, see ``parameter_roles``.
         self.stacked_rows = {"query_key_value": tuple(width for width in self.widths if width)}
 
     def initialize(self) -> None:
@@ -145,32 +152,22 @@ class Attention(nn.Module):
         draw_linear(self.query_key_value, self.network)
         draw_linear(self.projection, self.network, into_stream=True)
 
-    def forward(
-        self,
-        h: Tensor,
-        state: AttentionState | None = None,
-        first: int = 0,
-        documents: Documents | None = None,
-        columns: int = 0,
-        real: Tensor | None = None,
-    ) -> Tensor | Mixed:
-        """(B, N, C) to (B, N, C). With a state: of the positions from ``first`` on, which attend to the kept ones too.
-
-        With documents, each is computed as in a context of its own. With columns, rows are those of this process's
-        columns of that stride, as the method ``columns`` asks for. ``real`` as ``attend`` takes it.
-        """
+    def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
+        """Attend from each row of h (B, N, C); with a state, to the kept positions too."""
+        state: Any = context.state
+        first, documents, columns = context.first, context.documents, context.columns
         if self.convolution is not None:
             of_document = None if documents is None else documents.places
             h = self.convolution(h, None if state is None else state.recent, first, of_document)
         rows = self.query_key_value(h)
         if state is not None and h.shape[1] == 1:
             q, k, v = self._heads_of_one(rows, first)
-            return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
+            return MixerOutput(self.projection(state.keys_values.step(q, k, v, first).view(h.shape)))
         if state is not None and first:
             q, k, v = self.heads_of(rows, slice(first, first + h.shape[1]))
             step = state.keys_values.step
             steps = [step(q[:, :, n], k[:, :, n], v[:, :, n], first + n) for n in range(h.shape[1])]
-            return self.projection(torch.stack(steps, 1).flatten(2))
+            return MixerOutput(self.projection(torch.stack(steps, 1).flatten(2)))
         division = self.division
         places: Tensor | slice = division.positions(h.shape[1])
         if documents is not None:
@@ -181,39 +178,33 @@ class Attention(nn.Module):
         exchange = "heads"  # of nothing, where there is one process
         if division.size > 1:
             exchange = self.traffic(division, h.shape[1] * division.size, documents is not None).exchange
-        given: Tensor | Mixed
         if state is not None:
-            given = state.keys_values.begin(q, k, v)
+            output = MixerOutput(state.keys_values.begin(q, k, v))
         elif columns:
             patterns = [_within_columns(pattern, division.size)[1] for pattern in self.patterns]
-            given = sparse_attention(q, k, v, patterns, backend=self.backend)
+            output = MixerOutput(sparse_attention(q, k, v, patterns, backend=self.backend))
         elif exchange == "keys":
-            given = section_attention(q, k, v, self.patterns, division, self.backend)
+            output = MixerOutput(section_attention(q, k, v, self.patterns, division, self.backend))
         else:
-            given = self._by_heads(q, k, v, documents, real)
-        out = given.rows if isinstance(given, Mixed) else given
-        out = self.projection(out.transpose(1, 2).flatten(2))
-        return given._replace(rows=out) if isinstance(given, Mixed) else out
+            output = self._by_heads(q, k, v, context)
+        return output._replace(rows=self.projection(output.rows.transpose(1, 2).flatten(2)))
 
-    def _by_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, real: Tensor | None
-    ) -> Tensor | Mixed:
-        """Of the own positions of all heads to those of the output, by some heads of whole contexts."""
+    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, context: BlockContext) -> MixerOutput:
+        """Attention under sequence parallelism: swap sections for heads, attend over whole contexts, swap back."""
         division = self.division
         if self.copies > 1:
             k, v = (x.repeat_interleave(self.copies, 1) for x in (k, v))
         q, k, v = division.to_heads(q, k, v)
         heads = division.heads(self.heads)
-        given: Tensor | Mixed
-        if documents is not None:
-            selection = documents.selection
+        if context.documents is not None:
+            selection = context.documents.selection
             assert selection is not None
             selection = selection if division.size == 1 else selection.of_heads(heads)
-            given = selected_attention(q, k, v, selection, backend=self.backend)
+            output = MixerOutput(selected_attention(q, k, v, selection, backend=self.backend))
         else:
-            given = self.attend(q, k, v, heads, real)
-        (out,) = division.to_sections(given.rows if isinstance(given, Mixed) else given)
-        return given._replace(rows=out) if isinstance(given, Mixed) else out
+            output = self.attend(q, k, v, heads, context.real)
+        (rows,) = division.to_sections(output.rows)
+        return output._replace(rows=rows)
 
     @property
     def copies(self) -> int:
@@ -247,14 +238,14 @@ class Attention(nn.Module):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
-    ) -> Tensor | Mixed:
-        """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv), with what else there is to tell.
+    ) -> MixerOutput:
+        """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to rows (B, H, N, Dv), and losses.
 
         These are of some ``heads`` alone where contexts are divided. ``real`` (B, N) bool is False where a row is
         padding, which takes part in no statistics and no average; None: all are real. What attends otherwise overrides
         this, ``new_cache``, ``num_pairs``, ``allowed`` and ``weigh``, or some of them.
         """
-        return sparse_attention(q, k, v, self.patterns[heads], backend=self.backend)
+        return MixerOutput(sparse_attention(q, k, v, self.patterns[heads], backend=self.backend))
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> Cache:
         """Empty keys and values with room for ``length`` positions, and how one more query reads them."""

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstride.sparse_model.division import Division
-from longstride.sparse_model.part import Work
+from longstride.sparse_model.part import Part, Work
 from longstride.sparse_model.tiles import tiles, wide_of
 
 
-class CausalConvolution(nn.Module):
+class CausalConvolution(Part):
     """x_i + Σ_j w_j · x_(i-j) for j from 0 to k - 1, channel by channel (So et al. 2021; Gu & Dao 2023).
 
     The weights begin at 0, where it changes nothing.
@@ -24,7 +23,6 @@ class CausalConvolution(nn.Module):
     def __init__(self, positions: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(positions, width))  # row j is of the position j before
-        self.division = Division()
 
     def forward(
         self, h: Tensor, state: RecentRows | None = None, first: int = 0, places: Tensor | None = None

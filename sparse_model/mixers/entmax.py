@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -45,7 +45,7 @@ from longstride.sparse_model.mixers.attention import (
 from longstride.sparse_model.mixers.cache import KeptRows
 from longstride.sparse_model.mixers.synthesizer import PATTERN_SCHEMA, one_pattern
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import HeadWidths
+from longstride.sparse_model.part import HeadWidths, MixerOutput
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -62,7 +62,6 @@ LEAST_EXCESS = 2.0**-20  # of α over 1: nearer to softmax than fp32 tells
 class EntmaxConfig(OfQueriesAndKeys, StrictModel):
     """Adaptively sparse attention as the configuration asks for it."""
 
-    divides_contexts: ClassVar[bool] = True
     type: Literal["entmax"] = Field(description="adaptively sparse attention: α-entmax in the place of softmax")
     pattern: Annotated[Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA)] = Field(
         description="what may be read: a pattern, its factors merged"
@@ -123,9 +122,11 @@ class EntmaxAttention(Attention):
         """α - 1 of each head, (H,) fp32 (fp64 for fp64)."""
         return self.excess_logits.to(wide_of(self.excess_logits)).sigmoid().clamp_min(LEAST_EXCESS)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
+    ) -> MixerOutput:
         """q (B, H, N, D), k and v (B, K, N, ·) to (B, H, N, Dv)."""
-        return entmax_attention(q, k, v, self.excess()[heads], self.patterns[heads])
+        return MixerOutput(entmax_attention(q, k, v, self.excess()[heads], self.patterns[heads]))
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> EntmaxKeyValues:
         """Empty keys and values with room for ``length`` positions."""

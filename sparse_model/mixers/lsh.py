@@ -16,7 +16,7 @@ is read. Here chunks count the members of a bucket so far, and nothing of the fu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -30,7 +30,7 @@ from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQue
 from longstride.sparse_model.mixers.cache import KeptRows
 from longstride.sparse_model.mixers.members import RecentMembers
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import Work
+from longstride.sparse_model.part import MixerOutput, Work
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 
@@ -41,7 +41,6 @@ MOST_ROUNDS = 128
 class LshConfig(OfQueriesAndKeys, StrictModel):
     """Attention by hashing as the configuration asks for it."""
 
-    divides_contexts: ClassVar[bool] = True
     type: Literal["lsh"] = Field(description="attention among positions that fall into one bucket of a hash")
     buckets: Annotated[int, POSITIVE] = Field(description="of a round: an even number, or one")
     rounds: int = Field(default=1, gt=0, le=MOST_ROUNDS, description="hashes, each with buckets of its own")
@@ -103,9 +102,11 @@ class HashedAttention(Attention):
         q, v = super()._heads_of_one(row, position)
         return q, _unit(q), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
+    ) -> MixerOutput:
         """q, k and v (B, H, N, D) of whole contexts to (B, H, N, D)."""
-        return selected_attention(q, k, v, self.selection(q, heads), backend=self.backend)
+        return MixerOutput(selected_attention(q, k, v, self.selection(q, heads), backend=self.backend))
 
     def selection(self, q: Tensor, heads: slice = ALL_HEADS) -> Selection:
         """Who reads whom, for queries (B, H, N, D) of some heads."""

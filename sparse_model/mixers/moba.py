@@ -10,7 +10,7 @@ query, D head width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -28,7 +28,7 @@ from longstride.sparse_model.mixers.attention import (
 )
 from longstride.sparse_model.mixers.cache import KeptRows
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import Work
+from longstride.sparse_model.part import MixerOutput, Work
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -39,7 +39,6 @@ SCORES = 1 << 24  # of queries and blocks at once, in all heads
 class MobaConfig(OfQueriesAndKeys, StrictModel):
     """Attention to the own block and to the best of those before it."""
 
-    divides_contexts: ClassVar[bool] = True
     type: Literal["moba"] = Field(description="attention to the own block and to the best of those before it")
     block: Annotated[int, POSITIVE] = Field(description="positions; the last block of a context may be shorter")
     top: Annotated[int, POSITIVE] = Field(description="blocks that a query reads, its own one counted")
@@ -75,10 +74,12 @@ class BlockAttention(Attention):
         super().__init__(network, (), rotary, key_value_heads=config.key_value_heads)
         self.block, self.top = config.block, config.top
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
+    ) -> MixerOutput:
         """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv)."""
         selection = chosen_blocks(choices(q, means(k, self.block), self.block, self.top), self.block)
-        return selected_attention(q, k, v, selection, backend=self.backend)
+        return MixerOutput(selected_attention(q, k, v, selection, backend=self.backend))
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> BlockCache:
         """Empty keys and values, and room for the means of whole blocks."""
@@ -132,7 +133,7 @@ class BlockCache(KeptRows):
         self.keys[:, :, :rows] = k
         self.values[:, :, :rows] = v
         self.means[:, :, : rows // block] = means(k, block)
-        return self.owner.attend(q, k, v)
+        return self.owner.attend(q, k, v).rows
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
         """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -45,7 +45,7 @@ from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQue
 from longstride.sparse_model.mixers.cache import KeptRows, KeyValues
 from longstride.sparse_model.mixers.members import RecentMembers
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import Mixed, Work
+from longstride.sparse_model.part import MixerOutput, Work
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -64,7 +64,6 @@ class LocalHeads(StrictModel):
 class RoutingConfig(OfQueriesAndKeys, StrictModel):
     """Routing attention as the configuration asks for it."""
 
-    divides_contexts: ClassVar[bool] = True
     type: Literal["routing"] = Field(description="attention among positions of one cluster, which content decides")
     clusters: Annotated[int, POSITIVE] = Field(description="of positions; about the root of the context; the paper's k")
     window: Annotated[int, POSITIVE] = Field(description="keys that a query of a routed head reads at most")
@@ -143,7 +142,7 @@ class ClusteredAttention(Attention):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
-    ) -> Tensor | Mixed:
+    ) -> MixerOutput:
         """q, k and v (B, H, N, D) of whole contexts to (B, H, N, Dv), with statistics of real rows in training."""
         outs, patterns = [], self.patterns[heads]
         local = len(patterns)
@@ -160,9 +159,7 @@ class ClusteredAttention(Attention):
         counted, clusters = (q, queries) if keys is None else (k, keys)
         if real is not None:
             clusters = clusters.where(real[:, None], -1)
-        if self.training and (seen := self.statistics(counted, clusters, routed)):
-            return Mixed(out, None, seen)
-        return out
+        return MixerOutput(out, statistics=self.statistics(counted, clusters, routed) if self.training else ())
 
     def assigned(self, q: Tensor, k: Tensor, first: int = 0, routed: slice = ALL_HEADS) -> tuple[Tensor, Tensor | None]:
         """The clusters of queries and keys (B, r, n, D) of some routed heads; None for keys that are the queries."""

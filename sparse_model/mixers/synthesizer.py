@@ -41,7 +41,17 @@ from longstride.sparse_model.mixers.attention import AttentionState
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
 from longstride.sparse_model.network import POSITIVE, NetworkConfig, nearest_divisor
-from longstride.sparse_model.part import HeadWidths, Work, draw, draw_linear
+from longstride.sparse_model.part import (
+    PLAIN,
+    BlockContext,
+    HeadWidths,
+    Mixer,
+    MixerConfig,
+    MixerOutput,
+    Work,
+    draw,
+    draw_linear,
+)
 from longstride.sparse_model.rotary import PreparedHeads, Rotary
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -95,10 +105,10 @@ PATTERN_SCHEMA: dict[str, Any] = {
 }
 
 
-class SynthesizerConfig(StrictModel):
+class SynthesizerConfig(MixerConfig, StrictModel):
     """A synthesizer as the configuration asks for it."""
 
-    divides_contexts: ClassVar[bool] = True
+    supports: ClassVar = frozenset({"convolution", "padding", "reversible", "sections"})
     type: Literal["synthesizer"] = Field(description="scores without products of queries and keys (Tay et al. 2020)")
     kind: Annotated[Any, BeforeValidator(_kinds), WithJsonSchema(_KIND_SCHEMA)] = Field(
         description="of scores: one, or a list of those that are mixed"
@@ -201,7 +211,7 @@ class ScoredState:
             self.recent.truncate(length)
 
 
-class Synthesizer(nn.Module):
+class Synthesizer(Mixer):
     """Projects to heads, weighs values by synthesized scores, and projects back (Tay et al. 2020, section 3)."""
 
     part = "synthesizer"
@@ -221,7 +231,6 @@ class Synthesizer(nn.Module):
         widths = config.head_widths(network)
         self.product_width, self.whole_scores = widths.query_key, not widths.in_kernels
         self.rotary, self.normed = rotary, network.query_key_norm
-        self.division = Division()
         context, heads, width = network.context, network.heads, network.width
         hidden, rank = config.hidden or width // heads, config.rank or RANK
         # What one projection of a row gives, in this order: queries and keys first, as they are prepared.
@@ -268,14 +277,10 @@ class Synthesizer(nn.Module):
         for name, fan_in in self.tables.items():
             draw(getattr(self, name), self.network, fan_in)
 
-    def forward(
-        self,
-        h: Tensor,
-        state: AttentionState | ScoredState | None = None,
-        first: int = 0,
-        real: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
         """(B, N, C) to (B, N, C). With a state: of the positions from ``first`` on, which read the kept ones too."""
+        state: Any = context.state
+        first = context.first
         if self.convolution is not None:
             h = self.convolution(h, None if state is None else state.recent, first)
         given = self.heads_of(self.rows(h), first)
@@ -283,11 +288,10 @@ class Synthesizer(nn.Module):
         values, queries, keys, *_ = given
         if self.whole_scores:
             if state is not None:
-                assert isinstance(state, ScoredState)
                 values, keys = state.add(values, keys, first)
             out = self._weigh(given, keys, values, first, heads)
         else:
-            assert queries is not None and keys is not None and not isinstance(state, ScoredState)
+            assert queries is not None and keys is not None
             if state is None:
                 out = sparse_attention(queries, keys, values, self.patterns[heads], scale=1.0, backend=self.backend)
             elif first or h.shape[1] == 1:
@@ -297,7 +301,7 @@ class Synthesizer(nn.Module):
             else:
                 out = state.keys_values.begin(queries, keys, values)
         (out,) = self.division.to_sections(out)
-        return self.projection(out.transpose(1, 2).flatten(2))
+        return MixerOutput(self.projection(out.transpose(1, 2).flatten(2)))
 
     def heads_of(self, rows: Tensor, first: int = 0) -> Heads:
         """What the projected rows (B, n, channels) of positions from ``first`` on give to their heads.

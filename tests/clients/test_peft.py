@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.sparse_model import dense
+from longstride.sparse_model.feed_forwards import dense
 from tests.harness.clients import client
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair

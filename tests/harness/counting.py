@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from longstride.sparse_model.feed_forwards import FEED_FORWARDS
-from longstride.sparse_model.feed_forwards.dense import FeedForward
+from longstride.sparse_model.feed_forwards.dense import DenseFeedForward
 from longstride.sparse_model.network import NetworkConfig
-from longstride.sparse_model.part import FeedForwardConfig, Mixed
+from longstride.sparse_model.part import PLAIN, BlockContext, FeedForwardConfig, MixerOutput
 
 NAME = "counting"
 
@@ -18,13 +18,14 @@ NAME = "counting"
 class CountingConfig(FeedForwardConfig):
     """Dense, and counting."""
 
+    supports: ClassVar = frozenset({"padding", "reversible", "sections"})
     type: Literal["counting"]
 
     def make(self, network: NetworkConfig) -> Counting:
         return Counting(network, "squared_relu")
 
 
-class Counting(FeedForward):
+class Counting(DenseFeedForward):
     """The buffer holds the rows of all taken steps, and how often they were told."""
 
     seen: Tensor
@@ -33,10 +34,10 @@ class Counting(FeedForward):
         super().__init__(network, kind)
         self.register_buffer("seen", torch.zeros(2))
 
-    def forward(self, h: Tensor, real: Tensor | None = None) -> Any:
-        rows = super().forward(h)
-        count = h.shape[:-1].numel() if real is None else int(real.sum())
-        return Mixed(rows, None, (h.new_full((1,), count, dtype=torch.float32),)) if self.training else rows
+    def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
+        rows = super().forward(h).rows
+        count = h.shape[:-1].numel() if context.real is None else int(context.real.sum())
+        return MixerOutput(rows, None, (h.new_full((1,), count, dtype=torch.float32),) if self.training else ())
 
     def observe(self, total: Tensor) -> None:
         self.seen += torch.cat([total, total.new_ones(1)]).to(self.seen)

@@ -71,12 +71,12 @@ def one_pass(asked: Pass, division: Division | None) -> Passed:
     if asked.recompute is not None:
         model.activation_checkpoint = functools.partial(checkpoint, use_reentrant=asked.recompute)
     torch.manual_seed(1)
-    given = model(tokens, return_nats=True, return_mixed=True, begins=begins, real=real)
+    given = model(tokens, return_nats=True, return_extras=True, begins=begins, real=real)
     loss = given.rows.sum()
-    if given.auxiliary is not None:  # as in training: its mean over the processes counts
-        loss = loss + 10 * given.auxiliary / (1 if division is None else division.size)
+    if given.auxiliary_loss is not None:  # as in training: its mean over the processes counts
+        loss = loss + 10 * given.auxiliary_loss / (1 if division is None else division.size)
     loss.backward()
-    auxiliary = None if given.auxiliary is None else given.auxiliary.detach()
+    auxiliary = None if given.auxiliary_loss is None else given.auxiliary_loss.detach()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return Passed(given.rows.detach(), auxiliary, given.statistics, gradients, float(torch.rand(())))
 

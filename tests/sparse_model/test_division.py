@@ -15,7 +15,7 @@ import torch
 
 from longstride.kernels import ConfigError
 from longstride.sparse_model import Division, SparseTransformer, division
-from longstride.sparse_model.mixers.moba import MobaConfig
+from longstride.sparse_model.part import Part
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, small
 from tests.harness.divided import Pass, divided, joined, one_pass
 from tests.harness.sections import ThreadDivision, in_sections
@@ -119,7 +119,7 @@ def test_layers_of_columns_have_their_rows_divided_by_columns() -> None:
     for changes, exchange, strides in cases:
         model = SparseTransformer(small(**{**IN_TURN, **changes}))
         model.divide(Division(1, 4, None, exchange))
-        assert [rest[3] if rest else 0 for rest in model.beside(64)] == strides
+        assert [context.columns for context in model.block_contexts(64)] == strides
 
 
 @every_size
@@ -143,7 +143,7 @@ def test_what_a_mixer_sends_is_what_it_says() -> None:
     model = SparseTransformer(small(**{**EVERY_MIXER, "convolution": None})).train()
     rows = torch.randn(2, 40, 64)
     for mixer in model.mixers:
-        parts = [part for part in mixer.modules() if hasattr(part, "division")]
+        parts = [part for part in mixer.modules() if isinstance(part, Part)]
 
         def sent(place: ThreadDivision, mixer: Any = mixer, parts: list[Any] = parts) -> tuple[int, int]:
             own = copy.deepcopy(mixer)
@@ -234,15 +234,6 @@ def test_what_cannot_be_divided_is_told(case: tuple[dict[str, Any], int, dict[st
         small(**changes).check_division(size, **more)
     rule = f"must be a multiple of the {size} processes that share each context"
     assert str(told.value).splitlines() == [line.format(rule=rule) for line in lines]
-
-
-def test_a_mixer_that_does_not_say_that_it_can_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(MobaConfig, "divides_contexts")
-    config = small(attention=[ATTENTIONS["local"], SYSTEMS["chosen blocks"]["attention"][0]])
-    config.check_division(1)
-    rule = "attention: moba computes whole contexts, which processes cannot share; set train.sequence_parallel to 1"
-    with pytest.raises(ConfigError, match=f"^{rule}$"):
-        config.check_division(2)
 
 
 def test_what_can_be_divided_is_taken() -> None:

@@ -110,7 +110,7 @@ def test_one_expert_is_the_dense_feed_forward(dtype: torch.dtype) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(0.2)
-    plain = dense.FeedForward(network, "sigmoid_gelu").to(dtype)
+    plain = dense.DenseFeedForward(network, "sigmoid_gelu").to(dtype)
     names = {"expand.weight": "expand", "expand.bias": "expand_bias", "contract.weight": "contract"}
     names["contract.bias"] = "contract_bias"
     own = dict(module.named_parameters())
@@ -119,12 +119,12 @@ def test_one_expert_is_the_dense_feed_forward(dtype: torch.dtype) -> None:
     )
     h = rows(torch.float32, network.width).to(dtype).detach().requires_grad_()
     out = module(h).rows
-    assert torch.equal(out, plain(h))
+    assert torch.equal(out, plain(h).rows)
     inputs = [h, *(plain.get_parameter(name) for name in names)]
     found = torch.autograd.grad(out.square().sum(), [h, *(own[name] for name in names.values())])
 
     def formula(h: Tensor, *parameters: Tensor) -> Sequence[Tensor]:
-        out = functional_call(plain, dict(zip(names, parameters, strict=True)), (h,))
+        out = functional_call(plain, dict(zip(names, parameters, strict=True)), (h,)).rows
         return torch.autograd.grad(out.square().sum(), (h, *parameters))
 
     assert_rounding_explains([g.view(x.shape) for g, x in zip(found, inputs, strict=True)], formula, inputs)

@@ -242,8 +242,10 @@ def test_tokens_come_as_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row of a token is computed after the token before it was handed out."""
     model = awake()
     rows: list[int] = []
-    through = model.through
-    monkeypatch.setattr(model, "through", lambda h, caches, first: rows.append(first) or through(h, caches, first))
+    forward = model.forward_cached
+    monkeypatch.setattr(
+        model, "forward_cached", lambda h, caches, first: rows.append(first) or forward(h, caches, first)
+    )
     sampled = generate(model, torch.tensor([[1, 2, 3]]), 4)
     for number in range(4):
         assert len(rows) == (0 if number == 0 else 1 + number)

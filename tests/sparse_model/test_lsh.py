@@ -71,7 +71,7 @@ def test_it_is_the_papers_formula_with_its_buckets(rounds: int) -> None:
     attention = mixer(**hashed(rounds=rounds), query_key_ratio=0.5)
     assert attention.rotations is not None and attention.rotations.shape == (4, rounds, 8, 2)
     q, k, v = attention.heads_of(attention.query_key_value(torch.randn(2, 40, 64, dtype=torch.float64)))
-    found = attention.attend(q, k, v)
+    found = attention.attend(q, k, v).rows
     for b, h in itertools.product(range(2), range(4)):
         lists = []
         for each in attention.rotations[h]:
@@ -87,7 +87,7 @@ def test_one_bucket_and_one_chunk_is_dense_attention() -> None:
     earlier = torch.ones(40, 40, dtype=torch.bool).tril(-1)
     earlier[0, 0] = True
     wanted = scores.masked_fill(~earlier, -math.inf).softmax(-1) @ v
-    torch.testing.assert_close(attention.attend(q, k, v), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(attention.attend(q, k, v).rows, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_nothing_is_seen_of_the_future() -> None:
@@ -100,7 +100,7 @@ def test_nothing_is_seen_of_the_future() -> None:
         selection = attention.selection(q)
         selection.check(40)
         masks.append(selection_mask(selection, 40)[:, :, :20])
-        rows.append(attention(x)[:, :20])
+        rows.append(attention(x).rows[:, :20])
     assert torch.equal(*masks) and torch.equal(*rows)
     assert not masks[0].triu(1).any() and masks[0].any(-1).all()
 

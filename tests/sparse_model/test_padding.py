@@ -136,7 +136,7 @@ def test_contexts_without_padding_have_the_bits_that_they_have_without_a_mask() 
         model, (tokens, _) = made(changes), batches()
         results = []
         for real in (None, torch.ones(3, 40, dtype=torch.bool)):
-            given = model(tokens, return_nats=True, return_mixed=True, real=real)
-            loss = given.rows.sum() if given.auxiliary is None else given.rows.sum() + given.auxiliary
+            given = model(tokens, return_nats=True, return_extras=True, real=real)
+            loss = given.rows.sum() if given.auxiliary_loss is None else given.rows.sum() + given.auxiliary_loss
             results.append([loss, *given.statistics, *torch.autograd.grad(loss, list(model.parameters()))])
         assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

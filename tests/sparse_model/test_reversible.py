@@ -31,8 +31,8 @@ def two_streams(model: Any, tokens: Tensor) -> Tensor:
     """Nats (B, N) by the papers' equations, the sub-layers two by two."""
     x1 = x2 = model.embedding(tokens)
     for block in model.blocks:
-        y1 = x1 + block.attention(block.attention_norm(x2))
-        y2 = x2 + block.feed_forward(block.feed_forward_norm(y1))
+        y1 = x1 + block.attention(block.attention_norm(x2)).rows
+        y2 = x2 + block.feed_forward(block.feed_forward_norm(y1)).rows
         x1, x2 = y1, y2
     return model.logits(model.norm((x1 + x2) / 2), tokens)
 
@@ -69,7 +69,7 @@ def test_inputs_come_back_to_the_bit(changes: dict[str, Any], dtype: torch.dtype
     tokens = torch.randint(256, (2, 40))
     for each in (model, again):
         torch.manual_seed(5)
-        rows, auxiliary, _ = each(tokens, return_nats=True, return_mixed=True)
+        rows, auxiliary, _ = each(tokens, return_nats=True, return_extras=True)
         (rows.sum() if auxiliary is None else rows.sum() + 10 * auxiliary).backward()
     assert all(len(inputs) == 2 and torch.equal(*inputs) for inputs in seen.values()) and len(seen) >= 12
     for parameter, other in zip(model.parameters(), again.parameters(), strict=True):

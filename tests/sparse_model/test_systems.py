@@ -182,7 +182,7 @@ def test_recomputed_gradients_are_bitwise_equal(changes: dict[str, Any]) -> None
     losses = []
     for model in (plain, again):
         torch.manual_seed(3)
-        nats, auxiliary, _ = model(tokens_of(model), return_nats=True, return_mixed=True)
+        nats, auxiliary, _ = model(tokens_of(model), return_nats=True, return_extras=True)
         loss = nats.sum() if auxiliary is None else nats.sum() + 10 * auxiliary
         loss.backward()
         losses.append(loss.detach())

@@ -39,7 +39,7 @@ def dense_weights(model: SparseTransformer, tokens: torch.Tensor) -> list[torch.
                 scores[~block.attention.patterns[head].mask(place[:, None], place)] = -math.inf
                 weights.append(torch.softmax(scores, -1).nan_to_num(0.0))
             found.append(torch.stack(weights))
-            h = block(h)
+            h = block(h).rows
     return found
 
 

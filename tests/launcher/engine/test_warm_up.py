@@ -74,7 +74,7 @@ def test_warm_up_launches_what_a_step_and_an_evaluation_launch(
     launches.clear()
     model = SparseTransformer(config).to(dtype)
     if recomputed:
-        model.activation_checkpoint = lambda block, h: torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False)
+        model.activation_checkpoint = lambda *inputs: torch.utils.checkpoint.checkpoint(*inputs, use_reentrant=False)
     tokens = torch.arange(96).reshape(2, 48)
     model(tokens, return_nats=True).sum().backward()
     assert launches == warm and len({key[0] for key in warm}) > 2

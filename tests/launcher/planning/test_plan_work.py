@@ -15,7 +15,8 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import load_config
 from longstride.launcher.planning.costs import dense_pairs, parameter_parts, work
 from longstride.launcher.planning.plan import run_length
-from longstride.sparse_model import SparseTransformer, dense
+from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model.feed_forwards import dense
 from tests.harness.configs import ATTENTIONS, LATER, small
 
 SHARED = {"attention": {"type": "fixed", "stride": 8, "summary": 2, "key_value_heads": 2}, "rotary": {"base": 1000}}

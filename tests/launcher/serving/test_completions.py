@@ -106,8 +106,8 @@ def test_contexts_are_computed_apart_unless_they_are_shared(
 ) -> None:
     """Apart, nothing is computed in a batch, whose size changes last bits. In fp64 both ways choose the same bytes."""
     batches, prefill = [], Session.prefill
-    through = model.double().through
-    monkeypatch.setattr(model, "through", lambda h, *rest: batches.append(len(h)) or through(h, *rest))
+    forward = model.double().forward_cached
+    monkeypatch.setattr(model, "forward_cached", lambda h, *rest: batches.append(len(h)) or forward(h, *rest))
     prompts: list[int] = []
     monkeypatch.setattr(
         Session, "prefill", lambda self, tokens: prompts.extend([1] * len(tokens)) or prefill(self, tokens)

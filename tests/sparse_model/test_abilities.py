@@ -1,0 +1,139 @@
+"""What a part does not declare is refused by its name, before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.kernels import ConfigError
+from longstride.kernels.patterns import Pattern
+from longstride.sparse_model import ModelConfig, Session, SparseTransformer, StrictModel
+from longstride.sparse_model.feed_forwards import FEED_FORWARDS
+from longstride.sparse_model.mixers import MIXERS
+from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.part import (
+    PLAIN,
+    BlockContext,
+    FeedForward,
+    FeedForwardConfig,
+    HeadWidths,
+    Mixer,
+    MixerConfig,
+    MixerOutput,
+    Work,
+)
+from longstride.sparse_model.rotary import Rotary
+from tests.harness.configs import small
+
+
+class MeanConfig(MixerConfig, StrictModel):
+    """The least that a mixer's configuration says."""
+
+    type: Literal["mean"]
+
+    @property
+    def has_queries(self) -> bool:
+        return False
+
+    def check(self, network: NetworkConfig, context: int) -> None:
+        pass
+
+    def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
+        return ()
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        return HeadWidths(0, network.width // network.heads, in_kernels=False)
+
+    def make(self, network: NetworkConfig, rotary: Rotary | None) -> Mean:
+        return Mean()
+
+
+class Mean(Mixer):
+    """The mean of all rows so far."""
+
+    def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
+        return MixerOutput(h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None])
+
+    def work(self, positions: int, batch: int) -> Work:
+        return Work()
+
+
+class DoubleConfig(FeedForwardConfig):
+    """The least that a feed-forward's configuration says."""
+
+    type: Literal["double"]
+
+    def make(self, network: NetworkConfig) -> Double:
+        return Double()
+
+
+class Double(FeedForward):
+    """Twice each row."""
+
+    def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
+        return MixerOutput(2 * h)
+
+    def work(self, positions: int, batch: int) -> Work:
+        return Work()
+
+
+@pytest.fixture(params=["mean", "double"])
+def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], str]:
+    """A model with such a part, and how messages begin that name it."""
+    monkeypatch.setitem(MIXERS, "mean", MeanConfig)
+    monkeypatch.setitem(FEED_FORWARDS, "double", DoubleConfig)
+    path = "attention" if request.param == "mean" else "feed_forward"
+    return {path: {"type": request.param}}, f"^{path}: {request.param} "
+
+
+def test_a_part_that_declares_nothing_trains(config: tuple[dict[str, Any], str]) -> None:
+    model, tokens = SparseTransformer(small(**config[0])), torch.randint(256, (2, 40))
+    model(tokens, return_nats=True).sum().backward()
+    changed = tokens.clone()
+    changed[:, 20:] = 7
+    assert torch.equal(model(tokens)[:, :21], model(changed)[:, :21])
+
+
+def test_what_a_part_does_not_declare_is_refused_by_its_name(config: tuple[dict[str, Any], str]) -> None:
+    changes, name = config
+    model, tokens = SparseTransformer(small(**changes)), torch.randint(256, (2, 40))
+    with pytest.raises(ConfigError, match=f"{name}computes whole contexts"):
+        model.config.check_division(2)
+    with pytest.raises(ConfigError, match=f"{name}counts padding as if it were data"):
+        model(tokens, real=torch.ones(2, 40, dtype=torch.bool))
+    with pytest.raises(ConfigError, match=f"{name}cannot be computed again from its outputs"):
+        small(**changes, reversible=True)
+
+
+def test_what_a_mixer_does_not_declare_is_refused_by_its_name(config: tuple[dict[str, Any], str]) -> None:
+    changes, name = config
+    if "feed_forward" in changes:  # which sees one row at a time
+        small(**changes, convolution=3).require("documents")
+        return
+    with pytest.raises(ConfigError, match=f"{name}does not apply model.convolution"):
+        small(**changes, convolution=3)
+    with pytest.raises(ConfigError, match=f"{name}reads whole contexts"):
+        SparseTransformer(small(**changes))(torch.zeros(1, 40).long(), begins=torch.ones(1, 40, dtype=torch.bool))
+    with pytest.raises(ConfigError, match=r"^rotary: is of queries and keys, and no layer has any"):
+        small(**changes, rotary={"base": 1000})
+
+
+def test_what_a_mixer_does_not_have_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS, "mean", MeanConfig)
+    model, h = SparseTransformer(small(attention={"type": "mean"})).eval(), torch.zeros(1, 40, 64)
+    with pytest.raises(ConfigError, match=r"^model\.attention: the mixer Mean has no method new_state, so it cannot"):
+        Session(model)
+    for ask in (lambda mixer: mixer.weights(h), lambda mixer: mixer.reads(h, 0)):
+        with pytest.raises(ConfigError, match=r"^model\.attention: the mixer Mean has no method .* no picture of"):
+            ask(model.mixers[0])
+    assert model.mixers[0].traffic(model.division, 40) is None
+
+
+@pytest.mark.parametrize("model", [{"type": "mea"}, {"type": "mean", "hea": 1}])
+def test_typing_errors_know_parts_of_others(monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]) -> None:
+    monkeypatch.setitem(MIXERS, "mean", MeanConfig)
+    with pytest.raises(ConfigError, match=r"nearest mean|hea: unknown key"):
+        ModelConfig.model_validate(small().model_dump() | {"attention": model})
