@@ -88,14 +88,17 @@ def test_warm_up_launches_what_a_step_and_an_evaluation_launch(
     assert launches == scored
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(
-    ("exchange", "apart"),
+    ("pattern", "exchange", "apart"),
     [
-        ("auto", False),
-        pytest.param("keys", False, marks=pytest.mark.campaign),
-        pytest.param("heads", False, marks=pytest.mark.campaign),
-        pytest.param("heads", True, marks=pytest.mark.campaign),
+        *((pattern, "auto", False) for pattern in PATTERNS),
+        *(pytest.param(pattern, "keys", False, marks=pytest.mark.campaign) for pattern in PATTERNS),
+        *(
+            pytest.param(pattern, "heads", apart, marks=pytest.mark.campaign)
+            for pattern in PATTERNS
+            for apart in (False, True)
+            if not (apart and pattern == "routing")  # which reads whole contexts
+        ),
     ],
 )
 def test_warm_up_launches_what_a_step_of_a_group_launches(
