@@ -123,7 +123,7 @@ class Part(nn.Module):
         return self.division is not Part.division
 
 
-class Mixer(Part):
+class Mixer(Part, ABC):
     """The module of a mixer. Only ``forward`` and ``work`` are needed to train."""
 
     patterns: tuple[Pattern, ...] = ()  # of the first heads; those after them choose by content
@@ -185,7 +185,7 @@ class Mixer(Part):
         raise ConfigError(Problem("model.attention", f"the mixer {type(self).__name__} has no method {what}"))
 
 
-class FeedForward(Part):
+class FeedForward(Part, ABC):
     """The module of a feed-forward."""
 
     in_sections: bool = False  # whether its rows must be divided by sections, and not by columns

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 TILE = 1 << 18  # numbers: in fp32 about a core's second cache, and enough that calling an operation takes little of it
-
-
 EPS = 1e-6  # added to a mean square, where a configuration says nothing else
 
 

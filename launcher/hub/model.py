@@ -270,7 +270,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
                 tokens = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
             # Reversible blocks keep nothing as it is.
             recomputed = self.gradient_checkpointing and self.training and not network.config.reversible
-            mixed = all_rows(
+            network_output = all_rows(
                 network,
                 tokens,
                 attention_mask,
@@ -280,7 +280,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
                 recompute=self._recompute if recomputed else None,
                 hidden=hidden,
             )
-            logits, auxiliary = mixed.rows, mixed.auxiliary_loss
+            logits, auxiliary = network_output.rows, network_output.auxiliary_loss
         loss = None
         if labels is not None or shift_labels is not None:
             loss = self._loss(logits, labels, shift_labels, num_items_in_batch, auxiliary)
