@@ -14,9 +14,15 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from typing_extensions import Self
 
 from longstride.kernels import ConfigError, Problem, check_backend
-from longstride.kernels.patterns import Pattern, divisors
-from longstride.sparse_model.feed_forwards import DenseConfig, feed_forward_schema, feed_forwards_from_json
-from longstride.sparse_model.mixers import attention_schema, mixers_from_json
+from longstride.kernels.patterns import PATTERNS, Pattern, divisors
+from longstride.kernels.registry import import_path, is_foreign, source_of
+from longstride.sparse_model.feed_forwards import (
+    FEED_FORWARDS,
+    DenseConfig,
+    feed_forward_schema,
+    feed_forwards_from_json,
+)
+from longstride.sparse_model.mixers import MIXERS, attention_schema, mixers_from_json
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Ability, FeedForwardConfig, MixerConfig, PartConfig
 from longstride.sparse_model.strict import StrictModel
@@ -207,6 +213,27 @@ class ModelConfig(NetworkConfig):
             mixer = next(mixers) if "s" in block else None
             made.append(BlockConfig(mixer, next(feed_forwards) if "f" in block else None))
         return tuple(made)
+
+    @staticmethod
+    def foreign_types(model: Mapping[str, Any]) -> list[str]:
+        """List the types in the JSON of a model that are not ours: to parse it imports code of other packages."""
+        own = {"patterns", *PATTERNS, *MIXERS, *FEED_FORWARDS}
+        kinds, unread = [], [model.get("attention"), model.get("feed_forward")]
+        while unread:
+            value = unread.pop(0)
+            if isinstance(value, dict):
+                kinds.append(value.get("type"))
+                unread += value.values()
+            elif isinstance(value, list):
+                unread += value
+        return list(dict.fromkeys(kind for kind in kinds if isinstance(kind, str) and kind not in own))
+
+    def foreign_code(self) -> dict[str, str]:
+        """What other packages define of the model: the import path of each class, and its package and source."""
+        parts: list[object] = [part for block in self.blocks() for part in block]
+        patterns = itertools.chain.from_iterable(self.layer_patterns())
+        classes = dict.fromkeys(type(part) for part in (*parts, *patterns) if part is not None)
+        return {import_path(cls): source_of(cls) for cls in classes if is_foreign(cls)}
 
     @property
     def reach(self) -> int:

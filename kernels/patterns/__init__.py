@@ -1,6 +1,7 @@
 """Patterns: which earlier positions each position attends to.
 
-To add one: a file with a frozen dataclass that satisfies ``Pattern``, and a line in ``PATTERNS``.
+To add one: a file with a frozen dataclass that satisfies ``Pattern``, and a line in ``PATTERNS``. In another package,
+the dataclass is an entry point of the group ``longstride.patterns``, or has the `type` "package.module:Class".
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from longstride.kernels.patterns.longformer import Longformer
 from longstride.kernels.patterns.longnet import LongNet
 from longstride.kernels.patterns.strided import Strided
 from longstride.kernels.patterns.summary import Summary
+from longstride.kernels.registry import class_named, import_path, registered_names
 
 PATTERNS: dict[str, type] = {
     "dense": Dense,
@@ -33,6 +35,7 @@ PATTERNS: dict[str, type] = {
     "longnet": LongNet,
     "bigbird": BigBird,
 }
+GROUP = "longstride.patterns"  # of entry points
 
 
 def pattern_from_json(value: object, *, beside: Sequence[str] = (), others: Sequence[str] = ()) -> Pattern:
@@ -53,9 +56,12 @@ def pattern_from_json(value: object, *, beside: Sequence[str] = (), others: Sequ
         problems = [Problem(key, f"unknown key; {near}") for key, near in wanted.items() if near.startswith("nearest")]
         raise ConfigError(*(problems or [Problem("type", f"missing; one of {', '.join(PATTERNS)}")]))
     kind = value["type"]
-    if not isinstance(kind, str) or kind not in PATTERNS:
-        raise ConfigError.at("type", kind, f"must be a pattern's name; {nearest(str(kind), [*PATTERNS, *others])}")
-    cls = PATTERNS[kind]
+    cls = class_named(kind, PATTERNS, GROUP) if isinstance(kind, str) else None
+    if cls is None:
+        near = nearest(str(kind), [*PATTERNS, *others, *registered_names(GROUP)])
+        raise ConfigError.at("type", kind, f"must be a pattern's name; {near}")
+    if not dataclasses.is_dataclass(cls):
+        raise ConfigError.at("type", kind, f"must name a pattern, a frozen dataclass, and {import_path(cls)} is none")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {key: entry for key, entry in value.items() if key != "type"}
     known = [*fields, "type", *beside]
@@ -69,21 +75,26 @@ def pattern_from_json(value: object, *, beside: Sequence[str] = (), others: Sequ
     ]
     if problems:
         raise ConfigError(*problems)
-    return cls(**given)
+    pattern = cls(**given)
+    if not isinstance(pattern, Pattern):
+        lacks = [name for name in dir(Pattern) if not name.startswith("_") and not hasattr(pattern, name)]
+        raise ConfigError.at("type", kind, f"is no pattern: {import_path(cls)} has no {', '.join(lacks)}")
+    return pattern
 
 
 def pattern_to_json(pattern: Pattern) -> dict[str, object]:
     """The JSON object that ``pattern_from_json`` turns back into an equal pattern.
 
-    All fields are given, except those that a pattern leaves out at their default (``PatternDefaults``).
+    All fields are given, except those that a pattern leaves out at their default (``PatternDefaults``). A class from
+    another package has its import path as its type.
 
     Raises:
-        ConfigError: the pattern's class is not registered.
+        ConfigError: the pattern's class is defined inside of a function, where nothing can import it.
     """
     # torch.compile traces this, also for patterns made while it traces: hence a name at a time, and no defaults.
-    kinds = [name for name, cls in PATTERNS.items() if type(pattern) is cls]
-    if not kinds:
-        raise ConfigError.at("pattern", str(pattern), "is not registered: add it to kernels.patterns.PATTERNS")
+    kinds = [name for name, cls in PATTERNS.items() if type(pattern) is cls] or [import_path(type(pattern))]
+    if "<locals>" in kinds[0]:
+        raise ConfigError.at("pattern", kinds[0], "cannot be imported; define the class at the top of a module")
     value: dict[str, object] = {"type": kinds[0]}
     for field in dataclasses.fields(pattern):  # type: ignore[arg-type]
         entry = getattr(pattern, field.name)

@@ -202,7 +202,7 @@ class _Save:
             "precision": config.precision,
             "stream": stream.to_json(),
             "parameter_groups": [group.names for group in parameter_groups(engine.module, config.train.optimizer)],
-            "versions": package_versions(),
+            "versions": package_versions(config.model),
             **memory,
         }
 

@@ -30,10 +30,10 @@ def run_compress(arguments: argparse.Namespace) -> int:
     usable_device(arguments.device)
     check_new(arguments.output)
     content = read_file(arguments.file, "FILE")
-    if Exported(arguments.model).has_palette:
+    if Exported(arguments.model, trust_code=arguments.trust_code).has_palette:
         rule = "writes pixels of a palette, and compress codes the bytes of files; name a model of bytes"
         raise ConfigError(f"--model={arguments.model}: {rule}")
-    model = load_model(arguments.model, arguments.device)
+    model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
     with naming(f"FILE={arguments.file}"):
         check_bytes(content, model)
     start = time.perf_counter()
@@ -43,7 +43,7 @@ def run_compress(arguments: argparse.Namespace) -> int:
         computed = computed_crc32(model, len(content), rows)
         code, bits = encode(model, content, rows, counter.at)
     counter.close()
-    fingerprint = shortened(Exported(arguments.model).fingerprint())
+    fingerprint = shortened(Exported(arguments.model, trust_code=arguments.trust_code).fingerprint())
     made_by = machine_name(model.embedding.start.device)
     whole = Compressed(fingerprint, len(content), zlib.crc32(content), rows, made_by, computed, code).to_bytes()
     write_new(arguments.output, whole)
@@ -63,12 +63,12 @@ def run_decompress(arguments: argparse.Namespace) -> int:
         compressed = Compressed.from_bytes(read_file(arguments.file, "FILE"))
     except NotReadableError as error:
         raise ConfigError(f"FILE={arguments.file}: {error}") from None
-    models = Exported(arguments.model).fingerprint()
+    models = Exported(arguments.model, trust_code=arguments.trust_code).fingerprint()
     if compressed.fingerprint != shortened(models):
         needed = compressed.fingerprint.hex()
         rule = f"another model's file: its fingerprint begins with {needed}, and that of {arguments.model} with"
         raise ConfigError(f"FILE={arguments.file}: is {rule} {models[: len(needed)]}; name the model with --model")
-    model = load_model(arguments.model, arguments.device)
+    model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
     if not arguments.elsewhere and (difference := _difference(compressed, model)) is not None:
         advice = "decompress it there, or try it with --elsewhere"
         raise ConfigError(f"FILE={arguments.file}: was compressed {difference}; {advice}")

@@ -93,7 +93,7 @@ def draw_attention(
         for option, value in (("--step", step), ("--weights", None if weights == TRAINED else weights)):
             if value is not None:
                 raise ConfigError(f"{option}={value}: {source} is an export, which has its own weights; leave it out")
-        subject = of_export(source, context_number or 0, data, text)
+        subject = of_export(source, context_number or 0, data, text, trusted)
     else:
         subject = of_run(source, step, context_number or 0, weights, data, text, trusted)
     model, tokens, unit, palette, name = subject

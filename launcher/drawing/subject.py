@@ -64,14 +64,15 @@ def of_run(
     return Subject(model.eval(), tokens, "byte" if identity.palette is None else identity.unit, identity.palette, name)
 
 
-def of_export(source: Path, number: int, data: str | None, text: Path | None) -> Subject:
+def of_export(source: Path, number: int, data: str | None, text: Path | None, trusted: bool = False) -> Subject:
     """Open an exported model, and a context of the validation split of ``data`` or of a ``text``.
 
     Raises:
-        ConfigError: no whole export, nothing to read, or a text or data that are not for this model.
+        ConfigError: no whole export, or one with code that is not ``trusted``; nothing to read; or a text or data that
+            are not for this model.
         DataError: no such context, or data that cannot be read.
     """
-    exported = Exported(source)
+    exported = Exported(source, trust_code=trusted)
     config, name = exported.config, source.resolve().name
     identity = ModelData.of(exported.content, config)
     if text is not None:
@@ -95,7 +96,7 @@ def of_export(source: Path, number: int, data: str | None, text: Path | None) ->
             rule = f"has a byte of {int(tokens.max())}, and the model knows those below {config.vocabulary}"
             raise DataError(f"--data={data}: {rule}; name other data")
         name = f"{name}: {folder.store.location.rstrip('/').rpartition('/')[2]}, validation, context {number}"
-    model = load_model(source, dtype=torch.float32)
+    model = load_model(source, dtype=torch.float32, trust_code=trusted)
     return Subject(model, tokens, "byte" if identity.palette is None else identity.unit, identity.palette, name)
 
 

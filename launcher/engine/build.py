@@ -37,7 +37,7 @@ from longstride.launcher.engine.settings import Settings
 from longstride.launcher.engine.tables import Tables
 from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import BlockContext, MixerOutput, SparseTransformer
+from longstride.sparse_model import BlockContext, MixerOutput, ModelConfig, SparseTransformer
 
 _PART_MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's own classes of the parts that it checks strictly
     "zero_optimization": DeepSpeedZeroConfig,
@@ -146,9 +146,9 @@ def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
     }
 
 
-def package_versions() -> dict[str, str]:
-    """The versions of the packages that decide what a step gives, by their names."""
-    return {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")}
+def package_versions(model: ModelConfig) -> dict[str, str]:
+    """Return the versions of the packages that decide what a step gives, by their names or by a class of the model."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")} | model.foreign_code()
 
 
 def weights_are_finite(engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> bool:

@@ -94,17 +94,19 @@ def run(arguments: argparse.Namespace) -> int:
         license=arguments.license,
     )
     if arguments.format is not None:
-        if replace(options, check=True) != Options() or arguments.step is not None or arguments.refresh:
-            rule = "takes the folder of an export, --output and --no-check, and no other option"
+        if replace(options, check=True, trusted=False) != Options() or arguments.step is not None or arguments.refresh:
+            rule = "takes the folder of an export, --output, --no-check and --trust-code, and no other option"
             raise ConfigError(f"--format={arguments.format}: {rule}")
         if arguments.output is None:
             raise ConfigError("--output: must name the folder to make")
-        print(export_program(arguments.run, arguments.output, arguments.format, options.check), file=sys.stderr)
+        trust = options.trusted
+        made = export_program(arguments.run, arguments.output, arguments.format, options.check, trust_code=trust)
+        print(made, file=sys.stderr)
         return 0
     if arguments.refresh:
-        if options != Options() or arguments.step is not None or arguments.output is not None:
-            raise ConfigError("--refresh: takes the folder of an export, and no other option")
-        print(refresh_stub(arguments.run), file=sys.stderr)
+        if replace(options, trusted=False) != Options() or arguments.step is not None or arguments.output is not None:
+            raise ConfigError("--refresh: takes the folder of an export and --trust-code, and no other option")
+        print(refresh_stub(arguments.run, trust_code=options.trusted), file=sys.stderr)
         return 0
     if arguments.output is None:
         raise ConfigError("--output: must name the folder to make")
@@ -153,7 +155,7 @@ def export(
         _write(folder, run_folder, checkpoint, partial(state.tensor, kind=kind), shapes, options, licensed)
         checked = "probe: not checked, as --no-check asks"
         if options.check:
-            exported = Exported(folder)
+            exported = Exported(folder, trust_code=True)  # the run imports it already
             if exported.fingerprint() != exported.content["fingerprint"]:
                 raise ConfigError(f"{folder}: reads otherwise than it was written: the disk is damaged")
             checked = check_losses(exported, checkpoint, state.tensor, options.kind, device)
@@ -180,6 +182,7 @@ def _write(
     content: dict[str, Any] = {
         "format": Exported.FORMAT,
         "model": model,
+        **({"code": code} if (code := config.model.foreign_code()) else {}),
         "dtype": str(DTYPES[options.dtype]).removeprefix("torch."),
         "data": data.to_json(),
         **hub_fields(),

@@ -60,7 +60,7 @@ def hub_files(model: ModelConfig, palette: bool = False) -> dict[str, str]:
     return files
 
 
-def refresh_stub(folder: Path) -> str:
+def refresh_stub(folder: Path, *, trust_code: bool = False) -> str:
     """Writes the stub for transformers anew in an export made by an earlier Longstride; returns a line about it.
 
     Nothing else in the folder changes. Such a stub imports modules by names that they no longer have.
@@ -68,7 +68,7 @@ def refresh_stub(folder: Path) -> str:
     Raises:
         ConfigError: the folder holds no export, or one from before exports had stubs.
     """
-    exported, path = Exported(folder), folder / hub_stub.FILE
+    exported, path = Exported(folder, trust_code=trust_code), folder / hub_stub.FILE
     if exported.content.get("auto_map") != hub_fields()["auto_map"]:
         rule = f"names no classes of {hub_stub.FILE} for transformers; export the model again"
         raise ConfigError(f"{folder / file_names.CONFIG}: {rule}")

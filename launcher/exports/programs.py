@@ -54,7 +54,7 @@ class NextTokens(nn.Module):
         return logits.masked_fill((following >= network.config.context)[:, None], torch.nan)
 
 
-def traced_program(folder: str | Path, format: str = "pt2") -> ExportedProgram:
+def traced_program(folder: str | Path, format: str = "pt2", *, trust_code: bool = False) -> ExportedProgram:
     """The forward pass of an exported model by `torch.export`: ``NextTokens``, in fp32 on the CPU.
 
     Its input is ``input_ids`` (B, n) int64 for any B from 1 and any n from 1 to context - 1, its output (B, n, V) fp32.
@@ -62,17 +62,18 @@ def traced_program(folder: str | Path, format: str = "pt2") -> ExportedProgram:
     Args:
         folder: written by `longstride export`.
         format: what it is for, pt2 or onnx.
+        trust_code: whether parts of the model that other packages define may be imported.
 
     Raises:
         ConfigError: it is no export, or a model with parts that cannot be traced at every length.
     """
-    config = Exported(folder).config
+    config = Exported(folder, trust_code=trust_code).config
     mixers = {block.mixer.type for block in config.blocks() if block.mixer is not None}
     if wrong := sorted(mixers - {"patterns", *_TRACED[format]}):
         also = "".join(f", {name}" for name in _TRACED[format])
         rule = f"attention of type {wrong[0]} has other shapes at other lengths; these have not: patterns{also}"
         raise ConfigError(f"--format={format}: {rule}")
-    network = load_model(folder, dtype=torch.float32).requires_grad_(False)
+    network = load_model(folder, dtype=torch.float32, trust_code=trust_code).requires_grad_(False)
     for mixer in network.mixers:
         mixer.backend = "reference"
     program = NextTokens(network)
@@ -87,7 +88,7 @@ def traced_program(folder: str | Path, format: str = "pt2") -> ExportedProgram:
     return traced
 
 
-def export_program(model: Path, output: Path, format: str, check: bool = True) -> str:
+def export_program(model: Path, output: Path, format: str, check: bool = True, *, trust_code: bool = False) -> str:
     """Writes the program of an exported model into a new folder; returns a line about it and its check.
 
     Args:
@@ -106,7 +107,7 @@ def export_program(model: Path, output: Path, format: str, check: bool = True) -
             if importlib.util.find_spec(package) is None:
                 rule = f"needs the package {package}, which is not installed"
                 raise ConfigError(f'--format=onnx: {rule}; pip install "longstride[onnx]"')
-    traced = traced_program(model, format)
+    traced = traced_program(model, format, trust_code=trust_code)
     with whole_folder(output) as folder:
         path = folder / f"model.{format}"
         with naming(path):
@@ -115,7 +116,7 @@ def export_program(model: Path, output: Path, format: str, check: bool = True) -
         if check and format == "onnx" and importlib.util.find_spec("onnxruntime") is None:
             checked = "not checked, as onnxruntime is not installed"
         elif check:
-            checked = _checked(model, _opened(path, format))
+            checked = _checked(model, _opened(path, format), trust_code)
         size = sum(each.stat().st_size for each in folder.iterdir())
     return f"{output / path.name}: {size:,} bytes; {checked}"
 
@@ -157,9 +158,9 @@ def _opened(path: Path, format: str) -> Callable[[Tensor], Tensor]:
     return lambda tokens: torch.from_numpy(session.run(["logits"], {"input_ids": tokens.numpy()})[0])
 
 
-def _checked(model: Path, program: Callable[[Tensor], Tensor]) -> str:
+def _checked(model: Path, program: Callable[[Tensor], Tensor], trust_code: bool) -> str:
     """Holds a program against the model by the backend that samples; returns a line about it."""
-    network = load_model(model, dtype=torch.float32)
+    network = load_model(model, dtype=torch.float32, trust_code=trust_code)
     generator, differences, longest = torch.Generator().manual_seed(0), [], 0
     for batch, length in enumerate(sorted({min(n, network.config.context - 1) for n in _LENGTHS}), 1):
         tokens = torch.randint(network.config.vocabulary, (batch, length), generator=generator)

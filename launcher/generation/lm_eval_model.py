@@ -56,13 +56,14 @@ class LongstrideLM(LM):
         device: str | None = None,
         dtype: str | None = None,
         min_context: int = 0,
+        trust_code: bool = False,
         **others: Any,
     ) -> None:
         super().__init__()
         if others or path is None:
             wrong = f"{next(iter(others))}: is none of them" if others else "path: must be given"
             raise ConfigError(
-                f"--model_args: {wrong}; path=FOLDER of an export, batch_size, device, dtype, min_context"
+                f"--model_args: {wrong}; path=FOLDER of an export, batch_size, device, dtype, min_context, trust_code"
             )
         automatic = batch_size is None or str(batch_size).startswith("auto")
         if not automatic and not (str(batch_size).isdigit() and int(str(batch_size)) > 0):
@@ -73,7 +74,7 @@ class LongstrideLM(LM):
         if dtype not in (None, "auto", *types):
             raise ConfigError(f"dtype={dtype}: must be one of {', '.join(types)}; auto is as the export is stored")
         try:
-            exported = Exported(Path(expand_path(str(path))))
+            exported = Exported(Path(expand_path(str(path))), trust_code=trust_code)
         except ValueError as error:
             raise ConfigError(f"path={path}: {error}") from None
         if exported.has_palette or exported.config.vocabulary > _BYTE_VALUES:
@@ -90,7 +91,8 @@ class LongstrideLM(LM):
             say(f"device={device}: there is no GPU; the CPU computes")  # lm_eval names one where nobody asked for it
             device = "cpu"
         self._device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.model = load_model(self.path, self._device, None if dtype in (None, "auto") else types[dtype])
+        dtype_of = None if dtype in (None, "auto") else types[dtype]
+        self.model = load_model(self.path, self._device, dtype_of, trust_code=trust_code)
         self._fingerprint = exported.content.get("fingerprint", "")
 
     @classmethod

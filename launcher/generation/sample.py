@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             if scored:
                 raise ConfigError(f"--likelihood: scores a file, and samples nothing; leave out {option}")
             raise ConfigError(f"{option}: is of --likelihood FILE; leave it out")
-    model = load_model(arguments.model, arguments.device)
+    model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
     config = load_json_object(arguments.model / file_names.CONFIG)
     data = ModelData.of(config, model.config, arguments.modality, arguments.rate)
     if data.palette is None and model.config.vocabulary > 256:

@@ -30,12 +30,17 @@ class Specials(NamedTuple):
 
 
 class LongstrideConfig(PreTrainedConfig):
-    """config.json of an export; ``model`` is the network's configuration."""
+    """config.json of an export; ``model`` is the network's configuration.
 
+    ``from_pretrained(folder, trust_code=True)`` lets a model import the packages that define parts of it.
+    """
+
+    trust_code = False  # set by from_pretrained alone, never by the file
     model_type = "longstride"  # as an export's config.json has it
 
     def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:
         others.setdefault("tie_word_embeddings", False)
+        others.pop("trust_code", None)
         others.pop("vocab_size", None)  # told below: transformers warns where special tokens exceed one that it knows
         vocabulary = (model or {}).get("vocabulary", ModelConfig.model_fields["vocabulary"].default)
         specials = Specials.of(vocabulary)
@@ -57,6 +62,10 @@ class LongstrideConfig(PreTrainedConfig):
         for each in type(self).__class_validators__:
             if each.__name__ != "validate_token_ids":
                 each(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers has it, without what the user said of this process."""
+        return {name: value for name, value in super().to_dict().items() if name != "trust_code"}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """As transformers has it, and the stub beside config.json, as in an export.

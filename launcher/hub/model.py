@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
+from longstride.kernels import ConfigError
 from longstride.launcher.hub.cache import CACHE_NAME, SessionCache
 from longstride.launcher.hub.configuration import LongstrideConfig, Specials
 from longstride.launcher.hub.generation import SessionGenerationMixin
@@ -47,6 +48,9 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         super().__init__(config)
         # Trainer and pipelines know by this table of theirs that labels stand one place behind logits.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(config.model_type, "LongstrideForCausalLM")
+        if not config.trust_code and (types := ModelConfig.foreign_types(config.model or {})):
+            rule = "is from another package; install it, and give from_pretrained trust_code=True to run its code"
+            raise ConfigError.at("type", types[0], rule)
         # Not the run's backend of attention: it is not known yet which device will compute.
         of_network = ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"})
         with torch.random.fork_rng(devices=[]):  # what is drawn here is not kept

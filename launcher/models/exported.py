@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from longstride.data_pipelines.plain_files import open_plain
-from longstride.kernels import ConfigError
+from longstride.kernels import ConfigError, Problem
 from longstride.launcher.config import load_json_object
 from longstride.launcher.models.tensors import (
     ALIGNMENT,
@@ -29,7 +29,7 @@ from longstride.launcher.models.tensors import (
     empty_model,
     refuse,
 )
-from longstride.launcher.output import file_names
+from longstride.launcher.output import file_names, say
 from longstride.sparse_model import BlockContext, MixerOutput, ModelConfig, SparseTransformer
 
 _ADVICE = "name a folder written by `longstride export RUN --output DIR`"
@@ -40,18 +40,23 @@ _HEADER_BYTES, _ENTRY_BYTES = 1 << 20, 1 << 10  # the most of a safetensors head
 class Exported:
     """A folder whose files fit together: every tensor of the model is there, in its shape, and nothing else.
 
+    Args:
+        folder: written by `longstride export`.
+        trust_code: whether parts of the model that other packages define may be imported.
+
     Raises:
-        ConfigError: it is no export, of a newer format, torn, or its files do not belong together.
+        ConfigError: it is no export, of a newer format, torn, or its files do not belong together; or it needs code of
+            other packages that is not trusted or not installed.
     """
 
     FORMAT = 1
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, trust_code: bool = False) -> None:
         self.folder = folder = Path(folder)
         if not os.path.lexists(folder / file_names.CONFIG):
             raise ConfigError(f"{folder}: has no {file_names.CONFIG}; {_ADVICE}")
         self.content = load_json_object(folder / file_names.CONFIG)
-        self.config, self._shapes = self._read_config()
+        self.config, self._shapes = self._read_config(trust_code)
         self._open: dict[str, Any] = {}
         self._file_of = self._find_tensors()
         self._taken = 0  # bytes, since files were opened last
@@ -84,17 +89,31 @@ class Exported:
             fingerprint.add(name, self.tensor(name))
         return fingerprint.hexdigest()
 
-    def _read_config(self) -> tuple[ModelConfig, Shapes]:
+    def _read_config(self, trust_code: bool) -> tuple[ModelConfig, Shapes]:
         version, path = self.content.get("format", self.FORMAT), self.folder / file_names.CONFIG
         if type(version) is not int or not 1 <= version <= self.FORMAT:
             raise ConfigError.at(f"{path}: format", version, f"this Longstride reads 1 to {self.FORMAT}")
         if "model" not in self.content:
             raise ConfigError(f"{path}: has no model; {_ADVICE}")
+        model, recorded = self.content["model"], self.content.get("code")
+        recorded = recorded if isinstance(recorded, dict) else {}
+        packages = ", ".join(dict.fromkeys(str(source).partition(", source ")[0] for source in recorded.values()))
+        exported_with = f" (exported with {packages})" if packages else ""
+        if not trust_code and isinstance(model, dict) and (types := ModelConfig.foreign_types(model)):
+            rule = f"is from another package{exported_with}; install it, and give --trust-code to run its code"
+            raise ConfigError(f"{path}: {Problem('type', rule, types[0])}")
         try:
-            config = ModelConfig.model_validate(self.content["model"])
-            return config, Shapes.of_model(config)
+            config = ModelConfig.model_validate(model)
+            shapes = Shapes.of_model(config)
         except ConfigError as error:
-            raise ConfigError(*(f"{path}: {problem}" for problem in error.under("model").problems)) from None
+            raise ConfigError(
+                *(f"{path}: {problem}{exported_with}" for problem in error.under("model").problems)
+            ) from None
+        for name, source in config.foreign_code().items():
+            if (before := recorded.get(name)) not in (None, source):
+                told = f"was exported with {name} of {before}, and here is {source}; it may compute otherwise"
+                say(f"notice: {path}: {told}")
+        return config, shapes
 
     def _find_tensors(self) -> dict[str, str]:
         """Every tensor's file."""
@@ -159,7 +178,11 @@ class Exported:
 
 
 def load_model(
-    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    trust_code: bool = False,
 ) -> SparseTransformer:
     """An exported model in evaluation mode, on a device.
 
@@ -168,11 +191,13 @@ def load_model(
         device: where it is to compute. A backend of attention that cannot run there gives way to the best that can.
         dtype: what it is to compute in; None: as it is stored. On a CPU the weights then stay on the disk, mapped. Any
             other type is a copy in memory.
+        trust_code: whether parts of the model that other packages define may be imported.
 
     Raises:
-        ConfigError: the folder holds no export, or weights and configuration do not belong together.
+        ConfigError: the folder holds no export, weights and configuration do not belong together, or the model needs
+            code of other packages that is not trusted or not installed.
     """
-    exported = Exported(folder)
+    exported = Exported(folder, trust_code=trust_code)
     device, dtype = torch.device(device), dtype or exported.dtype
     model = empty_model(_runnable(exported.config, device, dtype))
     model.load_state_dict(_placed_state(model, exported.tensor, device, dtype), assign=True)

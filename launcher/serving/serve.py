@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if problems := [*problems, *(Problem("--allow-host", rule, each) for each in wrong)]:
         raise ConfigError(*problems)
     device = str(usable_device(arguments.device))
-    exported = Exported(arguments.model)
+    exported = Exported(arguments.model, trust_code=arguments.trust_code)
     config = exported.config
     if config.vocabulary > 256:
         rule = f"has a vocabulary of {config.vocabulary}; serve is for models of bytes, at most 256"
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         rule = "writes pixels of a palette, and serve is for models of bytes; `longstride sample` draws them"
         raise ConfigError(f"{arguments.model}: {rule}")
     limits = Limits(min(most or config.context, config.context), queue, timeout, contexts)
-    model = load_model(arguments.model, device)
+    model = load_model(arguments.model, device, trust_code=arguments.trust_code)
     about = described(exported, model, device)
     about["name"] = name or about["name"]
     told = {"bytes": limits.max_bytes, "waiting": queue, "seconds": timeout, "contexts": contexts}

@@ -51,7 +51,7 @@ def check_agreement(run: Run, hosts: Sequence[str], replay: int | None = None) -
     """
     config, data, ranks = flattened(run.config.to_json()), run.data, run.ranks
     alike: dict[str, object] = {
-        **package_versions(),  # first: they decide what the rest means
+        **package_versions(run.config.model),  # first: they decide what the rest means
         _CODE: f"code {code_digest()[:12]}",
         _DATA: data.fingerprint,  # before the steps, which may follow from it
         "--resume": run.resume,
@@ -85,7 +85,7 @@ def difference(first: Given, second: Given, first_name: str, second_name: str) -
         there = f"{_cut(second.place)} has for {second_name}"
         return Problem(path, f"has {what} for {first_name} than {there}; give all hosts the same data", first.place)
     there = _cut(json.dumps(second.alike[path], ensure_ascii=False)) if path in second.alike else "left out"
-    installed = path in (*package_versions(), _CODE)
+    installed = path in (_CODE, "torch", "deepspeed") or ":" in path  # a class of another package
     remedy = "install the same on all hosts" if installed else "give all ranks the same configuration"
     here = first.alike.get(path, ...)
     rule = f"{'is left out' if here is ... else 'is so'} for {first_name}, and {there} for {second_name}; {remedy}"

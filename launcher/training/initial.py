@@ -57,12 +57,12 @@ class Source(Protocol):
 class _Export:
     """An exported model."""
 
-    def __init__(self, asked: FromOptions) -> None:
+    def __init__(self, asked: FromOptions, *, trusted: bool) -> None:
         for option, given in (("--from-step", asked.step), ("--from-weights", asked.weights)):
             if given not in (None, TRAINED):
                 rule = f"chooses among what a run has, and {asked.path} is an export; leave it out"
                 raise ConfigError(f"{option}={given}: {rule}")
-        self._exported = Exported(asked.path)
+        self._exported = Exported(asked.path, trust_code=trusted)
         self.config, self.place = self._exported.config, str(asked.path)
         stated = self._exported.content.get("fingerprint")  # which exports of older versions may lack
         self.digest = stated if isinstance(stated, str) else self._exported.fingerprint()
@@ -260,7 +260,7 @@ class InitialWeights:
         if (asked.path / file_names.CHECKPOINTS).is_dir():
             self._source = _Run(asked, trusted=trusted)
         else:
-            self._source = _Export(asked)
+            self._source = _Export(asked, trusted=trusted)
         self.place = self._source.place
         self.fit = fit(self._source.config, model, asked, self.place)
         self._differences = self._source.trained_on(data).differences(data)

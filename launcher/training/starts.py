@@ -43,7 +43,7 @@ def describe_start(run: Run, step: int | None) -> dict[str, Any]:
         "versions": {
             "longstride": version_of("longstride"),
             "python": platform.python_version(),
-            **package_versions(),
+            **package_versions(run.config.model),
         },
         "changes": _changes(run) if run.ranks.is_first else {},
     }

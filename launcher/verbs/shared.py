@@ -61,12 +61,18 @@ def add_override_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare `--trust-checkpoint`, of every verb that reads a checkpoint: the user's word that it may run code."""
-    parser.add_argument(
-        TRUST_OPTION,
-        action="store_true",
-        help="open files of the checkpoint that hold more than tensors and numbers, and run the code that they ask for",
-    )
+    """Declare `--trust-checkpoint`, of every verb that reads a checkpoint: the user's word that it may run code.
+
+    Where such a verb reads an export, it stands for `--trust-code`.
+    """
+    code = "open files of the checkpoint that hold more than tensors and numbers, and run the code that they ask for"
+    parser.add_argument(TRUST_OPTION, "--trust-code", action="store_true", help=code, dest="trust_checkpoint")
+
+
+def add_code_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare `--trust-code`, of every verb that reads an export: the user's word that other packages are imported."""
+    code = "import the packages that define parts of the model, beside our own"
+    parser.add_argument("--trust-code", action="store_true", help=code)
 
 
 def step_named(text: str) -> int | str:

@@ -7,6 +7,7 @@ import argparse
 from longstride.launcher.verbs.shared import (
     PRECISIONS,
     Verb,
+    add_code_argument,
     add_device_argument,
     add_step_argument,
     add_trust_argument,
@@ -77,6 +78,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     into = "write samples into this file: .png for pictures, .wav for sounds, any for text (default: text is printed)"
     add("--output", type=path, metavar="FILE", help=into)
     add_device_argument(parser, "compute")
+    add_code_argument(parser)
     score = parser.add_argument_group("a file's score, instead of samples")
     score.add_argument("--likelihood", type=path, metavar="FILE", help="print the bits per byte of a file's bytes")
     decoded = "score the file's pixels or its sound, as the model writes them"
@@ -90,7 +92,8 @@ def add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare no options, and say whose they are."""
     parser.epilog = (
         "All words are lm_eval's, such as `--model longstride --model_args path=model --tasks wikitext`; "
-        "`longstride lm-eval run --help` tells them. model_args: path, batch_size, device, dtype, min_context."
+        "`longstride lm-eval run --help` tells them. model_args: path, batch_size, device, dtype, min_context and "
+        "trust_code."
     )
 
 
@@ -113,6 +116,7 @@ def _add_coding_arguments(parser: argparse.ArgumentParser, output: str) -> None:
     text = "write the result here; nothing is written over"
     parser.add_argument("--output", type=path, required=True, metavar=output, help=text)
     add_device_argument(parser, "compute both ways", "cpu")
+    add_code_argument(parser)
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +129,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allow-host", action="append", default=[], metavar="NAME", help=names)
     add("--port", type=int, default=8000, metavar="PORT", help="listen at this port, 0 at any free one (default: 8000)")
     add_device_argument(parser, "compute")
+    add_code_argument(parser)
     add("--name", metavar="NAME", help="call the model so for clients of /v1 (default: as the folder)")
     most = "let one request sample at most N bytes, of each choice (default: the model's context)"
     add("--max-bytes", type=int, metavar="N", help=most)

@@ -1,6 +1,8 @@
 """Feed-forwards, which compute each row by itself: the letter f of an order, and `model.feed_forward` in JSON.
 
-To add one: a file with its configuration (a ``FeedForwardConfig``) and its module, and a line in ``FEED_FORWARDS``.
+To add one: a file with its configuration (a ``FeedForwardConfig``) and its module, and a line in ``FEED_FORWARDS``. In
+another package, the configuration is an entry point of the group ``longstride.feed_forwards``, or has the `type`
+"package.module:Class".
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from longstride.kernels import ConfigError, Problem, nearest
+from longstride.kernels.registry import class_named, foreign_schema, import_path, registered_names
 from longstride.sparse_model.feed_forwards import dense
 from longstride.sparse_model.feed_forwards.dense import DenseConfig
 from longstride.sparse_model.feed_forwards.experts import ExpertsConfig
@@ -15,6 +18,7 @@ from longstride.sparse_model.network import MOST_SUBLAYERS
 from longstride.sparse_model.part import FeedForwardConfig
 
 FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"dense": DenseConfig, "experts": ExpertsConfig}
+GROUP = "longstride.feed_forwards"  # of entry points
 
 
 def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:
@@ -37,9 +41,13 @@ def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:
             if not isinstance(entry, dict):
                 raise ConfigError(Problem("", "must be an object, or a list of them", entry))
             kind = entry.get("type", "dense")
-            if not isinstance(kind, str) or kind not in FEED_FORWARDS:
-                raise ConfigError.at("type", kind, f"not known; {nearest(str(kind), FEED_FORWARDS)}")
-            made.append(FEED_FORWARDS[kind].model_validate(entry))
+            config = class_named(kind, FEED_FORWARDS, GROUP) if isinstance(kind, str) else None
+            if config is None:
+                near = nearest(str(kind), [*FEED_FORWARDS, *registered_names(GROUP)])
+                raise ConfigError.at("type", kind, f"not known; {near}")
+            if not issubclass(config, FeedForwardConfig):
+                raise ConfigError.at("type", kind, f"must name a FeedForwardConfig, and {import_path(config)} is none")
+            made.append(config.model_validate(entry))
         except ConfigError as error:
             errors.append(error.under(f"feed_forward[{number}]" if listed else "feed_forward"))
     if errors:
@@ -49,5 +57,5 @@ def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:
 
 def feed_forward_schema() -> dict[str, Any]:
     """JSON schema of `model.feed_forward`."""
-    choices = [each.model_json_schema() for each in FEED_FORWARDS.values()]
+    choices = [*(each.model_json_schema() for each in FEED_FORWARDS.values()), foreign_schema(GROUP)]
     return {"anyOf": [*choices, {"type": "array", "items": {"anyOf": choices}, "minItems": 1}]}

@@ -1,7 +1,8 @@
 """Mixers, which bring rows of several positions together: the letter s of an order, and `model.attention` in JSON.
 
 Attention over a pattern has the pattern's ``type``. To add another mixer: a file with its configuration (a
-``MixerConfig``) and its module, and a line in ``MIXERS``.
+``MixerConfig``) and its module, and a line in ``MIXERS``. In another package, the configuration is an entry point of
+the group ``longstride.mixers``, or has the `type` "package.module:Class".
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 from typing_extensions import Doc
 
 from longstride.kernels import ConfigError, Problem
+from longstride.kernels.patterns import GROUP as PATTERN_GROUP
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
+from longstride.kernels.registry import class_named, foreign_schema, import_path, registered_names
 from longstride.sparse_model.mixers.adaptive_span import AdaptiveSpanConfig
 from longstride.sparse_model.mixers.attention import KEY_VALUE_HEADS, Attention, HeadPatterns
 from longstride.sparse_model.mixers.entmax import EntmaxConfig
@@ -34,6 +37,7 @@ MIXERS: dict[str, type[StrictModel]] = {
     "routing": RoutingConfig,
     "synthesizer": SynthesizerConfig,
 }
+GROUP = "longstride.mixers"  # of entry points
 SHARED = "key_value_heads"
 COMBINATIONS = ("merged", "interleaved", "multihead")
 RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that are set head by head, and so not in the configuration
@@ -84,12 +88,12 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
     if not isinstance(entry, dict):
         raise ConfigError(Problem("", "must be a pattern object, or a list of them"))
     kind = entry.get("type")
-    if isinstance(kind, str) and kind in MIXERS:
-        if SHARED in entry and SHARED not in MIXERS[kind].model_fields:
+    if (config := _mixer_class(kind)) is not None:
+        if SHARED in entry and SHARED not in config.model_fields:
             raise ConfigError.at(
                 SHARED, entry[SHARED], f"must be left out: in {kind} each head has keys and values of its own"
             )
-        mixer: Any = MIXERS[kind].model_validate(entry)
+        mixer: Any = config.model_validate(entry)
         return [mixer]
     shared = entry.get(SHARED)
     if shared is not None and (not isinstance(shared, int) or isinstance(shared, bool) or shared < 1):
@@ -97,7 +101,8 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
     entry = {key: value for key, value in entry.items() if key != SHARED}
     if "heads" in entry:
         return [HeadPatterns(_patterns_of_groups(entry, network), shared)]
-    pattern, combine = _pattern_and_combination(entry, network.context, beside=[SHARED], others=["heads", *MIXERS])
+    others = ["heads", *MIXERS, *registered_names(GROUP)]
+    pattern, combine = _pattern_and_combination(entry, network.context, beside=[SHARED], others=others)
     factors = pattern.factors()
     if combine == "merged":
         return [HeadPatterns(_split([pattern], range(network.heads)), shared)]
@@ -106,6 +111,19 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
     if listed and len(factors) > 1:
         raise ConfigError.at("combine", combine, "a list is a cycle already: make each factor an entry of the list")
     return [HeadPatterns(_split([factor], range(network.heads)), shared) for factor in factors]
+
+
+def _mixer_class(kind: object) -> type[StrictModel] | None:
+    """The configuration class of a mixer; None: the type is a pattern's, or nobody's."""
+    if not isinstance(kind, str) or kind in PATTERNS:
+        return None
+    cls = class_named(kind, MIXERS, GROUP)
+    if cls is None or dataclasses.is_dataclass(cls):
+        return None
+    if not (issubclass(cls, MixerConfig) and issubclass(cls, StrictModel)):
+        rule = f"must name a pattern, or a MixerConfig that is a StrictModel, and {import_path(cls)} is neither"
+        raise ConfigError.at("type", kind, rule)
+    return cls
 
 
 def _patterns_of_groups(entry: dict[str, Any], network: NetworkConfig) -> tuple[Pattern, ...]:
@@ -191,12 +209,12 @@ def attention_schema() -> dict[str, Any]:
     combine = {"combine": {"enum": list(COMBINATIONS), "default": COMBINATIONS[0], "description": how}}
     shared: dict[str, Any] = {SHARED: {"type": ["integer", "null"], "minimum": 1, "description": KEY_VALUE_HEADS}}
     count = {"count": {"type": "integer", "minimum": 1, "description": "heads that have this pattern"}}
-    items = {"anyOf": _pattern_schemas(combine | count, "count")}
+    items = {"anyOf": [*_pattern_schemas(combine | count, "count"), foreign_schema(PATTERN_GROUP)]}
     groups = {"type": "array", "items": items, "minItems": 1, "description": "a pattern for some heads each"}
     properties = {"heads": groups, **shared}
     by_head = {"type": "object", "properties": properties, "required": ["heads"], "additionalProperties": False}
     mixers = [_whole(mixer.model_json_schema()) for mixer in MIXERS.values()]
-    choices = [*_pattern_schemas(combine | shared), *mixers, by_head]
+    choices = [*_pattern_schemas(combine | shared), *mixers, by_head, foreign_schema(PATTERN_GROUP, GROUP)]
     return {"anyOf": [*choices, {"type": "array", "items": {"anyOf": choices}, "minItems": 1}]}
 
 

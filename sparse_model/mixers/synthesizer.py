@@ -35,7 +35,9 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, Problem, empty_cache, nearest, num_pairs, sparse_attention
+from longstride.kernels.patterns import GROUP as PATTERN_GROUP
 from longstride.kernels.patterns import PATTERNS, Dense, Pattern, pattern_from_json
+from longstride.kernels.registry import foreign_schema
 from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.mixers.attention import AttentionState
 from longstride.sparse_model.mixers.cache import KeyValues
@@ -100,6 +102,7 @@ PATTERN_SCHEMA: dict[str, Any] = {
             },
             "required": ["type"],
         },
+        foreign_schema(PATTERN_GROUP),
         {"type": "null"},
     ]
 }

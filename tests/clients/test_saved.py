@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from longstride.kernels import ConfigError
 from longstride.launcher.models import Exported, load_model
 from longstride.sparse_model import SparseTransformer
 from tests.harness.clients import client
 from tests.harness.configs import SYSTEMS, model_json, small
+from tests.harness.runs import ROOT
 from tests.harness.tiny_models import add_hub_files, random_export
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
@@ -206,3 +208,27 @@ def test_offloaded_blocks_and_copies_compute_the_same(tmp_path: Path) -> None:
         assert torch.equal(offloaded(known).logits, expected)
     options = {"max_new_tokens": 5, "do_sample": False}
     assert torch.equal(offloaded.generate(known, **options), model.generate(known, **options))
+
+
+@client("transformers", "an export with parts of another package", "loads with trust_code=True alone")
+def test_code_of_other_packages_is_trusted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM
+
+    monkeypatch.syspath_prepend(ROOT / "docs/examples/own_parts")
+    model = model_json() | {"attention": {"type": "own_parts.recurrence:GatedRecurrence"}}
+    config = LongstrideConfig(model=model, trust_code=True)  # which a file could say, too
+    with pytest.raises(
+        ConfigError, match=r"own_parts\.recurrence:GatedRecurrence.* is from another package; install it"
+    ):
+        LongstrideForCausalLM(config)
+    config.trust_code = True
+    made = LongstrideForCausalLM(config)
+    made.save_pretrained(tmp_path)
+    assert "trust_code" not in json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ConfigError, match="trust_code=True"):
+        LongstrideForCausalLM.from_pretrained(tmp_path)
+    loaded = LongstrideForCausalLM.from_pretrained(tmp_path, trust_code=True).eval()
+    rows = torch.randint(256, (2, 9))
+    torch.testing.assert_close(loaded(rows).logits, made.eval()(rows).logits)
+    cached = loaded.generate(rows, max_new_tokens=5, do_sample=False)
+    assert cached.equal(loaded.generate(rows, max_new_tokens=5, do_sample=False, use_cache=False))

@@ -150,7 +150,7 @@ def test_a_pattern_that_is_not_registered_is_refused_behind_the_op() -> None:
         """Looks like a registered one, but cannot be written down."""
 
     q, k, v = (normal(1, 1, 9, 16) for _ in range(3))
-    with pytest.raises(ConfigError, match="is not registered: add it to"):
+    with pytest.raises(ConfigError, match="cannot be imported; define the class at the top"):
         sparse_attention(q, k, v, Mine(3), backend="cpu")
 
 

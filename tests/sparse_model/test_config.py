@@ -138,7 +138,7 @@ def test_a_decimal_ratio_is_exact() -> None:
 
 
 def test_the_schema_lists_every_pattern() -> None:
-    *patterns, by_head, listed = ModelConfig.model_json_schema()["properties"]["attention"]["anyOf"]
+    *patterns, by_head, _, listed = ModelConfig.model_json_schema()["properties"]["attention"]["anyOf"]
     patterns, others = patterns[: len(PATTERNS)], patterns[len(PATTERNS) :]
     assert [each["properties"]["type"]["const"] for each in patterns] == list(PATTERNS)
     assert [each["properties"]["type"]["const"] for each in others] == list(MIXERS)

@@ -64,7 +64,7 @@ def test_refresh_takes_an_export_that_names_the_stub_and_no_other_option(
 ) -> None:
     for words in (["--dtype", "bf16"], ["--step", "4"], ["--output", "x"], ["--no-check"]):
         assert cli.main(["export", "--refresh", str(old), *words]) == 2
-        rule = "--refresh: takes the folder of an export, and no other option"
+        rule = "--refresh: takes the folder of an export and --trust-code, and no other option"
         assert capsys.readouterr().err == f"longstride: error: {rule}\n"
     assert cli.main(["export", "--refresh", str(tmp_path)]) == 2
     assert "has no config.json; name a folder written by `longstride export RUN" in capsys.readouterr().err

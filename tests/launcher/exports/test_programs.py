@@ -81,7 +81,7 @@ def test_what_cannot_be_is_told_in_one_line(
     chosen = export(tmp_path / "chosen", {"attention": {"type": "moba", "block": 8, "top": 2}})
     routed = export(tmp_path / "routed", {"attention": {"type": "routing", "clusters": 4, "window": 8}})
     before, new = files_under(tmp_path), ["--output", str(tmp_path / "new")]
-    only = "takes the folder of an export, --output and --no-check, and no other option"
+    only = "takes the folder of an export, --output, --no-check and --trust-code, and no other option"
     shapes = "has other shapes at other lengths; these have not: patterns"
     for words, told in (
         ([exported, "--format", "onnx"], "--output: must name the folder to make"),

@@ -18,6 +18,7 @@ from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import agreement
 from longstride.launcher.training.agreement import check_agreement
+from longstride.sparse_model import ModelConfig
 from tests.harness.data.tars import write_tar
 from tests.launcher.data.test_batches import Meeting
 
@@ -123,16 +124,19 @@ def test_options_are_agreed_on(agreed: Agreed, config_file: Path) -> None:
     assert said is not None and said.startswith('--resume="auto": is so for rank 0 on host0, and "never" for rank 1')
 
 
-def test_other_packages_are_told_first(agreed: Agreed, config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["torch", "own_parts.recurrence:GatedRecurrence"])
+def test_other_packages_are_told_first(
+    agreed: Agreed, config_file: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     versions, lock = iter(["2.12.1", "2.13.0"]), threading.Lock()
 
-    def recorded() -> dict[str, str]:
+    def recorded(model: ModelConfig) -> dict[str, str]:
         with lock:
-            return {"torch": next(versions, "2.13.0")}
+            return {name: next(versions, "2.13.0")}
 
     monkeypatch.setattr(agreement, "package_versions", recorded)
     said = agreed(*(load_config(config_file, [f"train.seed={seed}"]) for seed in range(2)))
-    assert said is not None and said.startswith('torch="2.1'), said
+    assert said is not None and said.startswith(f'{name}="2.1'), said
     assert said.endswith("; install the same on all hosts")
 
 

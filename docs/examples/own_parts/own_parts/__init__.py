@@ -1,0 +1,1 @@
+"""Parts for Longstride: a mixer, a feed-forward and a pattern."""

@@ -1,0 +1,179 @@
+"""Parts of other packages: the example of docs/examples, installed, through every verb; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longstride.kernels import ConfigError, sparse_attention
+from longstride.kernels.patterns import Local, pattern_from_json, pattern_to_json
+from longstride.sparse_model import ModelConfig
+from tests.harness.configs import small
+from tests.harness.runs import ROOT, configuration, plain_environment
+
+PACKAGE = "longstride-own-parts 0.1"
+PARTS: dict[str, Any] = {
+    "attention": [
+        {"type": "gated_recurrence"},
+        {"type": "recent_blocks", "size": 8},
+        {"type": "own_parts.recurrence:GatedRecurrence", "remember": 2.0},
+    ],
+    "feed_forward": {"type": "gated_linear"},
+    "layers": 3,
+    "backend": "auto",
+    "dropout": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build and install the example package, as a user would, into a folder of its own."""
+    folder = tmp_path_factory.mktemp("packages")
+    source = shutil.copytree(ROOT / "docs/examples/own_parts", folder / "source")  # where the build leaves files
+    words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(folder / "site"), str(source)]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=300)
+    return folder / "site"
+
+
+@pytest.fixture
+def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let this process import the example package, too."""
+    monkeypatch.syspath_prepend(packages)
+    yield packages
+    for name in [name for name in sys.modules if name.partition(".")[0] == "own_parts"]:
+        del sys.modules[name]
+
+
+class User:
+    """Somebody who has Longstride, and the example package where ``packages`` is given."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def longstride(self, *words: object, packages: Path | None = None, code: int = 0) -> str:
+        """Run a verb, which must end with this exit code; returns what it said."""
+        environment = plain_environment() | ({"PYTHONPATH": str(packages)} if packages else {})
+        command = [sys.executable, "-m", "longstride.launcher.cli", *map(str, words)]
+        ended = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, timeout=300)
+        said = (ended.stdout + ended.stderr).decode(errors="replace")
+        assert ended.returncode == code, said
+        return said
+
+
+def test_installed_parts_go_through_every_verb(packages: Path, tmp_path: Path) -> None:
+    user, texts = User(tmp_path), tmp_path / "texts"
+    texts.mkdir()
+    for number in range(12):
+        (texts / f"{number}.txt").write_text(" ".join(map(str, range(number, 400))))
+    content = configuration(tmp_path / "data", tmp_path / "run")
+    content["model"] |= PARTS
+    (tmp_path / "run.json").write_text(json.dumps(content))
+
+    def run(*words: object) -> str:
+        return user.longstride(*words, packages=packages)
+
+    run("data", "build", texts, "--output", "data")
+    assert "recurrence " in run("plan", "run.json")
+    run("train", "--config", "run.json", "--processes", "2", "train.steps=4")
+    run("train", "--config", "run.json", "--processes", "2", "--resume", "auto")
+    starts = [json.loads(line) for line in (tmp_path / "run/starts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, 4]
+    assert all("own_parts.recurrence:GatedRecurrence" in start["versions"] for start in starts)
+    assert "bits per byte on validation" in run("evaluate", "run")
+    run("report", "run", "--output", "report.html")
+    run("export", "run", "--output", "model")
+    recorded = json.loads((tmp_path / "model/config.json").read_text())["code"]
+    assert list(recorded) == [
+        "own_parts.recurrence:GatedRecurrence",
+        "own_parts.gated_linear:GatedLinear",
+        "own_parts.recent_blocks:RecentBlocks",
+    ]
+    assert all(each.startswith(f"{PACKAGE}, source ") for each in recorded.values())
+
+    refused = user.longstride("sample", "model", packages=packages, code=2)
+    assert f'type="gated_linear": is from another package (exported with {PACKAGE})' in refused
+    assert "--trust-code" in refused
+    sampled = run("sample", "model", "--trust-code", "--bytes", "20", "--output", "sample.txt")
+    assert "notice" not in sampled and (tmp_path / "sample.txt").stat().st_size == 20
+    missing = user.longstride("sample", "model", "--trust-code", code=2)
+    assert 'model.attention[0].type="gated_recurrence": must be a pattern\'s name; known: ' in missing
+    assert missing.count(f"(exported with {PACKAGE})") == missing.count("longstride: error")
+    run("train", "--config", "run.json", "--from", "model", "--trust-code", "train.output=again", "train.steps=1")
+
+    config = tmp_path / "model/config.json"
+    config.write_text(config.read_text().replace(recorded["own_parts.recurrence:GatedRecurrence"], "other 2.0"))
+    said = run("sample", "model", "--trust-code", "--bytes", "1")
+    assert "was exported with own_parts.recurrence:GatedRecurrence of other 2.0, and here is" in said
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 40])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_attention_over_an_installed_pattern(installed: Path, length: int, backend: str) -> None:
+    pattern = pattern_from_json({"type": "recent_blocks", "size": 8})
+    assert pattern_from_json(pattern_to_json(pattern)) == pattern
+    q, k, v = torch.randn(3, 1, 2, length, 16, generator=torch.Generator().manual_seed(length))
+    found = sparse_attention(q, k, v, pattern, backend=backend)
+    torch.testing.assert_close(found, sparse_attention(q, k, v, pattern, backend="reference"))
+
+
+def test_an_installed_mixer_declares_what_it_supports(installed: Path) -> None:
+    config = small(attention=PARTS["attention"][0])
+    config.require("padding")
+    with pytest.raises(ConfigError, match=r"^attention: gated_recurrence reads whole contexts"):
+        config.require("documents")
+    with pytest.raises(ConfigError, match=r"^attention: gated_recurrence computes whole contexts"):
+        config.check_division(2)
+    with pytest.raises(ConfigError, match=r"gated_recurrence does not apply model\.convolution"):
+        small(attention=PARTS["attention"][0], convolution=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"attention": {"type": "no_such:Pattern"}}, r'attention\.type="no_such:Pattern": cannot be imported \(Mod'),
+        ({"attention": {"type": "json:Pattern"}}, r'attention\.type="json:Pattern": cannot be imported \(Attribute'),
+        ({"attention": {"type": "json:dumps"}}, r'attention\.type="json:dumps": must name a class, and json:dumps is '),
+        ({"attention": {"type": "json:JSONDecoder"}}, r"attention\.type=.*must name a pattern, or a MixerConfig"),
+        ({"attention": {"type": ":"}}, r'attention\.type=":": cannot be imported \(ValueError'),
+        ({"attention": {"type": "gated_recurence"}}, r"attention\.type=.*nearest gated_recurrence"),
+        ({"attention": {"type": "recent_block"}}, r"attention\.type=.*nearest recent_blocks"),
+        ({"attention": {"type": "recent_blocks"}}, r"attention\.size: missing; recent_blocks needs it"),
+        ({"feed_forward": {"type": "gated_linar"}}, r"feed_forward\.type=.*nearest gated_linear"),
+        ({"feed_forward": {"type": "own_parts.recurrence:GatedRecurrence"}}, "must name a FeedForwardConfig, and own"),
+        ({"attention": {"type": "gated_recurrence", "remembr": 1.0}}, r"remembr: unknown key; nearest remember"),
+    ],
+)
+def test_wrong_types_are_told(installed: Path, changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        small(**changes)
+
+
+def test_schema_names_what_is_installed(packages: Path, tmp_path: Path) -> None:
+    text = User(tmp_path).longstride("config", "schema", packages=packages)
+    assert all(f'"{name}"' in text for name in ("gated_recurrence", "recent_blocks", "gated_linear"))
+
+
+def test_two_packages_of_one_name_are_refused(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    information = tmp_path / "other-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[longstride.patterns]\nrecent_blocks = other:Blocks\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="registered more than once; give one of other:Blocks, own_parts"):
+        pattern_from_json({"type": "recent_blocks", "size": 8})
+
+
+def test_only_what_is_named_is_imported(installed: Path) -> None:
+    ModelConfig.model_json_schema()
+    assert pattern_from_json({"type": "local", "window": 3}) == Local(3)
+    with pytest.raises(ConfigError):
+        pattern_from_json({"type": "recent"})
+    assert "own_parts" not in sys.modules and (installed / "own_parts").exists()
+    assert ModelConfig.foreign_types({"attention": [{"heads": [{"type": "a:B"}, {"type": "local"}]}]}) == ["a:B"]
