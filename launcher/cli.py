@@ -149,7 +149,10 @@ def _run(words: list[str]) -> int:
                 # The imports take seconds. A signal meanwhile is a stop of the run, with the exit code of one.
                 around.enter_context(stopped_at_once())
             settle_libraries(os.environ)
-            parser, rest = parser_of(verb), words[len(verb.words.split()) :]
+            try:
+                parser, rest = parser_of(verb), words[len(verb.words.split()) :]
+            except ValueError as error:  # a modality of another package, which cannot be imported
+                return report(error)
             as_they_are = verb.passes_words and rest not in (["--help"], ["-h"])
             options: Any = rest if as_they_are else parser.parse_intermixed_args(rest)
             if (

@@ -1,13 +1,17 @@
-"""The published datasets that a build reads as they are distributed: one file and one line of ``DATASETS`` each."""
+"""The published datasets that a build reads as they are distributed: one file and one line of ``DATASETS`` each.
+
+Classes that installed packages register as entry points of the group ``longstride.datasets`` are datasets, too.
+"""
 
 from longstride.data_pipelines.datasets.byte_corpus import ENWIK8, TEXT8
 from longstride.data_pipelines.datasets.cifar10 import CIFAR10
 from longstride.data_pipelines.datasets.dataset import Dataset, default_input, fetched_input
 from longstride.data_pipelines.datasets.imagenet64 import IMAGENET64
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import registered
 
 _REGISTERED: tuple[Dataset, ...] = (CIFAR10, IMAGENET64, ENWIK8, TEXT8)
-DATASETS = {dataset.name: dataset for dataset in _REGISTERED}
+DATASETS = {dataset.name: dataset for dataset in (*registered("longstride.datasets", Dataset), *_REGISTERED)}
 
 
 def dataset_named(name: str) -> Dataset:

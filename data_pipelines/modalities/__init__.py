@@ -1,15 +1,18 @@
 """The kinds of data that a shard can hold: one file each, and one line of the registry here.
 
-Importing it costs numpy alone: Pillow, soundfile and soxr are imported where a file needs them.
+Importing it costs numpy alone: Pillow, soundfile and soxr are imported where a file needs them. Classes that installed
+packages register as entry points of the group ``longstride.modalities`` are imported, too: they bring options of verbs.
 """
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities.audio import Audio
 from longstride.data_pipelines.modalities.image import CHANNELS, Image
-from longstride.data_pipelines.modalities.modality import Content, Modality, Properties
+from longstride.data_pipelines.modalities.modality import Content, Modality, Properties, registered
 from longstride.data_pipelines.modalities.text import Text
 
-MODALITIES: dict[str, Modality] = {modality.name: modality for modality in (Text(), Image(), Audio())}
+MODALITIES: dict[str, Modality] = {
+    each.name: each for each in (*registered("longstride.modalities", Modality), Text(), Image(), Audio())
+}
 
 
 def modality_named(name: str) -> Modality:

@@ -1,13 +1,14 @@
 """What a modality knows of itself: its files, how a model's samples of it begin, are written and shown, and its words.
 
 Nothing outside this room names a modality. A new one is a subclass of ``Modality`` in a file of its own, and a line in
-the registry (``__init__.py``).
+the registry (``__init__.py``) or an entry point of another package.
 """
 
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
@@ -202,6 +203,28 @@ class Modality(ABC):
         A text: its bytes.
         """
         return content
+
+
+def registered(group: str, kind: type) -> list[Any]:
+    """List what installed packages register in a group of entry points, a class by an instance of it.
+
+    Raises:
+        DataError: one cannot be imported, or is not of that kind.
+    """
+    made = []
+    for entry in metadata.entry_points(group=group):
+        try:
+            loaded = entry.load()
+            instance = loaded() if isinstance(loaded, type) else loaded
+        except Exception as error:  # whatever the other package raises
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise DataError(
+                f"{group}: {entry.value} cannot be imported ({why}); mend or uninstall its package"
+            ) from None
+        if not isinstance(instance, kind):
+            raise DataError(f"{group}: {entry.value} must be a {kind.__name__}; mend or uninstall its package")
+        made.append(instance)
+    return made
 
 
 def both_cases(*suffixes: str) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ PARTS: dict[str, Any] = {
     ],
     "feed_forward": {"type": "gated_linear"},
     "layers": 3,
+    "embedding": {"type": "learned"},
     "backend": "auto",
     "dropout": 0.0,
 }
@@ -68,10 +69,10 @@ class User:
 
 
 def test_installed_parts_go_through_every_verb(packages: Path, tmp_path: Path) -> None:
-    user, texts = User(tmp_path), tmp_path / "texts"
-    texts.mkdir()
+    user, genomes = User(tmp_path), tmp_path / "genomes"
+    genomes.mkdir()
     for number in range(12):
-        (texts / f"{number}.txt").write_text(" ".join(map(str, range(number, 400))))
+        (genomes / f"{number}.fa").write_text(f">{number}\n" + "ACGTTGCA\nCCGATA\n" * (50 + number))
     content = configuration(tmp_path / "data", tmp_path / "run")
     content["model"] |= PARTS
     (tmp_path / "run.json").write_text(json.dumps(content))
@@ -79,8 +80,7 @@ def test_installed_parts_go_through_every_verb(packages: Path, tmp_path: Path) -
     def run(*words: object) -> str:
         return user.longstride(*words, packages=packages)
 
-    run("data", "build", texts, "--output", "data")
-    assert "recurrence " in run("plan", "run.json")
+    run("data", "build", genomes, "--modality", "genome", "--output", "data")
     run("train", "--config", "run.json", "--processes", "2", "train.steps=4")
     run("train", "--config", "run.json", "--processes", "2", "--resume", "auto")
     starts = [json.loads(line) for line in (tmp_path / "run/starts.jsonl").read_text().splitlines()]
@@ -100,8 +100,8 @@ def test_installed_parts_go_through_every_verb(packages: Path, tmp_path: Path) -
     refused = user.longstride("sample", "model", packages=packages, code=2)
     assert f'type="gated_linear": is from another package (exported with {PACKAGE})' in refused
     assert "--trust-code" in refused
-    sampled = run("sample", "model", "--trust-code", "--bytes", "20", "--output", "sample.txt")
-    assert "notice" not in sampled and (tmp_path / "sample.txt").stat().st_size == 20
+    sampled = run("sample", "model", "--trust-code", "--bytes", "20", "--output", "sample.fa")
+    assert "notice" not in sampled and len((tmp_path / "sample.fa").read_bytes()) == len(b">sample\n\n") + 20
     missing = user.longstride("sample", "model", "--trust-code", code=2)
     assert 'model.attention[0].type="gated_recurrence": must be a pattern\'s name; known: ' in missing
     assert missing.count(f"(exported with {PACKAGE})") == missing.count("longstride: error")
@@ -168,6 +168,16 @@ def test_two_packages_of_one_name_are_refused(installed: Path, tmp_path: Path, m
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="registered more than once; give one of other:Blocks, own_parts"):
         pattern_from_json({"type": "recent_blocks", "size": 8})
+
+
+def test_modality_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
+    information = tmp_path / "site/other-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[longstride.modalities]\nmidi = other:Midi\n")
+    said = User(tmp_path).longstride("data", "build", "x", "--output", "y", packages=tmp_path / "site", code=2)
+    assert "error: longstride.modalities: other:Midi cannot be imported (ModuleNotFoundError" in said
+    assert "Traceback" not in said
 
 
 def test_only_what_is_named_is_imported(installed: Path) -> None:

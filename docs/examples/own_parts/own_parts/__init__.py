@@ -1,1 +1,1 @@
-"""Parts for Longstride: a mixer, a feed-forward and a pattern."""
+"""Parts for Longstride: a mixer, a feed-forward, a pattern and a modality."""
