@@ -48,11 +48,12 @@ clients: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --editable ".[clients]"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m clients -p tests.harness.clients
 
-# After `clients`, exported models under the oldest transformers that setup.py allows.
+# After `clients`, exported models under the oldest packages that the extras of setup.py allow.
 clients-oldest: clients
-	$(BIN)/python -m pip install --quiet transformers==5.23.0
+	$(BIN)/python -m pip install --quiet transformers==5.23.0 onnx==1.19.0 onnxscript==0.7.0 onnxruntime==1.22.0
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m clients \
-		tests/clients/test_generate.py tests/clients/test_hub_model.py tests/clients/test_peft.py
+		tests/clients/test_generate.py tests/clients/test_hub_model.py tests/clients/test_peft.py \
+		tests/clients/test_torch_export.py
 
 # The container of the Dockerfile, for CPUs: built, and asked to plan and to look at its machine. Needs a container engine.
 image:

@@ -70,7 +70,7 @@ setup(
         "transformers": ["transformers>=5.23,<6"],
         "completion": COMPLETION,
         "lm_eval": ["lm_eval>=0.4.13,<0.5"],
-        "onnx": ["onnx>=1.19,<2", "onnxscript>=0.5,<1", "onnxruntime>=1.22,<2"],  # `longstride export --format onnx`
+        "onnx": ["onnx>=1.19,<2", "onnxscript>=0.7,<1", "onnxruntime>=1.22,<2"],  # `longstride export --format onnx`
         "clients": [
             # What `make clients` runs against, each in one version: docs/clients.md says what came of it.
             *SERVE,
