@@ -1,8 +1,8 @@
 """The tables of attention in README.md and docs/kernels.md, made from the files in benchmarks/results/.
 
-`python benchmarks/readme_table.py` writes both; a test holds that they agree. The README has one table a device, of its
-first head width. docs/kernels.md has all, those of selections, where a CPU's time goes, and what the compiler made of
-the kernels.
+`python benchmarks/readme_table.py` writes both; a test holds that they agree. The README has one table with a column
+for each file of results, in its first head width. docs/kernels.md has all, those of selections, where a CPU's time
+goes, and what the compiler made of the kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 def with_tables(page: Path) -> str:
     """A page's text with its tables as the result files have them."""
     files = [json.loads(path.read_text()) for path in attention_files()]
-    tables = [table for result in files for table in tables_of(result)[: 1 if page == README else None]]
+    tables = [summary(files)] if page == README else [table for result in files for table in tables_of(result)]
     if page == DETAILS:
         tables += [selections_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("selections-*.json"))]
         tables += [cpu_time_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("cpu-time-*.json"))]
@@ -64,6 +64,31 @@ def tables_of(result: dict[str, Any]) -> list[str]:
         if row["context"] == SHOWN_CONTEXT:
             cases.setdefault((row["head_width"], row["dtype"]), []).append(row)
     return [table(result, rows) for rows in cases.values()]
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """Make one table of all devices: how many times faster both passes are than torch's dense causal attention."""
+    columns, by_pattern = ["pattern", "share of pairs"], dict[str, list[str]]()
+    for result in results:
+        rows = [row for row in result["timings"] if row["context"] == SHOWN_CONTEXT]
+        first = rows[0]
+        rows = [row for row in rows if (row["head_width"], row["dtype"]) == (first["head_width"], first["dtype"])]
+        columns.append(f"{result['device']}, {first['dtype']}")
+        columns += [f"{result['device']} over FlexAttention"] if on_gpu(result) else []
+        for row in rows:
+            cells = by_pattern.setdefault(row["pattern"], [row["pattern"], f"{row['density']:.1%}"])
+            cells.append(shown(row["ratio_to_dense"]["both"]))
+            cells += [shown(row["ratio_to_flex"]["both"])] if on_gpu(result) else []
+    lines = [
+        "Speed-up of the forward and backward pass over PyTorch's dense causal attention (its fastest kernels) at a "
+        f"context of {SHOWN_CONTEXT:,}, stride {first['stride']}, summary {first['summary']}, heads of width "
+        f"{first['head_width']}, each in one run on that device. CPUs have two threads.",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+        *(f"| {' | '.join(cells)} |" for cells in by_pattern.values()),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def table(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""README and docs/tutorial do what they show: every block of code is run, by the wheel, in an empty folder."""
+"""README, docs/commands.md and docs/tutorial do what they show: the wheel runs each block in an empty folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.harness.pages import agree, blocks, first_difference, run_page
 from tests.harness.runs import ROOT
 
 PAGES = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
-SHOWN = [ROOT / "README.md", *PAGES]
+SHOWN = [ROOT / "README.md", ROOT / "docs" / "commands.md", *PAGES]
 REASONS = {"a cluster", "a GPU", "a network", "minutes"}  # why a block is not run
 
 
@@ -75,10 +75,11 @@ def test_differences_are_told() -> None:
 
 
 @pytest.mark.pages
-def test_readme_does_what_it_shows(wheel: Installation, tmp_path: Path) -> None:
-    """README's own words for things are there: some texts, rows, a file, and a run that begins with the one before."""
+@pytest.mark.parametrize("name", ["README.md", "docs/commands.md"])
+def test_page_does_what_it_shows(wheel: Installation, tmp_path: Path, name: str) -> None:
+    """What the page names is there: some texts, rows, a file, and a run that begins with the one before."""
     (tmp_path / "my" / "texts").mkdir(parents=True)
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/training.md").read_text()
     for number in range(8):
         (tmp_path / "my" / "texts" / f"{number}.txt").write_text(text[number * 1000 :] + text[: number * 1000])
     (tmp_path / "FILE").write_text(text[:200])
@@ -87,4 +88,4 @@ def test_readme_does_what_it_shows(wheel: Installation, tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": [text[:500], text[500:1000]]}), tmp_path / "more.parquet")
     songs = {"extends": "mine.json", "train": {"output": "runs/songs"}}
     (tmp_path / "songs.json").write_text(json.dumps(songs))
-    run_page(ROOT / "README.md", tmp_path, wheel.environment())
+    run_page(ROOT / name, tmp_path, wheel.environment())

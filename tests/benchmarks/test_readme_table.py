@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from benchmarks.readme_table import (
-    BEGIN,
     DETAILS,
-    END,
     README,
     SHOWN_CONTEXT,
-    attention_files,
+    summary,
     tables_of,
     with_tables,
 )
@@ -35,9 +33,13 @@ def test_a_page_agrees_with_the_measurements(page: Path) -> None:
     assert with_tables(page) == page.read_text(), "run python benchmarks/readme_table.py"
 
 
-def test_the_readme_has_one_table_a_device() -> None:
-    tables = README.read_text().split(BEGIN)[1].split(END)[0]
-    assert tables.count("| pattern |") == len(attention_files())
+def test_the_readme_has_one_table_with_a_column_for_each_device() -> None:
+    card = {**timing(), "ratio_to_flex": {"both": 4.5}}
+    other = {**results(timing(context=64), timing(), timing(head_width=128)), "device": "A CPU"}
+    heading, _, columns, rule, *lines = summary([{**results(card), "device_type": "cuda"}, other]).splitlines()
+    assert columns == "| pattern | share of pairs | A card, float32 | A card over FlexAttention | A CPU, float32 |"
+    assert lines == ["| local | 1.0% | 2.5× | 4.5× | 2.5× |"]
+    assert "width 64" in heading and rule.count("|") == columns.count("|")
 
 
 def test_each_head_width_and_dtype_has_its_own_table() -> None:
