@@ -135,6 +135,10 @@ def begin(run: Run) -> Checkpoint | None:
     if run.ranks.is_first:
         for line in damaged:
             say(f"passed over: {line}")
+        then = {} if chosen is None else chosen.manifest.versions
+        for name, source in run.config.model.foreign_code().items():
+            if then.get(name, source) != source:
+                say(f"notice: {name} is of {source}, and the checkpoint was made with {then[name]}")
     return chosen
 
 
