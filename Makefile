@@ -53,6 +53,7 @@ clients-oldest: clients
 	$(BIN)/python -m pip install --quiet transformers==5.23.0 onnx==1.19.0 onnxscript==0.7.0 onnxruntime==1.22.0
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m clients \
 		tests/clients/test_generate.py tests/clients/test_hub_model.py tests/clients/test_peft.py \
+		tests/clients/test_attention_in_transformers.py \
 		tests/clients/test_torch_export.py
 
 # The container of the Dockerfile, for CPUs: built, and asked to plan and to look at its machine. Needs a container engine.

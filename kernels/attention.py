@@ -20,6 +20,7 @@ from longstride.kernels import plan
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.op import attention_op
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json, pattern_to_json
+from longstride.kernels.selections import Selection, queries_behind
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
 ADVICE = 'backend="reference" runs everywhere, with memory that grows with N^2'
@@ -36,6 +37,7 @@ def sparse_attention(
     scale: float | None = None,
     backend: str = "auto",
     return_lse: Literal[False] = False,
+    first_query: int | None = None,
 ) -> Tensor: ...
 
 
@@ -49,6 +51,7 @@ def sparse_attention(
     scale: float | None = None,
     backend: str = "auto",
     return_lse: Literal[True],
+    first_query: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -61,6 +64,7 @@ def sparse_attention(
     scale: float | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    first_query: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention in which each position reads the keys its pattern allows (Child et al. 2019, section 4.2).
 
@@ -68,8 +72,14 @@ def sparse_attention(
     reads it, as NaN, and may reach other rows of the same context: tiles are multiplied whole. Other contexts of the
     batch keep their bits. An inf does likewise, or becomes what arithmetic makes of it.
 
+    ``first_query`` takes M queries behind a cache of N keys, such as a chunk of a prompt. The result is rows
+    ``first_query`` to ``first_query + M - 1`` of the attention of all N queries, and gradients flow too. Keys that
+    these queries do not read may hold anything, of a causal pattern all those behind the last query. The cpu and triton
+    backends list the keys that are read, once for each position and length: O(N) integers, kept for the next layers.
+
     Args:
-        q: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).
+        q: (B, H, N, D), or (B, H, M, D) with ``first_query``; one of fp16, bf16, fp32, fp64. Scores and sums are kept
+            in fp32 (fp64 for fp64).
         k: (B, K, N, D). Where K is not H, it divides H, and head h of q reads head h // (H / K) of k and v: grouped
             queries (Ainslie et al. 2023, section 2.2; of K = 1 Shazeer 2019, section 3).
         v: (B, K, N, Dv); Dv may differ from D.
@@ -77,23 +87,29 @@ def sparse_attention(
         scale: factor of the scores; 1/sqrt(D) where None.
         backend: auto, triton, cpu, reference or flex. A named backend that cannot run here raises.
         return_lse: also return the logsumexp of each query's scaled scores, (B, H, N) fp32 (fp64 for fp64).
+        first_query: position of the first query, 0 … N - M. By default there are N queries, one per key.
 
     Returns:
-        (B, H, N, Dv) in q's dtype, and with ``return_lse`` the logsumexp.
+        (B, H, N, Dv) in q's dtype, or (B, H, M, Dv); with ``return_lse`` the logsumexp too.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, something is no pattern, or the scale is not finite.
+        ValueError: shapes, dtypes or devices do not fit, something is no pattern, the scale is not finite, or a query
+            stands behind the last key.
         ConfigError: the backend is unknown or cannot run here.
     """
-    check_whole(q, k, v)
+    if first_query is None:
+        check_whole(q, k, v)
+        first_query = 0
+    else:
+        _check_queries(q, k, v, first_query)
     patterns = head_patterns(pattern, q.shape[1])
     scale = checked_scale(q, scale)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     module = load(backend)
     if hasattr(module, "attend"):
-        out, lse = module.attend(q, k, v, patterns, scale)
+        out, lse = module.attend(q, k, v, patterns, scale, first_query)
     else:
-        out, lse = _attention(q, k, v, _encode(patterns), scale, backend)
+        out, lse = _attention(q, k, v, _encode(patterns), scale, backend, first_query)
     return (out, lse) if return_lse else out
 
 
@@ -167,8 +183,23 @@ def check_whole(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check that q is (B, H, N, D), k (B, K, N, D) and v (B, K, N, Dv), of one dtype and device, else ValueError."""
     check_tensors({"q": (q, "BHND"), "k": (k, "BHND"), "v": (v, "BHND")})
     if k.shape != q.shape and (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
-        raise ValueError(f"k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}, but for heads")
+        rule = f"must have the shape of q {tuple(q.shape)}, but for heads; behind a cache, give first_query"
+        raise ValueError(f"k {tuple(k.shape)} {rule}")
     check_heads(q, k, v)
+
+
+def _check_queries(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> None:
+    """Check q (B, H, M, D) from this position on against k (B, K, N, D) and v (B, K, N, Dv); ValueError if unfit."""
+    check_tensors({"q": (q, "BHMD"), "k": (k, "BHND"), "v": (v, "BHND")})
+    if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
+        raise ValueError(f"k {tuple(k.shape)} must have the batch and channels of q {tuple(q.shape)}")
+    check_heads(q, k, v)
+    if type(first_query) is bool or not isinstance(first_query, int | torch.SymInt):
+        raise ValueError(f"first_query must be an int, not {type(first_query).__name__}")
+    last = k.shape[2] - q.shape[2]
+    if not 0 <= first_query <= last:
+        rule = f"must be 0 to {last}" if last >= 0 else "leaves no room"
+        raise ValueError(f"first_query={first_query}: {rule} for {q.shape[2]} queries and {k.shape[2]} keys")
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -274,13 +305,28 @@ def _decode(patterns: str) -> tuple[Pattern, ...]:
     return tuple(pattern_from_json(value) for value in ast.literal_eval(patterns))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    return load(backend).forward(q, k, v, _decode(patterns), scale)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str, first_query: int
+) -> tuple[Tensor, Tensor]:
+    module = load(backend)
+    if q.shape[2] == k.shape[2]:
+        return module.forward(q, k, v, _decode(patterns), scale)
+    return module.selected_forward(q, k, v, _selection(q, k, patterns, first_query), scale)
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor | None, *tensors_and_arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, patterns, scale, backend = tensors_and_arguments  # tensors: q, k, v, out, lse
-    return load(backend).backward(grad_out, grad_lse, *tensors, _decode(patterns), scale)
+    *tensors, patterns, scale, backend, first_query = tensors_and_arguments  # tensors: q, k, v, out, lse
+    q, k = tensors[:2]
+    module = load(backend)
+    if q.shape[2] == k.shape[2]:
+        return module.backward(grad_out, grad_lse, *tensors, _decode(patterns), scale)
+    return module.selected_backward(grad_out, grad_lse, *tensors, _selection(q, k, patterns, first_query), scale)
 
 
-_attention = attention_op("attention", "str patterns, float scale, str backend", _forward, _backward)
+def _selection(q: Tensor, k: Tensor, patterns: str, first_query: int) -> Selection:
+    return queries_behind(_decode(patterns), q.shape[0], first_query, q.shape[2], k.shape[2], q.device)
+
+
+_attention = attention_op(
+    "attention", "str patterns, float scale, str backend, SymInt first_query", _forward, _backward
+)

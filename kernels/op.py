@@ -3,7 +3,8 @@
 ``torch.library.custom_op`` with ``register_autograd`` would give the same op for some 15 µs more a call, as much as all
 else that a call costs the host before it launches. So the op's autograd is a function that is written here.
 
-Letters: B batch, H heads of q, N positions, D width of q and k, Dv width of v.
+Letters: B batch, H heads of q, M queries, N positions, D width of q and k, Dv width of v. M is N unless the arguments
+place the queries behind a cache.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def attention_op(
     Args:
         name: of the op.
         arguments: what it takes after q, k and v, as a schema writes it; tensors among them have no gradient.
-        forward: (q, k, v, *arguments) to the output (B, H, N, Dv) and the logsumexp (B, H, N).
+        forward: (q, k, v, *arguments) to the output (B, H, M, Dv) and the logsumexp (B, H, M).
         backward: (grad_out, grad_lse or None, q, k, v, out, lse, *arguments) to the gradients of q, k and v.
     """
     given = "Tensor q, Tensor k, Tensor v"
@@ -87,7 +88,8 @@ _libraries: list[torch.library.Library] = []  # what is registered goes with its
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return empty_like_rows(v, heads=q.shape[1]), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+    out = empty_like_rows(v, heads=q.shape[1], rows=q.shape[2])
+    return out, q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
 
 
 def _fake_backward(

@@ -118,12 +118,12 @@ def _require_mask(part_view: View, part: PatternPart, context: int, rows: Side) 
     count = min(part_view.num_rows, MOST_TRIED if context <= FEW_POSITIONS else 3)
     for number in range(count):
         row = torch.tensor([number * (part_view.num_rows - 1) // max(count - 1, 1)])
-        position, bounds = _positions_at(part_view.row_order, row), part_view.bounds
+        position, bounds = positions_at(part_view.row_order, row), part_view.bounds
         low, high = map(int, bounds(row) if isinstance(bounds, Bounds) else (end[row] for end in bounds))
         mask = part.mask(position, positions) if rows == "queries" else part.mask(positions, position)
         is_equal = 0 <= low <= high <= part_view.num_columns
         if is_equal:
-            columns = _positions_at(part_view.column_order, torch.arange(low, high))
+            columns = positions_at(part_view.column_order, torch.arange(low, high))
             is_equal = torch.equal(columns.sort()[0], positions[mask])
         if not is_equal:
             name = "by_query" if rows == "queries" else "by_key"
@@ -131,7 +131,7 @@ def _require_mask(part_view: View, part: PatternPart, context: int, rows: Side) 
             raise ConfigError.at("pattern", str(part), f"{rule}; correct one of them")
 
 
-def _positions_at(order: Order, rows: Tensor) -> Tensor:
+def positions_at(order: Order, rows: Tensor) -> Tensor:
     """Return the original positions of some rows or columns."""
     return rows if order is None else order(rows) if isinstance(order, Fold) else order[rows]
 

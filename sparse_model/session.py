@@ -137,7 +137,8 @@ class Session:
         """Add several tokens to every context, in one pass.
 
         What computes each row by itself, such as a linear layer, has all rows at once. Mixers have one after the other,
-        as steps do; those that begin contexts have all. The last bits may differ from those of single steps.
+        as steps do; those that begin contexts have all, and attention over a pattern has many at once. The last bits
+        may differ from those of single steps.
 
         Args:
             tokens: (B, n) integers on the model's device, n from 1.

@@ -23,9 +23,11 @@ def row_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
     return heads * context * width, by_head, by_position, 1
 
 
-def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None, *, heads: int | None = None) -> Tensor:
-    """Uninitialised (B, H, N, D), laid out as ``like`` is (``row_strides``); ``heads``: H, where it is not its own."""
-    shape = (like.shape[0], heads or like.shape[1], *like.shape[2:])
+def empty_like_rows(
+    like: Tensor, dtype: torch.dtype | None = None, *, heads: int | None = None, rows: int | None = None
+) -> Tensor:
+    """Allocate (B, H, N, D) laid out as ``like`` is (``row_strides``); ``heads`` and ``rows`` override its H and N."""
+    shape = (like.shape[0], heads or like.shape[1], rows or like.shape[2], like.shape[3])
     return like.new_empty_strided(shape, row_strides(shape, like.stride()), dtype=dtype or like.dtype)
 
 

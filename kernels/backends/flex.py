@@ -16,19 +16,20 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """Output (B, H, N, Dv) and logsumexp (B, H, N)."""
-    context = q.shape[2]
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, first_query: int
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, M, Dv) and logsumexp (B, H, M)."""
     if not torch.is_grad_enabled():
         q, k, v = q.detach(), k.detach(), v.detach()  # on the CPU, FlexAttention refuses tensors that require gradients
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         allowed = torch.zeros_like(i, dtype=torch.bool)
         for head, pattern in enumerate(patterns):
-            allowed = allowed | ((h == head) & pattern.mask(i, j))
+            allowed = allowed | ((h == head) & pattern.mask(i + first_query, j))
         return allowed
 
-    block_mask = create_block_mask(mask_mod, None, len(patterns), context, context, device=str(q.device))
+    block_mask = create_block_mask(mask_mod, None, len(patterns), q.shape[2], k.shape[2], device=str(q.device))
 
     out, aux = flex_attention(
         q,

@@ -19,11 +19,16 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """Output (B, H, N, Dv) and logsumexp (B, H, N) by torch's own differentiable operations, in fp32 or fp64 inside."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, first_query: int
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, M, Dv) and logsumexp (B, H, M) by torch's own differentiable operations, in fp32 or fp64 inside."""
     if torch.compiler.is_exporting() and len(set(patterns)) == 1:
         patterns = patterns[:1]  # one mask for all heads
-    return _attend(q, k, v, pattern_mask(patterns, q.shape[2], q.device), scale)
+    queries = None
+    if q.shape[2] != k.shape[2]:
+        queries = torch.arange(first_query, first_query + q.shape[2], device=q.device)
+    return _attend(q, k, v, pattern_mask(patterns, k.shape[2], q.device, queries), scale)
 
 
 def attend_selected(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
@@ -32,7 +37,7 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention under a mask (H, N, N) or (B, H, N, N)."""
+    """Attention under a mask (H, M, N) or (B, H, M, N)."""
     dtype, wide = q.dtype, accumulator_dtype(q.dtype)
     q, k, v = (x.to(wide) for x in (q, k, v))
     if k.shape[1] < q.shape[1]:
@@ -79,8 +84,14 @@ def _without_autocast(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False)
 
 
-def pattern_mask(patterns: tuple[Pattern, ...], context: int, device: torch.device) -> Tensor:
-    """The masks of all heads, (H, N, N) bool: [h, i, j] is True where query i of head h attends to key j."""
+def pattern_mask(
+    patterns: tuple[Pattern, ...], context: int, device: torch.device, queries: Tensor | None = None
+) -> Tensor:
+    """Return the masks of all heads, (H, N, N) bool: [h, i, j] is True where query i of head h attends to key j.
+
+    With the positions of some ``queries`` (M,), the masks of these alone: (H, M, N).
+    """
     position = torch.arange(context, device=device)
-    masks = {pattern: pattern.mask(position[:, None], position[None, :]) for pattern in dict.fromkeys(patterns)}
+    queries = position if queries is None else queries
+    masks = {pattern: pattern.mask(queries[:, None], position[None, :]) for pattern in dict.fromkeys(patterns)}
     return torch.stack([masks[pattern] for pattern in patterns])

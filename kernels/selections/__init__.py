@@ -8,6 +8,7 @@ from longstride.kernels.selections.blocks import chosen_blocks
 from longstride.kernels.selections.clusters import hash_rounds, recent_members
 from longstride.kernels.selections.documents import within_documents
 from longstride.kernels.selections.of_pattern import pattern_parts
+from longstride.kernels.selections.queries import queries_behind
 from longstride.kernels.selections.sections import SectionReads, rows_sent, section_reads
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "hash_rounds",
     "inverse_order",
     "pattern_parts",
+    "queries_behind",
     "recent_members",
     "rows_sent",
     "section_reads",

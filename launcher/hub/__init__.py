@@ -1,10 +1,12 @@
 """An exported model as transformers has models and tokenizers; needs transformers, and no deepspeed.
 
 The stub in an export imports the classes from here; ``register()`` has transformers load an export without that stub.
+``register_attention()`` makes our attention available to the models that transformers has.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from longstride.launcher.hub.attention import register_attention
 from longstride.launcher.hub.configuration import LongstrideConfig
 from longstride.launcher.hub.model import LongstrideForCausalLM
 from longstride.launcher.hub.tokenizer import LongstrideTokenizer

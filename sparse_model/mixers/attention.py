@@ -165,9 +165,8 @@ class Attention(Mixer):
             return MixerOutput(self.projection(state.keys_values.step(q, k, v, first).view(h.shape)))
         if state is not None and first:
             q, k, v = self.heads_of(rows, slice(first, first + h.shape[1]))
-            step = state.keys_values.step
-            steps = [step(q[:, :, n], k[:, :, n], v[:, :, n], first + n) for n in range(h.shape[1])]
-            return MixerOutput(self.projection(torch.stack(steps, 1).flatten(2)))
+            out = state.keys_values.extend(q, k, v, first)
+            return MixerOutput(self.projection(out.transpose(1, 2).flatten(2)))
         division = self.division
         places: Tensor | slice = division.positions(h.shape[1])
         if documents is not None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from longstride.kernels import CachedAttention, sparse_attention
 from longstride.kernels.patterns import Pattern
+
+FEWEST_AT_ONCE = 64  # queries; fewer take longer in one call than one after another
 
 
 class Cache(Protocol):
@@ -26,6 +29,11 @@ class Cache(Protocol):
         """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
         ...
 
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+        """Write n rows from position ``first`` on, (B, K, n, ·), and return what they read, (B, H, n, Dv): by steps."""
+        steps = [self.step(q[:, :, n], k[:, :, n], v[:, :, n], first + n) for n in range(q.shape[2])]
+        return torch.stack(steps, 2)
+
     def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
         """Contexts ``into`` become copies of contexts ``order`` of such a cache or this one, in ``known`` rows."""
         ...
@@ -35,7 +43,7 @@ class Cache(Protocol):
         ...
 
 
-class KeptRows:
+class KeptRows(Cache):
     """Keys (B, K, N, D) and values (B, K, N, Dv), each row at its position, and nothing else that earlier rows left."""
 
     keys: Tensor
@@ -111,6 +119,18 @@ class KeyValues(KeptRows):
         self._key_rows[position] = k
         self._value_rows[position] = v
         return self._attend_one(q, position)
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+        """Write n rows from position ``first`` on, and return what they read: many at once, few by steps."""
+        if q.shape[2] < FEWEST_AT_ONCE:
+            return super().extend(q, k, v, first)
+        last = first + q.shape[2]
+        self.keys[:, :, first:last], self.values[:, :, first:last] = k, v
+        self._attend_one.forget()
+        keys, values = self.keys[:, :, :last], self.values[:, :, :last]
+        return sparse_attention(
+            q, keys, values, self.patterns, scale=self.scale, backend=self.backend, first_query=first
+        )
 
     def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
         """As all kept rows are taken."""

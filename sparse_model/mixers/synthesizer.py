@@ -298,9 +298,7 @@ class Synthesizer(Mixer):
             if state is None:
                 out = sparse_attention(queries, keys, values, self.patterns[heads], scale=1.0, backend=self.backend)
             elif first or h.shape[1] == 1:
-                step = state.keys_values.step
-                each = [(queries[:, :, n], keys[:, :, n], values[:, :, n], first + n) for n in range(h.shape[1])]
-                out = torch.stack([step(*row) for row in each], 2)
+                out = state.keys_values.extend(queries, keys, values, first)
             else:
                 out = state.keys_values.begin(queries, keys, values)
         (out,) = self.division.to_sections(out)

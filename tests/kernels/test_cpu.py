@@ -316,6 +316,6 @@ def test_selections_are_right_on_any_threads(monkeypatch: pytest.MonkeyPatch) ->
 def test_chunks_of_selections_do_little_more_than_is_asked(clusters: int, window: int | None, waste: float) -> None:
     """Of clusters of a position or two, 16 rows by up to 32 columns for each 16 positions."""
     part = _routed(1, 2, 12_288, clusters, window)
-    alike = selected._cut(part, False).alike
+    alike = selected._cut(part, 12_288, False).alike
     assert all(one.rows * one.width <= MAX_PAIRS for one in alike)
     assert sum(one.rows * one.width * len(one.start) for one in alike) <= waste * int((part.high - part.low).sum())

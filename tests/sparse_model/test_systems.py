@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from longstride.kernels import ConfigError
 from longstride.launcher.planning.costs import parameter_parts, work
 from longstride.sparse_model import ModelConfig, Session, SparseTransformer
+from longstride.sparse_model.mixers import cache
 from tests.harness.configs import ATTENTIONS, SYSTEMS, small
 
 every_system = pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
@@ -116,9 +117,13 @@ def test_what_is_taken_back_never_was(changes: dict[str, Any]) -> None:
             assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("fewest", [2, cache.FEWEST_AT_ONCE])
 @every_system
-def test_several_tokens_at_once_are_as_many_steps(changes: dict[str, Any]) -> None:
+def test_several_tokens_at_once_are_as_many_steps(
+    changes: dict[str, Any], fewest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the beginning, behind one, behind others whose logits are known or not, and to the end."""
+    monkeypatch.setattr(cache, "FEWEST_AT_ONCE", fewest)
     model = awake(**changes)
     tokens = tokens_of(model)
     with torch.inference_mode():

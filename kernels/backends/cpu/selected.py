@@ -5,7 +5,8 @@ r of head g is row ``g * N + r``, and so it is with keys. A chunk is some rows a
 both are rounded up to few sizes, and chunks of a size share batched products whatever head they are of. Rows are
 gathered by index; of what is computed in excess, rows are left unread and columns masked.
 
-Letters as in ``slabs``; here G is all heads of the batch, or those of a piece.
+Letters as in ``slabs``; here G is all heads of the batch, or those of a piece. Behind a cache there are fewer queries
+than keys: Q queries, N positions of keys.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ STEP = 16  # rows and columns of a chunk are multiples of it
 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
-    """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
+    """Output (B, H, M, E) in v's dtype and logsumexp (B, H, M) in fp32 (fp64 for fp64)."""
     numbers = Numbers.of(q.dtype)
-    out = empty_like_rows(v, heads=q.shape[1])
+    out = empty_like_rows(v, heads=q.shape[1], rows=q.shape[2])
     lse = torch.empty(q.shape[:3], dtype=numbers.wide)
-    parts = _cut_parts(selection)
+    parts = _cut_parts(selection, k.shape[2])
 
     def work(_: Selection, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
@@ -83,7 +84,7 @@ def selected_backward(
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole selection and serve each of its parts."""
     numbers = Numbers.of(q.dtype)
     grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))
-    parts = _cut_parts(selection)
+    parts = _cut_parts(selection, k.shape[2])
 
     def work(_: Selection, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
@@ -118,46 +119,46 @@ class AlikeChunks(NamedTuple):
 class CutPart(NamedTuple):
     """A part of a selection, of all G heads one after another: numbers of rows, keys and positions count through."""
 
-    queries: np.ndarray  # (G * N,) the position of each row
+    positions: int  # N
+    queries: np.ndarray  # (G * Q,) the query of each row
     keys: np.ndarray  # (G * M,) the position of each column
-    low: np.ndarray  # (G * N,) of columns
+    low: np.ndarray  # (G * Q,) of columns
     high: np.ndarray
     alike: tuple[AlikeChunks, ...]
     seen: Seen | None  # for the parts after this one, where parts may overlap
 
 
 class Seen(NamedTuple):
-    """By position: which keys a query has in a part, as ``low <= rank < high``."""
+    """By query and position: which keys a query has in a part, as ``low <= rank < high``."""
 
     rank: np.ndarray  # (G * N,) the column of each position in its own head, -1 for none
-    low: np.ndarray  # (G * N,) of columns in its own head
+    low: np.ndarray  # (G * Q,) of columns in its own head
     high: np.ndarray
 
 
-def _cut_parts(selection: Selection) -> list[CutPart]:
-    """Cut all parts into chunks, alike whatever the number of threads."""
+def _cut_parts(selection: Selection, positions: int) -> list[CutPart]:
+    """Cut all parts into chunks, alike whatever the number of threads; ``positions``: N."""
     overlaps = not selection.disjoint
-    return [_cut(part, overlaps and part is not selection.parts[-1]) for part in selection.parts]
+    return [_cut(part, positions, overlaps and part is not selection.parts[-1]) for part in selection.parts]
 
 
-def _cut(part: Part, is_seen: bool) -> CutPart:
+def _cut(part: Part, positions: int, is_seen: bool) -> CutPart:
     """Read a part and cut its rows into chunks."""
     low, high = part.low.numpy(), part.high.numpy()
     context = low.shape[-1]
-    num_keys = context if part.key_order is None else part.key_order.shape[-1]
+    num_keys = positions if part.key_order is None else part.key_order.shape[-1]
     head = np.arange(low.shape[0] * low.shape[1]).reshape(*low.shape[:2], 1)
-    natural = np.arange(context)
-    queries = (natural if part.query_order is None else part.query_order.numpy()) + head * context
-    keys = (natural if part.key_order is None else part.key_order.numpy()) + head * context
+    queries = (np.arange(context) if part.query_order is None else part.query_order.numpy()) + head * context
+    keys = (np.arange(positions) if part.key_order is None else part.key_order.numpy()) + head * positions
     queries, keys, from_, to = (x.reshape(-1) for x in (queries, keys, low + head * num_keys, high + head * num_keys))
     seen = None
     if is_seen:
-        rank = np.full(len(queries), -1, np.int32)
+        rank = np.full(head.size * positions, -1, np.int32)
         rank[keys] = np.arange(len(keys)) % num_keys
         by_position = np.empty((2, len(queries)), np.int32)
         by_position[:, queries] = low.reshape(-1), high.reshape(-1)
         seen = Seen(rank, *by_position)
-    return CutPart(queries, keys, from_, to, tuple(_chunks(from_, to, context, num_keys)), seen)
+    return CutPart(positions, queries, keys, from_, to, tuple(_chunks(from_, to, context, num_keys)), seen)
 
 
 def _chunks(low: np.ndarray, high: np.ndarray, context: int, num_keys: int) -> Iterator[AlikeChunks]:
@@ -217,7 +218,7 @@ def _candidates(low: np.ndarray, high: np.ndarray, context: int) -> Iterator[tup
 
 
 class SelectedSlab(NamedTuple):
-    """Some chunks of a size in work at once, with what they gather from a piece's (G * N, ·)."""
+    """Some chunks of a size in work at once, with what they gather from a piece's (G * Q, ·) and (G * N, ·)."""
 
     slab: Slab
     row_places: np.ndarray  # (b, R) of positions; the last row of a chunk again in place of those that it has not
@@ -226,7 +227,7 @@ class SelectedSlab(NamedTuple):
     first: np.ndarray  # (b,) of columns, in the piece's order
 
     def rows_of(self, scratch: Scratch, name: str, x: Tensor) -> Tensor:
-        """The queries' rows of (G * N, D): (1, b * R, D)."""
+        """The queries' rows of (G * Q, D): (1, b * R, D)."""
         return _gathered(scratch, name, x, self.row_places)
 
     def keys_of(self, scratch: Scratch, name: str, x: Tensor) -> Tensor:
@@ -243,7 +244,8 @@ def _slabs(scratch: Scratch, parts: list[CutPart], number: int, heads: range, co
     """The chunks of some heads in slabs of about SCORES_IN_WORK scores, with their masks."""
     part = parts[number]
     num_keys = len(part.keys) // (len(part.queries) // context)
-    first_place, first_key = heads.start * context, heads.start * num_keys
+    first_query, first_key = heads.start * context, heads.start * num_keys
+    first_position = heads.start * part.positions
     for rows, width, *places in part.alike:
         mine = slice(*np.searchsorted(places[0], (heads.start * context, heads.stop * context)))
         start, stop, first = (x[mine] for x in places)
@@ -263,7 +265,7 @@ def _slabs(scratch: Scratch, parts: list[CutPart], number: int, heads: range, co
             edges = () if bias is None else (Edge(0, width, bias),)
             batch = EqualChunks(len(row), rows, width, 0, rows, 0, width, edges, has_blind_rows=True)
             slab = Slab(batch, None, 0, 1, 0, len(row))
-            yield SelectedSlab(slab, queries - first_place, keys - first_place, is_row, first[here] - first_key)
+            yield SelectedSlab(slab, queries - first_query, keys - first_position, is_row, first[here] - first_key)
 
 
 def _bias(scratch: Scratch, low: np.ndarray, high: np.ndarray, width: int) -> Tensor:
@@ -289,7 +291,7 @@ def _leave_out(bias: Tensor, seen: Seen, queries: np.ndarray, keys: np.ndarray) 
 def _part_forward(
     scratch: Scratch, by_name: dict[str, Tensor], parts: list[CutPart], number: int, heads: range, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output (G, N, E) and logsumexp (G, N, 1) of one part; 0 and -inf where a row reads no key of it."""
+    """Output (G, Q, E) and logsumexp (G, Q, 1) of one part; 0 and -inf where a row reads no key of it."""
     numbers, context = scratch.numbers, by_name["q"].shape[1]
     q, k, v = (by_name[name].flatten(0, 1) for name in "qkv")
     size, inverse = _rows_of_slabs(parts[number], heads, context)
@@ -314,7 +316,7 @@ def _part_forward(
 def _part_backward(
     scratch: Scratch, rows: dict[str, Tensor], parts: list[CutPart], number: int, heads: range, scale: float
 ) -> tuple[Tensor, ...]:
-    """Gradients (G, N, D), (G, N, D), (G, N, E) of q, k and v through one part."""
+    """Gradients (G, Q, D), (G, N, D), (G, N, E) of q, k and v through one part."""
     numbers, context = scratch.numbers, rows["q"].shape[1]
     wide, part = numbers.wide, parts[number]
     widths = {name: rows[name].shape[2] for name in ("q", "k", "v")}
@@ -338,9 +340,9 @@ def _part_backward(
                 total[place : place + len(one)] += one
         inverse[slab.row_places[slab.is_row]] = np.arange(here.start, here.stop)[slab.is_row.reshape(-1)]
         done = here.stop
-    by_key_position = np.full(len(inverse), len(heads) * num_keys)
+    by_key_position = np.full(len(heads) * part.positions, len(heads) * num_keys)
     mine = slice(heads.start * num_keys, heads.stop * num_keys)
-    by_key_position[part.keys[mine] - heads.start * context] = np.arange(len(heads) * num_keys)
+    by_key_position[part.keys[mine] - heads.start * part.positions] = np.arange(len(heads) * num_keys)
     results = []
     for name, in_order, index in (
         ("q", grads_q[0], inverse),
@@ -349,12 +351,12 @@ def _part_backward(
     ):
         grad = scratch.take(f"grad_{name} {number}", len(index), widths[name], dtype=wide)
         torch.index_select(in_order, 0, torch.from_numpy(index), out=grad)
-        results.append(grad.view(len(heads), context, -1))
+        results.append(grad.view(len(heads), -1, widths[name]))
     return tuple(results)
 
 
 def _rows_of_slabs(part: CutPart, heads: range, context: int) -> tuple[int, np.ndarray]:
-    """How many rows the slabs of some heads have, and one for all that read nothing; (G * N,) to say which is whose."""
+    """How many rows the slabs of some heads have, and one for all that read nothing; (G * Q,) to say which is whose."""
     edges = (heads.start * context, heads.stop * context)
     size = sum(one.rows * int(np.diff(np.searchsorted(one.start, edges))[0]) for one in part.alike)
     return size + 1, np.full(len(heads) * context, size)

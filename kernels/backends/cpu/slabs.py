@@ -320,9 +320,8 @@ Piece = tuple[slice, slice | list[int]]  # entries of the batch, and heads of on
 def _pieces(kind: Kind, kinds: tuple[Kind, ...], q: Tensor, v: Tensor) -> list[Piece]:
     """All of (B, H, N, ·) that is of this kind: pieces of about VALUES_IN_WORK values, yet one for each thread."""
     heads = [head for head, other in enumerate(kinds) if other == kind]
-    size = min(
-        VALUES_IN_WORK // (q.shape[2] * max(q.shape[3], v.shape[3])), len(q) * len(heads) // torch.get_num_threads()
-    )
+    values = max(q.shape[2], v.shape[2]) * max(q.shape[3], v.shape[3])  # of a head
+    size = min(VALUES_IN_WORK // values, len(q) * len(heads) // torch.get_num_threads())
     pieces: list[Piece] = []
     entries = max(1, size // len(heads))
     for entry in range(0, len(q), entries):

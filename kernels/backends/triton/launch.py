@@ -64,7 +64,8 @@ def plan_forward(planner: Planner, scale: float) -> LaunchPlan:
     factor, scale = positive_scale(scale)
     q, k, v = planner.inputs
     q, k, v = planner.readable(q, factor), planner.readable(k), planner.readable(v)
-    out, lse = planner.empty_like_rows(v, planner.heads), planner.empty(*q.shape[:3])
+    out = planner.empty_like_rows(v, planner.heads, planner.num_queries)
+    lse = planner.empty(*q.shape[:3])
     choices = planner.choices("forward", "all")
     between = planner.empty(*out.shape) if len(choices) > 1 else out
     for number, choice in enumerate(choices):
@@ -180,7 +181,7 @@ def plan_backward(planner: Planner, scale: float, closed: Choice | None = None) 
     keys: tuple[Slot, ...] = (dk, dv)
     by_head = keys
     if planner.group > 1:  # heads of q that share keys leave sums of their own, to be added up and rounded once
-        by_head = tuple(planner.empty(*q.shape[:3], x.shape[3]) for x in keys)
+        by_head = tuple(planner.empty(*q.shape[:2], *x.shape[2:]) for x in keys)
     if closed is None:
         inputs = BackwardInputs(q, k, v, grad_out, per_query_of(planner, out, grad_out, lse, grad_lse))
         over_keys(planner, inputs, "all", by_head, scale)
@@ -198,7 +199,7 @@ def plan_backward(planner: Planner, scale: float, closed: Choice | None = None) 
 def per_query_of(planner: Planner, out: Slot, grad_out: Slot, lse: Slot, grad_lse: Slot | None) -> Slot:
     """For each query lse / ln 2, and delta, the sum of out * grad_out minus the gradient of lse: (B, H, N, 2)."""
     per_query = planner.empty(*lse.shape, 2)
-    blocks = triton.cdiv(planner.context, BLOCK_ROWS)
+    blocks = triton.cdiv(planner.num_queries, BLOCK_ROWS)
     planner.launch(
         delta_kernel,
         blocks,

@@ -4,7 +4,7 @@ Choosing passes, tables, tiles and specialised kernels costs the host millisecon
 ``Planner`` makes these choices from patterns, shapes, strides, dtype and device. The ``LaunchPlan`` that it gives
 allocates, puts tensors in their places and launches.
 
-Letters: B batch, H heads of q, N positions, D width of q and k, Dv width of v.
+Letters: B batch, H heads of q, M queries, N positions, D width of q and k, Dv width of v.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from longstride.kernels.backends.triton.configurations import (
 )
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, Pass, groups, packed, sources
+from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 from longstride.kernels.kept import Kept
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side
@@ -155,6 +156,7 @@ class Planner:
         assert isinstance(inputs[0], Tensor)
         self.batch, self.heads = q.shape[:2]
         self.context = k.shape[2]
+        self.num_queries = q.shape[2]  # fewer than N behind a cache, where the patterns are given as a selection
         self.group = self.heads // v.shape[1]  # heads of q that read the same head of k and v
         self.patterns, self.dtype, self.device = patterns, q.dtype, inputs[0].device
         self.wide = accumulator_dtype(q.dtype)
@@ -191,9 +193,9 @@ class Planner:
         """Plan contiguous memory, by default in the accumulator's dtype."""
         return self._allocated(shape, contiguous_strides(shape), dtype or self.wide)
 
-    def empty_like_rows(self, like: Slot, heads: int | None = None) -> Slot:
+    def empty_like_rows(self, like: Slot, heads: int | None = None, rows: int | None = None) -> Slot:
         """Plan memory for a result that is laid out as an input is."""
-        shape = (like.shape[0], heads or like.shape[1], *like.shape[2:])
+        shape = (like.shape[0], heads or like.shape[1], rows or like.shape[2], like.shape[3])
         return self._allocated(shape, row_strides(shape, like.strides), self.readable_dtype)
 
     def _allocated(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Slot:
@@ -226,8 +228,10 @@ class Planner:
         if tiles is not None:
             constants |= {"BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k, "ROUND_BF16": self.round_bf16}
             constants |= tiles.options()
+        # The length of a kernel's contiguous tensors: only these two have rows of keys.
+        context = self.context if kernel in (gather_kernel, groups_kernel) else self.num_queries
         constants["ACCUMULATOR"] = tl.float64 if self.wide == torch.float64 else tl.float32
-        arguments = [*tensors, *strides, self.heads, self.context, *sizes]
+        arguments = [*tensors, *strides, self.heads, context, *sizes]
         arguments += [constants.pop(name) for name in kernel.arg_names[len(arguments) :]]
         self._launches.append(Launch(kernel, grid, operator.itemgetter(*map(self._number, arguments)), constants))
 

@@ -146,7 +146,7 @@ class SelectedPlanner(Planner):
         """A pass on this device."""
         passes, data = self._passes(rows)
         numbers, segments = passes[number]
-        num_rows = self.context if rows == "queries" else self.num_keys(numbers[0])
+        num_rows = self.num_queries if rows == "queries" else self.num_keys(numbers[0])
         edge, _ = choice.configuration.tile_sizes(rows)
         return Pass(
             table=table_of(self.batch, self.heads, num_rows, edge, segments, self.device),

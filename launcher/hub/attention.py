@@ -1,0 +1,258 @@
+"""Our attention inside models of transformers: ``attn_implementation="longstride"``.
+
+transformers asks twice. ``documents_of`` sees the padding and packing of a batch once per forward pass, in place of a
+mask of all pairs. ``attend`` gets its result in every layer, with queries, keys and values.
+
+Letters: B batch, H heads of queries, K heads of keys, M queries, N keys, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from longstride.kernels import ConfigError, Problem, selected_attention, sparse_attention
+from longstride.kernels.patterns import GROUP, Dense, Local, Pattern, pattern_from_json
+from longstride.kernels.registry import registered_names
+from longstride.kernels.selections import within_documents
+
+NAME = "longstride"
+FIELD = "longstride_pattern"  # of a model's configuration
+EXAMPLE = '{"type": "fixed", "stride": 128, "summary": 32}'
+
+# Options of transformers that change what attention computes, and why ours does not take them.
+UNSUPPORTED = {
+    "softcap": "scores are not capped",
+    "s_aux": "there are no attention sinks",
+    "sinks": "there are no attention sinks",
+    "position_bias": "no bias is added to scores",
+    "indices": "the pattern alone selects keys",
+    "block_indices": "the pattern alone selects keys",
+    "output_attentions": "attention by blocks has no weights to return",
+}
+
+
+def register_attention(*, trust_code: bool = False) -> None:
+    """Make ``attn_implementation="longstride"`` available to the models of transformers.
+
+    A model's configuration needs ``longstride_pattern``: a pattern as JSON, or a list of patterns that layers take in
+    turn. Calling this again changes nothing else than ``trust_code``.
+
+    Args:
+        trust_code: whether configurations, which may come from a hub, can name patterns that other packages define.
+    """
+    AttentionInterface.register(NAME, partial(attend, trust_code=trust_code))
+    AttentionMaskInterface.register(NAME, documents_of)
+
+
+class Documents(NamedTuple):
+    """What a batch asks of attention besides the pattern: documents that do not attend to each other, and a window.
+
+    Left padding is a document of its own. Right padding needs none, as no token attends to later ones.
+    """
+
+    starts: Tensor | None  # (B, N) int64, the first key of each key's document; None: one document
+    first_query: int  # place of the first query among the keys
+    first_key: int = 0  # position of the first key; above 0 where a cache has dropped earlier keys
+    window: int | None = None  # keys that a query attends to at most, its own included
+
+    @classmethod
+    def of_mask(cls, mask: Tensor | None, num_queries: int, num_keys: int) -> Documents:
+        """Return what ``documents_of`` wrote; ConfigError for another mask."""
+        if mask is None:
+            return cls(None, num_keys - num_queries)
+        if mask.dtype != torch.int64 or mask.shape[1:] != (1, 1, num_keys + 3):
+            raise _error("attention_mask", "a mask of all pairs; give (batch, positions) with zeros at padding")
+        starts = mask[:, 0, 0, :num_keys]
+        first_query, first_key, window = mask[0, 0, 0, num_keys:].tolist()
+        return cls(starts if bool(starts.any()) else None, first_query, first_key, window or None)
+
+
+def documents_of(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> Tensor | None:
+    """Find the documents in what transformers makes a mask from, with O(N) evaluations of its mask function.
+
+    Args:
+        batch_size, q_length, kv_length: B, M and N.
+        q_offset, kv_offset: positions of the first query and of the first key.
+        mask_function: whether a query may attend to a key, for indices of batch, head, query and key.
+        attention_mask: (B, positions), zeros at padding.
+        local_size: window of sliding attention.
+        use_vmap: whether the model adds a mask function of its own.
+        device: of the result.
+        options: read by other implementations.
+
+    Returns:
+        (B, 1, 1, N + 3) int64, the fields of ``Documents``. It has four axes because transformers passes on only such
+        masks unchanged. None: one document, whose last positions are the queries.
+
+    Raises:
+        ConfigError: attention is not causal, the model has a mask of its own, or padding stands between tokens.
+    """
+    if use_vmap:
+        raise _error("attention_mask", "this model adds a mask of its own; give another attn_implementation")
+    starts = torch.zeros(batch_size, kv_length, dtype=torch.int64, device=device)
+    places = torch.arange(kv_length, device=device)
+    if mask_function is not None and kv_length > 1:
+        batch, head = torch.arange(batch_size, device=device)[:, None], places.new_zeros(1, 1)
+        later, earlier = (places[1:] + kv_offset)[None], (places[:-1] + kv_offset)[None]
+        if bool(mask_function(batch, head, earlier, later).any()):
+            raise _error("is_causal", "queries attend to later keys; give another attn_implementation", False)
+        # A key that its successor may not attend to is the last of its document.
+        is_first = ~mask_function(batch, head, later, earlier).expand(batch_size, -1)
+        starts[:, 1:] = torch.where(is_first, places[1:], 0).cummax(1).values
+    if attention_mask is not None:
+        mask = attention_mask[:, kv_offset : kv_offset + kv_length]
+        mask = F.pad(mask, (0, kv_length - mask.shape[1]))  # a static cache has room for more
+        starts = torch.maximum(starts, _starts_behind_padding(mask).to(device))
+    first_query = int(q_offset) - kv_offset
+    window = local_size if local_size is not None and local_size < kv_length else 0
+    if not (kv_offset or window or first_query != kv_length - q_length or bool(starts.any())):
+        return None
+    numbers = starts.new_tensor([first_query, kv_offset, window]).expand(batch_size, -1)
+    return torch.cat([starts, numbers], 1)[:, None, None]
+
+
+def _starts_behind_padding(mask: Tensor) -> Tensor:
+    """Return (B, N): the first token's place from there on, 0 before; ConfigError where padding follows a token."""
+    shown = mask.int()
+    if bool((F.pad(shown, (1, 0)).diff(dim=1) == 1).sum(1).gt(1).any()):
+        raise _error("attention_mask", "padding between tokens; pad prompts on the left")
+    first = shown.argmax(1, keepdim=True)  # the first of the largest
+    places = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(places >= first, first, 0)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    trust_code: bool = False,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of one layer under its pattern.
+
+    Args:
+        module: the layer, with the model's configuration.
+        query: (B, H, M, D); key: (B, K, N, D); value: (B, K, N, Dv).
+        attention_mask: what ``documents_of`` returned.
+        dropout, is_causal: only 0 and True are supported.
+        scaling: factor of the scores; 1/sqrt(D) where None.
+        sliding_window: keys that a query attends to at most.
+        trust_code: whether the pattern may be that of another package.
+        options: other options of the model; those in ``UNSUPPORTED`` must be absent.
+
+    Returns:
+        (B, M, H, Dv), and None in place of attention weights.
+
+    Raises:
+        ConfigError: the model asks for something else, or its configuration has no pattern.
+    """
+    _check_options(module, dropout, is_causal, options)
+    count = key.shape[2]
+    documents = Documents.of_mask(attention_mask, query.shape[2], count)
+    windows = [each for each in (sliding_window, documents.window) if each is not None and each < count]
+    pattern = _cut_to_window(_pattern(module, trust_code), min(windows, default=None), documents.first_key)
+    if documents.starts is None:
+        out = sparse_attention(query, key, value, pattern, scale=scaling, first_query=documents.first_query)
+    elif query.shape[2] == count:
+        patterns = [pattern.for_head(head) for head in range(query.shape[1])]
+        out = selected_attention(query, key, value, within_documents(patterns, documents.starts), scale=scaling)
+    else:
+        out = _attend_by_document(query, key, value, pattern, documents.starts, documents.first_query, scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_by_document(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor, first_query: int, scale: float | None
+) -> Tensor:
+    """Compute queries behind a cache, one context and document after another."""
+    contexts = []
+    for context, begins in enumerate(starts[:, first_query : first_query + q.shape[2]].tolist()):
+        runs, place = [], 0
+        while place < len(begins):
+            begin = begins[place]
+            stop = place + begins[place:].count(begin)  # starts never decrease
+            keys = slice(begin, first_query + stop)
+            rows = q[context, None, :, place:stop], k[context, None, :, keys], v[context, None, :, keys]
+            runs.append(sparse_attention(*rows, pattern, scale=scale, first_query=first_query + place - begin))
+            place = stop
+        contexts.append(torch.cat(runs, 2))
+    return torch.cat(contexts)
+
+
+def _check_options(module: torch.nn.Module, dropout: float, is_causal: bool | None, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that changes what attention computes."""
+    if dropout:
+        raise _error("attention dropout", "weights are not dropped; set the model's attention dropout to 0", dropout)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        rule = f"patterns are causal; give {type(module).__name__} another attn_implementation"
+        raise _error("is_causal", rule, False)
+    for name, reason in UNSUPPORTED.items():
+        value = options.get(name)
+        if value is not None and value is not False:
+            shown = value if isinstance(value, int | float) else ...
+            raise _error(name, f"{reason}; give another attn_implementation", shown)
+
+
+def _pattern(module: Any, trust_code: bool) -> Pattern:
+    """Return the pattern of a layer from the model's configuration."""
+    value, path = getattr(module.config, FIELD, None), f"config.{FIELD}"
+    if value is None:
+        raise _error(path, f"missing; give a pattern, such as {EXAMPLE}")
+    if isinstance(value, list):
+        if not value:
+            raise _error(path, f"must have at least one pattern, such as {EXAMPLE}", value)
+        number = module.layer_idx % len(value)
+        value, path = value[number], f"{path}[{number}]"
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not trust_code and isinstance(kind, str) and (":" in kind or kind in registered_names(GROUP)):
+        rule = "is from another package; call register_attention(trust_code=True) to run its code"
+        raise _error(f"{path}.type", rule, kind)
+    try:
+        return pattern_from_json(value)
+    except ConfigError as error:
+        raise error.under(path) from None
+
+
+def _cut_to_window(pattern: Pattern, window: int | None, first_key: int) -> Pattern:
+    """Return the pattern without keys beyond a window; ConfigError where it cannot be cut, or counts from lost keys."""
+    if window is not None:
+        if isinstance(pattern, Dense):
+            pattern = Local(window)
+        elif isinstance(pattern, Local) and pattern.dilation == 1:
+            pattern = Local(min(window, pattern.window))
+        else:
+            advice = "give these layers a dense or local pattern, or the model sliding_window=None"
+            raise _error("sliding_window", f"cannot be combined with {pattern}; {advice}", window)
+    period = pattern.period()
+    if first_key and (period is None or first_key % period):
+        raise _error("sliding_window", f"its cache drops keys, from which {pattern} counts; give a local pattern")
+    return pattern
+
+
+def _error(path: str, rule: str, value: object = ...) -> ConfigError:
+    return ConfigError(Problem(path, rule, value))

@@ -1,0 +1,5 @@
+"""Longstride in transformers: exported models in its classes, and our attention in its models."""
+
+from longstride.launcher.hub import register, register_attention
+
+__all__ = ["register", "register_attention"]

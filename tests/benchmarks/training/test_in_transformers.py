@@ -1,0 +1,41 @@
+"""The benchmarks of our attention in a Llama of transformers: the page says what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.training import dense_to_sparse, in_transformers
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.clients
+def test_a_small_model_is_measured(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    sizes = ["--contexts", "256", "--threads", "1", "--width", "64", "--repeats", "2"]
+    in_transformers.main([*sizes, "--output", str(output)])
+    (result,) = json.loads(output.read_text())["cases"]
+    for kind in ("step_seconds", "step_processor_seconds"):
+        assert len(result[kind]) == 1 + len(in_transformers.PATTERNS)
+        assert all(len(steps) == 2 and min(steps) > 0 for steps in result[kind].values())
+
+
+@pytest.mark.clients
+def test_a_small_model_goes_from_dense_to_sparse(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    sizes = ["--layers", "1", "--width", "16", "--context", "64", "--dense-steps", "2", "--more-steps", "1"]
+    dense_to_sparse.main([*sizes, "--output", str(output)])
+    assert all(0 < bits < 10 for bits in json.loads(output.read_text())["bits_per_byte"].values())
+
+
+@pytest.mark.parametrize(
+    "benchmark, name", [(in_transformers, "in-transformers"), (dense_to_sparse, "dense-to-sparse")], ids=str
+)
+def test_the_page_says_what_was_measured(benchmark: Any, name: str) -> None:
+    (path,) = (ROOT / "benchmarks/results").glob(f"{name}-*.json")
+    lines = benchmark.table(json.loads(path.read_text()))
+    assert "\n".join(lines) in (ROOT / "docs/clients.md").read_text()

@@ -1,0 +1,211 @@
+"""Several queries behind a cache: rows of the attention over the whole context, on every backend."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.kernels import ConfigError, sparse_attention
+from longstride.kernels.patterns import PATTERNS, Dense, Fixed, Local, Pattern, Strided
+from longstride.kernels.selections import Selection, queries_behind
+from tests.harness.backends import DEVICES, DTYPES, MIXES, on, repeats
+from tests.harness.oracles import (
+    RESULTS,
+    Inputs,
+    Shape,
+    assert_explained,
+    example_patterns,
+    expected,
+    heads_to_see,
+    make_inputs,
+    mask_of,
+)
+from tests.kernels.test_two_sided import CASES, KINDS
+
+SPLITS = ((0, 1), (0, 20), (13, 1), (13, 30), (40, 13), (52, 1))  # first query and number of queries of 53 positions
+Reads = Pattern | list[Pattern]
+
+
+def behind(inputs: Inputs, first: int, count: int) -> Inputs:
+    """Return the inputs with only the queries from ``first`` on."""
+    rows = slice(first, first + count)
+    grad_lse = None if inputs.grad_lse is None else inputs.grad_lse[:, :, rows]
+    return inputs._replace(q=inputs.q[:, :, rows], grad_out=inputs.grad_out[:, :, rows], grad_lse=grad_lse)
+
+
+def check(backend: str, pattern: Reads, dtype: torch.dtype, shape: Shape, first: int, count: int) -> None:
+    """Assert that output, logsumexp and gradients are within what rounding explains."""
+    inputs = behind(make_inputs(shape, dtype, grad_lse=True), first, count)
+    device = DEVICES[backend]
+    leaves = [x.to(device).detach().requires_grad_() for x in inputs[:3]]
+    outputs = sparse_attention(*leaves, pattern, backend=backend, return_lse=True, first_query=first)
+    grads = torch.autograd.grad(outputs, leaves, [x.to(device) for x in inputs[3:]])
+    found = {name: x.detach().cpu() for name, x in zip(RESULTS, (*outputs, *grads), strict=True)}
+    patterns = pattern if isinstance(pattern, list) else [pattern.for_head(head) for head in range(shape.heads)]
+    masks = torch.stack([mask_of(each.for_head(head), shape.context) for head, each in enumerate(patterns)])
+    wanted = expected(inputs, lambda rows: masks[:, first + rows])
+    for name in RESULTS:
+        assert_explained(name, found[name], wanted[name], lambda rows: masks[:, first + rows])
+
+
+@pytest.mark.parametrize("first, count", SPLITS)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("pattern", [*example_patterns(), *MIXES], ids=str)
+def test_every_pattern_behind_a_cache(pattern: Reads, backend: str, first: int, count: int) -> None:
+    for context in (53, 72):  # orders and intervals have closed forms at 72 alone
+        check(backend, pattern, torch.float64, Shape(2, 3, context, 8, 12), first, count)
+
+
+@pytest.mark.parametrize("first, count", [SPLITS[3]])
+@pytest.mark.parametrize("backend", [on("triton")])
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_every_pattern_behind_a_cache_in_the_kernels(pattern: Pattern, backend: str, first: int, count: int) -> None:
+    check(backend, pattern, torch.float32, Shape(1, heads_to_see(pattern), 53, 16, 16), first, count)
+
+
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize(
+    "backend, dtype, split",
+    [
+        *(on(backend, dtype, split) for backend in ("cpu", "reference") for dtype in DTYPES for split in SPLITS[2:4]),
+        *(
+            on("triton", dtype, split, marks=repeats(i + j))
+            for i, dtype in enumerate(DTYPES[:3])
+            for j, split in enumerate(SPLITS[2:4])
+        ),
+    ],
+    ids=str,
+)
+def test_precisions_and_shared_heads(backend: str, dtype: torch.dtype, split: tuple[int, int], key_heads: int) -> None:
+    patterns: list[Pattern] = [Fixed(8, 2), Strided(8), Local(11), Dense()]
+    check(backend, patterns, dtype, Shape(1, 4, 53, 16, 24, key_heads), *split)
+
+
+@pytest.mark.parametrize("backend", [on("cpu"), on("triton"), on("reference")])
+@pytest.mark.parametrize("context, pattern", CASES, ids=str)
+def test_patterns_that_read_later_keys(
+    context: int, pattern: Pattern, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in KINDS:
+        monkeypatch.setitem(PATTERNS, kind.__name__, kind)
+    check(backend, pattern, torch.float32, Shape(1, 1, context, 16, 16), 5, 11)
+
+
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_flex_agrees(pattern: Pattern) -> None:
+    inputs = behind(make_inputs(Shape(1, 3, 53, 16, 16), torch.float64), 13, 30)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        found = sparse_attention(*inputs[:3], pattern, backend="flex", first_query=13)
+    wanted = sparse_attention(*inputs[:3], pattern, backend="reference", first_query=13)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", [on("cpu"), on("triton")])
+def test_keys_behind_the_last_query_may_hold_anything(backend: str) -> None:
+    q, k, v = (x.to(DEVICES[backend]) for x in make_inputs(Shape(1, 3, 53, 16, 16), torch.float32)[:3])
+    later = [x.clone() for x in (k, v)]
+    for x in later:
+        x[:, :, 43:] = float("nan")
+    for pattern in example_patterns():
+        wanted = sparse_attention(q[:, :, 13:43], k, v, pattern, backend=backend, first_query=13)
+        found = sparse_attention(q[:, :, 13:43], *later, pattern, backend=backend, first_query=13)
+        assert torch.equal(found, wanted), pattern
+
+
+def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:
+    q, k, v = make_inputs(Shape(2, 4, 300, 16, 16, 2), torch.float64)[:3]
+    for pattern in example_patterns():
+        wanted = sparse_attention(q, k, v, pattern)
+        ends = [0, 1, 100, 228, 300]
+        chunks = [
+            sparse_attention(q[:, :, first:end], k[:, :, :end], v[:, :, :end], pattern, first_query=first)
+            for first, end in itertools.pairwise(ends)
+        ]
+        torch.testing.assert_close(torch.cat(chunks, 2), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_all_queries_are_the_plain_call() -> None:
+    q, k, v = make_inputs(Shape(1, 2, 40, 16, 16), torch.float32)[:3]
+    found = sparse_attention(q, k, v, Fixed(8, 2), first_query=0)
+    assert torch.equal(found, sparse_attention(q, k, v, Fixed(8, 2)))
+
+
+@pytest.mark.parametrize("backend", [on("cpu"), on("triton")])
+def test_the_op_is_what_it_tells_compilers(backend: str) -> None:
+    inputs = make_inputs(Shape(1, 2, 16, 16, 16, 1), torch.float32)
+    leaves = [x.to(DEVICES[backend]).requires_grad_() for x in (inputs.q[:, :, 3:10], inputs.k, inputs.v)]
+    patterns = repr([{"type": "local", "window": 5}] * 2)
+    torch.library.opcheck(torch.ops.longstride.attention.default, (*leaves, patterns, 0.25, backend, 3))
+
+
+def test_compiled_chunks_are_those_without() -> None:
+    q, k, v = make_inputs(Shape(1, 2, 40, 16, 16), torch.float32)[:3]
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+        return sparse_attention(q, k, v, Fixed(8, 2), first_query=first)
+
+    for first in (3, 10, 17):
+        wanted = sparse_attention(q[:, :, first : first + 9], k, v, Fixed(8, 2), first_query=first)
+        assert torch.equal(attend(q[:, :, first : first + 9], k, v, first), wanted)
+
+
+@pytest.mark.parametrize("pattern", [*example_patterns(), *MIXES], ids=str)
+@pytest.mark.parametrize("first, count", SPLITS)
+def test_its_selection_is_the_masks_rows(pattern: Reads, first: int, count: int) -> None:
+    patterns = pattern if isinstance(pattern, list) else [pattern] * 3
+    resolved = tuple(each.for_head(head) for head, each in enumerate(patterns))
+    selection = queries_behind(resolved, 2, first, count, 53, torch.device("cpu"))
+    wanted = torch.stack([mask_of(each, 53)[first : first + count] for each in resolved])
+    found = selection_rows(selection, count, 53)
+    assert torch.equal(found, wanted.expand(found.shape))
+
+
+def selection_rows(selection: Selection, count: int, context: int) -> Tensor:
+    """Return the mask (B, H, M, N) of a selection with fewer queries than keys, part by part."""
+    total: Any = 0
+    for query_order, key_order, low, high in selection.parts:
+        batch, heads = low.shape[:2]
+        keys = torch.arange(context).expand(batch, heads, -1) if key_order is None else key_order.long()
+        column = torch.arange(keys.shape[-1])
+        inside = (low[..., None] <= column) & (column < high[..., None])
+        rows = torch.zeros(batch, heads, count, context, dtype=torch.int64)
+        rows.scatter_(3, keys[:, :, None].expand(-1, -1, count, -1), inside.long())
+        if query_order is not None:
+            rows = torch.zeros_like(rows).scatter_(2, query_order.long()[..., None].expand(rows.shape), rows)
+        total = total + rows
+    assert total.max() <= 1, "parts overlap"
+    return total.bool()
+
+
+@pytest.mark.parametrize(
+    "first, message",
+    [
+        (-1, "first_query=-1: must be 0 to 5 for 4 queries and 9 keys"),
+        (6, "first_query=6: must be 0 to 5 for 4 queries and 9 keys"),
+        (2.0, "first_query must be an int, not float"),
+        (True, "first_query must be an int, not bool"),
+    ],
+)
+def test_a_position_outside_the_keys_is_refused(first: Any, message: str) -> None:
+    q, k = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 9, 16)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        sparse_attention(q, k, k, Dense(), first_query=first)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, k = torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 4, 16)
+    with pytest.raises(ValueError, match=r"^first_query=0: leaves no room for 9 queries and 4 keys$"):
+        sparse_attention(q, k, k, Dense(), first_query=0)
+    with pytest.raises(ValueError, match=r"^k \(1, 2, 4, 16\) must have the batch and channels of q \(1, 2, 4, 8\)$"):
+        sparse_attention(q[:, :, :4, :8], k, k, Dense(), first_query=0)
+    with pytest.raises(ValueError, match=r"must have the shape of q .*; behind a cache, give first_query"):
+        sparse_attention(k, q, q, Dense())
+    with pytest.raises(ConfigError, match="FlexAttention has no backward on the CPU"):
+        sparse_attention(k.requires_grad_(), q, q, Dense(), backend="flex", first_query=5)
