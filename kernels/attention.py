@@ -183,7 +183,7 @@ def check_whole(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check that q is (B, H, N, D), k (B, K, N, D) and v (B, K, N, Dv), of one dtype and device, else ValueError."""
     check_tensors({"q": (q, "BHND"), "k": (k, "BHND"), "v": (v, "BHND")})
     if k.shape != q.shape and (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
-        rule = f"must have the shape of q {tuple(q.shape)}, but for heads; behind a cache, give first_query"
+        rule = f"must match q {tuple(q.shape)} in every dimension except heads; behind a cache, give first_query"
         raise ValueError(f"k {tuple(k.shape)} {rule}")
     check_heads(q, k, v)
 

@@ -175,7 +175,7 @@ def incidents(runs: Sequence[PageRun], room: Room) -> str:
             cells = [f"{event.step:,}", pieces().tag(event.kind, event.kind), event.text]
             rows.append(pieces().row([pieces().dot(run), *cells] if several else cells, step_column))
     if not rows:
-        return pieces().absent("nothing befell: no step was refused or dropped, and no damaged data was replaced")
+        return pieces().absent("no incidents: no step was refused or dropped, and no damaged data was replaced")
     fitting = list(takewhile(room.take, rows))
     text = pieces().table([*(["run"] if several else []), "step", "what", ""], fitting, step_column)
     if more := sum(len(run.record.events) for run in runs) - len(fitting):
