@@ -50,7 +50,7 @@ def test_the_scale_is_one_over_the_root_of_the_width() -> None:
     "shapes, dtypes, message",
     [
         (((2, 9, 16),) * 3, "fff", r"q must be \(B, H, N, D\), not \(2, 9, 16\)"),
-        (((1, 2, 9, 16), (1, 2, 8, 16), (1, 2, 9, 16)), "fff", r"k \(1, 2, 8, 16\) must have the shape of q"),
+        (((1, 2, 9, 16), (1, 2, 8, 16), (1, 2, 9, 16)), "fff", r"k \(1, 2, 8, 16\) must match q"),
         (((1, 2, 9, 16), (1, 2, 9, 16), (1, 2, 8, 16)), "fff", r"v \(1, 2, 8, 16\) must have the batch"),
         (((1, 2, 0, 16),) * 3, "fff", r"q \(1, 2, 0, 16\) must have at least one head, position and channel"),
         (((1, 0, 9, 16),) * 3, "fff", r"q \(1, 0, 9, 16\) must have at least one head"),

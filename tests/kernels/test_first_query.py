@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused() -> None:
         sparse_attention(q, k, k, Dense(), first_query=0)
     with pytest.raises(ValueError, match=r"^k \(1, 2, 4, 16\) must have the batch and channels of q \(1, 2, 4, 8\)$"):
         sparse_attention(q[:, :, :4, :8], k, k, Dense(), first_query=0)
-    with pytest.raises(ValueError, match=r"must have the shape of q .*; behind a cache, give first_query"):
+    with pytest.raises(ValueError, match=r"must match q .*; behind a cache, give first_query"):
         sparse_attention(k, q, q, Dense())
     with pytest.raises(ConfigError, match="FlexAttention has no backward on the CPU"):
         sparse_attention(k.requires_grad_(), q, q, Dense(), backend="flex", first_query=5)
