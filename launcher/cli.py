@@ -133,7 +133,8 @@ def _run(words: list[str]) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     if words == ["--version"]:
-        print(_versions())
+        of_others = ", ".join(f"{package} {version_of(package)}" for package in ("torch", "triton", "deepspeed"))
+        print(f"longstride {version_of('longstride')} ({of_others})")  # none of them is imported
         return exit_codes.DONE
     verb = next((verb for verb in VERBS if words[: len(verb.words.split())] == verb.words.split()), None)
     if verb is None:
@@ -172,12 +173,6 @@ def _run(words: list[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             say("; ".join(["stopped", *map(str, stop.args)]))
         return exit_codes.STOPPED
-
-
-def _versions() -> str:
-    """This package and those that decide what a run computes, with their versions, in one line; none is imported."""
-    of_others = ", ".join(f"{package} {version_of(package)}" for package in ("torch", "triton", "deepspeed"))
-    return f"longstride {version_of('longstride')} ({of_others})"
 
 
 def _listed(verb: Verb) -> list[str]:

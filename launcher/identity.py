@@ -58,16 +58,29 @@ def open_data(checkpoint: Checkpoint, location: str | None, ranks: Ranks) -> tup
         rule = f"of the run {checkpoint.folder.parents[1]} is not found from here; give --data FOLDER"
         raise ConfigError.at("data.path", path, rule)
     data = RunData(checkpoint.config, ranks, location)
-    found = trained_on(checkpoint, data.identity).differences(data.identity)
-    rule = f"is not what the run was trained on: {'; '.join(found.values())}"
-    if any(name in found for name in ModelData.MEANING):
-        way = "name data of the run's palette and size by --data FOLDER, built with --palette-from where there is one"
-        raise ConfigError(f"{'data.path' if location is None else '--data'}={location or path}: {rule}; {way}")
+    known, place = trained_on(checkpoint, data.identity), "data.path" if location is None else "--data"
+    found, rule = compare_data(known, data.identity, f"{place}={location or path}", "run")
     if found and location is None:
         raise ConfigError.at("data.path", path, f"{rule}; name the run's data, or this, by --data FOLDER")
     if found and ranks.is_first:
         say(f"notice: --data={location}: {rule}")
     return data, found
+
+
+def compare_data(known: ModelData, data: ModelData, place: str, subject: str) -> tuple[dict[str, str], str]:
+    """Compare data with what a run or model was trained on: the differences, and what is said of them.
+
+    Raises:
+        ConfigError: tokens or their places mean something else.
+    """
+    found = known.differences(data)
+    rule = f"is not what the {subject} was trained on: {'; '.join(found.values())}"
+    if any(name in found for name in ModelData.MEANING):
+        way = (
+            f"name data of the {subject}'s palette and size by --data FOLDER, built with --palette-from where there is"
+        )
+        raise ConfigError(f"{place}: {rule}; {way} one")
+    return found, rule
 
 
 def check_matches(checkpoint: Checkpoint, config: RunConfig, data: ModelData) -> None:

@@ -170,7 +170,7 @@ class Modality(ABC):
 
     def bytes_in(self, seconds: float, option: str, properties: Properties) -> int:
         """Content bytes of a number of seconds; ``option`` is for messages. Raises DataError where there are none."""
-        raise DataError(f"{option}: the model writes {self.words}; take --bytes")
+        raise DataError(f"{option}={seconds:g}: only applies to sound, and the model writes {self.words}; give --bytes")
 
     def open_sample(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
         """The content of a file as a model writes it. Raises DataError for one that does not fit the model."""

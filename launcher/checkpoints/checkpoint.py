@@ -41,6 +41,7 @@ from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.checkpoints.scores import known_scores, ranked
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import set_random_states, states
+from longstride.launcher.models import is_export
 from longstride.launcher.output import AgreedError, file_names
 from longstride.launcher.ranks import Ranks, wait_until_visible
 
@@ -246,9 +247,9 @@ def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: b
     """
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run folder; name one that `longstride train` wrote")
-    if any((run / name).is_file() for name in (file_names.WEIGHTS, file_names.WEIGHTS_INDEX)):
+    if is_export(run):
         rule = "is an exported model, where a run is wanted; name the folder that `longstride train` wrote, or score"
-        raise ConfigError(f"{run}: {rule} a file by `longstride sample {run} --likelihood FILE`")
+        raise ConfigError(f"{run}: {rule} the model by `longstride evaluate {run} --data DIR`")
     checkpoints, refused = list_checkpoints(run, trusted=trusted)
     if step == "best" and checkpoints:
         repeated = (score for each in checkpoints for score in each.manifest.best or ())

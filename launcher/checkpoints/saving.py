@@ -152,8 +152,9 @@ class Saver:
     def _best(self, step: int) -> list[Score]:
         """The best of the run's whole checkpoints and of a step that is one, or will be; best first."""
         count = self._config.train.keep_best
-        there = {step, *_whole_steps(self._run)} if count else ()
-        return ranked(score for score in self._scores.values() if score.step in there)[:count]
+        checkpoints = list_checkpoints(self._run)[0] if count else ()
+        steps = {each.manifest.step for each in checkpoints if not missized(each.folder, each.manifest)} | {step}
+        return ranked(score for score in self._scores.values() if score.step in steps)[:count]
 
     @contextlib.contextmanager
     def _reporting(self, step: int) -> Iterator[None]:
@@ -299,11 +300,6 @@ def retire(
             remove_checkpoint(checkpoint.folder)
             removed.append(step)
     return removed
-
-
-def _whole_steps(run: Path) -> list[int]:
-    """The steps of the checkpoints that are whole by their manifests and the sizes of their files."""
-    return [each.manifest.step for each in list_checkpoints(run)[0] if not missized(each.folder, each.manifest)]
 
 
 def remove_checkpoint(folder: Path) -> None:

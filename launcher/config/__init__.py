@@ -5,7 +5,7 @@ Imports neither torch nor deepspeed.
 
 from longstride.launcher.config.data_keys import DATA_PATHS
 from longstride.launcher.config.deepspeed_keys import part_errors
-from longstride.launcher.config.extending import find_config, load_content
+from longstride.launcher.config.extending import EXPERIMENTS, find_config, load_content
 from longstride.launcher.config.json_file import flattened, load_json_object
 from longstride.launcher.config.loading import load_config
 from longstride.launcher.config.optimization import AdafactorConfig, MuonConfig, OptimizerConfig

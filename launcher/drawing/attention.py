@@ -35,8 +35,7 @@ from longstride.launcher.drawing.pattern import (
     view_inches,
 )
 from longstride.launcher.drawing.subject import Step, of_export, of_run
-from longstride.launcher.models import TRAINED
-from longstride.launcher.output import file_names
+from longstride.launcher.models import TRAINED, is_export
 from longstride.launcher.pictures import FAINT, plt, styled
 from longstride.sparse_model import SparseTransformer
 
@@ -88,8 +87,7 @@ def draw_attention(
     if text is not None and (data is not None or context_number is not None):
         other = f"--data={data}" if data is not None else f"--context-number={context_number}"
         raise ConfigError(f"{other}: --text names all that is read; leave one of them out")
-    exported = any((source / name).exists() for name in (file_names.WEIGHTS, file_names.WEIGHTS_INDEX))
-    if exported:
+    if is_export(source):
         for option, value in (("--step", step), ("--weights", None if weights == TRAINED else weights)):
             if value is not None:
                 raise ConfigError(f"{option}={value}: {source} is an export, which has its own weights; leave it out")

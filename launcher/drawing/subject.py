@@ -16,7 +16,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.data import check_location
 from longstride.launcher.drawing.pattern import read_text
-from longstride.launcher.identity import open_data, trained_on
+from longstride.launcher.identity import compare_data, open_data, trained_on
 from longstride.launcher.models import Exported, ModelData, load_model
 from longstride.launcher.output import say
 from longstride.launcher.ranks import Ranks
@@ -82,12 +82,9 @@ def of_export(source: Path, number: int, data: str | None, text: Path | None, tr
     else:
         check_location(data)
         folder = DataFolder(data)
-        differences = identity.differences(ModelData.of_folder(folder))
-        rule = f"--data={data}: is not what the model was trained on: {'; '.join(differences.values())}"
-        if any(name in differences for name in identity.MEANING):
-            raise ConfigError(f"{rule}; name data of the model's palette and size")
+        differences, rule = compare_data(identity, ModelData.of_folder(folder), f"--data={data}", "model")
         if differences:
-            say(f"notice: {rule}")
+            say(f"notice: --data={data}: {rule}")
         try:
             tokens = read_context(folder, "validation", number, context=config.context)
         except DataError as error:

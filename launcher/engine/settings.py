@@ -41,8 +41,11 @@ class Settings:
         vars(engine.optimizer).update(self._of_optimizer)
         if self._scaler is not None:
             scaler = copy.copy(self._scaler)
-            if scale is not None and states.is_dynamic(vars(scaler)):
-                _take_scale(vars(scaler), scale)
+            if states.is_dynamic(vars(scaler)):
+                if scale is not None:
+                    _take_scale(vars(scaler), scale)
+            elif hasattr(scaler, "cur_iter"):  # under ZeRO 0 a fixed scale counts steps too, and saves their number
+                scaler.cur_iter = states.loss_scaler(engine).cur_iter
             setattr(engine.optimizer, states.scaler_name(engine), scaler)
         schedule, optimizer = engine.lr_scheduler, engine.basic_optimizer
         schedule.base_lrs = [settings["initial_lr"] for settings in self._groups]

@@ -1,4 +1,4 @@
-"""`longstride evaluate RUN`: bits per byte of a checkpoint over a whole split, and by the position in the context.
+"""`longstride evaluate RUN|MODEL`: bits per byte of a checkpoint or an export over a whole split, and by the position.
 
 The loss by position tells whether a model makes use of a long context (Child et al. 2019, section 7.2 and table 3).
 
@@ -13,11 +13,12 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,12 +29,12 @@ from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig, TrainConfig
-from longstride.launcher.data import Run, together
+from longstride.launcher.data import Run, RunData, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.evaluation.positions import bin_numbers, check_positions, position_edges, write_positions
-from longstride.launcher.identity import open_data
-from longstride.launcher.models import DTYPES
+from longstride.launcher.identity import compare_data, open_data
+from longstride.launcher.models import DTYPES, TRAINED, Exported, ModelData, is_export
 from longstride.launcher.output import counting, exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
@@ -44,7 +45,7 @@ _MOST_ROWS = 1 << 19  # positions in work at a time: each thread holds the activ
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb, alone or as one rank under a launcher; prints one JSON line on rank 0."""
+    """Run the verb, alone or as one rank under a launcher; print one JSON line on rank 0."""
     if arguments.batch is not None and not 1 <= arguments.batch <= TrainConfig.MOST_CONTEXTS:
         raise ConfigError(
             f"--batch={arguments.batch}: must be from 1 to {TrainConfig.MOST_CONTEXTS:,} contexts; such as 4"
@@ -53,17 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=arguments.sequence_parallel)
     if arguments.positions is not None:
         check_positions(arguments.positions)
-    checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
-    if arguments.step is None and ranks.is_first:
-        for refusal in checkpoint.newer_refusals():
-            say(f"passed over: {refusal}")
-    config = checkpoint.config
-    SavedState.check_size(checkpoint)
-    check_sharing(config, ranks)
+    subject = _open_export(arguments, ranks) if is_export(arguments.run) else _open_run(arguments, ranks)
+    config, data = subject.config, subject.data
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
-    data, differences = open_data(checkpoint, arguments.data, ranks)
     if data.oddity and ranks.is_first:
         say(f"notice: {data.oddity}")
     if arguments.split is None and not data.has_split(split):
@@ -73,15 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
     contexts()  # raises what does not fit before a process group is made
     start = time.perf_counter()
     edges = None if arguments.positions is None else position_edges(config.model.context)
-    precision = arguments.precision or checkpoint.manifest.precision
+    precision = arguments.precision or subject.precision
     exchange = config.train.sequence_exchange
     division = Division(ranks.sequence_rank, ranks.sequence_parallel, None, exchange)
     compile_kernels(config.model, batch_size, precision, ranks.device, apart=config.data.apart, division=division)
-    with process_group(ranks, config.train.timeout_seconds, arguments.run) as watchdog:
-        # A run that goes on may have saved once more while the ranks looked.
-        checkpoint = checkpoint.agreed(ranks)
-        precision = arguments.precision or checkpoint.manifest.precision
-        weights = master_weights(checkpoint, arguments.weights)  # which are those of the model, before it is made
+    with process_group(ranks, config.train.timeout_seconds, subject.stacks) as watchdog:
+        step, precision, weights = subject.load()
+        precision = arguments.precision or precision
         model = SparseTransformer(config.model)
         model.load_state_dict(weights)
         for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
@@ -109,9 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
                 scored_content=lambda count: counter.add(count * ranks.world_size),
             )
             counter.close()
-    line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.unit)
-    line |= {"min_context": arguments.min_context, "weights": arguments.weights}
-    line |= {"other_data": differences} if differences else {}
+    line = evaluation_line(step, split, sums, start, data.unit)
+    line |= {"min_context": arguments.min_context, "weights": subject.weights}
+    line |= {"other_data": subject.differences} if subject.differences else {}
     if ranks.is_first:
         print(json.dumps(line))
         text = metrics_file.bits_text(line)
@@ -123,8 +116,76 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+class _Subject(NamedTuple):
+    """A model to score, and the data to score it on."""
+
+    config: RunConfig
+    data: RunData
+    differences: dict[str, str]  # of the data from what the model was trained on
+    precision: str
+    weights: str  # as trained, or their moving average
+    stacks: Path | None  # the folder for the stacks of ranks that hang
+    load: Callable[[], tuple[int, str, Mapping[str, Tensor]]]  # in a process group: step, precision, tensors
+
+
+def _open_run(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
+    """Open a run's checkpoint, and its data or that of ``--data``."""
+    checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
+    if arguments.step is None and ranks.is_first:
+        for refusal in checkpoint.newer_refusals():
+            say(f"passed over: {refusal}")
+    SavedState.check_size(checkpoint)
+    check_sharing(checkpoint.config, ranks)
+
+    def load() -> tuple[int, str, Mapping[str, Tensor]]:
+        # A run that goes on may have saved once more while the ranks looked.
+        agreed = checkpoint.agreed(ranks)
+        return agreed.manifest.step, agreed.manifest.precision, master_weights(agreed, arguments.weights)
+
+    data, differences = open_data(checkpoint, arguments.data, ranks)
+    precision, weights = checkpoint.manifest.precision, arguments.weights
+    return _Subject(checkpoint.config, data, differences, precision, weights, arguments.run, load)
+
+
+def _open_export(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
+    """Open an exported model, and the data of ``--data``.
+
+    Raises:
+        ConfigError: no whole export, no data, an option of runs, or data that is not for this model.
+        DataError: there is no data folder.
+    """
+    folder, location = arguments.run, arguments.data
+    for option, value in (("--step", arguments.step), ("--weights", arguments.weights)):
+        if value not in (None, TRAINED):
+            raise ConfigError(f"{option}={value}: {folder} is an export, which has its own weights; leave it out")
+    if location is None:
+        rule = "is an exported model, which has no data of its own; give --data DIR, or score a file by"
+        raise ConfigError(f"{folder}: {rule} `longstride sample {folder} --likelihood FILE`")
+    exported = Exported(folder, trust_code=arguments.trust_checkpoint)
+    known = ModelData.of(exported.content, exported.config)
+    train = {"output": str(folder), "steps": 1, "learning_rate": 1.0, "global_batch": 1, "micro_batch": 1}
+    settings = {"path": location, "separator": known.separator}
+    content = {"model": exported.content["model"], "data": settings, "train": train, "deepspeed": {}}
+    config = RunConfig.model_validate(content)
+    check_sharing(config, ranks)
+    data = RunData(config, ranks)
+    differences, rule = compare_data(known, data.identity, f"--data={location}", "model")
+    if differences and ranks.is_first:
+        say(f"notice: --data={location}: {rule}")
+    precision = next(name for name, dtype in DTYPES.items() if dtype == exported.dtype)
+    origin = exported.content.get("origin")
+    origin = origin if isinstance(origin, dict) else {}
+    step = origin["step"] if isinstance(origin.get("step"), int) else 0
+
+    def load() -> tuple[int, str, Mapping[str, Tensor]]:
+        tensors = {name: exported.tensor(name) for name in exported.names}
+        return step, precision, tensors
+
+    return _Subject(config, data, differences, precision, str(origin.get("weights", TRAINED)), None, load)
+
+
 def check_sharing(config: RunConfig, ranks: Ranks) -> None:
-    """Whether the ranks that were started can share contexts of a run's model as ``--sequence-parallel`` has it.
+    """Check that the ranks that were started can share contexts of a model as ``--sequence-parallel`` has it.
 
     Raises:
         ConfigError: they do not make whole groups, or the model cannot be divided so.
@@ -145,7 +206,7 @@ def check_sharing(config: RunConfig, ranks: Ranks) -> None:
 
 
 def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:
-    """The validation split's line for metrics.jsonl, over as many contexts as the configuration says."""
+    """Return the validation split's line for metrics.jsonl, over as many contexts as the configuration says."""
     start, train = time.perf_counter(), run.config.train
     engine.eval()
     contexts = partial(run.data.evaluation, limit=train.evaluate_contexts)
@@ -155,7 +216,7 @@ def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:
 
 
 def evaluation_line(step: int, split: str, sums: ExactSums, start: float, unit: str) -> dict[str, Any]:
-    """An evaluation as it is written and printed; ``unit`` is what a token stands for."""
+    """Return an evaluation as it is written and printed; ``unit`` is what a token stands for."""
     loss = metrics_file.loss_fields(sums.mean(), sums.count, sums.content, unit)
     return {"step": step, "split": split, **loss, "seconds": time.perf_counter() - start}
 
@@ -172,7 +233,7 @@ def score(
     stop: StopFlag | None = None,
     scored_content: Callable[[int], None] = lambda _: None,
 ) -> ExactSums:
-    """The nats of all ranks' scored bytes, summed without rounding: over all, or by the bins of positions ``edges``.
+    """Sum the nats of all ranks' scored bytes without rounding: over all, or by the bins of positions ``edges``.
 
     Batches hold the same rows for any number of ranks, and the sum has no order: so its bits do not depend on the
     number of ranks. ``threads`` above 0 compute a batch each, at the same time, by one thread of torch: the bits of a
@@ -206,7 +267,7 @@ def score(
 def _in_turn(
     work: Callable[[EvaluationBatch], Tensor], batches: Iterator[EvaluationBatch], threads: int
 ) -> Iterator[tuple[EvaluationBatch, Tensor]]:
-    """Each batch with what was computed of it, in sequence."""
+    """Yield each batch with what was computed of it, in sequence."""
     if not threads:
         yield from ((batch, work(batch)) for batch in batches)
         return

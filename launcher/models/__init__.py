@@ -6,6 +6,7 @@ Needs no deepspeed, so that sampling and serving start at once.
 from longstride.launcher.models.exported import (
     Exported,
     computing_numbers,
+    is_export,
     load_model,
     streamed_model,
     usable_device,

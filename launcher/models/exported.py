@@ -177,6 +177,11 @@ class Exported:
         return types[stored.pop()]
 
 
+def is_export(folder: Path) -> bool:
+    """Whether a folder looks like an exported model: it has weights where a run has checkpoints."""
+    return any((folder / name).is_file() for name in (file_names.WEIGHTS, file_names.WEIGHTS_INDEX))
+
+
 def load_model(
     folder: str | Path,
     device: str | torch.device = "cpu",

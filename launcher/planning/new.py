@@ -1,7 +1,8 @@
 """`longstride new NAME`: a configuration that fits a data folder and a machine, to begin with.
 
-The recipe of docs/recipes.md is fitted to the data (`recipes`). Then the plan is asked what fits the memory of a
-process: the largest micro-batch, with block inputs alone kept where all activations do not fit.
+The recipe of docs/recipes.md, or the preset of `--like`, is fitted to the data (`recipes`). Then the plan is asked
+what fits the memory of a process: the largest micro-batch, with block inputs alone kept where all activations do not
+fit.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 from longstride.data_pipelines.durable import write_new
 from longstride.data_pipelines.modalities import MODALITIES, modality_named
-from longstride.kernels import ConfigError
-from longstride.launcher.config import RunConfig, TrainConfig, load_config
+from longstride.kernels import ConfigError, nearest
+from longstride.launcher.config import EXPERIMENTS, RunConfig, TrainConfig, load_config, load_content
 from longstride.launcher.verbs import SIZES
 
 SCHEMA_FILE = "longstride.schema.json"  # beside the configurations that name it
@@ -58,24 +59,30 @@ def run(arguments: argparse.Namespace) -> int:
         rule = f"{location} holds {data.modality}; leave --modality out, or name another folder by --data"
         raise ConfigError(f"--modality={arguments.modality}: {rule}")
     machine = _machine(arguments)
-    size = recipes.SIZES[arguments.size]
-    model = recipes.model_of(size, data)
+    preset = None if arguments.like is None else load_content(arguments.like)
+    size = recipes.SIZES[arguments.size] if preset is None else recipes.SHRUNK
+    if preset is None:
+        model = recipes.model_of(size, data)
+    else:
+        model = recipes.model_like(arguments.like, preset["model"], size, data)
     context = int(model["context"])
     global_batch = _global_batch(size.step_bytes, context, machine.processes)
+    train = recipes.train_of(size, data, context, global_batch)
     content: dict[str, Any] = {
         "notes": "",
         "model": model,
         "data": {"path": location, "shuffle_bytes": max(1 << 20, min(1 << 25, data.train_bytes // 64))},
         "train": {
             "output": f"runs/{arguments.name}",
-            **recipes.train_of(size, data, context, global_batch),
+            **(train if preset is None else recipes.train_like(preset["train"], train)),
             "global_batch": global_batch,
         },
         "deepspeed": f"zero1_{machine.precision}",
     }
     peak = _fit(content, machine, arguments.size)
     check_data(_checked(content))
-    words = _words(content, data, machine, arguments.size, peak)
+    source = f"the preset {arguments.like}, shrunk to" if arguments.like else "the recipe of docs/recipes.md,"
+    words = _words(content, data, machine, f"{source} size {arguments.size}", peak)
     content["notes"] = " ".join(words)
     _write(output, content)
     print("\n".join([f"wrote {output}", *(f"  {line}" for line in words), "next:"]))
@@ -96,6 +103,15 @@ def _check_words(arguments: argparse.Namespace) -> tuple[Path, str]:
         raise ConfigError(f"--size={arguments.size}: must be one of {', '.join(SIZES)}; such as tiny")
     if arguments.modality is not None and arguments.modality not in MODALITIES:
         raise ConfigError(f"--modality={arguments.modality}: must be one of {', '.join(MODALITIES)}; such as text")
+    if arguments.like is not None:
+        presets = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
+        if arguments.like not in presets:
+            raise ConfigError(f"--like={arguments.like}: no preset of that name; {nearest(arguments.like, presets)}")
+        if arguments.size != SIZES[0]:
+            rule = (
+                f'--like shrinks a preset to {SIZES[0]}; leave --size out, or write {{"extends": "{arguments.like}"}}'
+            )
+            raise ConfigError(f"--size={arguments.size}: {rule} in a file for the preset in its own size")
     usual = Path(f"{arguments.name.removesuffix('.json')}.json")
     output = arguments.output or usual
     if output.suffix != ".json":
@@ -105,7 +121,8 @@ def _check_words(arguments: argparse.Namespace) -> tuple[Path, str]:
         raise ConfigError(f"--output={output}: {output.parent} is no folder; make it first, or name another")
     if os.path.lexists(output):
         raise ConfigError(f"{output}: exists already; take another NAME, or another file by --output")
-    location = f"data/{arguments.name}" if arguments.data is None else arguments.data
+    usual_data = load_content(arguments.like)["data"]["path"] if arguments.like else f"data/{arguments.name}"
+    location = usual_data if arguments.data is None else arguments.data
     if not location:
         raise ConfigError("--data=: names no folder; such as data/mine, or leave it out")
     if "://" not in location and not Path(location).is_dir():
@@ -212,7 +229,7 @@ def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
     raise ConfigError(f"--size={size}: {rule} ({machine.words}); give {good}fewer --processes, or the --memory of GPUs")
 
 
-def _words(content: dict[str, Any], data: Any, machine: Machine, size: str, peak: int) -> list[str]:
+def _words(content: dict[str, Any], data: Any, machine: Machine, source: str, peak: int) -> list[str]:
     """Say what was chosen, and why: one sentence a line."""
     from longstride.launcher.planning.costs import engine_parameters, parameter_parts
 
@@ -226,15 +243,16 @@ def _words(content: dict[str, Any], data: Any, machine: Machine, size: str, peak
     batch = train["micro_batch"]
     what = {"image": "a picture is one context", "audio": "no longer than sounds are in the mean"}
     most = "" if modality_named(data.modality).packing or data.picture is not None else "up to "  # others are padded
-    why = what.get(data.modality, "as long as the size has it, or a sixteenth of the data")
+    lengths = "size and preset have" if "preset" in source else "the size has"
+    why = what.get(data.modality, f"as long as {lengths} it, or a sixteenth of the data")
     saved, unless = "saved", ", and never evaluated, as the data has no split 'validation'"
     if data.is_evaluated:
         saved, unless = "evaluated and saved", ""
     recomputed = ", recomputed in the backward pass" if train["activation_checkpointing"] else ""
+    tables = f" and n-gram tables of {num_table_parameters:,}" if num_table_parameters else ""
     return [
         f"Data: {data.location}, {data.modality}, {data.train_bytes:,} {unit} to train on.",
-        f"Model: the recipe of docs/recipes.md, size {size}: {numel:,} parameters and n-gram "
-        f"tables of {num_table_parameters:,}.",
+        f"Model: {source}: {numel:,} parameters{tables}.",
         f"Context: {model['context']:,} {unit}, {why}.",
         f"Length: {train['steps']:,} steps of {most}{train['global_batch'] * model['context']:,} {unit}, "
         f"{most}{epochs:.3g} times the data; {saved} every {train['checkpoint_every']:,}{unless}.",

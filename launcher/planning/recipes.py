@@ -1,4 +1,4 @@
-"""The recipe of docs/recipes.md in three sizes, fitted to a data folder: what `longstride new` writes.
+"""What `longstride new` fits to a data folder: the recipe of docs/recipes.md in three sizes, or a preset shrunk.
 
 Sizes follow the presets demo, bytes_small and bytes_base, and `benchmarks/recipe_elsewhere.py` for pictures and sound.
 Nothing here knows the machine.
@@ -7,10 +7,12 @@ Nothing here knows the machine.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from longstride.data_pipelines.modalities import CHANNELS
+from longstride.data_pipelines.modalities import CHANNELS, MODALITIES
 from longstride.data_pipelines.shards import DataFolder
 from longstride.kernels import ConfigError
 
@@ -60,6 +62,15 @@ SIZES = {
     ),
 }  # fmt: skip
 ORDERS = (2, 3, 4, 6, 8, 12)
+# A preset that is shrunk takes fewer steps, as some mixers are slow, and has at most so many layers and heads: enough
+# for parts that take turns, and for heads of two kinds. It keeps some keys of its training; AdamW takes the rate that
+# the preset paper_small has.
+SHRUNK = replace(SIZES["tiny"], steps=400)
+LAYERS, HEADS = 4, 4
+OPTIMIZATION = ("optimizer", "betas", "weight_decay", "schedule", "final_learning_rate")
+ADAMW_RATE = 0.002
+# Values of attention and embedding that shrink as the root of the context: rows, windows and clusters keep their shape.
+ROOTS_OF_CONTEXT = ("stride", "window", "summary", "row_width", "chunk", "ramp", "clusters", "buckets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +120,6 @@ def model_of(size: Size, data: Data) -> dict[str, Any]:
     """
     shape = _shape(size, data)
     context = shape["context"]
-    orders = [order for order in ORDERS if order < context]
-    rows = _power_of_two(max(1 << 12, data.train_bytes // 64))
     model: dict[str, Any] = {
         "context": context,
         "layers": size.layers,
@@ -121,7 +130,7 @@ def model_of(size: Size, data: Data) -> dict[str, Any]:
     if data.colours is not None:
         model["vocabulary"] = data.colours
     return model | {
-        "ngrams": {"orders": orders, "rows": min(size.table_rows, rows)},
+        "ngrams": _tables(size, data, context),
         "norm": "rms",
         "bias": False,
         "feed_forward_ratio": size.feed_forward_ratio,
@@ -130,6 +139,76 @@ def model_of(size: Size, data: Data) -> dict[str, Any]:
         "feed_forward": {"activation": "squared_relu"},
         "initialization": "zero_outputs",
     }
+
+
+def model_like(name: str, preset: Mapping[str, Any], size: Size, data: Data) -> dict[str, Any]:
+    """Return the `model` object of a preset, shrunk: its kinds of parts in their order, and no dropout.
+
+    Raises:
+        ConfigError: the data is of another kind than the preset reads, or as ``model_of``.
+    """
+    _check_kind(name, preset, data)
+    shape = _shape(size, data)
+    context = shape["context"]
+    if data.picture is None:
+        context = min(context, preset["context"])
+    width, heads, layers = preset["width"], preset["heads"], min(LAYERS, preset["layers"])
+    while width > size.width:
+        width //= 2
+    while heads > HEADS:
+        heads //= 2
+
+    def shrink(key: str, value: Any) -> Any:
+        """Shrink what a key of attention or embedding has: lengths, and numbers of heads."""
+        if isinstance(value, dict):
+            return {inner: shrink(inner, each) for inner, each in value.items()}
+        if isinstance(value, list):
+            return [shrink(key, each) for each in value]
+        if key in ROOTS_OF_CONTEXT:
+            return _divisor(context, math.isqrt(value**2 * context // preset["context"]))
+        return max(1, value * heads // preset["heads"]) if key in ("heads", "count") else value
+
+    attention = shrink("attention", preset["attention"])
+    if isinstance(attention, list) and len(attention) > layers:  # from the first kind to the last
+        attention = [attention[number * (len(attention) - 1) // (layers - 1)] for number in range(layers)]
+    model = dict(preset) | {"context": context, "layers": layers, "heads": heads, "width": width, "dropout": 0.0}
+    model |= {"attention": attention, "embedding": shrink("embedding", preset["embedding"])}
+    if preset["embedding"]["type"] == "image":
+        model["embedding"] = shape["embedding"]
+    if data.colours is not None:
+        model["vocabulary"] = data.colours
+    if "order" in preset:
+        model["order"] = re.sub(
+            r"\d+", lambda n: str(max(1, round(int(n[0]) * layers / preset["layers"]))), preset["order"]
+        )
+    if "ngrams" in preset:
+        model["ngrams"] = _tables(size, data, context)
+    return model
+
+
+def _check_kind(name: str, preset: Mapping[str, Any], data: Data) -> None:
+    """Raise a ConfigError if the data is of another kind than a preset reads."""
+    kind = preset["embedding"]["type"]
+    has_palette = "vocabulary" in preset
+    modality = kind if kind in MODALITIES and kind != "text" else "image" if has_palette else "text"
+    if modality == data.modality and not (has_palette and data.colours is None):
+        return
+    palette = f" --palette {preset['vocabulary']}" if has_palette else ""
+    what = f"{modality}{' in colours of a palette' if has_palette else ''}"
+    rule = f"the preset reads {what}, and {data.location} holds {data.modality}{' in bytes' if has_palette else ''}"
+    good = f"`longstride data build … --modality {modality}{palette}`"
+    raise ConfigError(f"--like={name}: {rule}; name a folder of {good} by --data")
+
+
+def _divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number that is at most this."""
+    return next(each for each in range(max(1, most), 0, -1) if number % each == 0)
+
+
+def _tables(size: Size, data: Data, context: int) -> dict[str, Any]:
+    """N-gram tables that the data fills."""
+    rows = _power_of_two(max(1 << 12, data.train_bytes // 64))
+    return {"orders": [order for order in ORDERS if order < context], "rows": min(size.table_rows, rows)}
 
 
 def _shape(size: Size, data: Data) -> dict[str, Any]:
@@ -205,3 +284,10 @@ def train_of(size: Size, data: Data, context: int, global_batch: int) -> dict[st
         "checkpoint_every": often,
         "keep_last": 2,
     }
+
+
+def train_like(preset: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `train` object of a shrunk preset: that of the recipe, with the preset's optimiser and schedule."""
+    kept = {key: value for key, value in train.items() if key not in OPTIMIZATION}
+    kept |= {key: preset[key] for key in OPTIMIZATION if key in preset}
+    return kept if "optimizer" in preset else kept | {"learning_rate": ADAMW_RATE}

@@ -118,8 +118,8 @@ def draw(chart: Chart) -> str:
         unit=chart.unit,
         is_wide=chart.wide,
         x_name=chart.x_name,
-        x_ticks=[(f"{x.at(tick) / 10:.2f}%", number(tick)) for tick in x.ticks(5)],
-        y_ticks=[(f"{100 - y.at(tick) / 10:.2f}%", number(tick)) for tick in y.ticks(5)],
+        x_ticks=[(f"{x.at(tick) / 10:.2f}%", tick_text(tick)) for tick in x.ticks(5)],
+        y_ticks=[(f"{100 - y.at(tick) / 10:.2f}%", tick_text(tick)) for tick in y.ticks(5)],
         paths=[(kind, Markup(path)) for kind, path in paths],
         legend=list(dict.fromkeys(legend)) if chart.legend else [],
         notes=notes,
@@ -190,7 +190,7 @@ class Scale:
 
 
 def number(value: float) -> str:
-    """Write a value in a few characters, as ticks have it: 1.2M, 350, 0.0031, 2e-5."""
+    """Write a value in a few characters: 1.2M, 350, 0.0031, 2e-5."""
     size = abs(value)
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -200,6 +200,11 @@ def number(value: float) -> str:
         mantissa, _, power = f"{value:.2e}".partition("e")
         return f"{float(mantissa):g}e{int(power)}"
     return f"{float(f'{value:.4g}'):,.10g}"
+
+
+def tick_text(value: float) -> str:
+    """Write the value of a tick. Thousands are k from the first on: an axis has 5k beside 10k."""
+    return f"{value / 1e3:.6g}k" if 1e3 <= abs(value) < 1e6 else number(value)
 
 
 def _paths(curve: Curve, x: Scale, y: Scale) -> list[tuple[str, str]]:

@@ -70,7 +70,7 @@ def _head(runs: Sequence[PageRun]) -> str:
     notices = [pieces().absent(line) for line in lines[:_MOST_NOTICES]]
     figures = [_figures(run.record) for run in runs]
     if len(runs) == 1:
-        return pieces().head_of_one(runs[0], runs[0].record.setting("notes"), figures[0], notices)
+        return pieces().head_of_one(runs[0], figures[0], notices)
     losses = [min((s.values.min() for s in run.record.evaluations.values()), default=np.inf) for run in runs]
     rows = []
     for run, loss, (best, *others) in zip(runs, losses, figures, strict=True):
@@ -89,7 +89,11 @@ def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
         best, split = min(evaluated)
         series = record.evaluations[split]
         step = int(series.steps[series.values.argmin()])
-        figures.append(("best validation", f"{best:.4f}", f"{record.unit}, {split}, step {step:,}"))
+        some = record.setting("train.evaluate_contexts")
+        place = f"{split}, step {step:,}"
+        if isinstance(some, int):
+            place += f", at most {some:,} contexts"
+        figures.append(("best validation", f"{best:.4f}", f"{record.unit}, {place}"))
     else:
         why = "not evaluated yet" if record.is_evaluated else "none, as train.evaluate_every is null"
         figures.append(("best validation", "–", why))
@@ -159,7 +163,7 @@ def _picture(answer: Answer | None, what: str, room: Room) -> str:
     if answer is None:
         return pieces().absent(f"{what}: left out by --quick")
     if answer.content is None:
-        return pieces().absent(f"{what}: not drawn, as {answer.why_not}", answer.command)
+        return pieces().absent(f"{what}: not drawn: {answer.why_not}", answer.command)
     address = room.embed("image/png", answer.content)
     if address is None:
         return pieces().absent(f"{what}: no room in a page of 2 MB; it is drawn by", answer.command)

@@ -44,6 +44,12 @@ function short(value, digits = 4) {
   return Number(value.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 10 });
 }
 
+// Thousands are k from the first on: an axis has 5k beside 10k.
+function tickText(value) {
+  const size = Math.abs(value);
+  return size >= 1e3 && size < 1e6 ? `${Number((value / 1e3).toPrecision(6))}k` : short(value);
+}
+
 function nearest(steps, wanted) {
   let low = 0, high = steps.length - 1;
   while (high - low > 1) { const middle = (low + high) >> 1; if (steps[middle] <= wanted) low = middle; else high = middle; }
@@ -73,11 +79,11 @@ function enliven(figure) {
     across.replaceChildren(); up.replaceChildren();
     for (const value of ticks(x.value(view.left), x.value(view.right), data.x[2], 5)) {
       const place = `${percent(x.at(value), view.left, view.right)}%`;
-      across.append(element("line", { x1: place, x2: place, y1: "100%", y2: "100%" }), element("text", { x: place, y: "100%", dy: 17 }, short(value)));
+      across.append(element("line", { x1: place, x2: place, y1: "100%", y2: "100%" }), element("text", { x: place, y: "100%", dy: 17 }, tickText(value)));
     }
     for (const value of ticks(y.value(SIDE - view.bottom), y.value(SIDE - view.top), data.y[2], 5)) {
       const place = `${percent(SIDE - y.at(value), view.top, view.bottom)}%`;
-      up.append(element("line", { x1: 0, x2: "100%", y1: place, y2: place }), element("text", { x: -6, y: place, dy: 4 }, short(value)));
+      up.append(element("line", { x1: 0, x2: "100%", y1: place, y2: place }), element("text", { x: -6, y: place, dy: 4 }, tickText(value)));
     }
   }
 

@@ -129,17 +129,16 @@ class _Choice:
             logprobs = {
                 "tokens": tokens,
                 "token_logprobs": [None if score is None else score.logprob for score in scores],
-                "top_logprobs": [None if score is None else _named(score.top) for score in scores],
+                "top_logprobs": [
+                    None if score is None else {_token(byte): logprob for byte, logprob in score.top.items()}
+                    for score in scores
+                ],
                 "text_offset": offsets,
             }
         self._shows_start = False
         reason = None if self.end is None else "stop" if self.end.stopped else "length"
         described = {"index": self._number, "text": text, "logprobs": logprobs, "finish_reason": reason}
         return described | {"bytes_base64": base64.b64encode(bytes(byte for byte, _ in ready)).decode()}
-
-
-def _named(top: dict[int, float]) -> dict[str, float]:
-    return {_token(byte): logprob for byte, logprob in top.items()}
 
 
 def _token(byte: int) -> str:

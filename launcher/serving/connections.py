@@ -106,7 +106,8 @@ class Connection(web.RequestHandler):
 
     def settle(self) -> None:
         """An answer that is gone leaves the connection idle."""
-        if self.state is State.SENDING and not self._is_last and not self._unsent:
+        is_sent = self._wire is None or self._wire.get_write_buffer_size() == 0
+        if self.state is State.SENDING and not self._is_last and is_sent:
             self._enter(State.IDLE)
 
     def give_up(self) -> None:
@@ -140,10 +141,6 @@ class Connection(web.RequestHandler):
         response = web.Response(body=_error(line), status=status, content_type="application/json")
         response.force_close()
         return response
-
-    @property
-    def _unsent(self) -> int:
-        return 0 if self._wire is None else self._wire.get_write_buffer_size()
 
     def _enter(self, state: State) -> None:
         self.state, self.since = state, self._loop.time()

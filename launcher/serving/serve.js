@@ -291,9 +291,9 @@ async function start() {
   $("file-prompt").hidden = $("rate-setting").hidden = kind !== "audio";
   if (kind === "image") $("rows").value = Math.floor(pictureSize().height / 2);
   if (model.data?.properties?.rate) $("rate").value = model.data.properties.rate;
-  if (kind === "text") $("bytes").placeholder = "256, or what fits";
+  if (kind === "text") $("bytes").placeholder = "up to 256";
   $("form").addEventListener("submit", sample);
-  $("score").hidden = kind !== "text";
+  $("score").hidden = $("about-score").hidden = kind !== "text";
   $("score").addEventListener("click", score);
   $("characters").addEventListener("pointerover", (event) => choose(event.target));
   $("characters").addEventListener("keydown", chooseByKey);

@@ -20,7 +20,7 @@ from longstride.launcher.verbs.shared import (
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `longstride evaluate`."""
     add = parser.add_argument
-    add("run", type=path, metavar="RUN", help="run folder that holds the checkpoint")
+    add("run", type=path, metavar="RUN|MODEL", help="a run's folder, or an exported model's with --data")
     add_step_argument(parser, "score")
     add("--split", default=None, metavar="NAME", help="score this split (default: the run's validation split)")
     add("--data", type=place, default=None, metavar="DIR|URL", help="score this data folder (default: the run's)")

@@ -69,6 +69,8 @@ def add_new_arguments(parser: argparse.ArgumentParser) -> None:
     add("name", metavar="NAME", help="name of the run: writes NAME.json, to train into runs/NAME")
     folder = "fit this folder of `longstride data build` or `index` (default: data/NAME)"
     add("--data", type=place, metavar="DIR", help=folder)
+    like = "shrink this preset of ds_configs/experiments (default data: the preset's), in place of the recipe"
+    add("--like", metavar="PRESET", help=like)
     kind = "refuse data of another modality than this (default: take what the folder says)"
     add("--modality", metavar="text|image|audio", help=kind)
     size = "tiny: minutes of two cores; small: an hour or more of a large card; base: eight of them (default: tiny)"
@@ -186,7 +188,7 @@ VERBS = (
         "a configuration that fits",
         add_new_arguments,
         "planning.new.run",
-        examples=("longstride new mine", "longstride new photos --data data/photos --size small --processes 8"),
+        examples=("longstride new mine", "longstride new routed --like enwik8_routing --size tiny --data data/mine"),
     ),
     Verb(
         "plan",

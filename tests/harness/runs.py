@@ -157,7 +157,7 @@ def spawn(arguments: list[str], world_size: int, extra: dict[str, str] | None = 
     ranks = start_ranks(arguments, world_size, extra)
     try:
         for rank in ranks[:1] if first else ranks:
-            rank.wait(300.0)
+            rank.wait(900.0)  # blocks of two ranks compile for minutes on a busy machine
     finally:
         outputs = [rank.end() for rank in ranks]
     return Ended([rank.returncode for rank in ranks], [out for out, _ in outputs], [error for _, error in outputs])

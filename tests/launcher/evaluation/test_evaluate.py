@@ -43,6 +43,7 @@ from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.configs import small
 from tests.harness.runs import files_under, spawn
+from tests.harness.tiny_models import random_export
 
 Trained = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -435,3 +436,38 @@ def test_data_that_is_not_found_is_asked_for_in_one_line(
     assert cli.main(["evaluate", str(run)]) == 2
     rule = f"of the run {run} is not found from here; give --data FOLDER"
     assert capsys.readouterr().err == f'longstride: error: data.path="gone": {rule}\n'
+
+
+def test_export_scores_as_its_checkpoint_does(
+    trained: Trained, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same batches in the same precision: every bit but the seconds."""
+    run, model = trained("alone", 1), tmp_path / "model"
+    export(run, None, model)
+    capsys.readouterr()
+    lines = []
+    for words in ([str(run)], [str(model), "--data", str(data)]):
+        assert cli.main(["evaluate", *words, "--batch", "2"]) == 0
+        lines.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert lines[0].pop("seconds") and lines[1].pop("seconds")
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            [],
+            "{0}: is an exported model, which has no data of its own; give --data DIR, or score a file by `longstride",
+        ),
+        (["--step", "4"], "--step=4: {0} is an export, which has its own weights; leave it out"),
+        (["--weights", "ema"], "--weights=ema: {0} is an export, which has its own weights; leave it out"),
+    ],
+)
+def test_export_refuses_what_is_of_runs(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = random_export(tmp_path / "model")
+    assert cli.main(["evaluate", str(model), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"longstride: error: {message.format(model)}")

@@ -40,7 +40,7 @@ AUDIO = [
     (["--modality", "image"], "--modality=image: config.json tells no picture's size; take --modality text"),
 ]
 TEXT = [
-    (["--seconds", "1"], "--seconds: the model writes text; take --bytes"),
+    (["--seconds", "1"], "--seconds=1: only applies to sound, and the model writes text; give --bytes"),
     (["--count", "0"], "--count=0: must be from 1 to 65,536"),
     (["--bytes", "0"], "--bytes=0: must be at least 1"),
     (["--output", "{folder}/x.png"], "x.png: must be no .png file, as the model writes text"),

@@ -16,8 +16,9 @@ from PIL import Image
 
 from longstride.data_pipelines.building import build
 from longstride.launcher import cli
-from longstride.launcher.config import load_config
+from longstride.launcher.config import EXPERIMENTS, load_config
 from longstride.launcher.planning import new, recipes
+from longstride.sparse_model import ModelConfig
 from tests.harness.runs import files_under, metrics, spawn
 
 KINDS = ("text", "pictures", "palette", "sounds")
@@ -75,6 +76,48 @@ def test_a_new_run_trains_on_its_data(kind: str, folders: Path, place: Path) -> 
     assert ended.codes == [0], ended.stderr
     lines = [line for line in metrics(place / "runs/mine") if line["split"] == "train"]
     assert [line["step"] for line in lines] == [1, 2]
+
+
+PRESETS = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
+READ = {"cifar10": "pictures", "imagenet64": "pictures", "image_gpt": "palette", "music": "sounds"}
+
+
+def data_of(preset: str, folders: Path) -> str:
+    """The folder of data of the kind that a preset reads."""
+    return str(folders / next((kind for start, kind in READ.items() if preset.startswith(start)), "text"))
+
+
+def parts_of(config: ModelConfig) -> set[object]:
+    """The kinds of a model's parts and of its embedding, and its options."""
+    parts = [part.type if part else None for block in config.blocks() for part in block]
+    patterns = [type(pattern) for block in config.blocks() for pattern in getattr(block.mixer, "patterns", ())]
+    options = [
+        (name, getattr(config, name)) for name in ("norm", "bias", "convolution", "reversible", "query_key_ratio")
+    ]
+    return {*parts, *patterns, *options, ("embedding", config.embedding.type), ("rotary", config.rotary is not None)}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_planned_in_tiny_with_parts_of_its_kinds(
+    preset: str, folders: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = written(place, "--like", preset, "--data", data_of(preset, folders), "--processes", "1")
+    assert f"the preset {preset}, shrunk to size tiny: " in content["notes"]
+    config, whole = load_config(place / "mine.json"), load_config(preset)
+    assert config.model.width <= 128 and config.model.layers <= 4 and config.model.heads <= 4
+    assert parts_of(config.model) == parts_of(whole.model)
+    assert type(config.train.optimizer) is type(whole.train.optimizer)
+    capsys.readouterr()
+    assert cli.main(["plan", "mine.json", "--processes", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"]["total"] < 10_000_000
+
+
+def test_shrunk_preset_trains(folders: Path, place: Path) -> None:
+    written(place, "--like", "enwik8_routing", "--size", "tiny", "--data", str(folders / "text"), "--processes", "1")
+    short = ["train.steps=2", "train.warmup_steps=1", f"train.output={place / 'runs/mine'}"]
+    ended = spawn(["--config", str(place / "mine.json"), *short], 1)
+    assert ended.codes == [0], ended.stderr
+    assert [line["step"] for line in metrics(place / "runs/mine") if line["split"] == "train"] == [1, 2]
 
 
 SMALL = [("text", "tiny"), ("palette", "tiny")]
@@ -180,6 +223,17 @@ def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
         (["mine", "--modality", "video"], "--modality=video: must be one of text, image, audio; such as text"),
         (["mine", "--data", "{text}", "--modality", "audio"], "--modality=audio: {text} holds text; leave --modality"),
         (["mine", "--size", "huge"], "--size=huge: must be one of tiny, small, base; such as tiny"),
+        (
+            ["mine", "--like", "enwik8_routin"],
+            "--like=enwik8_routin: no preset of that name; nearest enwik8_routing",
+        ),
+        (["mine", "--like", "demo", "--size", "small"], "--size=small: --like shrinks a preset to tiny; leave --size"),
+        (["mine", "--like", "enwik8_fixed"], "data/enwik8: no such folder; build it by `longstride data build "),
+        (["mine", "--like", "cifar10_dense", "--data", "{text}"], "--like=cifar10_dense: the preset reads image, and"),
+        (
+            ["mine", "--like", "image_gpt_small", "--data", "{pictures}"],
+            "--like=image_gpt_small: the preset reads image in colours of a palette, and {pictures} holds image in byt",
+        ),
         (["taken", "--data", "{text}"], "taken.json: exists already; take another NAME, or another file by --output"),
         (
             ["a/b", "--data", "{text}"],
@@ -206,7 +260,7 @@ def test_wrong_words_are_refused_in_one_line(
 ) -> None:
     (place / "taken.json").write_text("{}")
     (place / "taken.d").mkdir()
-    places = {"text": folders / "text", "short": folders / "short"}
+    places = {name: folders / name for name in ("text", "short", "pictures")}
     before = files_under(place)
     assert cli.main(["new", *(word.format(**places) for word in words)]) == 2
     (told,) = capsys.readouterr().err.splitlines()

@@ -18,7 +18,7 @@ from longstride.launcher.config import load_config
 from longstride.launcher.drawing import Series
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.reporting.answers import Answer, Answers, plan_of
-from longstride.launcher.reporting.charts import Scale, number, thin, value_range
+from longstride.launcher.reporting.charts import Scale, number, thin, tick_text, value_range
 from longstride.launcher.reporting.page import compose, labels
 from longstride.launcher.reporting.records import RunRecord, Sample, read_run
 from longstride.launcher.reporting.template import MOST_PAGE_BYTES
@@ -104,6 +104,18 @@ def test_run_of_older_code_has_every_part(name: str, tmp_path: Path) -> None:
         assert [row[:2] for row in page.tables[0][1:3]] == [["1", "skipped"], ["2", "skipped"]]
 
 
+def test_head_tells_a_part_of_the_split_from_all_and_leaves_notes_to_the_configuration(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    train = {"steps": 30, "evaluate_contexts": 128}
+    (run / "config.json").write_text(json.dumps({"notes": "of 860 steps", "train": train}))
+    page = Page(report(tmp_path / "report.html", run, "--quick"))
+    head, _, rest = page.text.partition("Curves")
+    assert "validation, step 30, at most 128 contexts" in head and "evaluate scores the whole split" in rest
+    assert "of 860 steps" not in head and "of 860 steps" in rest.rpartition("defaults included")[2]
+    (run / "config.json").write_text(json.dumps({"train": {"steps": 30, "evaluate_contexts": None}}))
+    assert "at most 128" not in report(tmp_path / "whole.html", run, "--quick")
+
+
 def test_page_asks_for_nothing_and_obeys_no_text_of_a_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "<b onclick=alert(3)>", guard=f"skip: {EVIL}", substitutions=[EVIL])
     content = json.loads((run / "config.json").read_text())
@@ -161,7 +173,7 @@ def test_verbs_fill_their_parts_or_say_why_not(tmp_path: Path, trained: Callable
         path.write_text("{")
     page = Page(report(tmp_path / "damaged.html", run, "--by-position"))
     assert len([tag for tag, _ in page.elements if tag == "img"]) == 1
-    assert "in a context of the validation split: not drawn, as " in page.text
+    assert "in a context of the validation split: not drawn: " in page.text
     assert f"longstride evaluate {run} --positions positions.png" in page.text
 
 
@@ -229,7 +241,7 @@ def test_large_runs_stay_within_two_megabytes(tmp_path: Path) -> None:
     text = compose(runs, [], answers)
     assert len(text.encode()) <= MOST_PAGE_BYTES
     page = Page(text)
-    assert "have no room in a page of 2 MB" in page.text and "not drawn, as torn" in page.text
+    assert "have no room in a page of 2 MB" in page.text and "not drawn: torn" in page.text
     small = compose(runs[:1], [], answers[:1])
     assert len([tag for tag, _ in Page(small).elements if tag == "img"]) == 2
 
@@ -245,6 +257,9 @@ def test_few_high_values_do_not_press_the_others_flat() -> None:
 def test_ticks_are_round_and_inside() -> None:
     assert Scale(0, 860).ticks(5) == [0, 200, 400, 600, 800]
     assert Scale(1, 1024, log=True).ticks(5) == [1, 10, 100, 1000]
+    assert [tick_text(each) for each in (0, 500, 1000, 5000, 12_252, 1_500_000)] == [
+        "0", "500", "1k", "5k", "12.252k", "1.5M",
+    ]  # fmt: skip
     assert [number(each) for each in (1_234_567, 45_000, 860, 0.01, 2.5e-5, 0)] == [
         "1.23M", "45k", "860", "0.01", "2.5e-5", "0",
     ]  # fmt: skip
