@@ -77,6 +77,7 @@ setup(
             *FORMATS,
             "transformers==5.24.0",
             "accelerate==1.15.0",
+            "lightning==2.6.6",
             "peft==0.21.2",
             "lm_eval[hf]==0.4.13",
             "tenacity==9.2.1",  # lm_eval asks servers by it

@@ -169,6 +169,11 @@ class Mixer(Part, ABC):
         """
         self._lacks("reads, so there is no picture of what it chooses")
 
+    @property
+    def has_reads(self) -> bool:
+        """Whether it overrides ``reads``."""
+        return type(self).reads is not Mixer.reads
+
     def traffic(self, division: Division, context: int, apart: bool = False) -> Traffic | None:
         """Count what it sends in a forward pass over one context; None: it is no attention."""
         return None

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
-import torch
 
-from longstride.kernels import sparse_attention
-from longstride.kernels.patterns import PATTERNS
+from longstride.data_pipelines.building import build
 from longstride.launcher.config import load_config
+from longstride.testing.cache import CACHE_PROPERTIES
+from longstride.testing.models import MODEL_PROPERTIES
+from longstride.testing.patterns import PATTERN_PROPERTIES
+from tests.harness.installations import copy_checkout
+from tests.harness.pages import blocks, run_page
+from tests.harness.tiny_models import random_export
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOUR = ROOT / "docs" / "tour.md"
+LIBRARY = ROOT / "docs" / "library.md"
 MADE_BY_THE_READER = {"kernels/patterns/dilated.py", "benchmarks/results/paper-mine.json"}
 
 
@@ -59,19 +68,57 @@ def test_stops_of_the_tour_are_where_it_says() -> None:
         assert re.match(rf"\s*(def|class) {name.split('.')[-1]}\b", text), f"{path}:{line}: run python docs/draw.py"
 
 
-@pytest.mark.parametrize("context", [3, 6, 13, 96])
-def test_pattern_of_the_tour_computes_its_mask(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern_class = script("draw").pattern_of_the_tour()
-    monkeypatch.setitem(PATTERNS, "dilated", pattern_class)
-    pattern = pattern_class(window=5, dilation=4)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, context, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    results = {}
-    for backend in ("reference", "cpu"):
-        out = sparse_attention(q, k, v, pattern, backend=backend)
-        results[backend] = (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
-    for expected, computed in zip(*results.values(), strict=True):
-        torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-12)
+def test_tour_does_what_it_shows(tmp_path: Path) -> None:
+    """In a copy of the checkout: the pattern's file, its two lines in the registry, and every command."""
+    checkout = copy_checkout(tmp_path / "checkout")
+    for name in ("tests", "docs", "benchmarks"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (checkout / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    registry = checkout / "kernels/patterns/__init__.py"
+    text, page = registry.read_text(), TOUR.read_text()
+    lines = {
+        "from longstride.kernels.patterns.dilated import Dilated": "from longstride.kernels.patterns.fixed",
+        '"dilated": Dilated,': '"dense": Dense,',
+    }
+    for line, before in lines.items():
+        assert f"`{line}`" in page and text.count(before) == 1
+        text = text.replace(before, f"{line}\n{before}")
+    registry.write_text(text)
+    run_page(TOUR, checkout, {**os.environ, "PYTHONPATH": str(checkout)})
+    assert (checkout / "mask.png").is_file()
+
+
+def library_folder(folder: Path) -> Path:
+    """Make what docs/library.md finds in its folder: data and an exported model."""
+    (folder / "texts").mkdir()
+    for number in range(3):
+        (folder / "texts" / f"{number}.md").write_text((ROOT / "README.md").read_text() * 2)
+    build([folder / "texts"], folder / "data", validation_fraction=0)
+    random_export(folder / "model")
+    return folder
+
+
+def library_namespaces(page: Path, needs: str | None = None) -> list[dict[str, Any]]:
+    """Run the Python blocks of a page that need this package, or none; return the names that each leaves."""
+    namespaces = []
+    for block in blocks(page.read_text()):
+        if block.language == "python" and block.needs == needs:
+            names: dict[str, Any] = {"__name__": "__main__"}
+            exec(compile("\n" * (block.line - 1) + block.text, page, "exec"), names)
+            namespaces.append(names)
+    return namespaces
+
+
+def test_library_does_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that need packages of others are in tests/clients/test_library.py."""
+    monkeypatch.chdir(library_folder(tmp_path))
+    _, loop, _, exported, suite = library_namespaces(LIBRARY)
+    assert loop["loss"] < 3 and (tmp_path / "model.pt").is_file()
+    assert exported["nats"].shape == (1, 4) and len(exported["sample"]) == 20
+    assert suite["results"]["documents"] == "not declared by routing"
+    tables = "".join(re.findall(r"^\|(.*?)\|", LIBRARY.read_text(), flags=re.MULTILINE))
+    assert all(name in tables for name in (*PATTERN_PROPERTIES, *MODEL_PROPERTIES, *CACHE_PROPERTIES))
+    assert {block.needs for block in blocks(LIBRARY.read_text())} == {None, "accelerate", "lightning", "torchdata"}
 
 
 def test_pages_import_by_one_name() -> None:

@@ -199,6 +199,13 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_the_conformance_suite_imports_what_it_checks() -> None:
+    rooms = ("longstride.kernels", "longstride.sparse_model", "longstride.testing")
+    for path in (ROOT / "longstride" / "testing").glob("*.py"):
+        for name in imported(path):
+            assert name.split(".")[0] in sys.stdlib_module_names | {"torch"} or name.startswith(rooms), name
+
+
 def test_backends_do_not_import_each_other() -> None:
     backends = ROOT / "kernels" / "backends"
     every = {path.stem for path in backends.iterdir()}
@@ -213,6 +220,7 @@ def test_backends_do_not_import_each_other() -> None:
     "room",
     [
         "sparse_model",
+        "testing",
         "data_pipelines.order",
         "data_pipelines.building",
         "launcher.models",
@@ -221,6 +229,7 @@ def test_backends_do_not_import_each_other() -> None:
 )
 def test_a_room_imports_without_the_packages_it_does_not_need(room: str) -> None:
     absent = ["deepspeed", "triton", "mpi4py", "PIL", "aiohttp", "s3fs", "soundfile", "soxr", "zstandard", "pyarrow"]
+    absent += ["pytest"]
     absent += ["torch"] if room == "data_pipelines.building" else []
     absent += [] if room.startswith("data_pipelines") else ["webdataset"]
     script = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport longstride.{room}"

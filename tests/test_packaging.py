@@ -121,7 +121,8 @@ def metadata(wheel: Path) -> Message:
 def test_wheel_is_the_rooms_under_one_name(wheel: Path) -> None:
     rooms = {path for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
     wanted = {f"longstride/{path.relative_to(ROOT)}": path for path in rooms if path.parent.name != "__pycache__"}
-    wanted |= {f"longstride/{name}": ROOT / "longstride" / name for name in ("__init__.py", "py.typed")}
+    beside = (path for pattern in ("*.py", "py.typed", "testing/*.py") for path in (ROOT / "longstride").glob(pattern))
+    wanted |= {str(path.relative_to(ROOT)): path for path in beside}
     found = contents(wheel)
     assert {name.split("/")[0] for name in found if name not in wanted} == {"longstride-0.1.0.dist-info"}
     assert {name: found.get(name) for name in wanted} == {name: path.read_bytes() for name, path in wanted.items()}

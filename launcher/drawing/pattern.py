@@ -102,7 +102,8 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
             raise ConfigError(f"--text={text}: no head of {source} chooses its keys by content; leave it out")
         users = dict(_choices(model, text))
     elif not users:
-        raise ConfigError(f"{source}: its heads choose their keys by content; give --text FILE")
+        rule = why_unread(config) or "its heads choose their keys by content; give --text FILE"
+        raise ConfigError(f"{source}: {rule}")
     shown = list(users.items())[:SHOWN_PATTERNS]
     size = matrix_size([pattern for pattern, _ in shown], config.context)
     grid = grid_of(config)
@@ -133,7 +134,7 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
     num_hidden = len(users) - len(shown)
     more = f"; {num_hidden} more {'heads' if text else 'patterns'} are not shown" if num_hidden else ""
     if chosen and text is None:
-        more += f"; {chosen} heads choose by content: --text FILE"
+        more += f"; {why_unread(config) or f'{chosen} heads choose by content: --text FILE'}"
     figure.suptitle(f"{name_of(source)}: what query {position:,} of {config.context:,} positions reads{more}")
     handles = legend_of(pattern for pattern, _ in shown)
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 3 * max(columns, 2)))
@@ -149,6 +150,20 @@ def users_of(config: ModelConfig) -> tuple[dict[Pattern, list[tuple[int, int]]],
             users.setdefault(pattern, []).append((layer, head))
         chosen += config.heads - len(heads)
     return users, chosen
+
+
+def why_unread(config: ModelConfig) -> str | None:
+    """Say which mixers neither have patterns nor show what they read; None if a text shows it."""
+    model, kinds = SparseTransformer.of_each_kind(config)
+    without_patterns = (
+        block.attention
+        for block, kind in zip(model.blocks, kinds, strict=True)
+        if kind.mixer is not None and len(kind.mixer.head_patterns(config)) < config.heads
+    )
+    names = dict.fromkeys(type(mixer).__name__ for mixer in without_patterns if mixer and not mixer.has_reads)
+    if not names:
+        return None
+    return f"the mixer {', '.join(names)} has no method reads, so there is no picture of what it reads"
 
 
 def share_of_pairs(pattern: Pattern, context: int) -> float:

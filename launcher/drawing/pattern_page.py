@@ -30,6 +30,7 @@ from longstride.launcher.drawing.pattern import (
     name_of,
     share_of_pairs,
     users_of,
+    why_unread,
 )
 
 MOST_BYTES = 2 << 20  # of a page
@@ -47,8 +48,10 @@ def pattern_page(source: Path, query: int | None = None) -> str:
     if query is not None:
         check_number("--query", query, context, "a position")
     users, chosen = users_of(config)
+    hidden = why_unread(config) or f"{chosen} heads choose their keys by content, and are not shown"
     if not users:
-        raise ConfigError(f"{source}: its heads choose their keys by content; draw --output FILE.png with --text FILE")
+        rule = "its heads choose their keys by content; draw --output FILE.png with --text FILE"
+        raise ConfigError(f"{source}: {why_unread(config) or rule}")
     patterns = [
         {
             "words": words_of(pattern),
@@ -63,7 +66,7 @@ def pattern_page(source: Path, query: int | None = None) -> str:
     about = ", ".join(f"{count:,} {what}{'s' if count > 1 else ''}" for count, what in counts) + " a layer"
     content = {
         "name": f"{name_of(source)}: who reads whom",
-        "about": about + (f"; {chosen} heads choose their keys by content, and are not shown" if chosen else ""),
+        "about": f"{about}; {hidden}" if chosen else about,
         "context": context,
         "query": default_query(grid, context) if query is None else query,
         "grid": grid._asdict(),

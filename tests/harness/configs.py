@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from longstride.kernels.patterns import PATTERNS
 from longstride.sparse_model import ModelConfig
+from longstride.sparse_model.feed_forwards import FEED_FORWARDS
+from longstride.sparse_model.mixers import MIXERS
+from tests.harness.oracles import example_of
+
+
+def types_in(value: Any) -> Iterator[str]:
+    """Find every ``type`` in a configuration."""
+    if isinstance(value, dict):
+        yield from [value["type"]] if isinstance(value.get("type"), str) else []
+        value = list(value.values())
+    for each in value if isinstance(value, list) else []:
+        yield from types_in(each)
+
 
 ATTENTIONS: dict[str, Any] = {
     "dense": {"type": "dense"},
@@ -31,6 +46,9 @@ ATTENTIONS: dict[str, Any] = {
     "longnet": {"type": "longnet", "segments": [4, 8], "dilations": [1, 4]},
     "bigbird": {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1},
     "cycle": [{"type": "column", "stride": 8}, {"type": "local", "window": 8}, {"type": "dense"}],
+}
+ATTENTIONS |= {
+    kind: example_of(kind, cls) for kind, cls in PATTERNS.items() if kind not in types_in(list(ATTENTIONS.values()))
 }
 
 # Every part that came later than the paper.
@@ -165,6 +183,12 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "feed_forward": {"type": "experts", "count": 3, "top": 1, "activation": "squared_relu", "capacity": 1.25},
     },
 }  # fmt: skip
+SYSTEMS |= {
+    kind: {path: example_of(kind, cls)}
+    for path, registry in (("attention", MIXERS), ("feed_forward", FEED_FORWARDS))
+    for kind, cls in registry.items()
+    if kind not in types_in(list(SYSTEMS.values()))
+}
 
 
 def model_json(**changes: Any) -> dict[str, Any]:

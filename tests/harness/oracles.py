@@ -34,7 +34,6 @@ from torch import Tensor
 from longstride.kernels.attention import head_patterns, sparse_attention
 from longstride.kernels.backends import accumulator_dtype
 from longstride.kernels.backends.reference import pattern_mask
-from longstride.kernels.forms import intervals_of, positions_of
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
 from longstride.kernels.selected import selected_attention
 from longstride.kernels.selections import Selection, selection_mask
@@ -51,6 +50,7 @@ EXAMPLE_VALUES: dict[str, Any] = {  # of the required fields; any other gets 5
     "num_summaries": 3,
     "segments": [8, 24],
     "dilations": [1, 2],
+    "pattern": {"type": "strided", "stride": 8},
 }
 EXAMPLES_OF = {"bigbird": {"block": 4, "window": 2, "globals": 1, "random": 2}}  # where they mean something else
 VARIANTS: tuple[dict[str, object], ...] = (  # what the required fields alone do not reach
@@ -88,13 +88,19 @@ class Inputs(NamedTuple):
     grad_lse: Tensor | None  # (B, H, N)
 
 
+def example_of(kind: str, cls: Any) -> dict[str, Any]:
+    """JSON of a registered class: its required fields with values of their names."""
+    if dataclasses.is_dataclass(cls):
+        required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    else:
+        required = [name for name, field in cls.model_fields.items() if field.is_required()]
+    values = {name: EXAMPLE_VALUES.get(name, 5) for name in required}
+    return {**values, **EXAMPLES_OF.get(kind, {}), "type": kind}
+
+
 def example_patterns() -> list[Pattern]:
     """One pattern of every registered type, found through the registry, and the variants."""
-    examples: list[Pattern] = []
-    for name, cls in PATTERNS.items():
-        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        values = {field: EXAMPLE_VALUES.get(field, 5) for field in required}
-        examples.append(pattern_from_json({"type": name, **values, **EXAMPLES_OF.get(name, {})}))
+    examples = [pattern_from_json(example_of(kind, cls)) for kind, cls in PATTERNS.items()]
     return examples + [pattern_from_json(variant) for variant in VARIANTS]
 
 
@@ -107,32 +113,6 @@ def mask_of(pattern: Pattern, context: int) -> Tensor:
     """(N, N) bool: the definition."""
     position = torch.arange(context)
     return pattern.mask(position[:, None], position[None, :])
-
-
-def assert_parts_are_the_mask(pattern: Pattern, context: int) -> None:
-    """Assert that the parts of a head's pattern are disjoint and make it up, each by intervals in its own orders."""
-    natural = torch.arange(context)
-    union = torch.zeros(context, context, dtype=torch.bool)
-    for part in pattern.parts():
-        mask = part.mask(natural[:, None], natural[None, :])
-        assert not (union & mask).any(), f"{part} holds pairs of an earlier part"
-        union |= mask
-        query_order, key_order = positions_of(part.query_order(context)), positions_of(part.key_order(context))
-        query_order = natural if query_order is None else query_order
-        key_order = natural if key_order is None else key_order
-        low, high = intervals_of(part.by_query(context))
-        column = torch.arange(len(key_order))
-        inside = (column >= low[:, None]) & (column < high[:, None])
-        assert torch.equal(query_order.sort().values, natural)
-        assert len(key_order.unique()) == len(key_order)
-        assert bool((low <= high).all() and (low.diff() >= 0).all() and (high.diff() >= 0).all()), part
-        assert torch.equal(inside, mask[query_order][:, key_order]), part
-        assert int(mask.sum()) == int(inside.sum()), "a key was left out"
-        by_key = part.by_key(context)
-        if by_key is not None:
-            low, high = by_key(torch.arange(len(key_order)))
-            assert torch.equal((natural >= low[:, None]) & (natural < high[:, None]), inside.T)
-    assert torch.equal(union, mask_of(pattern, context)), pattern
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, grad_lse: bool = False) -> Inputs:

@@ -120,23 +120,6 @@ def test_a_plan_that_disagrees_with_its_mask_is_refused(part: Entries, name: str
             view(part, context, "keys")
 
 
-@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
-def test_any_context_has_a_plan_of_the_mask(pattern: Pattern) -> None:
-    """Of all rows, from both sides."""
-    for context in (*range(1, 65), 97, 251):
-        one, positions = pattern.for_head(1), torch.arange(context)
-        for part in one.parts():
-            for side in SIDES:
-                seen = view(part, context, side)
-                found = torch.zeros(context, context, dtype=torch.bool)
-                rows = positions if seen.row_positions is None else seen.row_positions
-                columns = positions if seen.column_positions is None else seen.column_positions
-                for row, low, high in zip(rows, *seen.intervals, strict=True):
-                    found[row, columns[low:high]] = True
-                wanted = part.mask(positions[:, None], positions)
-                assert torch.equal(found if side == "queries" else found.T, wanted), (context, side)
-
-
 def _in_a_million(pattern: Pattern) -> Pattern:
     """The same variant of the pattern, with sizes that suit a million positions."""
     sizes = {name: size for name, size in LONG.items() if hasattr(pattern, name)}
@@ -145,7 +128,11 @@ def _in_a_million(pattern: Pattern) -> Pattern:
     return replace(pattern, **sizes).for_head(1)  # type: ignore[type-var]
 
 
-CLOSED = [_in_a_million(pattern) for pattern in example_patterns() if not isinstance(pattern, BigBird)]
+CLOSED = [
+    pattern
+    for pattern in map(_in_a_million, example_patterns())
+    if all(part.by_key(1 << 20) is not None for part in pattern.parts())
+]
 
 
 @pytest.mark.parametrize("pattern", [*CLOSED, BigBird(64, 3, 2, 0)], ids=str)

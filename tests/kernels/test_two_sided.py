@@ -16,10 +16,10 @@ from longstride.kernels.patterns.base import PatternDefaults, PatternPart, Singl
 from longstride.kernels.patterns.column import column_order
 from longstride.kernels.plan import is_causal
 from longstride.kernels.selections import rows_sent, section_reads, within_documents
+from longstride.testing.patterns import require_parts_make_the_mask
 from tests.harness.backends import DEVICES, on
 from tests.harness.oracles import (
     Shape,
-    assert_parts_are_the_mask,
     check_against_reference,
     example_patterns,
     make_inputs,
@@ -166,7 +166,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every_case
 def test_the_cases_are_patterns(context: int, pattern: Pattern) -> None:
-    assert_parts_are_the_mask(pattern, context)
+    require_parts_make_the_mask(pattern, context)
     assert not is_causal(pattern, context)
     assert [num_pairs(each, size) == size * (size + 1) // 2 for size, each in CASES] == [True] * 3 + [False] * 6
 

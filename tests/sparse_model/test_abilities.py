@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -10,6 +12,9 @@ from torch import Tensor
 
 from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Pattern
+from longstride.launcher import cli
+from longstride.launcher.drawing.attention import attention_rows
+from longstride.launcher.drawing.pattern import draw_pattern
 from longstride.sparse_model import ModelConfig, Session, SparseTransformer, StrictModel
 from longstride.sparse_model.feed_forwards import FEED_FORWARDS
 from longstride.sparse_model.mixers import MIXERS
@@ -130,6 +135,31 @@ def test_what_a_mixer_does_not_have_is_told_by_its_name(monkeypatch: pytest.Monk
         with pytest.raises(ConfigError, match=r"^model\.attention: the mixer Mean has no method .* no picture of"):
             ask(model.mixers[0])
     assert model.mixers[0].traffic(model.division, 40) is None
+
+
+@pytest.mark.parametrize("heads", [[], ["dense"]])
+def test_pictures_name_a_mixer_that_shows_nothing(
+    heads: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone, and beside layers that have patterns; by the command, and where attention is drawn."""
+    monkeypatch.setitem(MIXERS, "mean", MeanConfig)
+    config = small(attention=[{"type": "mean"}, *({"type": each} for each in heads)], layers=2)
+    (tmp_path / "mine.json").write_text(json.dumps({"model": config.model_dump(mode="json")}))
+    words, png = ["show", "pattern", str(tmp_path / "mine.json")], str(tmp_path / "a.png")
+    line = "the mixer Mean has no method reads, so there is no picture of what it "
+    for more in (
+        ["--output", png],
+        ["--html", str(tmp_path / "a.html")],
+        ["--output", png + ".png", "--text", words[2]],
+    ):
+        assert cli.main([*words, *more]) == (0 if heads and "--text" not in more else 2)
+        printed = capsys.readouterr()
+        assert heads or line in printed.err
+    if heads:
+        assert line in draw_pattern(Path(words[2])).get_suptitle()
+        assert line in (tmp_path / "a.html").read_text()
+    with pytest.raises(ConfigError, match=r"^model.attention: the mixer Mean has no method weights, so there"):
+        attention_rows(SparseTransformer(config).eval(), torch.zeros(40).long(), [3], layers=[0])
 
 
 @pytest.mark.parametrize("model", [{"type": "mea"}, {"type": "mean", "hea": 1}])

@@ -70,11 +70,6 @@ def check(model: SparseTransformer, tolerance: float, prefilled: tuple[int, ...]
         assert difference(step_by_step(session, tokens), wanted[:, count:]) <= tolerance, f"{count} at once"
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
-def test_steps_are_the_rows_of_a_forward_pass(attention: Any) -> None:
-    check(awake(attention=attention).double(), EXACT, (0, 13))
-
-
 @pytest.mark.parametrize("embedding", EMBEDDINGS.values(), ids=EMBEDDINGS)
 def test_steps_of_every_embedding_are_the_rows_of_a_forward_pass(embedding: dict[str, Any]) -> None:
     check(awake(attention=ATTENTIONS["cycle"], **embedding).double(), EXACT)

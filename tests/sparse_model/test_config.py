@@ -14,17 +14,6 @@ from longstride.sparse_model.mixers import MIXERS
 from tests.harness.configs import ATTENTIONS, model_json, small
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
-def test_every_schedule_loads_and_round_trips(attention: Any) -> None:
-    config = small(attention=attention)
-    assert ModelConfig.model_validate(config.model_dump(mode="json")) == config
-
-
-def test_the_schedules_here_name_every_registered_pattern() -> None:
-    entries = [entry for value in ATTENTIONS.values() for entry in (value if isinstance(value, list) else [value])]
-    assert {entry["type"] for entry in entries if "type" in entry} == set(PATTERNS)
-
-
 def test_text_and_audio_fold_the_sequence_alike() -> None:
     kinds = [small(embedding={"type": kind, "row_width": 16}).embedding for kind in ("text", "audio")]
     assert [kind.table_sizes(40) for kind in kinds] == [(3, 16)] * 2

@@ -16,9 +16,9 @@ import torch
 from longstride.kernels import ConfigError
 from longstride.sparse_model import Division, SparseTransformer, division
 from longstride.sparse_model.part import Part
+from longstride.testing.threads import ThreadDivision, in_sections
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, small
 from tests.harness.divided import Pass, divided, joined, one_pass
-from tests.harness.sections import ThreadDivision, in_sections
 
 BOUND = 2.0**-40
 ON_GRID = 1e-9  # of reversible blocks: a last bit may move a stream by a step of its grid

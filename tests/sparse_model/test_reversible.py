@@ -76,22 +76,6 @@ def test_inputs_come_back_to_the_bit(changes: dict[str, Any], dtype: torch.dtype
         assert parameter.grad is not None and torch.equal(parameter.grad, other.grad)
 
 
-def test_documents_do_not_see_each_other() -> None:
-    """Each as alone, and a gradient as through one block after the other."""
-    model = awake().double()
-    tokens, begins = torch.randint(256, (2, 40)), torch.zeros(2, 40, dtype=torch.bool)
-    begins[:, 16] = True
-    nats = model(tokens, return_nats=True, begins=begins)
-    for place in (slice(16), slice(16, 40)):
-        torch.testing.assert_close(nats[:, place], model(tokens[:, place], return_nats=True), rtol=1e-9, atol=1e-9)
-    nats.sum().backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    model.activation_checkpoint = lambda block, *rest: block(*rest)
-    model(tokens, return_nats=True, begins=begins).sum().backward()
-    assert all(map(torch.equal, found, (parameter.grad for parameter in model.parameters())))
-
-
 def test_it_has_the_tensors_of_one_stream() -> None:
     shapes = [
         {name: tensor.shape for name, tensor in SparseTransformer(small(reversible=on)).state_dict().items()}

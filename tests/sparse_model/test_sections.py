@@ -13,6 +13,7 @@ from longstride.kernels.patterns import BigBird, Column, Dense, Fixed, Local, Lo
 from longstride.kernels.selections import section_reads
 from longstride.sparse_model import Division, SparseTransformer
 from longstride.sparse_model.mixers.sections import section_attention
+from longstride.testing.threads import ThreadDivision, in_sections
 from tests.harness.configs import ATTENTIONS, LATER, small
 from tests.harness.oracles import (
     RESULTS,
@@ -24,7 +25,6 @@ from tests.harness.oracles import (
     example_patterns,
     make_inputs,
 )
-from tests.harness.sections import ThreadDivision, in_sections
 
 MIXED = (Local(30), Fixed(8, 2), Column(8), BigBird(4, 2, 1, 2, index=2), Dense(), Longformer(5, 2, 3))
 SUMS = 2.0**-40  # relative: the order of sums of a few thousand numbers in fp64

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longstride.sparse_model.part import Mixer
 from longstride.sparse_model.session import Session
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS
 from tests.sparse_model.test_cache import some_tokens, step_by_step
@@ -217,6 +218,8 @@ def test_a_copy_has_the_bits_of_a_session_that_computed_the_prompt(name: str, dt
     """As the server begins contexts with one prompt: a copy computes nothing, and what follows has the same shapes."""
     changes = {"heads": {"attention": ATTENTIONS["heads"]}, "later": LATER} | SYSTEMS
     model = awake(**changes[name]).to(dtype)
+    if any(type(mixer).new_state is Mixer.new_state for mixer in model.mixers):
+        pytest.skip("a mixer cannot generate")
     tokens = some_tokens(model)[:1]
 
     def rest(session: Session) -> Tensor:
