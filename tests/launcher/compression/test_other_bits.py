@@ -98,8 +98,8 @@ def test_the_last_bit_of_any_weight_is_refused_before_anything_is_decoded(
 ) -> None:
     """Another machine's rounding, simulated: whichever product has other bits."""
 
-    def other_model(folder: Path, device: str) -> SparseTransformer:
-        model = load_model(folder, device)
+    def other_model(folder: Path, device: str, **options: bool) -> SparseTransformer:
+        model = load_model(folder, device, **options)
         weight = model.state_dict()[name]
         weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
         return model
