@@ -25,8 +25,8 @@ from tests.harness.runs import configuration
 # Options and keys of free text that are no paths. What is new stands here, or is a path.
 NO_PATHS = {
     "--allow-host", "--exclude", "--extension", "--field", "--host", "--image-size", "--include", "--dataset",
-    "--job-name", "--launcher-args", "--license", "--like", "--master-addr", "--memory", "--modality", "--name", "--device",
-    "--account", "--partition", "--processes", "--profile", "--prompt", "--rate", "--replay", "--resume", "--sbatch",
+    "--job-name", "--launcher-args", "--license", "--like", "--master-addr", "--memory", "--modality", "--name",
+    "--device", "--account", "--partition", "--processes", "--profile", "--prompt", "--rate", "--replay", "--resume", "--sbatch",
     "--shard-size", "--size", "--split", "--suffix", "--tflops", "--time", "--wav", "name", "overrides", "--query",
 }  # fmt: skip
 NO_PATH_KEYS = {

@@ -156,7 +156,7 @@ class Planner:
         assert isinstance(inputs[0], Tensor)
         self.batch, self.heads = q.shape[:2]
         self.context = k.shape[2]
-        # Fewer than N behind a cache, where the patterns are given as a selection. A single query (B, H, D) has no rows.
+        # Fewer than N behind a cache, where the patterns are given as a selection; a single query is (B, H, D).
         self.num_queries = q.shape[2] if len(q.shape) == 4 else self.context
         self.group = self.heads // v.shape[1]  # heads of q that read the same head of k and v
         self.patterns, self.dtype, self.device = patterns, q.dtype, inputs[0].device
