@@ -76,10 +76,8 @@ def compare_data(known: ModelData, data: ModelData, place: str, subject: str) ->
     found = known.differences(data)
     rule = f"is not what the {subject} was trained on: {'; '.join(found.values())}"
     if any(name in found for name in ModelData.MEANING):
-        way = (
-            f"name data of the {subject}'s palette and size by --data FOLDER, built with --palette-from where there is"
-        )
-        raise ConfigError(f"{place}: {rule}; {way} one")
+        way = f"name data of the {subject}'s palette and size by --data FOLDER"
+        raise ConfigError(f"{place}: {rule}; {way}, built with --palette-from where there is one")
     return found, rule
 
 

@@ -229,7 +229,7 @@ class ModelConfig(NetworkConfig):
         return list(dict.fromkeys(kind for kind in kinds if isinstance(kind, str) and kind not in own))
 
     def foreign_code(self) -> dict[str, str]:
-        """What other packages define of the model: the import path of each class, and its package and source."""
+        """Find what other packages define of the model: the import path of each class, and its package and source."""
         parts: list[object] = [part for block in self.blocks() for part in block]
         patterns = itertools.chain.from_iterable(self.layer_patterns())
         classes = dict.fromkeys(type(part) for part in (*parts, *patterns) if part is not None)

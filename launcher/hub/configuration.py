@@ -64,7 +64,7 @@ class LongstrideConfig(PreTrainedConfig):
                 each(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As transformers has it, without what the user said of this process."""
+        """Return what config.json gets: all but ``trust_code``, which holds for this process alone."""
         return {name: value for name, value in super().to_dict().items() if name != "trust_code"}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:

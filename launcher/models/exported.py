@@ -98,7 +98,7 @@ class Exported:
         model, recorded = self.content["model"], self.content.get("code")
         recorded = recorded if isinstance(recorded, dict) else {}
         packages = ", ".join(dict.fromkeys(str(source).partition(", source ")[0] for source in recorded.values()))
-        exported_with = f" (exported with {packages})" if packages else ""
+        exported_with = f" (exported with {packages:.200})" if packages else ""
         if not trust_code and isinstance(model, dict) and (types := ModelConfig.foreign_types(model)):
             rule = f"is from another package{exported_with}; install it, and give --trust-code to run its code"
             raise ConfigError(f"{path}: {Problem('type', rule, types[0])}")
@@ -106,13 +106,12 @@ class Exported:
             config = ModelConfig.model_validate(model)
             shapes = Shapes.of_model(config)
         except ConfigError as error:
-            raise ConfigError(
-                *(f"{path}: {problem}{exported_with}" for problem in error.under("model").problems)
-            ) from None
+            told = (f"{path}: {problem}{exported_with}" for problem in error.under("model").problems)
+            raise ConfigError(*told) from None
         for name, source in config.foreign_code().items():
             if (before := recorded.get(name)) not in (None, source):
-                told = f"was exported with {name} of {before}, and here is {source}; it may compute otherwise"
-                say(f"notice: {path}: {told}")
+                rule = f"was exported with {name} of {before!r:.99}, and here is {source}; it may compute otherwise"
+                say(f"notice: {path}: {rule}")
         return config, shapes
 
     def _find_tensors(self) -> dict[str, str]:

@@ -81,8 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     peak = _fit(content, machine, arguments.size)
     check_data(_checked(content))
-    source = f"the preset {arguments.like}, shrunk to" if arguments.like else "the recipe of docs/recipes.md,"
-    words = _words(content, data, machine, f"{source} size {arguments.size}", peak)
+    words = _words(content, data, machine, arguments.like, arguments.size, peak)
     content["notes"] = " ".join(words)
     _write(output, content)
     print("\n".join([f"wrote {output}", *(f"  {line}" for line in words), "next:"]))
@@ -229,7 +228,7 @@ def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
     raise ConfigError(f"--size={size}: {rule} ({machine.words}); give {good}fewer --processes, or the --memory of GPUs")
 
 
-def _words(content: dict[str, Any], data: Any, machine: Machine, source: str, peak: int) -> list[str]:
+def _words(content: dict[str, Any], data: Any, machine: Machine, preset: str | None, size: str, peak: int) -> list[str]:
     """Say what was chosen, and why: one sentence a line."""
     from longstride.launcher.planning.costs import engine_parameters, parameter_parts
 
@@ -243,7 +242,9 @@ def _words(content: dict[str, Any], data: Any, machine: Machine, source: str, pe
     batch = train["micro_batch"]
     what = {"image": "a picture is one context", "audio": "no longer than sounds are in the mean"}
     most = "" if modality_named(data.modality).packing or data.picture is not None else "up to "  # others are padded
-    lengths = "size and preset have" if "preset" in source else "the size has"
+    source, lengths = "the recipe of docs/recipes.md,", "the size has"
+    if preset is not None:
+        source, lengths = f"the preset {preset}, shrunk to", "size and preset have"
     why = what.get(data.modality, f"as long as {lengths} it, or a sixteenth of the data")
     saved, unless = "saved", ", and never evaluated, as the data has no split 'validation'"
     if data.is_evaluated:
@@ -252,7 +253,7 @@ def _words(content: dict[str, Any], data: Any, machine: Machine, source: str, pe
     tables = f" and n-gram tables of {num_table_parameters:,}" if num_table_parameters else ""
     return [
         f"Data: {data.location}, {data.modality}, {data.train_bytes:,} {unit} to train on.",
-        f"Model: {source}: {numel:,} parameters{tables}.",
+        f"Model: {source} size {size}: {numel:,} parameters{tables}.",
         f"Context: {model['context']:,} {unit}, {why}.",
         f"Length: {train['steps']:,} steps of {most}{train['global_batch'] * model['context']:,} {unit}, "
         f"{most}{epochs:.3g} times the data; {saved} every {train['checkpoint_every']:,}{unless}.",

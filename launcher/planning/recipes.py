@@ -206,7 +206,7 @@ def _divisor(number: int, most: int) -> int:
 
 
 def _tables(size: Size, data: Data, context: int) -> dict[str, Any]:
-    """N-gram tables that the data fills."""
+    """Return n-gram tables that the data fills."""
     rows = _power_of_two(max(1 << 12, data.train_bytes // 64))
     return {"orders": [order for order in ORDERS if order < context], "rows": min(size.table_rows, rows)}
 

@@ -36,7 +36,7 @@ OF_MIXERS = ("convolution", "documents", "keys")  # abilities that only mixers n
 
 
 def types_of(config: ModelConfig, without: str | None = None) -> list[str]:
-    """The types of all parts, or of those that must declare an ability and do not."""
+    """List the types of all parts, or of those that must declare an ability and do not."""
     types: dict[str, None] = {}
     for block in config.blocks():
         for part in block:
@@ -53,7 +53,7 @@ def _require_declared(config: ModelConfig, ability: str) -> None:
 
 
 class Learned(NamedTuple):
-    """What a training step computes."""
+    """The result of a training step."""
 
     nats: Tensor
     auxiliary_loss: Tensor | None

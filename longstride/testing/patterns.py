@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longstride.kernels import ConfigError, attend_one, sparse_attention
 from longstride.kernels.forms import intervals_of, positions_of
-from longstride.kernels.patterns import Pattern
+from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.testing.comparisons import require, require_close, require_rounding_explains
 
 HEADS, WIDTH = 3, 4
@@ -21,14 +21,14 @@ LONG = (97, 127, 128, 255)
 LONGEST = 1023
 
 
-def mask_of(pattern: Pattern, context: int) -> Tensor:
-    """The mask (N, N) bool of a context."""
+def mask_of(pattern: Pattern | PatternPart, context: int) -> Tensor:
+    """Return the mask (N, N) bool of a context."""
     position = torch.arange(context)
     return pattern.mask(position[:, None], position[None, :]).expand(context, context)
 
 
 def _heads(pattern: Pattern) -> list[Pattern]:
-    """The distinct patterns of some heads."""
+    """List the distinct patterns of some heads."""
     return list(dict.fromkeys(pattern.for_head(head) for head in range(HEADS)))
 
 
@@ -69,7 +69,7 @@ def require_parts_make_the_mask(pattern: Pattern, context: int) -> None:
     union = torch.zeros(context, context, dtype=torch.bool)
     for part in pattern.parts():
         where = f"{part} in {context}"
-        allowed = mask_of(part, context)  # type: ignore[arg-type]
+        allowed = mask_of(part, context)
         require(not (union & allowed).any(), f"{where}: holds pairs of an earlier part")
         union |= allowed
         query_order, key_order = positions_of(part.query_order(context)), positions_of(part.key_order(context))

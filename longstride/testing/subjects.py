@@ -15,17 +15,17 @@ ON_GRID = 1e-9  # of reversible blocks: a last bit may move a stream by a step o
 
 
 def bound_of(config: ModelConfig) -> float:
-    """How far two ways to compute one number in fp64 may lie apart."""
+    """Return how far two ways to compute one number in fp64 may lie apart."""
     return ON_GRID if config.reversible else BOUND
 
 
 def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """The configuration with some keys changed."""
+    """Return the configuration with some keys changed."""
     return ModelConfig.model_validate(config.model_dump(mode="json") | changes) if changes else config
 
 
 def awake(config: ModelConfig) -> SparseTransformer:
-    """A model in fp64 whose every weight matters, in evaluation mode; equal for equal configurations.
+    """Make a model in fp64 whose every weight matters, in evaluation mode; equal for equal configurations.
 
     Vectors are positive, as a part may bound them by 0 and have no derivative there.
     """
@@ -39,7 +39,7 @@ def awake(config: ModelConfig) -> SparseTransformer:
 
 
 def tokens_of(config: ModelConfig, seed: int = 1, batch: int = 2) -> Tensor:
-    """Random tokens (B, N), the same on every machine."""
+    """Draw tokens (B, N), the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(min(config.vocabulary, 256), (batch, config.context), generator=generator)
 

@@ -25,7 +25,7 @@ class ThreadDivision(Division):
         self.calls = self.sent_bytes = 0
 
     def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """As over a network."""
+        """Exchange parts with the other threads, as over a network."""
         parts = values.detach().clone().split(sent or 1)
         self.calls += 1
         self.sent_bytes += sum(part.nbytes for place, part in enumerate(parts) if place != self.rank)
@@ -38,7 +38,7 @@ class ThreadDivision(Division):
 
 
 def in_sections(size: int, work: Callable[[ThreadDivision], Result], exchange: str = "auto") -> list[Result]:
-    """What ``work`` gives in each of so many places, in their order."""
+    """Run ``work`` in each of so many places, and return the results in their order."""
     hands, barrier = [None] * size, threading.Barrier(size)
 
     def at(rank: int) -> Result:

@@ -114,7 +114,7 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
 
 
 def _mixer_class(kind: object) -> type[StrictModel] | None:
-    """The configuration class of a mixer; None: the type is a pattern's, or nobody's."""
+    """Find the configuration class of a mixer; None: the type is a pattern's, or unknown."""
     if not isinstance(kind, str) or kind in PATTERNS:
         return None
     cls = class_named(kind, MIXERS, GROUP)

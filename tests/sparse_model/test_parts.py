@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -146,11 +146,13 @@ class Shared(Rows):
 class Faulty(Mean):
     """A mean of the rows so far, with a fault."""
 
-    calls, mix, state = 0, None, Rows
+    calls, state = 0, Rows
+    mix: ClassVar[Mix | None] = None
 
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
-        if type(self).mix is not None:
-            return MixerOutput(type(self).mix(self, h, context))  # type: ignore[misc]
+        mix = type(self).mix
+        if mix is not None:
+            return MixerOutput(mix(self, h, context))
         if not isinstance(context.state, Rows):
             return MixerOutput(mean(h))
         context.state.rows[context.first :] = h.unbind(1)
