@@ -23,6 +23,7 @@ from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json, pa
 from longstride.kernels.selections import Selection, queries_behind
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
+ALL_QUERIES = -1  # in place of the first one's position: a query for each key
 ADVICE = 'backend="reference" runs everywhere, with memory that grows with N^2'
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -99,17 +100,20 @@ def sparse_attention(
     """
     if first_query is None:
         check_whole(q, k, v)
-        first_query = 0
     else:
         _check_queries(q, k, v, first_query)
+        if q.shape[2] == k.shape[2]:
+            first_query = None
     patterns = head_patterns(pattern, q.shape[1])
     scale = checked_scale(q, scale)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     module = load(backend)
     if hasattr(module, "attend"):
-        out, lse = module.attend(q, k, v, patterns, scale, first_query)
+        out, lse = module.attend(q, k, v, patterns, scale, first_query or 0)
     else:
-        out, lse = _attention(q, k, v, _encode(patterns), scale, backend, first_query)
+        out, lse = _attention(
+            q, k, v, _encode(patterns), scale, backend, ALL_QUERIES if first_query is None else first_query
+        )
     return (out, lse) if return_lse else out
 
 
@@ -309,17 +313,17 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str, first_query: int
 ) -> tuple[Tensor, Tensor]:
     module = load(backend)
-    if q.shape[2] == k.shape[2]:
+    if first_query == ALL_QUERIES:
         return module.forward(q, k, v, _decode(patterns), scale)
     return module.selected_forward(q, k, v, _selection(q, k, patterns, first_query), scale)
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor | None, *tensors_and_arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, patterns, scale, backend, first_query = tensors_and_arguments  # tensors: q, k, v, out, lse
-    q, k = tensors[:2]
     module = load(backend)
-    if q.shape[2] == k.shape[2]:
+    if first_query == ALL_QUERIES:
         return module.backward(grad_out, grad_lse, *tensors, _decode(patterns), scale)
+    q, k = tensors[:2]
     return module.selected_backward(grad_out, grad_lse, *tensors, _selection(q, k, patterns, first_query), scale)
 
 
