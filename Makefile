@@ -8,7 +8,7 @@ TESTS ?= tests
 # The exact versions that this Python is tested with, which `make locks` makes anew. LOCK=locks/lowest.txt: the oldest allowed.
 LOCK = locks/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: demo test arithmetic campaign cluster browser hostile clients clients-oldest image locks pages lint format clean
+.PHONY: demo test arithmetic campaign cluster browser hostile clients clients-oldest image locks pages site lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m longstride.launcher.demo
@@ -55,6 +55,10 @@ clients-oldest: clients
 		tests/clients/test_generate.py tests/clients/test_hub_model.py tests/clients/test_peft.py \
 		tests/clients/test_attention_in_transformers.py \
 		tests/clients/test_torch_export.py
+
+# The documents as pages with a search, and a page for each command, in build/site.
+site: $(VENV)/.installed-dev $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The container of the Dockerfile, for CPUs: built, and asked to plan and to look at its machine. Needs a container engine.
 image:

@@ -94,6 +94,7 @@ setup(
             "onnxscript==0.7.2",
             "parameterized==0.9.0",  # transformers' own tests of models use it
         ],
+        "docs": ["mkdocs-material==9.8.2"],
         "dev": [
             *REMOTE,
             *AUDIO,

@@ -147,7 +147,7 @@ def test_metadata_is_complete(wheel: Path) -> None:
     assert "Typing :: Typed" in classifiers and "longstride/py.typed" in contents(wheel)
     assert found.get_all("Project-URL")
     extras = {"completion", "remote", "gs", "az", "hf", "audio", "formats", "serve", "transformers", "lm_eval", "onnx"}
-    extras |= {"clients", "dev"}
+    extras |= {"clients", "docs", "dev"}
     assert {extra.replace("-", "_") for extra in found.get_all("Provides-Extra", [])} == extras
     assert not [key for key in found if key.startswith("License")]  # the owner's to choose
 

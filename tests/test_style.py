@@ -12,8 +12,7 @@ FOLDERS = ("launcher", "sparse_model", "kernels", "data_pipelines", "longstride"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 #: A function's docstring begins with one of these, or with its third person.
-VERBS = set(
-    """
+_VERBS = """
 abort accept acquire adapt add adjust adopt advance agree aggregate align allocate allow append apply approximate
 arrange ask assemble assert assign attach attend average await back balance begin benchmark bind block bound break
 bring broadcast buffer build bundle cache calculate call cancel cap cast catch center change check choose chunk claim
@@ -41,12 +40,13 @@ subtract suggest sum summarise support suppress surround swap switch synchronise
 test throw tile time tokenise touch trace track train transfer transform translate transpose traverse treat trim
 truncate try turn undo unfold unify uninstall unlock unpack unwrap update upload use validate vary verify visit wait
 walk warm warn watch weigh widen wrap write yield zero
-""".split()
-)
+"""
+VERBS = frozenset(_VERBS.split())
 FRAGMENT = re.compile(r"(Of|Behind|Beside|So|Where|What|Which|Likewise|As|The same|By|For|In|With|From|To|On|At)\b")
-VAGUE = set(
-    "given found told asked said made seen whole kept rest own one other here beside more wanted known held left each".split()
-)
+_VAGUE = """
+given found told asked said made seen whole kept rest own one other here beside more wanted known held left each
+"""
+VAGUE = frozenset(_VAGUE.split())
 #: How many times the four packages may still bind a vague name; `left` and `rest` are now and then the right word.
 VAGUE_NAMES = 150
 
