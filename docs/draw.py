@@ -1,10 +1,10 @@
-"""The drawings of README.md and docs/. ``python docs/draw.py`` makes them anew; a test holds that they are up to date.
+"""Draws the pictures of README.md and docs/. Run ``python docs/draw.py``; a test checks that they are up to date.
 
-- ``docs/pictures/rooms.svg``: the rooms, from the imports of every file.
-- ``docs/pictures/patterns.svg``: who reads whom under each pattern, with what it costs, from benchmarks/results/.
-- ``docs/pictures/dilated.svg``: the mask of the pattern that docs/tour.md writes, from its own code.
+- ``docs/pictures/rooms.svg``: the packages, from the imports of every file.
+- ``docs/pictures/patterns.svg``: the mask and the cost of some patterns, from benchmarks/results/.
+- ``docs/pictures/dilated.svg``: the mask of the pattern in docs/tour.md, from its code there.
 
-The script also puts the lines into docs/tour.md at which its stops stand.
+The script also updates the line numbers of the stops in docs/tour.md.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from longstride.kernels.patterns import Pattern, pattern_from_json  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 TOUR = ROOT / "docs" / "tour.md"
-BIG_ROOMS = {"launcher": "#dbe9f6", "sparse_model": "#e3f1de", "kernels": "#fbe5cf", "data_pipelines": "#eee3f3"}
+TOP_PACKAGES = {"launcher": "#dbe9f6", "sparse_model": "#e3f1de", "kernels": "#fbe5cf", "data_pipelines": "#eee3f3"}
 INK, FAINT = "#24292f", "#8b949e"
 FONT = "font-family='system-ui, sans-serif'"
-BOX_WIDTH, BOX_HEIGHT, GAP, FLOOR = 118, 34, 14, 66  # pixels
+BOX_WIDTH, BOX_HEIGHT, GAP, LAYER = 118, 34, 14, 66  # pixels
 
 SHOWN = 32  # positions of a drawn pattern
 STRIDE, SUMMARY = 8, 2
@@ -48,7 +48,7 @@ DRAWN = {
 
 
 def main() -> None:
-    """Writes both drawings."""
+    """Write all pictures, and the line numbers of the tour."""
     PICTURES.mkdir(exist_ok=True)
     for name, drawing in drawings().items():
         (PICTURES / name).write_text(drawing)
@@ -56,13 +56,14 @@ def main() -> None:
 
 
 def drawings() -> dict[str, str]:
-    """File names and contents of all drawings."""
-    tours = mask_drawing(pattern_of_the_tour()(window=5, dilation=4))
-    return {"rooms.svg": rooms_drawing(arrows_of_rooms()), "patterns.svg": patterns_drawing(), "dilated.svg": tours}
+    """Return the contents of all pictures by file name."""
+    dilated = mask_drawing(pattern_of_the_tour()(window=5, dilation=4))
+    packages = packages_drawing(imports_of_packages())
+    return {"rooms.svg": packages, "patterns.svg": patterns_drawing(), "dilated.svg": dilated}
 
 
 def pattern_of_the_tour() -> Any:
-    """The class that docs/tour.md writes in front of its reader."""
+    """Return the pattern class in docs/tour.md."""
     (code,) = re.findall(r"```python\n(.*?)```", TOUR.read_text(), flags=re.DOTALL)
     module = ModuleType("tour")
     sys.modules["tour"] = module  # where dataclasses looks for it
@@ -71,7 +72,7 @@ def pattern_of_the_tour() -> Any:
 
 
 def _with_line(stop: re.Match[str]) -> str:
-    """A stop's link with the line at which its class or function begins."""
+    """Return the link of a stop with the line at which its class or function begins."""
     name, path = stop.group(1), stop.group(2)
     lines = (ROOT / path).read_text().splitlines()
     pattern = re.compile(rf"\s*(def|class) {name.split('.')[-1]}\b")
@@ -80,25 +81,25 @@ def _with_line(stop: re.Match[str]) -> str:
     return f"[`{name}`](../{path}#L{number})"
 
 
-def arrows_of_rooms() -> dict[str, set[str]]:
-    """For every room, and every file beside the rooms, those that it imports, by names such as ``launcher/data``."""
+def imports_of_packages() -> dict[str, set[str]]:
+    """Return what every package or top-level file imports, by names such as ``launcher/data``."""
     arrows: dict[str, set[str]] = {}
-    for big in BIG_ROOMS:
-        for path in sorted((ROOT / big).rglob("*.py")):
-            room = _room(("longstride", *path.relative_to(ROOT).with_suffix("").parts))
-            if room is None:
+    for top in TOP_PACKAGES:
+        for path in sorted((ROOT / top).rglob("*.py")):
+            package = _package(("longstride", *path.relative_to(ROOT).with_suffix("").parts))
+            if package is None:
                 continue
-            arrows.setdefault(room, set())
+            arrows.setdefault(package, set())
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and node.module:
-                    targets = {_room((*node.module.split("."), alias.name)) for alias in node.names}
-                    arrows[room] |= {target for target in targets if target not in (None, room)}
+                    targets = {_package((*node.module.split("."), alias.name)) for alias in node.names}
+                    arrows[package] |= {target for target in targets if target not in (None, package)}
     return arrows
 
 
-def _room(parts: tuple[str, ...]) -> str | None:
-    """The room of a full name; sparse_model and kernels are one room each. None for what is no room of ours."""
-    if parts[0] != "longstride" or len(parts) < 2 or parts[1] not in BIG_ROOMS:
+def _package(parts: tuple[str, ...]) -> str | None:
+    """Return the package of a full module name, or None if it is not ours. sparse_model and kernels are one each."""
+    if parts[0] != "longstride" or len(parts) < 2 or parts[1] not in TOP_PACKAGES:
         return None
     if parts[1] in ("sparse_model", "kernels"):
         return parts[1]
@@ -108,40 +109,42 @@ def _room(parts: tuple[str, ...]) -> str | None:
     return f"{parts[1]}/{parts[2]}"
 
 
-def rooms_drawing(arrows: dict[str, set[str]]) -> str:
-    """The rooms on floors: each stands above all that it imports. An arrow that others imply is left out."""
+def packages_drawing(arrows: dict[str, set[str]]) -> str:
+    """Draw the packages in layers, each above all that it imports, without arrows that follow from others."""
     reached: dict[str, set[str]] = defaultdict(set)
-    floor: dict[str, int] = {}
-    for room in TopologicalSorter(arrows).static_order():
-        floor[room] = max((floor[below] + 1 for below in arrows[room]), default=0)
-        reached[room] = arrows[room].union(*(reached[below] for below in arrows[room]))
+    layer: dict[str, int] = {}
+    for package in TopologicalSorter(arrows).static_order():
+        layer[package] = max((layer[below] + 1 for below in arrows[package]), default=0)
+        reached[package] = arrows[package].union(*(reached[below] for below in arrows[package]))
     drawn = {
-        room: {below for below in targets if not any(below in reached[other] for other in targets)}
-        for room, targets in arrows.items()
+        package: {below for below in targets if not any(below in reached[other] for other in targets)}
+        for package, targets in arrows.items()
     }
-    floors = [sorted(room for room in floor if floor[room] == level) for level in range(max(floor.values()) + 1)]
-    places = _arranged(floors, drawn)
-    width = max(len(rooms) for rooms in floors) * (BOX_WIDTH + GAP) + GAP
-    height = len(floors) * FLOOR + GAP
+    layers = [
+        sorted(package for package in layer if layer[package] == level) for level in range(max(layer.values()) + 1)
+    ]
+    places = _arranged(layers, drawn)
+    width = max(len(packages) for packages in layers) * (BOX_WIDTH + GAP) + GAP
+    height = len(layers) * LAYER + GAP
     lines = []
-    for room, targets in sorted(drawn.items()):
-        x, y = places[room]
+    for package, targets in sorted(drawn.items()):
+        x, y = places[package]
         for below in sorted(targets):
             to_x, to_y = places[below]
             lines.append(
-                f"<path d='M{x:.0f} {y + BOX_HEIGHT / 2:.0f} C{x:.0f} {y + FLOOR * 0.7:.0f} {to_x:.0f} "
-                f"{to_y - FLOOR * 0.7:.0f} {to_x:.0f} {to_y - BOX_HEIGHT / 2 - 5:.0f}' fill='none' stroke='{FAINT}' "
+                f"<path d='M{x:.0f} {y + BOX_HEIGHT / 2:.0f} C{x:.0f} {y + LAYER * 0.7:.0f} {to_x:.0f} "
+                f"{to_y - LAYER * 0.7:.0f} {to_x:.0f} {to_y - BOX_HEIGHT / 2 - 5:.0f}' fill='none' stroke='{FAINT}' "
                 "marker-end='url(#head)'/>"
             )
-    for room, (x, y) in sorted(places.items()):
-        big, _, inside = room.partition("/")
-        files = len(list((ROOT / room).rglob("*.py"))) if (ROOT / room).is_dir() else 0
+    for package, (x, y) in sorted(places.items()):
+        top, _, inside = package.partition("/")
+        files = len(list((ROOT / package).rglob("*.py"))) if (ROOT / package).is_dir() else 0
         lines.append(
             f"<rect x='{x - BOX_WIDTH / 2:.0f}' y='{y - BOX_HEIGHT / 2:.0f}' width='{BOX_WIDTH}' height='{BOX_HEIGHT}' "
-            f"rx='5' fill='{BIG_ROOMS[big]}' stroke='{INK}'/>"
+            f"rx='5' fill='{TOP_PACKAGES[top]}' stroke='{INK}'/>"
         )
-        text = f"{inside or big}" + ("" if files else ".py")
-        below = f"{big}, {files} files" if files else big
+        text = f"{inside or top}" + ("" if files else ".py")
+        below = f"{top}, {files} files" if files else top
         lines += [_text(x, y - 2, 13, text), _text(x, y + 11, 9, below)]
     head = (
         f"<marker id='head' viewBox='0 0 8 8' refX='6' refY='4' markerWidth='7' markerHeight='7' orient='auto'>"
@@ -150,27 +153,27 @@ def rooms_drawing(arrows: dict[str, set[str]]) -> str:
     return _svg(width, height, [f"<defs>{head}</defs>", *lines])
 
 
-def _arranged(floors: list[list[str]], arrows: dict[str, set[str]]) -> dict[str, tuple[float, float]]:
-    """The middle of every box: each floor in the order of where its boxes' arrows lead, a few times over."""
-    width = max(len(rooms) for rooms in floors) * (BOX_WIDTH + GAP)
+def _arranged(layers: list[list[str]], arrows: dict[str, set[str]]) -> dict[str, tuple[float, float]]:
+    """Return the centre of every box. Each layer is sorted by the positions of neighbours, a few times."""
+    width = max(len(packages) for packages in layers) * (BOX_WIDTH + GAP)
     neighbours: dict[str, set[str]] = defaultdict(set)
-    for room, targets in arrows.items():
-        neighbours[room] |= targets
+    for package, targets in arrows.items():
+        neighbours[package] |= targets
         for target in targets:
-            neighbours[target].add(room)
+            neighbours[target].add(package)
     places: dict[str, tuple[float, float]] = {}
     for turn in range(12):
-        for level, rooms in enumerate(floors):
+        for level, packages in enumerate(layers):
             if turn:
-                rooms.sort(key=lambda room: fmean([places[n][0] for n in sorted(neighbours[room])] or [0]))
-            step = width / len(rooms)
-            y = (len(floors) - level - 0.5) * FLOOR + GAP / 2
-            places |= {room: (GAP / 2 + step * (number + 0.5), y) for number, room in enumerate(rooms)}
+                packages.sort(key=lambda package: fmean([places[n][0] for n in sorted(neighbours[package])] or [0]))
+            step = width / len(packages)
+            y = (len(layers) - level - 0.5) * LAYER + GAP / 2
+            places |= {package: (GAP / 2 + step * (number + 0.5), y) for number, package in enumerate(packages)}
     return places
 
 
 def patterns_drawing() -> str:
-    """Four patterns as matrices, each with its density and speed at a context of 12,288."""
+    """Draw four patterns as matrices, with density and speed at a context of 12,288."""
     (path,) = sorted((ROOT / "benchmarks" / "results").glob("attention-amd-epyc.json"))
     measured = json.loads(path.read_text())
     side, lines = SHOWN * CELL, []
@@ -186,7 +189,7 @@ def patterns_drawing() -> str:
 
 
 def mask_drawing(pattern: Pattern) -> str:
-    """One pattern as a matrix, queries down and keys across."""
+    """Draw one pattern as a matrix, queries down and keys across."""
     side = SHOWN * CELL + 2 * GAP
     return _svg(side, side, _mask_lines(pattern, GAP))
 
@@ -201,7 +204,7 @@ def _mask_lines(pattern: Pattern, left: int) -> list[str]:
 
 
 def _cost(measured: dict, name: str) -> tuple[float, float]:
-    """(speed against torch's dense causal attention, forward and backward; density) of a pattern."""
+    """Return a pattern's speed-up over PyTorch's dense causal attention, both passes, and its density."""
     (timing,) = (
         timing
         for timing in measured["timings"]
