@@ -23,7 +23,7 @@ def test_small_model_is_measured(tmp_path: Path) -> None:
 
 def test_the_docs_say_what_was_measured() -> None:
     (path,) = (ROOT / "benchmarks/results").glob("compiled-*.json")
-    said = (ROOT / "docs/training.md").read_text()
+    said = (ROOT / "docs/training/speed.md").read_text()
     for row in json.loads(path.read_text())["steps"]:
         numbers = [f"{1e3 * row[name]:.0f} ms" for name in ("seconds", "compiled_seconds")]
         cells = [

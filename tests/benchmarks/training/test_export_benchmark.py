@@ -41,7 +41,7 @@ def test_small_run_is_saved_exported_and_measured(tmp_path: Path) -> None:
 
 def test_the_docs_say_what_was_measured() -> None:
     (path,) = (ROOT / "benchmarks/results").glob("export-*.json")
-    said = (ROOT / "docs/training.md").read_text()
+    said = (ROOT / "docs/training/export.md").read_text()
     for row in json.loads(path.read_text())["cases"]:
         names = ("largest_file", "bar", "above_start_private", "peak_private", "peak_resident")
         cells = [row["dtype"], row["shard_size"], row["files"], "yes" if row["checked"] else "no"]
