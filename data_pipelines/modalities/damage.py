@@ -1,7 +1,7 @@
 """Refuse pictures whose damage Pillow reads over, so that other pixels than the file's would be trained on.
 
 Pillow stops when the rows are full, holds no check sum of a PNG's rows, and drops what libjpeg warns of. What a format
-itself cannot tell is listed in docs/data.md.
+itself cannot tell is listed in docs/data/images.md.
 """
 
 import zlib

@@ -1,4 +1,4 @@
-"""Exit codes of a training run, for launchers, schedulers and restarts. See docs/training.md."""
+"""Exit codes of a training run, for launchers, schedulers and restarts. See docs/training/resume.md."""
 
 DONE = 0
 UNFORESEEN = 1  # with a traceback, or with a line that says that the last state could not be saved

@@ -1,4 +1,4 @@
-"""File names in a run folder and in an exported model, documented in docs/training.md."""
+"""File names in a run folder and in an exported model, documented in docs/training/start.md."""
 
 CONFIG = "config.json"  # in a run, in each of its checkpoints and in an exported model
 METRICS = "metrics.jsonl"
