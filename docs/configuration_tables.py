@@ -1,7 +1,7 @@
-"""Makes the tables of docs/configuration.md from the classes that check it: `python docs/configuration_tables.py`.
+"""Write the tables of docs/configuration.md from the configuration's classes: `python docs/configuration_tables.py`.
 
-A region between the marks `<!-- keys of WHAT -->` and `<!-- end of keys -->` has a row for each key of WHAT: its
-default, and the description that editors show too. What only a page can do, a link for more, is here.
+Each region between `<!-- keys of WHAT -->` and `<!-- end of keys -->` becomes a table of the keys of WHAT. Defaults and
+descriptions come from the JSON schema that editors use; only links and examples are kept here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from longstride.launcher.config import RunConfig
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
 MARKS = re.compile(r"(<!-- keys of ([\w. ]+) -->\n).*?(<!-- end of keys -->)", re.DOTALL)
-MORE = {  # where a page tells more
+EVALUATE, RESUME, WATCH = (f"training/{name}.md" for name in ("evaluate", "resume", "watch"))
+NOTES = {  # appended to a description
     "model.attention": "[systems](systems.md)",
     "model.vocabulary": "[palettes](data/images.md#use-a-palette)",
     "model.rotary": '`{"base": 10000}`',
@@ -24,108 +25,117 @@ MORE = {  # where a page tells more
     "model.ngrams": "[n-grams](#modelngrams)",
     "model.feed_forward": "[experts](systems.md#mixture-of-experts)",
     "model.embedding": "[below](#modelembedding)",
-    "data.order": "[why](data/tars.md)",
+    "data.order": "[index tars](data/tars.md)",
     "data.packing": '`{"attend": "document"}`: [documents apart](data/order.md#keep-packed-documents-apart)',
-    "data.worker_timeout_seconds": "[how it ends](training/resume.md#when-a-loader-worker-is-lost)",
+    "data.worker_timeout_seconds": f"[lost workers]({RESUME}#when-a-loader-worker-is-lost)",
     "data.remote": "[below](#dataremote)",
     "train.optimizer": "[below](#trainoptimizer)",
     "train.schedule": '`{"type": "wsd", "decay_fraction": 0.5}`',
     "train.ema_decay": "`--weights ema` exports and scores it",
-    "train.compile": "[what it needs and gives](training/speed.md#compile-the-blocks)",
-    "train.sequence_parallel": "[contexts over several processes](training/share-contexts.md)",
-    "train.keep_best": "[what it costs](training/evaluate.md#keep-and-use-the-best-checkpoint)",
-    "train.checkpoint_in_background": "[how](checkpoints.md#save-in-the-background)",
-    "train.timeout_seconds": "[what ends then, and how](faults.md#hangs)",
-    "train.max_seconds": "[stopping](training/resume.md#stop-a-run)",
-    "train.stop_when": '`{"evaluations": 5, "by": 0.0}`: [how it goes on](training/evaluate.md#stop-when-the-loss-stands-still)',
-    "train.samples_every": "[how](training/watch.md#sample-during-training)",
-    "train.samples": "[what](training/watch.md#sample-during-training)",
+    "train.compile": "[gains](training/speed.md#compile-the-blocks)",
+    "train.sequence_parallel": "[shared contexts](training/share-contexts.md)",
+    "train.keep_best": f"[costs]({EVALUATE}#keep-and-use-the-best-checkpoint)",
+    "train.checkpoint_in_background": "[gains](checkpoints.md#save-in-the-background)",
+    "train.timeout_seconds": "[hangs](faults.md#hangs)",
+    "train.max_seconds": f"[stopping]({RESUME}#stop-a-run)",
+    "train.stop_when": f'`{{"evaluations": 5, "by": 0.0}}`: [early stop]({EVALUATE}#stop-when-the-loss-stands-still)',
+    "train.samples_every": f"[samples]({WATCH}#sample-during-training)",
+    "train.samples": f"[samples]({WATCH}#sample-during-training)",
     "train.guards": "[below](#trainguards)",
     "train.guards.spike": '`{"deviations": 6, "window": 100, "policy": "skip"}`',
 }
-PAPER = (  # of the paper's network; all other keys of `model` came later
+PAPER_KEYS = (  # of the paper's network; all other keys of `model` came later
     *("context", "layers", "heads", "width", "attention", "embedding", "vocabulary", "feed_forward_ratio"),
     *("query_key_ratio", "dropout", "initialization", "backend"),
 )
-OF_ALL_PATTERNS = ("type", "combine", "key_value_heads")
+SHARED_PATTERN_KEYS = ("type", "combine", "key_value_heads")
 
 
 def page() -> str:
-    """The page with its tables as they should be."""
-    made = RunConfig.model_json_schema()
-    tables = {"patterns": pattern_keys(made)}
+    """Return the page with up-to-date tables."""
+    schema = RunConfig.model_json_schema()
     return MARKS.sub(
-        lambda mark: f"{mark[1]}{tables.get(mark[2]) or table(made, mark[2])}{mark[3]}",
+        lambda match: (
+            f"{match[1]}{pattern_table(schema) if match[2] == 'patterns' else table(schema, match[2])}{match[3]}"
+        ),
         PAGE.read_text(encoding="utf-8"),
     )
 
 
-def table(made: dict[str, Any], what: str) -> str:
-    """The rows of an object, by its path. A word behind it chooses one of several kinds, or some keys of the model."""
-    path, _, word = what.partition(" ")
-    definition = part_of(made, path, word if path != "model" else "")
+def table(schema: dict[str, Any], name: str) -> str:
+    """Return the table of an object's keys.
+
+    Args:
+        name: the object's path, and after a space the `type` of the object or, for `model`, which of its keys.
+    """
+    path, _, kind = name.partition(" ")
+    properties = find_object(schema, path, kind if path != "model" else "")["properties"]
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for name, entry in definition["properties"].items():
-        if path == "model" and (name in PAPER) != (word == "paper"):
+    for key, entry in properties.items():
+        if (path == "model" and (key in PAPER_KEYS) != (kind == "paper")) or is_type(key, entry):
             continue
-        rows.append(row(name, entry, MORE.get(f"{path}.{name}")))
+        rows.append(row(key, entry, NOTES.get(f"{path}.{key}")))
     return "\n".join(rows) + "\n"
 
 
-def pattern_keys(made: dict[str, Any]) -> str:
-    """A row for each key of each pattern; those that all have stand once."""
+def pattern_table(schema: dict[str, Any]) -> str:
+    """Return the table of all patterns' keys; keys that all patterns share come last, once."""
     rows = ["| type | key | default | meaning |", "|---|---|---|---|"]
-    for part in made["$defs"]["ModelConfig"]["properties"]["attention"]["anyOf"]:
-        kind = part.get("properties", {}).get("type", {}).get("const")
+    shared: dict[str, Any] = {}
+    for choice in schema["$defs"]["ModelConfig"]["properties"]["attention"]["anyOf"]:
+        properties = choice.get("properties", {})
+        kind = properties.get("type", {}).get("const")
         if kind in PATTERNS:
-            own = {name: entry for name, entry in part["properties"].items() if name not in OF_ALL_PATTERNS}
-            rows += [f"| `{kind}` {row(name, entry)}" for name, entry in own.items()]
-            shared = {name: part["properties"][name] for name in OF_ALL_PATTERNS[1:]}
-    rows += [f"| all {row(name, entry)}" for name, entry in shared.items()]
+            rows += [f"| `{kind}` {row(k, entry)}" for k, entry in properties.items() if k not in SHARED_PATTERN_KEYS]
+            shared = {key: properties[key] for key in SHARED_PATTERN_KEYS[1:]}
+    rows += [f"| all {row(key, entry)}" for key, entry in shared.items()]
     return "\n".join(rows) + "\n"
 
 
-def row(name: str, entry: dict[str, Any], more: str | None = None) -> str:
-    """The row of a key: its description, what it may be, and where there is ``more``."""
+def row(key: str, entry: dict[str, Any], note: str | None = None) -> str:
+    """Return a key's row: its default, its description with the largest value and the choices, and a note."""
     meaning = entry["description"].replace("|", "\\|")
-    whole = (each for each in (entry, *entry.get("anyOf", ())) if each.get("type") == "integer")
-    bound = next((each["maximum"] for each in whole if "maximum" in each), None)
-    if bound is not None and "at most" not in meaning:
-        meaning += f"; at most {bound:,}"
+    integers = [choice for choice in (entry, *entry.get("anyOf", ())) if choice.get("type") == "integer"]
+    maximum = next((choice["maximum"] for choice in integers if "maximum" in choice), None)
+    if maximum is not None and "at most" not in meaning:
+        meaning += f"; at most {maximum:,}"
     if "enum" in entry:
-        meaning += f"; {', '.join(f'`{json.dumps(each)}`' for each in entry['enum'])}"
-    return f"| `{name}` | {default(entry)} | {meaning}{f' ({more})' if more else ''} |"
+        meaning += f"; {', '.join(f'`{json.dumps(value)}`' for value in entry['enum'])}"
+    return f"| `{key}` | {default(entry)} | {meaning}{f' ({note})' if note else ''} |"
 
 
-def part_of(made: dict[str, Any], path: str, kind: str) -> dict[str, Any]:
-    """The schema of the object at a path: the one whose `type` is ``kind``, where there are several."""
-    definitions, part = made["$defs"], made
+def is_type(key: str, entry: dict[str, Any]) -> bool:
+    """Whether a key is the `type` of an object of only one kind, which the text of the page has."""
+    return key == "type" and "const" in entry
+
+
+def find_object(schema: dict[str, Any], path: str, kind: str) -> dict[str, Any]:
+    """Return the schema of the object at a path; ``kind`` is its `type` if there are several."""
+    definition = schema
     for name in path.split("."):
-        part = objects(part["properties"][name], definitions, kind)
-    return part
+        definition = resolve(definition["properties"][name], schema["$defs"], kind)
+    return definition
 
 
-def objects(entry: dict[str, Any], definitions: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The object that an entry may be."""
+def resolve(entry: dict[str, Any], definitions: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the one object that an entry may be, with the `type` ``kind`` unless that is empty."""
     if "$ref" in entry:
         return definitions[entry["$ref"].rpartition("/")[2]]
     choices = [*entry.get("anyOf", ()), *entry.get("oneOf", ())]
-    found = [
-        objects(each, definitions, kind) for each in choices if "$ref" in each or "anyOf" in each or "oneOf" in each
-    ]
-    fitting = [each for each in found if not kind or kind in kinds(each)]
-    assert len(fitting) == 1, f"{len(fitting)} objects of {kind}"
-    return fitting[0]
+    objects = [resolve(choice, definitions, kind) for choice in choices if {"$ref", "anyOf", "oneOf"} & choice.keys()]
+    matches = [definition for definition in objects if not kind or kind in types(definition)]
+    assert len(matches) == 1, f"{len(matches)} objects of {kind}"
+    return matches[0]
 
 
-def kinds(part: dict[str, Any]) -> list[str]:
-    """The types that an object goes by."""
-    entry = part["properties"].get("type", {})
+def types(definition: dict[str, Any]) -> list[str]:
+    """Return the values of an object's `type`."""
+    entry = definition["properties"].get("type", {})
     return [entry["const"]] if "const" in entry else entry.get("enum", [])
 
 
 def default(entry: dict[str, Any]) -> str:
-    """The cell of a default: none where the key is required, or an object of its own."""
+    """Return the cell of a default: empty if the key is required, "as below" for an object with its own table."""
     value = entry.get("default", ...)
     if value is ... or ("$ref" in entry and isinstance(value, dict)):
         return "" if value is ... else "as below"

@@ -1,4 +1,4 @@
-"""Writes launcher/verbs/keys.json, the keys of a run's configuration, from the classes: `python docs/keys.py`."""
+"""Write launcher/verbs/keys.json, the keys of a run's configuration, from its classes: `python docs/keys.py`."""
 
 import json
 from typing import Any
@@ -7,10 +7,10 @@ from longstride.launcher.config import RunConfig
 from longstride.launcher.verbs import KEYS
 
 
-def settled_keys(schema: dict[str, Any], part: dict[str, Any] | None = None, path: str = "") -> dict[str, list[str]]:
-    """The keys of each object of a schema, by its path, where no other object may stand and no other keys."""
-    part = schema if part is None else part
-    choices = [each for each in part.get("anyOf", [part]) if each.get("type") != "null"]
+def settled_keys(schema: dict[str, Any], entry: dict[str, Any] | None = None, path: str = "") -> dict[str, list[str]]:
+    """Return the keys of each object by its path, except for objects of several kinds or with free keys."""
+    entry = schema if entry is None else entry
+    choices = [choice for choice in entry.get("anyOf", [entry]) if choice.get("type") != "null"]
     if len(choices) != 1 or "oneOf" in choices[0]:
         return {}
     if "$ref" in choices[0]:
@@ -18,12 +18,11 @@ def settled_keys(schema: dict[str, Any], part: dict[str, Any] | None = None, pat
     if choices[0].get("additionalProperties") is not False:
         return {}
     properties = choices[0].get("properties", {})
-    found = {path: sorted(properties)}
-    for key, below in properties.items():
-        found |= settled_keys(schema, below, f"{path}.{key}" if path else key)
-    return found
+    keys = {path: sorted(properties)}
+    for key, child in properties.items():
+        keys |= settled_keys(schema, child, f"{path}.{key}" if path else key)
+    return keys
 
 
 if __name__ == "__main__":
-    keys = settled_keys(RunConfig.model_json_schema())
-    KEYS.write_text(json.dumps(keys, indent=1) + "\n", encoding="utf-8")
+    KEYS.write_text(json.dumps(settled_keys(RunConfig.model_json_schema()), indent=1) + "\n", encoding="utf-8")
