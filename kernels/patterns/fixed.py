@@ -21,7 +21,7 @@ class Fixed(PatternDefaults):
     """
 
     stride: Annotated[int, Doc("positions in a block; the paper's l")]
-    summary: Annotated[int, Doc("positions at a block's end, which later blocks read; the paper's c")]
+    summary: Annotated[int, Doc("positions at a block's end that later blocks read; the paper's c")]
     num_summaries: Annotated[int, Doc("summary sub-blocks that heads take in turn")] = 1
     index: int | None = None
 

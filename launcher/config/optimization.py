@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from longstride.sparse_model import StrictModel
 
-_RATES = "learning rates of parts of the network; default: train.learning_rate"
+_RATES = "a learning rate for each part of the network; one that is left out has train.learning_rate"
 
 
 class RatesConfig(StrictModel):
@@ -16,12 +16,12 @@ class RatesConfig(StrictModel):
 
     matrices: float | None = Field(default=None, gt=0, description="linear layers of the residual blocks")
     embeddings: float | None = Field(
-        default=None, gt=0, description="token and position embeddings, tables of synthesizers"
+        default=None, gt=0, description="of tokens and positions, and the tables of synthesizers"
     )
     vectors: float | None = Field(
         default=None,
         gt=0,
-        description="norms, biases, convolutions, expert routers, spans, the first position",
+        description="norms, biases, convolutions, routers of experts, spans, the first position",
     )
     output: float | None = Field(default=None, gt=0, description="the projection to logits")
     tables: float | None = Field(default=None, gt=0, description="n-gram tables")
@@ -37,31 +37,31 @@ class AdamWConfig(StrictModel):
 class MuonConfig(StrictModel):
     """Muon on matrices (Jordan et al. 2024), AdamW on all other parts."""
 
-    type: Literal["muon"] = Field(description="Muon (Jordan et al. 2024) for matrices, AdamW for the rest")
+    type: Literal["muon"] = Field(description="Muon (Jordan et al. 2024) on matrices, AdamW on the rest")
     rates: RatesConfig = Field(default=RatesConfig(), description=_RATES)
-    momentum: float = Field(default=0.95, ge=0, lt=1, description="decay of a matrix's mean gradient")
-    nesterov: bool = Field(default=True, description="whether to use Nesterov momentum")
-    steps: int = Field(default=5, gt=0, description="iterations that orthogonalise an update")
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="decay of the mean gradient of a matrix")
+    nesterov: bool = Field(default=True, description="look one step of the momentum ahead")
+    steps: int = Field(default=5, gt=0, description="steps of the iteration that makes an update orthogonal")
 
 
 class AdafactorConfig(StrictModel):
     """Adafactor (Shazeer and Stern 2018): second moments by row and column, steps relative to a tensor's size."""
 
-    type: Literal["adafactor"] = Field(description="Adafactor (Shazeer and Stern 2018); only with ZeRO 0")
+    type: Literal["adafactor"] = Field(description="Adafactor (Shazeer and Stern 2018); ZeRO 0 alone")
     rates: RatesConfig = Field(default=RatesConfig(), description=_RATES)
-    beta2_decay: float = Field(
-        default=-0.8, lt=0, description="exponent: at step t, the weight of the past is 1 - t^beta2_decay"
+    beta2_decay: float = Field(default=-0.8, lt=0, description="at step t, 1 - t^this is the weight of the past")
+    smallest_scale: float = Field(
+        default=1e-3, gt=0, description="smallest size of a tensor that its step is relative to"
     )
-    smallest_scale: float = Field(default=1e-3, gt=0, description="smallest tensor size to which a step is relative")
-    clip: float = Field(default=1.0, gt=0, description="largest root mean square of a tensor's update")
+    clip: float = Field(default=1.0, gt=0, description="the root mean square at which a tensor's update is cut")
 
 
 class WsdConfig(StrictModel):
     """Warm-up, a constant rate, and a linear decay to the final one."""
 
-    type: Literal["wsd"] = Field(description="warm-up, constant rate, linear decay to the final rate")
+    type: Literal["wsd"] = Field(description="warm-up, a constant rate, and a linear decay to the final one")
     decay_fraction: float = Field(
-        default=0.5, gt=0, le=1, description="share of the steps, at the end, in which the rate decays"
+        default=0.5, gt=0, le=1, description="share of all steps in which the rate decays, at the end"
     )
 
 

@@ -40,9 +40,9 @@ _OF_FILES = {
 class RunConfig(StrictModel):
     """A whole run. ``deepspeed`` is given inline or by name; here it is always the object itself."""
 
-    model: ModelConfig = Field(description="the network")
-    data: DataConfig = Field(description="the data and the order in which it is read")
-    train: TrainConfig = Field(description="length, optimiser, evaluations, checkpoints and guards")
+    model: ModelConfig = Field(description="the network: its sizes, its attention, and what came after the paper")
+    data: DataConfig = Field(description="where the bytes come from, and in what order they are read")
+    train: TrainConfig = Field(description="how long, how fast, and what is written when")
     deepspeed: Annotated[dict[str, Any], WithJsonSchema(_NAME_OR_OBJECT)] = Field(
         description="a DeepSpeed configuration, or the name of one in ds_configs, such as zero1_bf16"
     )

@@ -34,7 +34,7 @@ from longstride.sparse_model.part import (
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 
 ALL_HEADS = slice(None)
-KEY_VALUE_HEADS = "heads of keys and values, each shared by a group of query heads; divides heads; null: heads"
+KEY_VALUE_HEADS = "heads of keys and values, each for a group of heads of queries; a divisor of heads; null: as many"
 
 
 class OfQueriesAndKeys(MixerConfig):

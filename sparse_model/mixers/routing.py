@@ -58,7 +58,7 @@ class LocalHeads(StrictModel):
     """Heads beside the routed ones that read the last positions."""
 
     heads: Annotated[int, POSITIVE] = Field(description="that read the last positions; the others are routed")
-    window: Annotated[int, POSITIVE] = Field(description="keys, the query included")
+    window: Annotated[int, POSITIVE] = Field(description="keys, the query itself among them")
 
 
 class RoutingConfig(OfQueriesAndKeys, StrictModel):
