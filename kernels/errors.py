@@ -1,4 +1,4 @@
-"""What is wrong in a configuration: path, value, rule and the nearest good value, one line a problem."""
+"""Errors of a configuration: path, value, rule and the nearest good value, one line per problem."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-_SHOWN_CHARACTERS = 80  # of a value; a longer one is cut
+_SHOWN_CHARACTERS = 80  # of a value; longer ones are truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,22 +16,22 @@ class Problem:
 
     path: str  # dotted, with list positions in brackets: model.attention[0].stride; may be empty
     rule: str  # what must hold, and the nearest good value
-    value: object = ...  # the ellipsis: none, as None is a value
+    value: object = ...  # ``...`` means no value, as None is a value
 
     def __str__(self) -> str:
-        """The problem in one line."""
+        """Format the problem as one line."""
         if not self.path:
             text = self.rule
         elif self.value is ...:
             text = f"{self.path}: {self.rule}"
         else:
             text = f"{self.path}={_shown(self.value)}: {self.rule}"
-        # A name may hold line ends and control characters.
-        return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+        # A name may contain line ends and control characters.
+        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 class ConfigError(ValueError):
-    """A wrong configuration: all its problems, one a line."""
+    """A wrong configuration: all its problems, one per line."""
 
     def __init__(self, *problems: Problem | str) -> None:
         self.problems = tuple(Problem("", problem) if isinstance(problem, str) else problem for problem in problems)
@@ -39,37 +39,37 @@ class ConfigError(ValueError):
 
     @classmethod
     def at(cls, path: str, value: object, rule: str) -> ConfigError:
-        """The error of one field, e.g. ``at("stride", 100, "must divide context 12288; nearest 96, 128")``."""
+        """Create the error of one field, e.g. ``at("stride", 100, "must divide context 12288; nearest 96, 128")``."""
         return cls(Problem(path, rule, value))
 
     @classmethod
     def joined(cls, errors: Iterable[ConfigError]) -> ConfigError:
-        """One error with the problems of several."""
+        """Combine several errors into one."""
         return cls(*(problem for error in errors for problem in error.problems))
 
     def under(self, prefix: str) -> ConfigError:
-        """The same problems with longer paths, e.g. ``under("model.attention")``."""
+        """Prepend a prefix to the path of each problem, e.g. ``under("model.attention")``."""
         return type(self)(*(replace(problem, path=join_paths(prefix, problem.path)) for problem in self.problems))
 
 
 def join_paths(prefix: str, path: str) -> str:
-    """Two dotted paths as one; either may be empty."""
+    """Join two dotted paths; either may be empty."""
     if not prefix or not path or path.startswith("["):
         return prefix + path
     return f"{prefix}.{path}"
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
-    """Advice for an unknown key: the nearest known one, or all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(key, known, n=1)
+def nearest(key: str, names: Iterable[str]) -> str:
+    """Suggest a replacement for an unknown key: the nearest known one, or all of them."""
+    names = list(names)
+    close = difflib.get_close_matches(key, names, n=1)
     if close:
         return f"nearest {close[0]}"
-    return f"known: {', '.join(known)}" if known else "no key is known here"
+    return f"known: {', '.join(names)}" if names else "no key is known here"
 
 
 def _shown(value: object) -> str:
-    """The value as JSON where it has such a form, cut to a readable length, always one line."""
+    """Format a value as JSON if possible, in one line, truncated to a readable length."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):

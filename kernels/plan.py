@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longstride.kernels.cache import cached
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bounds, Fold, Intervals, Order, intervals_of, positions_of
-from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
 
 FEW_POSITIONS, MOST_TRIED = (
@@ -40,19 +40,19 @@ class View:
     bounds: Bounds | Intervals  # the columns of each row
 
     @property
-    @kept
+    @cached
     def intervals(self) -> Intervals:
         """The columns of each row as vectors, (num_rows,) int64."""
         return intervals_of(self.bounds)
 
     @property
-    @kept
+    @cached
     def row_positions(self) -> Tensor | None:
         """Original position of each row, (num_rows,) int64; None is natural."""
         return positions_of(self.row_order)
 
     @property
-    @kept
+    @cached
     def column_positions(self) -> Tensor | None:
         """Original position of each column, (num_columns,) int64; None is natural."""
         same = self.column_order is self.row_order
@@ -64,7 +64,7 @@ class View:
         return self.bounds.closed_period() if same and isinstance(self.bounds, Bounds) else None
 
     @property
-    @kept
+    @cached
     def row_of_position(self) -> Tensor:
         """The row of each original position, (N,) int64, where every position has one."""
         assert self.row_positions is not None
@@ -84,7 +84,7 @@ class View:
         return int(self.bounds.low[row]), int(self.bounds.high[row])
 
 
-@kept
+@cached
 def view(part: PatternPart, context: int, rows: Side) -> View:
     """A part for N = ``context`` positions, seen from its queries or its keys; cached.
 
@@ -145,7 +145,7 @@ def num_pairs(pattern: Pattern, context: int) -> int:
     return sum(each.num_pairs() if isinstance(each, Bounds) else int((each.high - each.low).sum()) for each in bounds)
 
 
-@kept
+@cached
 def is_causal(pattern: Pattern, context: int) -> bool:
     """Whether no query reads a position after its own; ``pattern`` is that of one head. In N log N steps."""
     for part in query_views(pattern, context):
@@ -286,7 +286,7 @@ class ListedPositions:
 Read = RegularPositions | ListedPositions
 
 
-@kept
+@cached
 def query_views(pattern: Pattern, context: int) -> tuple[View, ...]:
     """The parts of a resolved pattern, seen from their queries; cached."""
     return tuple(view(part, context, "queries") for part in pattern.parts())
@@ -319,7 +319,7 @@ def positions_of_reads(several: tuple[Read, ...]) -> Tensor:
     )
 
 
-@kept
+@cached
 def _positions(runs: tuple[RegularPositions, ...]) -> Tensor:
     """Positions counted from the start of the first run: often the same for the next query, hence the cache."""
     return torch.cat([run.positions() for run in runs])

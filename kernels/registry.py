@@ -1,7 +1,7 @@
-"""Classes by the `type` of a JSON object: our own names, those that installed packages register, and import paths.
+"""Find classes by the `type` of a JSON object: built-in names, names that packages register, and import paths.
 
 A package registers a class as an entry point of a group, such as ``longstride.mixers``. "package.module:Class" names
-any class that can be imported. A class from elsewhere is imported when a `type` names it, and not before.
+any class that can be imported. A class of another package is imported only when a `type` names it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from longstride.kernels.errors import ConfigError
 _MOST_CHARACTERS = 200  # of another package's error
 
 
-def class_named(kind: str, own: Mapping[str, type], group: str) -> type | None:
-    """Find the class that a `type` names: one of our ``own``, an entry point of the group, or an import path.
+def class_named(kind: str, builtin: Mapping[str, type], group: str) -> type | None:
+    """Find the class that a `type` names: a built-in one, an entry point of the group, or an import path.
 
     Returns:
-        The class, or None where there is no such name.
+        The class, or None if there is no such name.
 
     Raises:
         ConfigError: the class cannot be imported, or two packages register the name; the path is `type`.
     """
-    if kind in own:
-        return own[kind]
+    if kind in builtin:
+        return builtin[kind]
     path = kind
     if ":" not in kind:
         paths = {entry.value for entry in metadata.entry_points(group=group, name=kind)}
@@ -42,7 +42,7 @@ def class_named(kind: str, own: Mapping[str, type], group: str) -> type | None:
     module, _, name = path.partition(":")
     try:
         cls = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    except Exception as error:  # whatever the other package raises while it is imported
+    except Exception as error:  # importing another package may raise anything
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_CHARACTERS]}"
         rule = f"cannot be imported ({why}); install its package for every process, or correct the path"
         raise ConfigError.at("type", kind, rule) from None
@@ -57,16 +57,18 @@ def registered_names(group: str) -> list[str]:
 
 
 def foreign_schema(*groups: str) -> dict[str, Any]:
-    """Make the JSON schema of an object whose type is not ours; its class checks the other keys."""
+    """Return the JSON schema of an object with a class of another package, which checks the other keys itself."""
     path = {"type": "string", "pattern": r"^[\w.]+:[\w.]+$"}
-    told = "of another package: package.module:Class, or a name that it registers"
     names = [{"enum": names} for group in groups if (names := registered_names(group))]
-    kinds = {"anyOf": [*names, path], "description": told}
+    kinds = {
+        "anyOf": [*names, path],
+        "description": "of another package: package.module:Class, or a name that it registers",
+    }
     return {"type": "object", "properties": {"type": kinds}, "required": ["type"]}
 
 
 def import_path(cls: type) -> str:
-    """Return the `type` by which any process finds the class, as long as its module can be imported."""
+    """Return the `type` that names the class in any process that can import its module."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
@@ -76,7 +78,7 @@ def is_foreign(cls: type) -> bool:
 
 
 def source_of(cls: type) -> str:
-    """Name the distribution, its version and the SHA-256 of the file that define a class from another package."""
+    """Return the distribution, its version and the SHA-256 of the file that defines a class of another package."""
     names = metadata.packages_distributions().get(cls.__module__.partition(".")[0], ())
     packages = [f"{name} {metadata.version(name)}" for name in dict.fromkeys(names)]
     file = getattr(sys.modules[cls.__module__], "__file__", None)

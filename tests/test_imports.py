@@ -19,7 +19,7 @@ BIG_ROOMS = {
 # The rooms inside, each of which may import those before it. Files beside the rooms stand in the same order.
 ORDER = {
     "kernels": [
-        "errors", "registry", "kept", "forms", "patterns", "plan", "selections", "backends", "op", "attention",
+        "errors", "registry", "cache", "forms", "patterns", "plan", "selections", "backends", "op", "attention",
         "selected", "decoding",
     ],
     "sparse_model": [

@@ -30,7 +30,7 @@ from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, rounded, write_json
 from longstride.kernels.backends.cpu import attention, chunks, slabs
 from longstride.kernels.backends.cpu.attention import visited_pairs
-from longstride.kernels.kept import kept
+from longstride.kernels.cache import cached
 from longstride.kernels.patterns import Dense, Pattern
 from longstride.kernels.plan import num_pairs
 
@@ -115,7 +115,7 @@ def sizes(patterns: dict[str, Pattern], inputs: Inputs, repeats: int) -> list[di
     """Each pattern's seconds with each of ``SIZES``, over those as shipped, and times faster than dense attention."""
     contenders = {"dense": Contender(ours(Dense(), "cpu"))}
     for size in SIZES:
-        cut = kept(inspect.unwrap(chunks.chunked))  # a cache for each size
+        cut = cached(inspect.unwrap(chunks.chunked))  # a cache for each size
         contenders |= {f"{n}, {size}": Contender(_sized(pattern, size, cut)) for n, pattern in patterns.items()}
     shipped = slabs.SCORES_IN_WORK, chunks.KEY_COST, chunks.chunked
     try:

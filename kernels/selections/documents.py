@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longstride.kernels.kept import kept
+from longstride.kernels.cache import cached
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import require_causal, view
 from longstride.kernels.selections.base import Part, Selection, stacked
@@ -68,7 +68,7 @@ class _Ranks(NamedTuple):
     span: int  # the most keys of a row
 
 
-@kept
+@cached
 def _ranks(part: PatternPart, context: int, device: torch.device) -> _Ranks:
     """Of a part, as plans are: known by its pattern alone."""
     seen = view(part, context, "queries")

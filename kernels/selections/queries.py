@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longstride.kernels.cache import cached
 from longstride.kernels.forms import Bounds, positions_of
-from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import positions_at, view
 from longstride.kernels.selections.base import Part, Selection
 
 
-@kept
+@cached
 @torch.inference_mode(False)  # training may use what an evaluation has made
 def queries_behind(
     patterns: tuple[Pattern, ...], batch: int, first: int, count: int, context: int, device: torch.device

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longstride.kernels.cache import cached
 from longstride.kernels.forms import intervals_of, positions_of
-from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import require_causal, view
 from longstride.kernels.selections.base import Part, Selection, stacked
 
 
-@kept
+@cached
 def keys_before(patterns: tuple[Pattern, ...], context: int, sections: int) -> tuple[Tensor, ...]:
     """For each section the positions before it that its queries read in any of the patterns: (M,) int64, ascending.
 
@@ -50,7 +50,7 @@ def keys_before(patterns: tuple[Pattern, ...], context: int, sections: int) -> t
     return tuple(read[section, : section * rows].nonzero().squeeze(1) for section in range(sections))
 
 
-@kept
+@cached
 def rows_sent(patterns: tuple[Pattern, ...], key_heads: int, context: int, sections: int) -> Tensor:
     """(U, U) int64: how many rows of keys, of all K heads together, the queries of section [1] read of section [0].
 
@@ -94,7 +94,7 @@ class SectionReads:
     pieces: tuple[Piece, ...]  # disjoint, of at most n keys each
 
 
-@kept
+@cached
 @torch.inference_mode(False)  # training may use what an evaluation has made
 def section_reads(
     patterns: tuple[Pattern, ...], key_heads: int, context: int, sections: int, section: int, device: torch.device

@@ -45,9 +45,9 @@ def repeats(number: int) -> list[pytest.MarkDecorator]:
 def use_tiles(monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: int | None) -> None:
     """Have the interpreter use these edges, and serve closed runs of up to ``closed`` rows at once, or not at all."""
     from longstride.kernels.backends.triton import configurations, launch
-    from longstride.kernels.kept import Kept
+    from longstride.kernels.cache import BoundedCache
 
-    monkeypatch.setattr(launch, "PLANS", Kept())  # those that were made have others
+    monkeypatch.setattr(launch, "PLANS", BoundedCache())  # those that were made have others
     tiles = (configurations.Configuration(*edges, 1, 1),)
     runs = () if closed is None else configurations.squares((closed, 1, 1.0))
     entry = configurations.Candidates(tiles, tiles, tiles, runs, runs)
@@ -57,9 +57,9 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: i
 def use_configuration(monkeypatch: pytest.MonkeyPatch, kernel: str, one: Any) -> None:
     """Have one kernel use this configuration alone, on whatever runs here; general ones serve closed runs as well."""
     from longstride.kernels.backends.triton import launch, launch_plan
-    from longstride.kernels.kept import Kept
+    from longstride.kernels.cache import BoundedCache
 
-    monkeypatch.setattr(launch, "PLANS", Kept())  # those that were made have another
+    monkeypatch.setattr(launch, "PLANS", BoundedCache())  # those that were made have another
     table = launch_plan.candidates_on
 
     def candidates_on(device: torch.device, asked: Any, *case: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longstride.kernels import sparse_attention
 from longstride.kernels.backends.triton import launch
-from longstride.kernels.kept import Kept
+from longstride.kernels.cache import BoundedCache
 from longstride.kernels.patterns import Block, Column, Fixed, Local, Pattern, Strided
 from tests.harness.dry_card import DryCard
 
@@ -91,14 +91,14 @@ def main() -> None:
             counts[f"{name} {batch} {context}"] = len(compiled) - before
     same = {}
     for pattern in (Local(128), Block(128), Strided(128), FIXED, STRIDED, [*STRIDED[:4], FIXED, *STRIDED[5:]]):
-        launch.PLANS = Kept()
+        launch.PLANS = BoundedCache()
         first, second = inputs_of(1, 12288), inputs_of(1, 12288)
         held = step(first, pattern)
         mark = len(launched)
         held += step(second, pattern)  # by plans of the first: what it held is still held
         again, mark = launched[mark:], len(launched)
         planned = len(launch.PLANS)
-        launch.PLANS = Kept()
+        launch.PLANS = BoundedCache()
         held += step(second, pattern)
         anew = launched[mark:]
         same[str(pattern)] = planned == 2 and told(again, second) == told(anew, second)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.kernels.kept import Kept
+from longstride.kernels.cache import BoundedCache
 from longstride.kernels.patterns import Column, Fixed, Local, Pattern, Strided
 from tests.harness.backends import DEVICES, WITH_TRITON, use_tiles
 from tests.harness.oracles import Shape
@@ -68,7 +68,7 @@ def test_a_plan_gives_other_inputs_the_bits_of_their_own(
     assert num_plans() == 2
     again = calls(heads, second, SCALE, with_grad_lse=with_grad_lse)
     assert num_plans() == 2
-    monkeypatch.setattr(launch, "PLANS", Kept())
+    monkeypatch.setattr(launch, "PLANS", BoundedCache())
     for found, wanted in zip(again, calls(heads, second, SCALE, with_grad_lse=with_grad_lse), strict=True):
         assert torch.equal(found, wanted) and found.stride() == wanted.stride()
 
@@ -81,7 +81,7 @@ def test_a_call_with_shared_keys_is_made_again(monkeypatch: pytest.MonkeyPatch) 
     calls(HEADS[0], inputs_of(1)[:1] + given[1:], SCALE, with_grad_lse=True)
     assert num_plans() == 2
     again = calls(HEADS[0], given, SCALE, with_grad_lse=True)
-    monkeypatch.setattr(launch, "PLANS", Kept())
+    monkeypatch.setattr(launch, "PLANS", BoundedCache())
     for found, wanted in zip(again, calls(HEADS[0], given, SCALE, with_grad_lse=True), strict=True):
         assert torch.equal(found, wanted)
 

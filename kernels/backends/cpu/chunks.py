@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longstride.kernels.cache import cached
 from longstride.kernels.forms import Fold
-from longstride.kernels.kept import kept
 from longstride.kernels.patterns import PatternPart
 from longstride.kernels.plan import View, view
 
@@ -70,7 +70,7 @@ class Chunks:
         return sum(batch.count * batch.rows * batch.width for batch in self.batches)
 
 
-@kept
+@cached
 def chunked(part: PatternPart, context: int) -> Chunks:
     """The chunks of a part for N = ``context`` positions, in the size with the lowest estimated time; cached."""
     o = view(part, context, "queries")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.backends import empty_like_rows
-from longstride.kernels.kept import kept
+from longstride.kernels.cache import cached
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import is_causal, num_pairs
 
@@ -28,7 +28,7 @@ def fits(q: Tensor, v: Tensor, patterns: tuple[Pattern, ...]) -> bool:
     )
 
 
-@kept
+@cached
 def _reads_all(pattern: Pattern, context: int) -> bool:
     """Whether each position reads all up to itself, and nothing more: no causal pattern has more pairs."""
     return num_pairs(pattern, context) == context * (context + 1) // 2 and is_causal(pattern, context)

@@ -40,8 +40,8 @@ from longstride.kernels.backends.triton.tile import (
     load_rows,
     original_positions,
 )
+from longstride.kernels.cache import cached
 from longstride.kernels.forms import Fold
-from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import View, most_reads, query_views
 
@@ -133,7 +133,7 @@ def num_splits(most_keys: int, keys_a_split: int) -> int:
     return min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-most_keys // keys_a_split))))
 
 
-@kept
+@cached
 def layout(patterns: tuple[Pattern, ...], context: int, keys_a_split: int, device: torch.device) -> Layout:
     """What heads of these patterns read at this context, for all positions; cached."""
     heads = {pattern: query_views(pattern, context) for pattern in patterns}

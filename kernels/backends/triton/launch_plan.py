@@ -35,7 +35,7 @@ from longstride.kernels.backends.triton.configurations import (
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, Pass, groups, packed, sources
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
-from longstride.kernels.kept import Kept
+from longstride.kernels.cache import BoundedCache
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side
 
@@ -130,7 +130,7 @@ class LaunchPlan(NamedTuple):
             launch.run(values, stream)
 
 
-PLANS: Kept[LaunchPlan] = Kept()
+PLANS: BoundedCache[LaunchPlan] = BoundedCache()
 
 
 def look(inputs: Inputs) -> tuple[object, ...]:

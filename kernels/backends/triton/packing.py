@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longstride.kernels.cache import cached
 from longstride.kernels.forms import Bound, Bounds, Fold, Order, constant, whole
-from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import Side, View, edge_of, view
 
@@ -78,7 +78,7 @@ class Pass:
         return sum(t.numel() * t.element_size() for t in (self.table, self.data))
 
 
-@kept
+@cached
 def groups(patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts) -> tuple[Group, ...]:
     """The passes of heads with these patterns; the last one has the views that cover the most rows."""
     by_pattern = {pattern: _groups_of(pattern, context, rows, parts) for pattern in dict.fromkeys(patterns)}

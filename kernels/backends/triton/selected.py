@@ -34,7 +34,7 @@ from longstride.kernels.backends.triton.packing import (
     fold_fields,
     int32_table,
 )
-from longstride.kernels.kept import kept
+from longstride.kernels.cache import cached
 from longstride.kernels.plan import Side
 from longstride.kernels.selections import Selection, inverse_order
 
@@ -237,7 +237,7 @@ def _form_at(place: Place | None) -> Form:
     return Form.NATURAL if place is None else Form.LISTED
 
 
-@kept
+@cached
 def table_of(
     batch: int, heads: int, num_rows: int, edge: int, segments: tuple[Segment, ...], device: torch.device
 ) -> Tensor:
@@ -250,7 +250,7 @@ def table_of(
     return int32_table(table, device)
 
 
-@kept
+@cached
 def source_table_of(
     batch: int, heads: int, fields: tuple[tuple[int, int, Place | None], ...], device: torch.device
 ) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import plan
-from longstride.kernels.kept import ENTRY_BYTES, Kept, kept
+from longstride.kernels.cache import ENTRY_BYTES, BoundedCache, cached
 from longstride.kernels.patterns import Local
 from tests.harness.backends import WITH_TRITON
 
@@ -23,8 +23,8 @@ class Holder:
     again: tuple[Tensor, ...]
 
 
-def test_as_many_are_kept_as_fit_and_those_stay_that_are_used() -> None:
-    values: Kept[int] = Kept(limit_bytes=3 * ENTRY_BYTES)
+def test_cache_holds_as_many_entries_as_fit_and_those_used_recently() -> None:
+    values: BoundedCache[int] = BoundedCache(limit_bytes=3 * ENTRY_BYTES)
     for number in range(3):
         values.put(number, number)
     values.put(3, 3)
@@ -39,7 +39,7 @@ def test_as_many_are_kept_as_fit_and_those_stay_that_are_used() -> None:
 
 
 def test_tensors_count_once_an_entry_and_the_last_entry_stays() -> None:
-    values: Kept[Holder] = Kept(limit_bytes=4 * ENTRY_BYTES + 1)
+    values: BoundedCache[Holder] = BoundedCache(limit_bytes=4 * ENTRY_BYTES + 1)
     tensor = torch.empty(2 * ENTRY_BYTES, dtype=torch.uint8)
     values.put("small", Holder(tensor[:1], ()))
     values.put("once", Holder(tensor, (tensor, tensor)))
@@ -51,7 +51,7 @@ def test_tensors_count_once_an_entry_and_the_last_entry_stays() -> None:
 def test_a_function_computes_once_for_each_of_its_arguments() -> None:
     asked: list[int] = []
 
-    @kept
+    @cached
     def half(number: int) -> int | None:
         """Or None."""
         asked.append(number)
@@ -64,7 +64,7 @@ def test_a_function_computes_once_for_each_of_its_arguments() -> None:
 
 
 def test_threads_may_share_a_cache() -> None:
-    values: Kept[int] = Kept(limit_bytes=8 * ENTRY_BYTES)
+    values: BoundedCache[int] = BoundedCache(limit_bytes=8 * ENTRY_BYTES)
     wrong: list[object] = []
 
     def work(seed: int) -> None:
@@ -90,7 +90,7 @@ def test_hundreds_of_patterns_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
     from longstride.kernels.backends.triton.launch_plan import LaunchPlan
 
     q = torch.empty(1, 1, 4_096, 16)
-    monkeypatch.setattr(launch, "PLANS", Kept())
+    monkeypatch.setattr(launch, "PLANS", BoundedCache())
     monkeypatch.setattr(LaunchPlan, "run", lambda plan, inputs: (None,) * len(plan.results))
     planned: list[object] = []
     for module in (packing, decode):
