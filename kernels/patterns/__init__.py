@@ -1,7 +1,8 @@
 """Patterns: which earlier positions each position attends to.
 
-To add one: a file with a frozen dataclass that satisfies ``Pattern``, and a line in ``PATTERNS``. In another package,
-the dataclass is an entry point of the group ``longstride.patterns``, or has the `type` "package.module:Class".
+To add a pattern, write a file with a frozen dataclass that satisfies ``Pattern``, and add a line to ``PATTERNS``. The
+dataclass of another package is an entry point of the group ``longstride.patterns``, or has the `type`
+"package.module:Class".
 """
 
 from __future__ import annotations
@@ -12,15 +13,12 @@ from collections.abc import Sequence
 from longstride.kernels.errors import ConfigError, Problem, nearest
 from longstride.kernels.patterns.base import Pattern, PatternPart, divisors
 from longstride.kernels.patterns.bigbird import BigBird
-from longstride.kernels.patterns.block import Block
 from longstride.kernels.patterns.column import Column
-from longstride.kernels.patterns.dense import Dense
-from longstride.kernels.patterns.fixed import Fixed
-from longstride.kernels.patterns.local import Local
+from longstride.kernels.patterns.fixed import Block, Fixed, Summary
+from longstride.kernels.patterns.local import Dense, Local
 from longstride.kernels.patterns.longformer import Longformer
 from longstride.kernels.patterns.longnet import LongNet
 from longstride.kernels.patterns.strided import Strided
-from longstride.kernels.patterns.summary import Summary
 from longstride.kernels.registry import class_named, import_path, registered_names
 
 PATTERNS: dict[str, type] = {
@@ -39,12 +37,12 @@ GROUP = "longstride.patterns"  # of entry points
 
 
 def pattern_from_json(value: object, *, beside: Sequence[str] = (), others: Sequence[str] = ()) -> Pattern:
-    """The pattern that a JSON object names, e.g. ``{"type": "fixed", "stride": 128, "summary": 32}``.
+    """Create the pattern that a JSON object describes, e.g. ``{"type": "fixed", "stride": 128, "summary": 32}``.
 
     Args:
         value: the object.
-        beside: keys that the caller has read and taken out, so that a misspelt one of them is named too.
-        others: what the caller takes in place of a pattern: types, and keys that stand for one.
+        beside: keys that the caller has already removed, suggested for misspelt ones.
+        others: types and keys that the caller accepts in place of a pattern, suggested likewise.
 
     Raises:
         ConfigError: a type or a key is unknown or missing, or a value breaks the pattern's rule.
@@ -52,8 +50,8 @@ def pattern_from_json(value: object, *, beside: Sequence[str] = (), others: Sequ
     if not isinstance(value, dict):
         raise ConfigError(Problem("type", f"a pattern is an object with a type: {', '.join(PATTERNS)}"))
     if "type" not in value:
-        wanted = {key: nearest(key, ["type", *others]) for key in map(str, value)}
-        problems = [Problem(key, f"unknown key; {near}") for key, near in wanted.items() if near.startswith("nearest")]
+        advice = {key: nearest(key, ["type", *others]) for key in map(str, value)}
+        problems = [Problem(key, f"unknown key; {near}") for key, near in advice.items() if near.startswith("nearest")]
         raise ConfigError(*(problems or [Problem("type", f"missing; one of {', '.join(PATTERNS)}")]))
     kind = value["type"]
     cls = class_named(kind, PATTERNS, GROUP) if isinstance(kind, str) else None
@@ -63,19 +61,21 @@ def pattern_from_json(value: object, *, beside: Sequence[str] = (), others: Sequ
     if not dataclasses.is_dataclass(cls):
         raise ConfigError.at("type", kind, f"must name a pattern, a frozen dataclass, and {import_path(cls)} is none")
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    given = {key: entry for key, entry in value.items() if key != "type"}
-    known = [*fields, "type", *beside]
+    arguments = {key: entry for key, entry in value.items() if key != "type"}
+    keys = [*fields, "type", *beside]
     problems = [
-        Problem(str(key), f"unknown key for {kind}; {nearest(str(key), known)}") for key in given if key not in fields
+        Problem(str(key), f"unknown key for {kind}; {nearest(str(key), keys)}")
+        for key in arguments
+        if key not in fields
     ]
     problems += [
         Problem(name, f"missing; {kind} needs it")
         for name, field in fields.items()
-        if field.default is dataclasses.MISSING and name not in given
+        if field.default is dataclasses.MISSING and name not in arguments
     ]
     if problems:
         raise ConfigError(*problems)
-    pattern = cls(**given)
+    pattern = cls(**arguments)
     if not isinstance(pattern, Pattern):
         lacks = [name for name in dir(Pattern) if not name.startswith("_") and not hasattr(pattern, name)]
         raise ConfigError.at("type", kind, f"is no pattern: {import_path(cls)} has no {', '.join(lacks)}")
@@ -83,15 +83,15 @@ def pattern_from_json(value: object, *, beside: Sequence[str] = (), others: Sequ
 
 
 def pattern_to_json(pattern: Pattern) -> dict[str, object]:
-    """The JSON object that ``pattern_from_json`` turns back into an equal pattern.
+    """Return the JSON object that ``pattern_from_json`` turns back into an equal pattern.
 
-    All fields are given, except those that a pattern leaves out at their default (``PatternDefaults``). A class from
-    another package has its import path as its type.
+    It has all fields, except those that a pattern omits at their default (``PatternDefaults``). The type of a class
+    from another package is its import path.
 
     Raises:
-        ConfigError: the pattern's class is defined inside of a function, where nothing can import it.
+        ConfigError: the pattern's class is defined inside a function, so it cannot be imported.
     """
-    # torch.compile traces this, also for patterns made while it traces: hence a name at a time, and no defaults.
+    # torch.compile traces this, hence no dictionary of defaults.
     kinds = [name for name, cls in PATTERNS.items() if type(pattern) is cls] or [import_path(type(pattern))]
     if "<locals>" in kinds[0]:
         raise ConfigError.at("pattern", kinds[0], "cannot be imported; define the class at the top of a module")

@@ -1,4 +1,4 @@
-"""What a pattern is, the parts that a plan is built from, and what patterns have in common.
+"""The protocols of patterns and their parts, and defaults that most patterns share.
 
 Letters: N positions, M keys a part reads (M <= N). All positions are 0-indexed.
 """
@@ -13,68 +13,68 @@ from torch import Tensor
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bounds, Intervals, Order
 
-MOST_POSITIONS = 1 << 62  # that a number of a pattern may be: beyond every context, and within 64 bits
+MOST_POSITIONS = 1 << 62  # largest field of a pattern: beyond every context, and within 64 bits
 
 
 @runtime_checkable
 class PatternPart(Protocol):
-    """Pairs of which each query has one interval of keys, with queries and keys in the right orders. Hashable."""
+    """Pairs in which each query reads one interval of keys, once queries and keys are ordered. Hashable."""
 
     def __hash__(self) -> int:
-        """Plans are cached by part."""
+        """Return a hash, as plans are cached by part."""
         ...
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Original positions q and k, int64 and broadcastable, to bool: True where q attends to k."""
+        """Return True where q attends to k, for original positions q and k, int64 and broadcastable."""
         ...
 
     def query_order(self, context: int) -> Order:
-        """Original position of each reordered query: a permutation."""
+        """Return the original position of each reordered query, a permutation."""
         ...
 
     def key_order(self, context: int) -> Order:
-        """Original position of each reordered key, without repeats; some keys may be left out."""
+        """Return the original position of each reordered key, without repeats; keys may be missing."""
         ...
 
     def by_query(self, context: int) -> Bounds | Intervals:
-        """The interval of keys of each reordered query, counted in the key order."""
+        """Return the interval of keys of each reordered query, counted in the key order."""
         ...
 
     def by_key(self, context: int) -> Bounds | None:
-        """The interval of queries of each reordered key, counted in the query order; None: no closed form."""
+        """Return the interval of queries of each reordered key, counted in the query order; None: no closed form."""
         ...
 
 
 @runtime_checkable
 class Pattern(Protocol):
-    """Which positions each position attends to; all of ours are causal. A frozen, hashable value."""
+    """The positions that each position attends to. A frozen, hashable value. All built-in patterns are causal."""
 
     def __hash__(self) -> int:
-        """Plans are cached by pattern."""
+        """Return a hash, as plans are cached by pattern."""
         ...
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """The definition: original positions q and k, int64 and broadcastable, to bool."""
+        """Return True where q attends to k: the definition, for positions q and k, int64 and broadcastable."""
         ...
 
     def for_head(self, head: int) -> Pattern:
-        """The pattern of this head, where heads differ; itself where they do not."""
+        """Return the pattern of this head if heads differ, else itself."""
         ...
 
     def factors(self) -> tuple[Pattern, ...]:
-        """The factors that layers or heads take in turn (Child et al. 2019, section 4.2), each a pattern."""
+        """Return the factors that layers or heads take in turn (Child et al. 2019, section 4.2)."""
         ...
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """Disjoint parts whose union is the pattern: merged by logsumexp, their softmaxes are that of the pattern."""
+        """Return disjoint parts whose union is the pattern. Their softmaxes are merged by logsumexp."""
         ...
 
     def period(self) -> int | None:
-        """Positions by which it may be moved: it allows (q + period, k + period) just where (q, k); None: by none."""
+        """Return a p such that (q + p, k + p) is allowed exactly if (q, k) is; None if there is none."""
         ...
 
     def check(self, context: int) -> None:
-        """Raise ConfigError where a model of this context cannot use the pattern evenly."""
+        """Raise ConfigError if a model of this context cannot use the pattern evenly."""
         ...
 
 
@@ -82,52 +82,46 @@ class NaturalOrder:
     """A part whose queries and keys are in the natural order."""
 
     def query_order(self, context: int) -> Order:
-        """Natural."""
         return None
 
     def key_order(self, context: int) -> Order:
-        """Natural, all keys."""
         return None
 
 
 class PatternDefaults:
-    """What most patterns have in common: heads are alike, there is one factor, and any context will do."""
+    """Defaults of most patterns: heads are alike, there is one factor, and any context will do."""
 
-    left_out_at_default: ClassVar[tuple[str, ...]] = ()  # fields that came later: what is written stays as it was
+    left_out_at_default: ClassVar[tuple[str, ...]] = ()  # fields added later, omitted from JSON at their default
 
     def __repr__(self) -> str:
-        """As a dataclass is written, for those with ``repr=False``: without what is left out."""
+        """Return the repr of a dataclass with ``repr=False``, without omitted fields."""
         shown = {
             k: v for k, v in vars(self).items() if k not in self.left_out_at_default or v != getattr(type(self), k)
         }
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def for_head(self, head: int) -> Pattern:
-        """All heads are alike."""
         return self  # type: ignore[return-value]
 
     def factors(self) -> tuple[Pattern, ...]:
-        """Itself alone."""
         return (self,)  # type: ignore[return-value]
 
     def period(self) -> int | None:
-        """None that is known of."""
         return None
 
     def check(self, context: int) -> None:
-        """Raise ConfigError where a model of this context cannot use the pattern evenly: never."""
+        """Accept every context."""
 
 
 class SinglePart(NaturalOrder, PatternDefaults):
-    """A pattern that is its own only part: one interval a query is enough."""
+    """A pattern that is its own only part: one interval per query is enough."""
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """Itself alone."""
         return (self,)  # type: ignore[return-value]
 
 
 def require_positive(name: str, value: object, least: int = 1) -> None:
-    """Raise ConfigError unless the value is an integer of at least 1, or of another ``least``, and no absurd one."""
+    """Raise ConfigError unless the value is an integer from ``least`` to ``MOST_POSITIONS``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError.at(name, value, f"must be an integer of at least {least}")
     if value > MOST_POSITIONS:
@@ -135,7 +129,7 @@ def require_positive(name: str, value: object, least: int = 1) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a number from 1 on, ascending: in √number steps, so that a long context is no long wait."""
+    """Return all divisors of a number from 1 on, ascending, in √number steps."""
     below = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return below + [number // d for d in reversed(below) if d * d != number]
 
@@ -144,8 +138,8 @@ def require_divides(name: str, value: int, context: int) -> None:
     """Raise ConfigError, naming the nearest divisors, unless ``value`` divides the context."""
     if context % value == 0:
         return
-    known = divisors(context)
-    below = max(d for d in known if d < value) if value > 1 else None
-    above = min((d for d in known if d > value), default=None)
+    candidates = divisors(context)
+    below = max(d for d in candidates if d < value) if value > 1 else None
+    above = min((d for d in candidates if d > value), default=None)
     nearest = ", ".join(str(d) for d in (below, above) if d is not None)
     raise ConfigError.at(name, value, f"must divide context {context}; nearest {nearest}")

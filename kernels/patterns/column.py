@@ -1,4 +1,4 @@
-"""Positions a whole number of strides back."""
+"""Positions a multiple of the stride back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longstride.kernels.patterns.base import PatternDefaults, PatternPart, requi
 
 
 def column_order(context: int, stride: int) -> Order:
-    """Positions grouped by residue, so that each column is dense and causal."""
+    """Return the positions grouped by residue, so that each column is dense and causal."""
     if stride == 1 or stride >= context:
         return None
     if context % stride == 0:
@@ -33,47 +33,45 @@ class Column(PatternDefaults):
         require_positive("stride", self.stride)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Original positions q and k, broadcastable; True where q attends to k."""
         return (k <= q) & ((q - k) % self.stride == 0)
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """The whole column."""
+        """Return the entries of a column."""
         return (Entries(self.stride),)
 
     def period(self) -> int:
-        """Any: it goes by distances."""
+        """Return 1: only distances matter."""
         return 1
 
     def check(self, context: int) -> None:
-        """Raise ConfigError unless the stride divides the context."""
+        """Raise ConfigError if the stride does not divide the context."""
         require_divides("stride", self.stride, context)
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Some entries of the query's column, which is every ``stride``-th position: those ``skip`` and more above it."""
+    """Entries of the query's column (every ``stride``-th position) from ``skip`` entries above the query up."""
 
     stride: int  # positions
-    skip: int = 0  # entries; 1 leaves out the query itself
+    skip: int = 0  # entries; 1 excludes the query itself
     count: int | None = None  # entries; None: up to the top of the column
-    start: int = 0  # no position before this one
+    start: int = 0  # positions before this one are excluded
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Original positions q and k, broadcastable; True where q attends to k."""
         above = (q - k) // self.stride
         allowed = (above >= self.skip) & ((q - k) % self.stride == 0) & (k >= self.start)
         return allowed if self.count is None else allowed & (above - self.skip < self.count)
 
     def query_order(self, context: int) -> Order:
-        """Column after column."""
+        """Return column after column."""
         return column_order(context, self.stride)
 
     def key_order(self, context: int) -> Order:
-        """Column after column."""
+        """Return column after column."""
         return column_order(context, self.stride)
 
     def by_query(self, context: int) -> Bounds | Intervals:
-        """Each query reads its own column from ``skip`` entries above itself (0: from itself) up."""
+        """Let each query read its column from ``skip`` entries above itself (0: from itself) up."""
         rows = context // self.stride
         count = None if self.count is None else min(self.count, context)
         if context % self.stride == 0 and self.start % self.stride == 0:
@@ -89,7 +87,7 @@ class Entries:
         return Intervals(top_row if count is None else torch.maximum(row + 1 - self.skip - count, top_row), high)
 
     def by_key(self, context: int) -> Bounds | None:
-        """Each key is read from ``skip`` entries below itself down."""
+        """Let each key be read from ``skip`` entries below itself down."""
         rows = context // self.stride
         if context % self.stride or self.start:
             return None

@@ -1,4 +1,4 @@
-"""The paper's fixed pattern: the own block joined with the summaries of earlier ones."""
+"""The paper's fixed pattern: the query's block joined with the summaries of earlier ones, and its two factors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,189 @@ from typing import Annotated
 from torch import Tensor
 from typing_extensions import Doc
 
-from longstride.kernels.patterns.base import Pattern, PatternDefaults, PatternPart, require_divides
-from longstride.kernels.patterns.block import Block
-from longstride.kernels.patterns.summary import Summary, SummaryKeys
+from longstride.kernels.errors import ConfigError
+from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
+from longstride.kernels.patterns.base import (
+    NaturalOrder,
+    Pattern,
+    PatternDefaults,
+    PatternPart,
+    SinglePart,
+    require_divides,
+    require_positive,
+)
+
+
+@dataclass(frozen=True)
+class Block(SinglePart):
+    """Earlier positions of the query's block, self included (Child et al. 2019, section 4.3, first fixed factor)."""
+
+    stride: Annotated[int, Doc("positions in a block; the paper's l")]
+
+    def __post_init__(self) -> None:
+        require_positive("stride", self.stride)
+
+    def mask(self, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q // self.stride == k // self.stride)
+
+    def by_query(self, context: int) -> Bounds:
+        """Let query i read its block from the first position to i."""
+        stride = min(self.stride, whole(context))
+        return Bounds(context, stride, constant(0, stride), Bound(stride, 1, 1, stride))
+
+    def by_key(self, context: int) -> Bounds | None:
+        """Let key i be read by the queries from i to the end of its block."""
+        stride = min(self.stride, whole(context))
+        if context % stride:
+            return None  # the last block is short
+        return Bounds(context, stride, Bound(stride, 0, 0, stride), constant(stride, stride))
+
+    def period(self) -> int:
+        """Return the stride: blocks are alike."""
+        return self.stride
+
+    def check(self, context: int) -> None:
+        """Raise ConfigError if the stride does not divide the context."""
+        require_divides("stride", self.stride, context)
+
+
+@dataclass(frozen=True)
+class Summary(PatternDefaults):
+    """The summary positions up to the query (Child et al. 2019, section 4.3, second fixed factor).
+
+    In each block of ``stride`` positions, the head's summary sub-block has the positions
+    stride - summary * (index + 1) … stride - summary * index - 1. With ``num_summaries`` above 1, heads take the
+    sub-blocks in turn: ``for_head`` sets ``index = head % num_summaries``. Queries before the first summary position
+    have no key, so their output is 0, unless ``include_self`` is set.
+    """
+
+    stride: Annotated[int, Doc("positions in a block; the paper's l")]
+    summary: Annotated[int, Doc("positions at a block's end that later blocks read; the paper's c")]
+    num_summaries: Annotated[int, Doc("summary sub-blocks that heads take in turn")] = 1
+    include_self: Annotated[bool, Doc("a query reads itself too")] = False
+    index: int | None = None  # the sub-block of this head; None: unresolved, or there is only one
+
+    def __post_init__(self) -> None:
+        for name in ("stride", "summary", "num_summaries"):
+            require_positive(name, getattr(self, name))
+        if self.summary * self.num_summaries > self.stride:
+            rule = f"summary x num_summaries must not exceed stride {self.stride}"
+            largest = max(1, self.stride // self.num_summaries)
+            raise ConfigError.at("summary", self.summary, f"{rule}; largest {largest}")
+        if not isinstance(self.include_self, bool):
+            raise ConfigError.at("include_self", self.include_self, "must be true or false")
+        if self.index is not None and (type(self.index) is not int or not 0 <= self.index < self.num_summaries):
+            raise ConfigError.at("index", self.index, f"must be 0 to {self.num_summaries - 1}, or left out")
+
+    def first(self) -> int:
+        """Return the first summary position of a block; ValueError if heads differ and none was chosen."""
+        if self.index is None and self.num_summaries > 1:
+            raise ValueError(f"heads differ in {self}: resolve it first, for_head(head)")
+        return self.stride - self.summary * ((self.index or 0) + 1)
+
+    def is_summary(self, k: Tensor) -> Tensor:
+        """Return True where k, original positions, is a summary position."""
+        offset = k % self.stride - self.first()
+        return (offset >= 0) & (offset < self.summary)
+
+    def mask(self, q: Tensor, k: Tensor) -> Tensor:
+        allowed = (k <= q) & self.is_summary(k)
+        return allowed | (k == q) if self.include_self else allowed
+
+    def for_head(self, head: int) -> Pattern:
+        """Return the pattern with this head's summary sub-block."""
+        if self.num_summaries == 1 or self.index is not None:
+            return self
+        return replace(self, index=head % self.num_summaries)
+
+    def parts(self) -> tuple[PatternPart, ...]:
+        """Return the summary keys and, with ``include_self``, the queries that are not summary positions."""
+        keys = SummaryKeys(self)
+        if not self.include_self:
+            return (keys,)
+        outside = ((0, self.first()), (self.first() + self.summary, self.stride))
+        return (keys, *(SelfBetween(self.stride, first, last) for first, last in outside if first < last))
+
+    def period(self) -> int:
+        """Return the stride: blocks are alike."""
+        return self.stride
+
+    def check(self, context: int) -> None:
+        """Raise ConfigError if the stride does not divide the context."""
+        require_divides("stride", self.stride, context)
+
+
+@dataclass(frozen=True)
+class SummaryKeys(NaturalOrder):
+    """The summary keys in one dense run: each query reads a prefix of it."""
+
+    pattern: Summary
+    earlier_blocks: bool = False  # skip the query's own block, which is in another part
+
+    def mask(self, q: Tensor, k: Tensor) -> Tensor:
+        stride = self.pattern.stride
+        before = k // stride < q // stride if self.earlier_blocks else k <= q
+        return before & self.pattern.is_summary(k)
+
+    def key_order(self, context: int) -> Order:
+        """Return the summary positions, ascending."""
+        p = self.pattern
+        last = min(max(context % p.stride - p.first(), 0), p.summary)  # those of an incomplete last block
+        if p.stride > context:
+            return Fold(last, max(last, 1), whole(context), 1, min(p.first(), context))
+        return Fold(context // p.stride * p.summary + last, p.summary, p.stride, 1, p.first())
+
+    def by_query(self, context: int) -> Bounds:
+        """Let query i read the summary keys of earlier blocks, and those of its own block up to itself."""
+        p = self.pattern
+        if p.stride > context:  # a single incomplete block
+            high = constant(0) if self.earlier_blocks else ramp(1 - min(p.first(), context), 0, min(p.summary, context))
+            return Bounds(context, whole(context), constant(0), high)
+        high = constant(0, p.summary) if self.earlier_blocks else Bound(p.summary, 1 - p.first(), 0, p.summary)
+        return Bounds(context, p.stride, constant(0), high)
+
+    def by_key(self, context: int) -> Bounds | None:
+        """Let each key be read from its own position on, or from the next block on."""
+        p = self.pattern
+        if context % p.stride:
+            return None  # there may be no block after the last key
+        low = constant(p.stride, p.stride) if self.earlier_blocks else Bound(p.stride, p.first(), 0, p.stride)
+        return Bounds(context // p.stride * p.summary, p.summary, low, constant(context))
+
+
+@dataclass(frozen=True)
+class SelfBetween(NaturalOrder):
+    """The query's own position, if it is one of ``first … last - 1`` in its block."""
+
+    stride: int
+    first: int
+    last: int
+
+    def mask(self, q: Tensor, k: Tensor) -> Tensor:
+        return (k == q) & (k % self.stride >= self.first) & (k % self.stride < self.last)
+
+    def by_query(self, context: int) -> Bounds | Intervals:
+        """Let query i read key i or nothing. Empty intervals lie at an end of the run, so no bound decreases."""
+        bounds = self._bounds(context)
+        if context % self.stride == 0:
+            return bounds
+        # In an incomplete block, both ends may lie beyond the last position.
+        return Intervals(*(bound.clamp_max(context) for bound in intervals_of(bounds)))
+
+    def by_key(self, context: int) -> Bounds | None:
+        """Return the same intervals: a key is read by its own query only."""
+        return self._bounds(context) if context % self.stride == 0 else None
+
+    def _bounds(self, context: int) -> Bounds:
+        low, high = (Bound(self.stride, offset, self.first, self.last) for offset in (0, 1))
+        return Bounds(context, self.stride, low, high)
 
 
 @dataclass(frozen=True)
 class Fixed(PatternDefaults):
     """The query's block joined with every block's last positions (Child et al. 2019, section 4.3).
 
-    ``num_summaries`` and ``index`` are those of Summary: heads take distinct summary sub-blocks in turn.
+    ``num_summaries`` and ``index`` are those of Summary: heads take different summary sub-blocks in turn.
     """
 
     stride: Annotated[int, Doc("positions in a block; the paper's l")]
@@ -26,32 +199,31 @@ class Fixed(PatternDefaults):
     index: int | None = None
 
     def __post_init__(self) -> None:
-        self.factors()  # they check the values
+        self.factors()  # validates the fields
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Original positions q and k, broadcastable; True where q attends to k."""
         block, summary = self.factors()
         return block.mask(q, k) | summary.mask(q, k)
 
     def for_head(self, head: int) -> Pattern:
-        """The pattern with this head's own summary sub-block."""
+        """Return the pattern with this head's summary sub-block."""
         if self.num_summaries == 1 or self.index is not None:
             return self
         return replace(self, index=head % self.num_summaries)
 
     def factors(self) -> tuple[Block, Summary]:
-        """Block, then summary."""
+        """Return the block factor and the summary factor."""
         return Block(self.stride), Summary(self.stride, self.summary, self.num_summaries, index=self.index)
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """The own block, and the summary keys of the blocks before it."""
+        """Return the query's block, and the summary keys of earlier blocks."""
         block, summary = self.factors()
         return block, SummaryKeys(summary, earlier_blocks=True)
 
     def period(self) -> int:
-        """Whole blocks."""
+        """Return the stride: blocks are alike."""
         return self.stride
 
     def check(self, context: int) -> None:
-        """Raise ConfigError unless the stride divides the context."""
+        """Raise ConfigError if the stride does not divide the context."""
         require_divides("stride", self.stride, context)

@@ -1,4 +1,4 @@
-"""The most recent positions."""
+"""Every earlier position, and the most recent ones."""
 
 from __future__ import annotations
 
@@ -8,22 +8,43 @@ from typing import Annotated
 from torch import Tensor
 from typing_extensions import Doc
 
-from longstride.kernels.forms import Bound, Bounds, ramp, whole
+from longstride.kernels.forms import Bound, Bounds, constant, ramp, whole
 from longstride.kernels.patterns.base import (
     NaturalOrder,
     PatternDefaults,
     PatternPart,
+    SinglePart,
     require_divides,
     require_positive,
 )
 from longstride.kernels.patterns.column import Entries
 
 
+@dataclass(frozen=True)
+class Dense(SinglePart):
+    """Full causal attention: every position up to and including its own (Child et al. 2019, section 4.1)."""
+
+    def mask(self, q: Tensor, k: Tensor) -> Tensor:
+        return k <= q
+
+    def by_query(self, context: int) -> Bounds:
+        """Let query i read keys 0 … i."""
+        return Bounds(context, whole(context), constant(0), ramp(1, 1, context))
+
+    def by_key(self, context: int) -> Bounds:
+        """Let key i be read by queries i … N-1."""
+        return Bounds(context, whole(context), ramp(0, 0, context), constant(context))
+
+    def period(self) -> int:
+        """Return 1: only distances matter."""
+        return 1
+
+
 @dataclass(frozen=True, repr=False)
 class Local(PatternDefaults):
-    """The last ``window`` positions, self counted (the released code's reading of section 4.3's first factor).
+    """The last ``window`` positions, self included (section 4.3 of Child et al. 2019, first factor as in their code).
 
-    With a ``dilation`` d they are those at distances 0, d, 2d, …: still ``window`` keys, d times as far (Beltagy et al.
+    With a ``dilation`` d they are at distances 0, d, 2d, …: still ``window`` keys, but d times as far (Beltagy et al.
     2020, section 3.1, causal).
     """
 
@@ -37,41 +58,39 @@ class Local(PatternDefaults):
         require_positive("dilation", self.dilation)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Original positions q and k, broadcastable; True where q attends to k."""
-        (only,) = self.parts()
-        return only.mask(q, k)
+        (part,) = self.parts()
+        return part.mask(q, k)
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """The window, or its entries of the query's column."""
+        """Return the window; with a dilation, its entries in the query's column."""
         return (Window(self.window) if self.dilation == 1 else Entries(self.dilation, count=self.window),)
 
     def period(self) -> int:
-        """Any: it goes by distances."""
+        """Return 1: only distances matter."""
         return 1
 
     def check(self, context: int) -> None:
-        """Raise ConfigError unless the dilation divides the context."""
+        """Raise ConfigError if the dilation does not divide the context."""
         require_divides("dilation", self.dilation, context)
 
 
 @dataclass(frozen=True)
 class Window(NaturalOrder):
-    """The last ``size`` positions; with a ``grain`` g those of the query's block of g, and of whole ones before it."""
+    """The last ``size`` positions. With a ``grain`` g: the query's block of g positions and full blocks before it."""
 
     size: int  # positions, a multiple of the grain
     grain: int = 1
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Original positions q and k, broadcastable; True where q attends to k."""
         return (k <= q) & (q - q % self.grain + (self.grain - 1) - k < self.size)
 
     def by_query(self, context: int) -> Bounds:
-        """Query i reads keys max(0, i - size + 1) … i, where the grain is 1."""
+        """Let query i read keys max(0, i - size + 1) … i, for a grain of 1."""
         size = min(self.size, context + self.grain - 1)
         low = Bound(0, self.grain - size, 0, context, self.grain)
         return Bounds(context, whole(context), low, ramp(1, 1, context))
 
     def by_key(self, context: int) -> Bounds:
-        """Key i is read by queries i … min(i + size, N) - 1, where the grain is 1."""
+        """Let key i be read by queries i … min(i + size, N) - 1, for a grain of 1."""
         high = Bound(0, min(self.size, context), 0, context, self.grain)
         return Bounds(context, whole(context), ramp(0, 0, context), high)

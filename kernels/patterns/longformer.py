@@ -1,4 +1,4 @@
-"""Longformer's pattern: a dilated window joined with a few positions that everybody reads."""
+"""Longformer's pattern: a dilated window joined with a few positions that all later ones read."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from longstride.kernels.patterns.local import Local, Window
 class Longformer(PatternDefaults):
     """A dilated window joined with the first ``globals`` positions (Beltagy et al. 2020, section 3.1), causal.
 
-    Every position reads the global ones that are not after it. In the paper a global position also reads everything;
-    a causal one cannot read the future, so it reads what its window gives and the global positions before it.
+    Every position reads the global ones up to itself. In the paper a global position also reads everything. A causal
+    one cannot read the future, so it reads its window and the global positions before it.
 
-    A plan is in closed form where ``dilation`` or ``globals`` is 1. Otherwise the window's bounds are vectors, 16 bytes
-    a position: those of its keys, and where the dilation does not divide ``globals`` also those of its queries.
+    A plan is in closed form if ``dilation`` or ``globals`` is 1. Otherwise the window's bounds by key are vectors of 16
+    bytes per position. If the dilation does not divide ``globals``, so are its bounds by query.
     """
 
     window: Annotated[int, Doc("keys, the query itself among them")]
@@ -35,20 +35,19 @@ class Longformer(PatternDefaults):
             require_positive(name, getattr(self, name))
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Original positions q and k, broadcastable; True where q attends to k."""
         return Local(self.window, self.dilation).mask(q, k) | ((k <= q) & (k < self.globals))
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """The window, and the global positions; one of them without what both hold."""
+        """Return the window and the global positions, without the overlap in one of them."""
         if self.dilation == 1:
             return Window(self.window), FirstKeys(self.globals, self.window)
         if self.globals == 1:
             return Entries(self.dilation, count=self.window), FirstKeys(1, self.window, stride=self.dilation)
-        # The globals of the query's own column lie between those of others: no order of them all ends at the window.
+        # Globals of the query's column lie between those of other columns: no order of all of them ends at the window.
         return Entries(self.dilation, count=self.window, start=self.globals), FirstKeys(self.globals)
 
     def check(self, context: int) -> None:
-        """Raise ConfigError unless the dilation divides the context, and so many global positions are there."""
+        """Raise ConfigError unless the dilation divides the context, which has that many global positions."""
         require_divides("dilation", self.dilation, context)
         if self.globals > context:
             raise ConfigError.at("globals", self.globals, f"must not exceed context {context}; largest {context}")
@@ -56,38 +55,37 @@ class Longformer(PatternDefaults):
 
 @dataclass(frozen=True)
 class FirstKeys:
-    """The first ``count`` positions, but none that a window of ``window`` keys (of that grain or stride) holds."""
+    """The first ``count`` positions, except those in a window of ``window`` keys with that grain or stride."""
 
-    count: int  # positions; 1 where the stride is above 1
-    window: int = 0  # keys; 0: no window, all up to the query
+    count: int  # positions; 1 if the stride is above 1
+    window: int = 0  # keys; 0: no window, so all positions up to the query
     grain: int = 1  # of the window: see ``Window``
-    stride: int = 1  # from one key of the window to the next
+    stride: int = 1  # positions from one key of the window to the next
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Original positions q and k, broadcastable; True where q attends to k."""
         back = q - q % self.grain + (self.grain - 1) - k
         return (k < self.count) & (k <= q) & ((back % self.stride != 0) | (back // self.stride >= self.window))
 
     def query_order(self, context: int) -> Order:
-        """Column after column: the first one begins with the queries whose window holds the first position."""
+        """Return column after column. The first begins with the queries with the first position in their window."""
         return column_order(context, self.stride)
 
     def key_order(self, context: int) -> Order:
-        """The first positions alone."""
+        """Return the first positions."""
         num_keys = min(self.count, context)
         return Fold(num_keys, num_keys, whole(context), 1)
 
     def by_query(self, context: int) -> Bounds:
-        """Query i reads the first positions up to its window."""
+        """Let query i read the first positions up to its window."""
         high = Bound(0, self.grain - self._window(context), 0, min(self.count, context), self.grain)
         return Bounds(context, whole(context), constant(0), high)
 
     def by_key(self, context: int) -> Bounds:
-        """Each key is read by all queries behind those whose window holds it."""
+        """Let each key be read by all queries after those with the key in their window."""
         num_keys = min(self.count, context)
         low = Bound(0, self._window(context), 0, context, self.grain)
         return Bounds(num_keys, num_keys, low, constant(context))
 
     def _window(self, context: int) -> int:
-        """The window without what would reach beyond the beginning; no further than the first column, as rows go on."""
+        """Return the window, limited to the length of the first column, as rows continue in the next one."""
         return min(self.window, -(-context // self.stride) + self.grain - 1)

@@ -1,4 +1,4 @@
-"""LongNet's pattern: the longer a segment, the fewer of its positions take part."""
+"""LongNet's pattern: the longer a segment, the sparser its positions."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from typing_extensions import Doc
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, positions_of, whole
 from longstride.kernels.patterns.base import Pattern, PatternDefaults, PatternPart, divisors, require_positive
-from longstride.kernels.patterns.block import Block
 from longstride.kernels.patterns.column import column_order
+from longstride.kernels.patterns.fixed import Block
 
-MOST_SEGMENTS = 32  # twice as long each, they would span every context
+MOST_SEGMENTS = 32  # if each is twice the one before, they span every context
 
 
 @dataclass(frozen=True)
 class LongNet(PatternDefaults):
     """Dilated segments (Ding et al. 2023, section 2.2), causal.
 
-    Member i cuts the sequence into segments of ``segments[i]`` positions, of which every ``dilations[i]``-th takes part
-    and reads those of its segment up to itself. Heads shift which ones they are, ``offset = head % dilations[i]``, by
-    ``for_head``. The first dilation is 1, so that every query reads its own first segment at least.
+    Member i cuts the sequence into segments of ``segments[i]`` positions. Every ``dilations[i]``-th position of a
+    segment takes part, and reads the others up to itself. Heads shift these positions by ``offset = head %
+    dilations[i]`` (``for_head``). The first dilation is 1, so every query reads at least its first segment.
 
-    Three layers of all heads reach every earlier position, except some in the segment before the query's own: what
-    stands behind the last position of a head in its segment leaves it through other heads alone.
+    Three layers of all heads reach every earlier position, except some in the segment before the query's: a position
+    after the last one of a head in its segment leaves the segment only through other heads.
 
-    The paper computes a softmax for each member and mixes their outputs in proportion to the softmax denominators. That
-    counts a key as often as members hold it. Here there is one softmax over the union, and every key counts once.
+    The paper computes a softmax for each member and weighs their outputs by the softmax denominators, so a key in
+    several members counts several times. Here there is one softmax over the union, and every key counts once.
     """
 
     segments: Annotated[tuple[int, ...], Doc("positions; each divides the next")]
@@ -42,7 +42,7 @@ class LongNet(PatternDefaults):
         tuple[int, ...],
         Doc("positions from key to key; each divides the next, and the segment before its own"),
     ]
-    index: int | None = None  # of this head; None: not chosen yet, or heads are alike
+    index: int | None = None  # of this head; None: unresolved, or heads are alike
 
     def __post_init__(self) -> None:
         for name in ("segments", "dilations"):
@@ -54,20 +54,16 @@ class LongNet(PatternDefaults):
             for number, value in enumerate(values):
                 require_positive(f"{name}[{number}]", value)
             object.__setattr__(self, name, tuple(values))  # JSON has lists, which are not hashable
-        self._check_segments()
+        segments = [self.segments[0]]
+        for segment in self.segments[1:]:
+            segments.append(segments[-1] * max(2, round(segment / segments[-1])))
+        if segments != list(self.segments):
+            rule = f"each must be a multiple of the one before; nearest {segments}"
+            raise ConfigError.at("segments", self.segments, rule)
         self._check_dilations()
         most = self.dilations[-1]
         if self.index is not None and (type(self.index) is not int or not 0 <= self.index < most):
             raise ConfigError.at("index", self.index, f"must be 0 to {most - 1}, or left out")
-
-    def _check_segments(self) -> None:
-        good = [self.segments[0]]
-        for segment in self.segments[1:]:
-            good.append(good[-1] * max(2, round(segment / good[-1])))
-        if good != list(self.segments):
-            raise ConfigError.at(
-                "segments", self.segments, f"each must be a multiple of the one before; nearest {good}"
-            )
 
     def _check_dilations(self) -> None:
         good = [1]
@@ -82,7 +78,6 @@ class LongNet(PatternDefaults):
             raise ConfigError.at("dilations", self.dilations, f"{rule}; nearest {good}")
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Original positions q and k, broadcastable; True where q attends to k."""
         members = (
             (q // segment == k // segment) & (q % dilation == offset) & (k % dilation == offset)
             for segment, dilation, offset in self._members()
@@ -90,15 +85,15 @@ class LongNet(PatternDefaults):
         return (k <= q) & reduce(or_, members)
 
     def for_head(self, head: int) -> Pattern:
-        """The pattern with this head's own offsets."""
+        """Return the pattern with this head's offsets."""
         if self.dilations[-1] == 1 or self.index is not None:
             return self
         return replace(self, index=head % self.dilations[-1])
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """The first segment, and of each further member what lies before the segment of the one before.
+        """Return the first segment, and for each further member the part before the previous member's segment.
 
-        As segments and dilations divide each other, a position that takes part in a member takes part in all before it.
+        As segments and dilations divide each other, a position of a member belongs to all members before it.
         """
         further = (
             EarlierSegments(before, segment, dilation, offset)
@@ -107,11 +102,11 @@ class LongNet(PatternDefaults):
         return (Block(self.segments[0]), *further)
 
     def period(self) -> int:
-        """Whole outer segments."""
+        """Return the last segment: outer segments are alike."""
         return self.segments[-1]
 
     def check(self, context: int) -> None:
-        """Raise ConfigError unless the last segment, and so every one, divides the context."""
+        """Raise ConfigError unless the last segment, and so every segment, divides the context."""
         if context % self.segments[-1] == 0:
             return
         good = [_nearest(self.segments[-1], divisors(context))]
@@ -121,7 +116,7 @@ class LongNet(PatternDefaults):
         raise ConfigError.at("segments", self.segments, rule)
 
     def _members(self) -> list[tuple[int, int, int]]:
-        """Segment, dilation and offset of each; ValueError where heads differ and no head was chosen."""
+        """Return segment, dilation and offset of each member; ValueError if heads differ and none was chosen."""
         if self.index is None and self.dilations[-1] > 1:
             raise ValueError(f"heads differ in {self}: resolve it first, for_head(head)")
         pairs = zip(self.segments, self.dilations, strict=True)
@@ -130,10 +125,10 @@ class LongNet(PatternDefaults):
 
 @dataclass(frozen=True)
 class EarlierSegments:
-    """Every ``dilation``-th position of the query's outer segment before its inner one, for queries among them.
+    """Every ``dilation``-th position of the query's outer segment before its inner one, for queries at such positions.
 
-    They are one column of queries, and the others read nothing. By grains of an inner and an outer segment, the bounds
-    are closed forms.
+    These queries are one column; the others read nothing. The bounds are closed forms with grains of an inner and an
+    outer segment.
     """
 
     inner: int  # positions, a multiple of the dilation
@@ -142,24 +137,23 @@ class EarlierSegments:
     offset: int
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Original positions q and k, broadcastable; True where q attends to k."""
-        held = (q % self.dilation == self.offset) & (k % self.dilation == self.offset)
-        return held & (q // self.outer == k // self.outer) & (k // self.inner < q // self.inner)
+        takes_part = (q % self.dilation == self.offset) & (k % self.dilation == self.offset)
+        return takes_part & (q // self.outer == k // self.outer) & (k // self.inner < q // self.inner)
 
     def query_order(self, context: int) -> Order:
-        """Column after column."""
+        """Return column after column."""
         return column_order(context, self.dilation)
 
     def key_order(self, context: int) -> Order:
-        """The column of the offset alone."""
+        """Return the column of the offset."""
         num_keys = self._num_keys(context)
         return Fold(num_keys, 1, self.dilation, 1, self.offset) if self.dilation > 1 else None
 
     def by_query(self, context: int) -> Bounds | Intervals:
-        """Queries of the column read from the beginning of their outer segment to that of their inner one."""
+        """Let queries of the column read from the start of their outer segment to the start of their inner one."""
         inner, outer, num_keys = self.inner // self.dilation, self.outer // self.dilation, self._num_keys(context)
         if context % self.outer == 0:
-            begin = self.offset * num_keys  # the row at which the column begins: a multiple of both grains
+            begin = self.offset * num_keys  # first row of the column, a multiple of both grains
             low, high = (Bound(0, -begin, 0, num_keys, grain) for grain in (outer, inner))
             return Bounds(context, whole(context), low, high)
         row, order = torch.arange(context), positions_of(self.query_order(context))
@@ -169,7 +163,7 @@ class EarlierSegments:
         return Intervals(*(end.where(column == self.offset, (column > self.offset) * num_keys) for end in ends))
 
     def by_key(self, context: int) -> Bounds | None:
-        """Each key is read from the next inner segment to the end of its outer one."""
+        """Let each key be read from the next inner segment to the end of its outer segment."""
         if context % self.outer:
             return None
         num_keys = self._num_keys(context)
@@ -183,5 +177,5 @@ class EarlierSegments:
         return max(0, -(-(context - self.offset) // self.dilation))
 
 
-def _nearest(wanted: int, good: Iterable[int]) -> int:
-    return min(good, key=lambda value: abs(value - wanted))
+def _nearest(value: int, candidates: Iterable[int]) -> int:
+    return min(candidates, key=lambda candidate: abs(candidate - value))

@@ -22,19 +22,20 @@ from longstride.kernels.patterns.base import (
 from longstride.kernels.patterns.column import Column, Entries
 from longstride.kernels.patterns.local import Local
 
-MOST_FACTORS = 32  # two positions apart each, they would span every context
+MOST_FACTORS = 32  # with a stride of 2, they span every context
 
 
 @dataclass(frozen=True, repr=False)
 class Strided(PatternDefaults):
-    """A window of ``stride`` joined with every ``stride``-th position (Child et al. 2019, section 4.3).
+    """A window of ``stride`` positions joined with every ``stride``-th position (Child et al. 2019, section 4.3).
 
     ``span`` chooses the window: "released" counts ``stride`` positions, self included, as the authors' code does;
     "paper" counts one more, as the set in the paper does.
 
-    With ``num_factors`` p above 2 there are factors between the two (section 4.2 has any p). Factor j reads at the
-    distances that are multiples of stride^(j-1) below stride^j, the last one at all multiples of stride^(p-1). Where
-    the stride is the p-th root of N, that is O(N · ᵖ√N) pairs; p layers, a factor each, reach every earlier position.
+    With ``num_factors`` p above 2 there are factors between the two (section 4.2 allows any p). Factor j reads at
+    distances that are multiples of stride^(j-1) below stride^j. The last factor reads at all multiples of
+    stride^(p-1). If the stride is the p-th root of N, there are O(N · ᵖ√N) pairs, and p layers with one factor each
+    reach every earlier position.
     """
 
     stride: Annotated[int, Doc("positions of the window, and from one key of the column to the next; the paper's l")]
@@ -52,20 +53,19 @@ class Strided(PatternDefaults):
             raise ConfigError.at("num_factors", self.num_factors, f"must be at most {MOST_FACTORS}")
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Original positions q and k, broadcastable; True where q attends to k."""
         return reduce(or_, (factor.mask(q, k) for factor in self.factors()))
 
     def factors(self) -> tuple[Pattern, ...]:
-        """Local, then the dilated windows between where there are more than two, then column."""
+        """Return the window, then dilated windows if there are more than two factors, then the column."""
         *between, last = self._strides()
         dilated = (Local(self.stride, stride) for stride in between)
         return (Local(self._window()), *dilated, Column(last))
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """The window, and of each further factor the entries before it: they have no others in common."""
+        """Return the window, and the entries of each further factor beyond it, which are disjoint."""
         window = Local(self._window())
         *between, last = self._strides()
-        # The window holds the distances 0, stride, … below its width; of the others, each holds the query itself.
+        # The window has the distances 0, stride, … below its width. Each other factor has the query itself.
         skips = {stride: -(-window.window // stride) for stride in (*between, last)}
         dilated = (Entries(s, skips[s], self.stride - skips[s]) for s in between if skips[s] < self.stride)
         return (*window.parts(), *dilated, Entries(last, skips[last]))
@@ -74,15 +74,15 @@ class Strided(PatternDefaults):
         return self.stride + (self.span == "paper")
 
     def _strides(self) -> list[int]:
-        """Of the factors after the first."""
+        """Return the strides of the factors after the first."""
         return [min(self.stride**power, MOST_POSITIONS) for power in range(1, self.num_factors)]
 
     def period(self) -> int:
-        """Any: it goes by distances."""
+        """Return 1: only distances matter."""
         return 1
 
     def check(self, context: int) -> None:
-        """Raise ConfigError unless the stride, or the largest power that a factor has, divides the context."""
+        """Raise ConfigError unless the stride, or the largest power of it in a factor, divides the context."""
         power = self.num_factors - 1
         if power == 1:
             require_divides("stride", self.stride, context)
