@@ -1,15 +1,15 @@
-"""Pattern x context -> what a kernel visits: orders, intervals, the tiles that follow from them, and one query's keys.
+"""Plans of a pattern at a context: orders, intervals, the tiles that follow from them, and the keys of one query.
 
 Letters: N positions, M keys of a part or of one query, T row tiles.
-Nothing here looks at N^2 pairs: a part gives each query one interval of keys (``patterns.base``). Which tiles a tile of
-rows visits, and which of them without a mask, follows from the intervals of its first and last row. The keys of one
-query are a few regular runs of positions, found in a time that does not grow with N.
+Nothing here takes N^2 steps: a part gives each query one interval of keys (``patterns.base``). The intervals of its
+first and last row tell which tiles a tile of rows visits, and which of them need no mask. The keys of one query are a
+few regular runs of positions, found in a time that does not depend on N.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -22,11 +22,9 @@ from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bounds, Fold, Intervals, Order, intervals_of, positions_of
 from longstride.kernels.patterns import Pattern, PatternPart
 
-FEW_POSITIONS, MOST_TRIED = (
-    64,
-    16,
-)  # of a context, and the rows of it for which mask and plan are compared; of longer ones 3
-Side = Literal["queries", "keys"]  # whose tiles are the rows: queries for the forward pass and dQ, keys for dK and dV
+SHORT_CONTEXT = 64  # positions; here mask and plan are compared in up to MOST_CHECKED rows, at longer contexts in 3
+MOST_CHECKED = 16
+Side = Literal["queries", "keys"]  # the rows of tiles: queries for the forward pass and dQ, keys for dK and dV
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +40,7 @@ class View:
     @property
     @cached
     def intervals(self) -> Intervals:
-        """The columns of each row as vectors, (num_rows,) int64."""
+        """Columns of each row as vectors, (num_rows,) int64."""
         return intervals_of(self.bounds)
 
     @property
@@ -59,21 +57,21 @@ class View:
         return self.row_positions if same else positions_of(self.column_order)
 
     def closed_period(self) -> int | None:
-        """P where each run of P rows reads exactly its own P positions, so that runs are independent; else None."""
+        """Return P if each run of P rows reads exactly its own P positions, so that runs are independent; else None."""
         same = self.column_order is self.row_order
         return self.bounds.closed_period() if same and isinstance(self.bounds, Bounds) else None
 
     @property
     @cached
     def row_of_position(self) -> Tensor:
-        """The row of each original position, (N,) int64, where every position has one."""
+        """Row of each original position, (N,) int64. Every position must have one."""
         assert self.row_positions is not None
         inverse = torch.empty_like(self.row_positions)
         inverse[self.row_positions] = torch.arange(self.num_rows)
         return inverse
 
     def interval_at(self, position: int) -> tuple[int, int]:
-        """The columns ``low <= column < high`` of the row of a position, at a cost that does not grow with N."""
+        """Return the columns ``low <= column < high`` that a position reads, at a cost that does not depend on N."""
         row = position
         if isinstance(self.row_order, Fold):
             row = self.row_order.inverse()(position)
@@ -86,10 +84,10 @@ class View:
 
 @cached
 def view(part: PatternPart, context: int, rows: Side) -> View:
-    """A part for N = ``context`` positions, seen from its queries or its keys; cached.
+    """Return a part at N = ``context`` positions, seen from its queries or its keys; cached.
 
     Raises:
-        ConfigError: its orders and intervals disagree with its mask, in the rows that are tried.
+        ConfigError: its orders and intervals disagree with its mask, in the rows that are compared.
     """
     if rows == "keys":
         by_query = view(part, context, "queries")
@@ -103,7 +101,7 @@ def view(part: PatternPart, context: int, rows: Side) -> View:
     else:
         equal = type(query_order) is type(key_order) and query_order == key_order
     if equal:
-        key_order = query_order  # one object, so that ``is`` tells that they are equal
+        key_order = query_order  # one object, as equality is tested by ``is``
     num_keys = context
     if key_order is not None:
         num_keys = key_order.length if isinstance(key_order, Fold) else key_order.numel()
@@ -113,9 +111,9 @@ def view(part: PatternPart, context: int, rows: Side) -> View:
 
 
 def _require_mask(part_view: View, part: PatternPart, context: int, rows: Side) -> None:
-    """Raise ConfigError unless the first row, the last and some others read what the part's mask says."""
+    """Raise ConfigError unless the first row, the last and some between read what the part's mask says."""
     positions = torch.arange(context)
-    count = min(part_view.num_rows, MOST_TRIED if context <= FEW_POSITIONS else 3)
+    count = min(part_view.num_rows, MOST_CHECKED if context <= SHORT_CONTEXT else 3)
     for number in range(count):
         row = torch.tensor([number * (part_view.num_rows - 1) // max(count - 1, 1)])
         position, bounds = positions_at(part_view.row_order, row), part_view.bounds
@@ -137,17 +135,17 @@ def positions_at(order: Order, rows: Tensor) -> Tensor:
 
 
 def num_pairs(pattern: Pattern, context: int) -> int:
-    """The exact number of pairs of a query and a key that a pattern allows: (N + 1) N / 2 where it is dense.
+    """Return the exact number of query-key pairs that a pattern allows: (N + 1) N / 2 if it is dense.
 
-    ``pattern`` is that of one head (``for_head``). The cost does not grow with N where its bounds have a closed form.
+    ``pattern`` belongs to one head (``for_head``). The cost does not depend on N if its bounds have a closed form.
     """
     bounds = [view(part, context, "queries").bounds for part in pattern.parts()]
-    return sum(each.num_pairs() if isinstance(each, Bounds) else int((each.high - each.low).sum()) for each in bounds)
+    return sum(b.num_pairs() if isinstance(b, Bounds) else int((b.high - b.low).sum()) for b in bounds)
 
 
 @cached
 def is_causal(pattern: Pattern, context: int) -> bool:
-    """Whether no query reads a position after its own; ``pattern`` is that of one head. In N log N steps."""
+    """Whether no query of this head's pattern reads a later position. Takes N log N steps."""
     for part in query_views(pattern, context):
         low, high = intervals_of(part.bounds)
         positions, columns = (positions_of(order) for order in (part.row_order, part.column_order))
@@ -156,7 +154,7 @@ def is_causal(pattern: Pattern, context: int) -> bool:
             if bool(((high > positions + 1) & (low < high)).any()):
                 return False
             continue
-        # The last of the columns from each one on, of 1, 2, 4 … of them: two such runs make up any interval.
+        # The last position in each run of 1, 2, 4 … columns: two such runs cover any interval.
         width, latest = 1, columns
         while len(latest):
             some = (high - low >= width) & (high - low < 2 * width)
@@ -169,14 +167,14 @@ def is_causal(pattern: Pattern, context: int) -> bool:
 
 
 def require_causal(patterns: Iterable[Pattern], context: int) -> None:
-    """Raise ValueError for a pattern of a head that reads positions after the query's."""
+    """Raise ValueError if the pattern of a head reads positions after the query."""
     for pattern in dict.fromkeys(patterns):
         if not is_causal(pattern, context):
-            raise ValueError(f"pattern={pattern}: reads positions after its own; give one that reads none of them")
+            raise ValueError(f"pattern={pattern}: reads positions after the query; give a causal pattern")
 
 
 def transposed(intervals: Intervals, num_columns: int) -> Intervals:
-    """The rows of each column: an interval too, as neither bound of the rows decreases."""
+    """Return the rows of each column: an interval too, as neither bound of the rows decreases."""
     column = torch.arange(num_columns)
     low = torch.searchsorted(intervals.high, column, right=True)
     high = torch.searchsorted(intervals.low, column, right=True)
@@ -184,7 +182,7 @@ def transposed(intervals: Intervals, num_columns: int) -> Intervals:
 
 
 def edge_of(view: View, tile_rows: int) -> int:
-    """How many rows a tile of ``tile_rows`` takes: all, or fewer, so that tiles end where closed runs end."""
+    """Return how many of its ``tile_rows`` rows a tile uses: fewer, if tiles then end where closed runs end."""
     period = view.closed_period()
     if period is None:
         return tile_rows
@@ -196,7 +194,7 @@ def edge_of(view: View, tile_rows: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The column tiles of each row tile, as a kernel derives them itself.
+    """The column tiles of each row tile, as kernels derive them.
 
     Row tile t has the rows ``t * edge …``; its column tile j has the columns ``origin[t] + j * tile_columns …`` for
     ``0 <= j < count[t]``. Those in ``full_first[t] <= j < full_last[t]`` need no mask.
@@ -205,22 +203,22 @@ class Tiles:
     edge: int
     tile_rows: int
     tile_columns: int
-    origin: np.ndarray  # (T,) int64, likewise the others
+    origin: np.ndarray  # (T,) int64, as are the following
     count: np.ndarray
     full_first: np.ndarray
     full_last: np.ndarray
 
     def num_visited(self) -> int:
-        """Tiles visited, full and partial."""
+        """Return the number of tiles visited, full and partial."""
         return int(self.count.sum())
 
     def num_pairs(self) -> int:
-        """Pairs of a row and a column that are computed, masked ones included."""
+        """Return the number of computed pairs of a row and a column, masked ones included."""
         return self.num_visited() * self.tile_rows * self.tile_columns
 
 
 def tiles(view: View, tile_rows: int, tile_columns: int, edge: int | None = None) -> Tiles:
-    """A view in tiles of (tile_rows, tile_columns) that take ``edge`` rows each (``edge_of`` where None)."""
+    """Cut a view into tiles of (tile_rows, tile_columns) that use ``edge`` rows each (default: ``edge_of``)."""
     edge = edge or edge_of(view, tile_rows)
     first = torch.arange(0, view.num_rows, edge)
     last = (first + edge).clamp_max(view.num_rows) - 1
@@ -251,12 +249,12 @@ class RegularPositions:
         return self.blocks * self.width
 
     def positions(self) -> Tensor:
-        """(M,) int64."""
+        """Return the positions, (M,) int64."""
         start = self.first + torch.arange(self.blocks, device="cpu")[:, None] * self.step
         return (start + torch.arange(self.width, device="cpu")).reshape(-1)
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """These rows of (N, …), as (M, …): a view; for several wide blocks a copy."""
+        """Return these rows of (N, …), as (M, …): a view, or a copy for several wide blocks."""
         last = self.first + (self.blocks - 1) * self.step + self.width
         if self.blocks == 1:
             return x[self.first : last]
@@ -269,17 +267,17 @@ class RegularPositions:
 class ListedPositions:
     """Positions in a vector, for orders that have no closed form."""
 
-    vector: Tensor  # (M,) int64, a slice of a vector that is kept for all queries
+    vector: Tensor  # (M,) int64, a slice of a vector shared by all queries
 
     def __len__(self) -> int:
         return len(self.vector)
 
     def positions(self) -> Tensor:
-        """(M,) int64."""
+        """Return the positions, (M,) int64."""
         return self.vector
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """These rows of (N, …), as (M, …): a copy."""
+        """Return a copy of these rows of (N, …), as (M, …)."""
         return x.index_select(0, self.vector.to(x.device))
 
 
@@ -288,16 +286,16 @@ Read = RegularPositions | ListedPositions
 
 @cached
 def query_views(pattern: Pattern, context: int) -> tuple[View, ...]:
-    """The parts of a resolved pattern, seen from their queries; cached."""
+    """Return the parts of a resolved pattern, seen from their queries; cached."""
     return tuple(view(part, context, "queries") for part in pattern.parts())
 
 
 def reads(pattern: Pattern, position: int, context: int) -> tuple[Read, ...]:
-    """The keys of one query, part by part, each key once; none of the reads is empty.
+    """Return the keys of one query, part by part, each key once. No read is empty.
 
     Args:
-        pattern: one, resolved for a head.
-        position: of the query, 0 … N-1.
+        pattern: a pattern resolved for a head.
+        position: position of the query, 0 … N-1.
         context: N.
     """
     result: list[Read] = []
@@ -308,33 +306,31 @@ def reads(pattern: Pattern, position: int, context: int) -> tuple[Read, ...]:
     return tuple(result)
 
 
-def positions_of_reads(several: tuple[Read, ...]) -> Tensor:
-    """The positions of several reads in their order, (M,) int64; made for few, as some results are kept."""
-    runs = tuple(read for read in several if isinstance(read, RegularPositions))
-    if len(runs) < len(several):
-        return torch.cat([read.positions() for read in several])
+def positions_of_reads(query_reads: tuple[Read, ...]) -> Tensor:
+    """Return the positions of several reads in their order, (M,) int64. Meant for few positions, as it caches."""
+    runs = tuple(read for read in query_reads if isinstance(read, RegularPositions))
+    if len(runs) < len(query_reads):
+        return torch.cat([read.positions() for read in query_reads])
     first = runs[0].first
-    return (
-        _positions(tuple(RegularPositions(run.first - first, run.width, run.blocks, run.step) for run in runs)) + first
-    )
+    return _joined_positions(tuple(replace(run, first=run.first - first) for run in runs)) + first
 
 
 @cached
-def _positions(runs: tuple[RegularPositions, ...]) -> Tensor:
-    """Positions counted from the start of the first run: often the same for the next query, hence the cache."""
+def _joined_positions(runs: tuple[RegularPositions, ...]) -> Tensor:
+    """Return the positions of runs relative to the first: often the same for the next query, hence the cache."""
     return torch.cat([run.positions() for run in runs])
 
 
 @lru_cache(maxsize=4096)
 def most_reads(pattern: Pattern, context: int) -> int:
-    """An upper limit of how many keys a query reads: the sum of the parts' maxima; cached."""
-    # Not View.intervals, which would keep vectors that other calls do not need.
+    """Return an upper limit of the keys that a query reads: the sum of the parts' maxima; cached."""
+    # View.intervals would cache vectors that other calls do not need.
     intervals = (intervals_of(part.bounds) for part in query_views(pattern, context))
     return sum(int((high - low).max()) for low, high in intervals)
 
 
 def _runs(part: View, low: int, high: int) -> Iterator[Read]:
-    """The columns low … high-1 of a view; at least one."""
+    """Yield the columns low … high-1 of a view, at least one."""
     order = part.column_order
     if order is None:
         yield RegularPositions(low, high - low)
@@ -342,7 +338,7 @@ def _runs(part: View, low: int, high: int) -> Iterator[Read]:
         yield ListedPositions(order[low:high])
     elif order.stride == 1:
         yield from _blocks(order, low, high)
-    else:  # column after column: one run a column (our patterns read a single column)
+    else:  # column after column: one run per column (built-in patterns read a single column)
         while low < high:
             last = min(high, (low // order.period + 1) * order.period)
             yield RegularPositions(order(low), 1, last - low, order.stride)
@@ -350,15 +346,15 @@ def _runs(part: View, low: int, high: int) -> Iterator[Read]:
 
 
 def _blocks(order: Fold, low: int, high: int) -> Iterator[RegularPositions]:
-    """For an order of some positions of every block: the end of a block, whole blocks, the beginning of a block."""
+    """Yield the end of a block, full blocks and the start of a block, for an order of some positions per block."""
     period = order.period
-    whole_first, whole_last = -(-low // period), high // period
-    if whole_first > whole_last or period == order.step:  # within one block, or blocks that touch
+    full_first, full_last = -(-low // period), high // period
+    if full_first > full_last or period == order.step:  # within one block, or blocks that touch
         yield RegularPositions(order(low), high - low)
         return
     if low % period:
         yield RegularPositions(order(low), -low % period)
-    if whole_first < whole_last:
-        yield RegularPositions(order(whole_first * period), period, whole_last - whole_first, order.step)
+    if full_first < full_last:
+        yield RegularPositions(order(full_first * period), period, full_last - full_first, order.step)
     if high % period:
-        yield RegularPositions(order(whole_last * period), high % period)
+        yield RegularPositions(order(full_last * period), high % period)

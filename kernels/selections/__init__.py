@@ -1,14 +1,12 @@
-"""Selections: which keys each query reads, where that depends on the data and not on a pattern.
+"""Selections: which keys each query reads, if the data decide and not a pattern.
 
-``selected_attention`` attends over them. To add a way to select: a function that makes a ``Selection`` of tensors.
+``selected_attention`` attends over them. To add a way to select, write a function that returns a ``Selection``.
 """
 
 from longstride.kernels.selections.base import Part, Selection, inverse_order, selection_mask
-from longstride.kernels.selections.blocks import chosen_blocks
-from longstride.kernels.selections.clusters import hash_rounds, recent_members
+from longstride.kernels.selections.content import chosen_blocks, hash_rounds, recent_members
 from longstride.kernels.selections.documents import within_documents
-from longstride.kernels.selections.of_pattern import pattern_parts
-from longstride.kernels.selections.queries import queries_behind
+from longstride.kernels.selections.queries import pattern_parts, queries_behind
 from longstride.kernels.selections.sections import SectionReads, rows_sent, section_reads
 
 __all__ = [

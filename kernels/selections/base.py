@@ -1,4 +1,4 @@
-"""What a selection is. Letters: B batch, H heads, N positions, M keys of a part (M <= N)."""
+"""Selections and their parts. Letters: B batch, H heads, N positions, M keys of a part (M <= N)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """For each query one interval of keys, ``low <= column < high``, with queries and keys in orders of their own.
+    """One interval of keys for each query, ``low <= column < high``, once queries and keys are ordered.
 
-    As in a pattern's part, but each context and head has its own. All are int32 on the device of the queries. Axes of
-    the batch and of the heads may be expanded (stride 0), where they are alike.
+    As in a pattern's part, but each context and head has its own orders and bounds. All are int32 on the device of the
+    queries. The axes of batch and heads may be expanded (stride 0) if entries are alike.
     """
 
     query_order: Tensor | None  # (B, H, N): the position of each row, a permutation; None: natural
@@ -25,18 +25,18 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The pairs of all parts together; a pair in several of them counts once.
+    """The union of the pairs of all parts; a pair in several parts counts once.
 
-    Nothing about a selection is cached by its values, and no kernel waits for the host to read them. So ``span`` and
-    ``disjoint`` are all that is known when kernels are chosen.
+    Nothing is cached by the values of a selection, and the host does not read them. So kernels are chosen by ``span``
+    and ``disjoint`` alone.
     """
 
     parts: tuple[Part, ...] = field(repr=False)
-    span: int  # the most keys that a query reads in one part; kernels are chosen by it
-    disjoint: bool = True  # no pair is in several parts; where this is False, each part looks at those before it
+    span: int  # maximum number of keys that a query reads in one part
+    disjoint: bool = True  # no pair is in several parts; if False, each part excludes pairs of earlier ones
 
     def of_heads(self, heads: slice) -> Selection:
-        """The same of some heads alone."""
+        """Return the selection of some heads."""
         parts = [
             Part(
                 None if part.query_order is None else part.query_order[:, heads],
@@ -49,7 +49,7 @@ class Selection:
         return Selection(tuple(parts), self.span, self.disjoint)
 
     def check(self, context: int) -> None:
-        """Look at all values, which waits for the device: for tests, and for those who write a way to select.
+        """Check all values, which waits for the device. For tests, and for authors of a way to select.
 
         Raises:
             ValueError: one line about the first rule of ``Part`` that is broken.
@@ -77,13 +77,20 @@ class Selection:
 
 
 def inverse_order(order: Tensor, context: int) -> Tensor:
-    """Where each position stands in an order (…, M): (…, N) int32, -1 for those that do not."""
+    """Return the index of each position in an order (…, M): (…, N) int32, -1 for positions not in it."""
     rows = torch.arange(order.shape[-1], dtype=torch.int32, device=order.device).expand(order.shape)
     return rows.new_full((*order.shape[:-1], context), -1).scatter_(-1, order.long(), rows)
 
 
+def followed_by_others(positions: Tensor, length: int) -> Tensor:
+    """Return distinct positions below ``length`` followed by all others, (length,) int64 on the CPU."""
+    others = torch.ones(length, dtype=torch.bool)
+    others[positions] = False
+    return torch.cat([positions, others.nonzero().squeeze(1)])
+
+
 def part_mask(part: Part, context: int, queries: Tensor | None = None) -> Tensor:
-    """(B, H, N, N) bool: [b, h, i, j] is True where query i reads key j; of some ``queries`` (P,): (B, H, P, N)."""
+    """Return (B, H, N, N) bool, True where query i reads key j; for some ``queries`` (P,): (B, H, P, N)."""
     query_order, key_order, low, high = part
     natural = torch.arange(context, dtype=torch.int32, device=low.device)
     column = natural if key_order is None else inverse_order(key_order, context)[:, :, None, :]
@@ -96,27 +103,27 @@ def part_mask(part: Part, context: int, queries: Tensor | None = None) -> Tensor
 
 
 def selection_mask(selection: Selection, context: int, queries: Tensor | None = None) -> Tensor:
-    """The definition of a selection: (B, H, N, N) bool, True where query i reads key j in any part. For small N.
+    """Return the definition of a selection: (B, H, N, N) bool, True where query i reads key j in any part.
 
-    For large N of some ``queries`` (P,) alone: (B, H, P, N).
+    For large N, pass some ``queries`` (P,) to get (B, H, P, N).
     """
     masks = [part_mask(part, context, queries) for part in selection.parts]
     return torch.stack(torch.broadcast_tensors(*masks)).any(0)
 
 
 def stacked(parts: Sequence[Part | None], batch: int, context: int, device: torch.device) -> Part:
-    """The parts of all heads as one; None is an empty one. Where heads are alike, their axis is expanded."""
+    """Join the parts of all heads, None for an empty one. If heads are alike, their axis is expanded."""
     natural = torch.arange(context, dtype=torch.int32, device=device).expand(batch, 1, context)
     empty = Part(None, None, torch.zeros_like(natural), torch.zeros_like(natural))
-    given = [part or empty for part in parts]
-    alike = all(part is given[0] for part in given)
+    by_head = [part or empty for part in parts]
+    is_alike = all(part is by_head[0] for part in by_head)
 
     def of_heads(tensors: Sequence[Tensor | None]) -> Tensor | None:
         if all(tensor is None for tensor in tensors):
             return None
-        several = [natural if tensor is None else tensor for tensor in tensors]
-        return several[0].expand(-1, len(parts), -1) if alike else torch.cat(several, 1)
+        filled = [natural if tensor is None else tensor for tensor in tensors]
+        return filled[0].expand(-1, len(parts), -1) if is_alike else torch.cat(filled, 1)
 
-    query_order, key_order, low, high = (of_heads(tensors) for tensors in zip(*given, strict=True))
+    query_order, key_order, low, high = (of_heads(tensors) for tensors in zip(*by_head, strict=True))
     assert low is not None and high is not None
     return Part(query_order, key_order, low, high)

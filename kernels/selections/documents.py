@@ -1,4 +1,4 @@
-"""Patterns that stay within documents, where several lie in one context.
+"""Patterns that stay within documents, for contexts of several documents.
 
 Letters: B batch, H heads, N positions, M keys that a part of a pattern reads.
 """
@@ -18,28 +18,28 @@ from longstride.kernels.selections.base import Part, Selection, stacked
 
 
 def within_documents(patterns: Sequence[Pattern], starts: Tensor) -> Selection:
-    """Each document as a context of its own: query i reads key j where both are of one document, which begins at s,
-    and the pattern has (i - s, j - s).
+    """Treat each document as a context of its own.
 
-    So a document is computed as it would be alone, wherever it lies. The orders are a pattern's own, one document after
-    the other; where they are natural, they stay so.
+    Query i reads key j if both are in a document that starts at s and the pattern allows (i - s, j - s). A document is
+    then computed as it would be alone. The orders are those of the pattern, one document after another; natural orders
+    stay natural.
 
     Args:
-        patterns: of each head, which must be causal.
+        patterns: one causal pattern per head.
         starts: (B, N) integers, the first position of each position's document; they never decrease along N.
 
     Returns:
-        A selection. Heads with fewer parts than others have empty ones; parts are disjoint as those of patterns are.
+        A selection with disjoint parts. Heads with fewer parts than others get empty ones.
 
     Raises:
         ValueError: a pattern is not causal.
     """
     batch, context = starts.shape
     require_causal(patterns, context)
-    begin = starts.long() * context  # codes: documents in turn, and a rank of the pattern within each
+    begin = starts.long() * context  # codes sort by document, then by rank of the pattern within it
     positions = torch.arange(context, device=starts.device)
-    own = begin + positions - starts
-    known: dict[PatternPart, Part] = {}  # of one head
+    codes = begin + positions - starts
+    of_one_head: dict[PatternPart, Part] = {}
     parts, span = [], 0
     for number in range(max(len(pattern.parts()) for pattern in patterns)):
         by_head: list[Part | None] = []
@@ -50,56 +50,55 @@ def within_documents(patterns: Sequence[Pattern], starts: Tensor) -> Selection:
             part = pattern.parts()[number]
             ranks = _ranks(part, context, starts.device)
             span = max(span, ranks.span)
-            if part not in known:
-                known[part] = _of_part(ranks, begin, own, positions)
-            by_head.append(known[part])
+            if part not in of_one_head:
+                of_one_head[part] = _part_within(ranks, begin, codes, positions)
+            by_head.append(of_one_head[part])
         parts.append(stacked(by_head, batch, context, starts.device))
     return Selection(tuple(parts), span)
 
 
 class _Ranks(NamedTuple):
-    """A part of a pattern over a whole context: where each position stands, and what it reads."""
+    """A part of a pattern over the full context: the rank of each position, and what it reads."""
 
-    query_order: bool  # whether queries have an order of their own, else the natural one
+    is_reordered: bool  # queries have an order other than the natural one
     queries: Tensor  # (N,) int64, the row of each position
-    keys: Tensor | None  # (N,) int64, the column of each position, N for those that are not read; None: natural
+    keys: Tensor | None  # (N,) int64, the column of each position, N if it is not read; None: natural
     low: Tensor  # (N,) int64, of each row
     high: Tensor
-    span: int  # the most keys of a row
+    span: int  # maximum number of keys of a row
 
 
 @cached
 def _ranks(part: PatternPart, context: int, device: torch.device) -> _Ranks:
-    """Of a part, as plans are: known by its pattern alone."""
-    seen = view(part, context, "queries")
+    by_query = view(part, context, "queries")
     natural = torch.arange(context)
     keys = None
-    if seen.column_positions is not None:
+    if by_query.column_positions is not None:
         keys = torch.full_like(natural, context)
-        keys[seen.column_positions] = natural[: seen.num_columns]
+        keys[by_query.column_positions] = natural[: by_query.num_columns]
         keys = keys.to(device)
-    ordered = seen.row_positions is not None
-    queries = seen.row_of_position if ordered else natural
-    low, high = seen.intervals
+    is_reordered = by_query.row_positions is not None
+    queries = by_query.row_of_position if is_reordered else natural
+    low, high = by_query.intervals
     span = int((high - low).max())
-    return _Ranks(ordered, queries.to(device), keys, low.to(device), high.to(device), span)
+    return _Ranks(is_reordered, queries.to(device), keys, low.to(device), high.to(device), span)
 
 
-def _of_part(ranks: _Ranks, begin: Tensor, own: Tensor, positions: Tensor) -> Part:
-    """For one head, (B, 1, N) each.
+def _part_within(ranks: _Ranks, begin: Tensor, codes: Tensor, positions: Tensor) -> Part:
+    """Return the part of one head, (B, 1, N) each.
 
-    A part's orders at the context's length order the positions of a shorter document too, as a causal pattern is the
-    same at any length. So its rows and columns are those of the whole context, without what the document does not have.
+    A causal pattern is the same at any length, so its orders at the context's length also order a shorter document.
+    The document's rows and columns are those of the full context, without the positions that it lacks.
     """
-    context = own.shape[-1]
-    key_codes, key_order = own, None
+    context = codes.shape[-1]
+    key_codes, key_order = codes, None
     if ranks.keys is not None:
-        column = ranks.keys[own - begin]
-        last = context * (context + 1) + positions  # behind all documents, where no row reads
+        column = ranks.keys[codes - begin]
+        last = context * (context + 1) + positions  # after all documents, where no row reads
         key_codes, key_order = (begin + column).where(column < context, last).sort(-1)
-    query_codes, query_order = own, None
-    if ranks.query_order:
-        query_codes, query_order = (begin + ranks.queries[own - begin]).sort(-1)
+    query_codes, query_order = codes, None
+    if ranks.is_reordered:
+        query_codes, query_order = (begin + ranks.queries[codes - begin]).sort(-1)
     row = query_codes % context
     first = query_codes - row  # the document's first code
     low, high = (torch.searchsorted(key_codes, first + bound[row]) for bound in (ranks.low, ranks.high))

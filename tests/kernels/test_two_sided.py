@@ -233,5 +233,7 @@ def test_sections_and_documents_refuse_them(context: int, pattern: Pattern) -> N
             lambda both: rows_sent(both, len(both), context, 3),
             lambda both: section_reads(both, len(both), context, 3, 1, torch.device("cpu")),
         ):
-            with pytest.raises(ValueError, match=r"^pattern=\w+\(.*\): reads positions after its own; give one"):
+            with pytest.raises(
+                ValueError, match=r"^pattern=\w+\(.*\): reads positions after the query; give a causal pattern"
+            ):
                 refused(patterns)
