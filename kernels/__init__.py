@@ -1,8 +1,8 @@
-"""Attention over sparse patterns: ``sparse_attention(q, k, v, pattern)``, and ``attend_one`` for a query at a time.
+"""Attention over sparse patterns: ``sparse_attention(q, k, v, pattern)``, and ``attend_one`` for one query at a time.
 
-The patterns themselves are in ``longstride.kernels.patterns``. Where the data decide who reads whom, there is
-``selected_attention(q, k, v, selection)``, with ``longstride.kernels.selections``, and ``attend_listed`` for a query at
-a time. What is wrong in a configuration, there and in all other rooms, is a ``ConfigError``.
+Patterns are in ``longstride.kernels.patterns``. If the data decide what a query reads, use
+``selected_attention(q, k, v, selection)`` with ``longstride.kernels.selections``, and ``attend_listed`` for one query
+at a time. All packages raise ``ConfigError`` for mistakes in a configuration.
 """
 
 import longstride

@@ -1,7 +1,7 @@
-"""The public call: checks its inputs, resolves heads, chooses a backend, and runs it as one torch custom op.
+"""Attention over patterns: checks inputs, resolves heads, chooses a backend, and runs it as one torch custom op.
 
-A backend that has ``forward`` and ``backward`` runs behind the op (``op``); one that has only a differentiable
-``attend`` (reference, flex) is called directly.
+Backends with ``forward`` and ``backward`` run behind the op (``op``). Backends with a differentiable ``attend``
+(reference, flex) are called directly.
 """
 
 from __future__ import annotations
@@ -23,37 +23,23 @@ from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json, pa
 from longstride.kernels.selections import Selection, queries_behind
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
-ALL_QUERIES = -1  # in place of the first one's position: a query for each key
+ALL_QUERIES = -1  # as ``first_query`` of the op: there is a query for each key
 ADVICE = 'backend="reference" runs everywhere, with memory that grows with N^2'
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+# fmt: off
 @overload
 def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | Sequence[Pattern],
-    *,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_lse: Literal[False] = False,
-    first_query: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Sequence[Pattern], *, scale: float | None = None,
+    backend: str = "auto", return_lse: Literal[False] = False, first_query: int | None = None,
 ) -> Tensor: ...
-
-
 @overload
 def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | Sequence[Pattern],
-    *,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_lse: Literal[True],
-    first_query: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Sequence[Pattern], *, scale: float | None = None,
+    backend: str = "auto", return_lse: Literal[True], first_query: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def sparse_attention(
@@ -67,35 +53,35 @@ def sparse_attention(
     return_lse: bool = False,
     first_query: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention in which each position reads the keys its pattern allows (Child et al. 2019, section 4.2).
+    """Compute softmax attention where each query reads the keys its pattern allows (Child et al. 2019, section 4.2).
 
-    A query without keys gives output 0, logsumexp -inf and zero gradients. NaN in q, k, v and gradients reaches what
-    reads it, as NaN, and may reach other rows of the same context: tiles are multiplied whole. Other contexts of the
-    batch keep their bits. An inf does likewise, or becomes what arithmetic makes of it.
+    A query without keys has output 0, logsumexp -inf and zero gradients. NaN in q, k, v and gradients reaches the rows
+    that read it. It may reach other rows of the same context, as tiles are multiplied in full, but no other context of
+    the batch. The same holds for inf.
 
-    ``first_query`` takes M queries behind a cache of N keys, such as a chunk of a prompt. The result is rows
-    ``first_query`` to ``first_query + M - 1`` of the attention of all N queries, and gradients flow too. Keys that
-    these queries do not read may hold anything, of a causal pattern all those behind the last query. The cpu and triton
-    backends list the keys that are read, once for each position and length: O(N) integers, kept for the next layers.
+    With ``first_query``, there are M queries behind a cache of N keys, such as a chunk of a prompt. The result is rows
+    ``first_query`` to ``first_query + M - 1`` of the attention of all N queries, and is differentiable. Keys that these
+    queries do not read may be uninitialised: with a causal pattern, all keys after the last query. The cpu and triton
+    backends list the keys that are read for each position and length: O(N) integers, cached for the next layers.
 
     Args:
-        q: (B, H, N, D), or (B, H, M, D) with ``first_query``; one of fp16, bf16, fp32, fp64. Scores and sums are kept
-            in fp32 (fp64 for fp64).
-        k: (B, K, N, D). Where K is not H, it divides H, and head h of q reads head h // (H / K) of k and v: grouped
-            queries (Ainslie et al. 2023, section 2.2; of K = 1 Shazeer 2019, section 3).
+        q: (B, H, N, D), or (B, H, M, D) with ``first_query``; in fp16, bf16, fp32 or fp64. Scores and sums are in fp32
+            (fp64 for fp64).
+        k: (B, K, N, D). K divides H, and head h of q reads head h // (H / K) of k and v: grouped-query attention
+            (Ainslie et al. 2023, section 2.2; Shazeer 2019, section 3, for K = 1).
         v: (B, K, N, Dv); Dv may differ from D.
-        pattern: one pattern, or one per head of q. One whose heads differ (``num_summaries``) is resolved for each.
-        scale: factor of the scores; 1/sqrt(D) where None.
+        pattern: one pattern, or one per head of q. A pattern with different heads (``num_summaries``) is resolved.
+        scale: factor of the scores. Default: 1/sqrt(D).
         backend: auto, triton, cpu, reference or flex. A named backend that cannot run here raises.
         return_lse: also return the logsumexp of each query's scaled scores, (B, H, N) fp32 (fp64 for fp64).
-        first_query: position of the first query, 0 … N - M. By default there are N queries, one per key.
+        first_query: position of the first query, 0 … N - M. Default: there are N queries, one per key.
 
     Returns:
         (B, H, N, Dv) in q's dtype, or (B, H, M, Dv); with ``return_lse`` the logsumexp too.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, something is no pattern, the scale is not finite, or a query
-            stands behind the last key.
+        ValueError: shapes, dtypes or devices do not match, ``pattern`` is not a pattern, the scale is not finite, or a
+            query is after the last key.
         ConfigError: the backend is unknown or cannot run here.
     """
     if first_query is None:
@@ -111,9 +97,9 @@ def sparse_attention(
     if hasattr(module, "attend"):
         out, lse = module.attend(q, k, v, patterns, scale, first_query or 0)
     else:
-        out, lse = _attention(
-            q, k, v, _encode(patterns), scale, backend, ALL_QUERIES if first_query is None else first_query
-        )
+        encode = _encode if torch.compiler.is_compiling() else _encode_cached
+        first = ALL_QUERIES if first_query is None else first_query
+        out, lse = _attention(q, k, v, encode(patterns), scale, backend, first)
     return (out, lse) if return_lse else out
 
 
@@ -124,9 +110,9 @@ def check_backend(
 
     Args:
         name: auto, triton, cpu, reference or flex.
-        device, dtype: of q, k and v.
+        device, dtype: device and dtype of q, k and v.
         head_width, value_width: D of q and k, and Dv.
-        training: a backward pass will follow.
+        training: whether a backward pass will follow.
 
     Raises:
         ConfigError: the backend is unknown or cannot run there; the path is ``backend``.
@@ -140,14 +126,14 @@ def check_backend(
 
 
 def num_pairs(pattern: Pattern, context: int, visited_by: Tensor | None = None, backend: str = "auto") -> int:
-    """Pairs of a query and a key that a pattern allows: (N + 1) N / 2 where it is dense.
+    """Return the number of query-key pairs that a pattern allows: (N + 1) N / 2 if it is dense.
 
     Args:
-        pattern: that of one head (``for_head``).
+        pattern: pattern of one head (``for_head``).
         context: N.
-        visited_by: count the pairs instead whose scores a forward pass computes for heads of this empty tensor's last
-            size, in its dtype, on its device: all those of the tiles that kernels visit, masked ones included.
-        backend: that visits them, as ``sparse_attention`` takes it.
+        visited_by: count the pairs whose scores a forward pass computes instead, including masked ones. An empty
+            tensor with the head width as its last size, of the inputs' dtype and device.
+        backend: backend that computes them, as in ``sparse_attention``.
 
     Raises:
         ConfigError: the backend is unknown or cannot run there.
@@ -156,27 +142,29 @@ def num_pairs(pattern: Pattern, context: int, visited_by: Tensor | None = None, 
         return plan.num_pairs(pattern, context)
     rows = visited_by.new_empty(0, 1, context, visited_by.shape[-1])
     module = load(choose_backend(backend, BACKENDS, (rows, rows, rows), ADVICE))
-    # Reference and flex compute every pair and mask.
+    # Reference and flex compute and mask every pair.
     visited: int = module.visited_pairs(rows, pattern) if hasattr(module, "visited_pairs") else context**2
     return visited
 
 
 def head_patterns(pattern: Pattern | Sequence[Pattern], heads: int) -> tuple[Pattern, ...]:
-    """One resolved pattern per head; ValueError where something is no pattern or a list has another length."""
+    """Return one resolved pattern per head; ValueError for values that are no patterns or a wrong number of them."""
     if isinstance(pattern, Sequence) and not isinstance(pattern, str):
-        given = list(pattern)
-        for number, entry in enumerate(given):
+        by_head = list(pattern)
+        for number, entry in enumerate(by_head):
             _require_pattern(f"pattern[{number}]", entry)
     else:
         _require_pattern("pattern", pattern)
-        given = [pattern] * heads
-    if len(given) != heads:
-        raise ValueError(f"{len(given)} patterns for {heads} heads: give one pattern, or one per head")
-    return tuple(p.for_head(head) for head, p in enumerate(given))
+        by_head = [pattern] * heads
+    if len(by_head) != heads:
+        raise ValueError(f"{len(by_head)} patterns for {heads} heads: give one pattern, or one per head")
+    return tuple(p.for_head(head) for head, p in enumerate(by_head))
 
 
 def _require_pattern(name: str, value: object) -> None:
-    if type(value) in tuple(PATTERNS.values()):  # quicker than a check of every method; torch 2.11 traces no view
+    if type(value) in tuple(
+        PATTERNS.values()
+    ):  # faster than checking every method, and torch 2.11 cannot trace a dict view
         return
     if isinstance(value, type) or not isinstance(value, Pattern):
         kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
@@ -193,7 +181,7 @@ def check_whole(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_queries(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> None:
-    """Check q (B, H, M, D) from this position on against k (B, K, N, D) and v (B, K, N, Dv); ValueError if unfit."""
+    """Check q (B, H, M, D) at ``first_query`` against k (B, K, N, D) and v (B, K, N, Dv), else ValueError."""
     check_tensors({"q": (q, "BHMD"), "k": (k, "BHND"), "v": (v, "BHND")})
     if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
         raise ValueError(f"k {tuple(k.shape)} must have the batch and channels of q {tuple(q.shape)}")
@@ -207,7 +195,7 @@ def _check_queries(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> None:
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that k (B, K, N, D) and v (B, K, N, Dv) belong together, and K divides q's H; ValueError where not."""
+    """Check that k (B, K, N, D) and v (B, K, N, Dv) match, and that K divides q's H, else ValueError."""
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of k {tuple(k.shape)}")
     if q.shape[1] % k.shape[1]:
@@ -215,7 +203,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def checked_scale(q: Tensor, scale: float | None) -> float:
-    """The factor of the scores, 1/sqrt(D) where None; ValueError where it is not finite."""
+    """Return the factor of the scores, by default 1/sqrt(D); ValueError if it is not finite."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")
@@ -223,10 +211,10 @@ def checked_scale(q: Tensor, scale: float | None) -> float:
 
 
 def check_tensors(named: dict[str, tuple[Tensor, str]]) -> None:
-    """Check that tensors have their axes, none empty but the batch, and share the first one's dtype and device.
+    """Check that tensors have their axes, of size 0 for the batch only, and share the dtype and device of the first.
 
     Args:
-        named: each name with its tensor and that tensor's axes, one letter an axis.
+        named: each tensor by name, with its axes as one letter per axis.
 
     Raises:
         ValueError: one line about the first tensor that does not fit.
@@ -243,20 +231,20 @@ def check_tensors(named: dict[str, tuple[Tensor, str]]) -> None:
             raise ValueError(f"{name} is on {tensor.device}, {first} on {reference.device}: they must share a device")
 
 
-def choose_backend(name: str, known: tuple[str, ...], tensors: tuple[Tensor, Tensor, Tensor], advice: str) -> str:
-    """The backend to run: the named one, or with auto the fast one of the device; never a slower substitute.
+def choose_backend(name: str, choices: tuple[str, ...], tensors: tuple[Tensor, Tensor, Tensor], advice: str) -> str:
+    """Choose the backend to run: the named one, or with auto the fast one of the device. There is no slower fallback.
 
     Args:
-        name: auto, or one of ``known``.
-        known: the backends that serve this call.
+        name: auto, or one of ``choices``.
+        choices: backends that support this call.
         tensors: q, k and v.
-        advice: what to do instead where auto's choice cannot run.
+        advice: part of the message if auto's choice cannot run.
 
     Raises:
         ConfigError: the backend is unknown or cannot run here; the path is ``backend``.
     """
-    if name != "auto" and name not in known:
-        raise ConfigError.at("backend", name, f"must be one of auto, {', '.join(known)}")
+    if name != "auto" and name not in choices:
+        raise ConfigError.at("backend", name, f"must be one of auto, {', '.join(choices)}")
     chosen = name if name != "auto" else "triton" if tensors[0].is_cuda else "cpu"
     reason = load(chosen).why_not(*tensors)
     if reason is None:
@@ -267,10 +255,10 @@ def choose_backend(name: str, known: tuple[str, ...], tensors: tuple[Tensor, Ten
 
 
 def load(backend: str) -> ModuleType:
-    """A backend's module, imported at first use, as triton may not be installed.
+    """Import a backend's module at first use, as triton may not be installed.
 
-    Its ``why_not`` gives the reason why it cannot run on q, k and v, or None. It has ``forward`` and ``backward``, or a
-    differentiable ``attend``; those that serve single queries have ``prepare``.
+    ``why_not`` returns the reason why it cannot run on q, k and v, or None. A backend has ``forward`` and ``backward``,
+    or a differentiable ``attend``. Backends for single queries have ``prepare``.
     """
     # torch.compile can trace an import statement, but not importlib.
     if backend == "triton":
@@ -290,18 +278,13 @@ def load(backend: str) -> ModuleType:
     return reference
 
 
-def _written(patterns: tuple[Pattern, ...]) -> str:
-    """Patterns as text, the only form that an op can take; ``pattern_from_json`` reads each of them."""
-    # torch.compile traces this: hence repr, not json.
+def _encode(patterns: tuple[Pattern, ...]) -> str:
+    """Encode patterns as text, the only form that an op accepts."""
+    # torch.compile traces this, hence repr and not json.
     return repr([pattern_to_json(pattern) for pattern in patterns])
 
 
-_remembered = lru_cache(maxsize=4096)(_written)
-
-
-def _encode(patterns: tuple[Pattern, ...]) -> str:
-    """Patterns as text: from a cache, except under torch.compile, which would trace the cache itself."""
-    return _written(patterns) if torch.compiler.is_compiling() else _remembered(patterns)
+_encode_cached = lru_cache(maxsize=4096)(_encode)  # torch.compile would trace the cache
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""One query at a time, for generation: attention against a cache, reading only the keys that the pattern allows.
+"""Attention of one query at a time to a cache, for generation: reads only the keys that the pattern allows.
 
 Letters: B batch, H heads of q, K heads of k and v, N positions of the context, D width of q and k, Dv width of v.
 """
@@ -18,37 +18,23 @@ from longstride.kernels.plan import query_views, reads
 BACKENDS = ("triton", "cpu", "reference")
 ADVICE = 'backend="reference" runs everywhere, and reads the whole cache'
 
-# What a backend prepares: (q, position, return_lse) to the output and the logsumexp (or None without ``return_lse``).
+# Maps (q, position, return_lse) to the output and the logsumexp, which may be None without ``return_lse``.
 # The position is an int, or with triton a tensor on the cache's device.
 Prepared = Callable[[Tensor, Any, bool], tuple[Tensor, Tensor | None]]
 
 
+# fmt: off
 @overload
 def attend_one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | Sequence[Pattern],
-    position: int | Tensor,
-    *,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_lse: Literal[False] = False,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Sequence[Pattern], position: int | Tensor, *,
+    scale: float | None = None, backend: str = "auto", return_lse: Literal[False] = False,
 ) -> Tensor: ...
-
-
 @overload
 def attend_one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | Sequence[Pattern],
-    position: int | Tensor,
-    *,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Sequence[Pattern], position: int | Tensor, *,
+    scale: float | None = None, backend: str = "auto", return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def attend_one(
@@ -62,21 +48,21 @@ def attend_one(
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Row ``position`` of ``sparse_attention``, from the keys that its pattern allows (Child et al. 2019, section 4.2).
+    """Compute row ``position`` of ``sparse_attention`` from the keys of its pattern (Child et al. 2019, section 4.2).
 
-    The number of keys that a sparse pattern reads grows with the root of N. Rows of the caches that it does not allow,
-    of a causal pattern all those after ``position``, may hold anything. There is no gradient.
+    The number of keys that a sparse pattern reads grows with the root of N. Other rows of the caches may be
+    uninitialised: with a causal pattern, all rows after ``position``. There is no gradient.
 
     Args:
-        q: (B, H, D), the query of ``position``; one of fp16, bf16, fp32, fp64, as k and v.
-        k: (B, K, N, D), the keys of the whole context; its channels, as v's, must be adjacent in memory. K may be less
-            than H: see ``sparse_attention``.
+        q: (B, H, D), the query of ``position``, in fp16, bf16, fp32 or fp64, as k and v.
+        k: (B, K, N, D), the keys of the full context. Its channels must be adjacent in memory, as those of v. K may be
+            less than H: see ``sparse_attention``.
         v: (B, K, N, Dv); Dv may differ from D.
-        pattern: one pattern, or one per head of q. One whose heads differ (``num_summaries``) is resolved for each.
-        position: that of the query, 0 … N-1: an int, or an int32 or int64 tensor without axes. The triton backend reads
-            a tensor on the cache's device there, so that a captured step (CUDA graph) serves whatever position stands
-            in it later; its value is not checked, but brought into the context. Elsewhere a tensor on the CPU will do.
-        scale: factor of the scores; 1/sqrt(D) where None.
+        pattern: one pattern, or one per head of q. A pattern with different heads (``num_summaries``) is resolved.
+        position: position of the query, 0 … N-1: an int, or an int32 or int64 tensor without axes. The triton backend
+            reads a tensor on the cache's device, so that a CUDA graph can be replayed with other positions. Its value
+            is not checked, but clamped to the context. Other backends accept a tensor on the CPU.
+        scale: factor of the scores. Default: 1/sqrt(D).
         backend: auto, triton, cpu or reference (which reads all N). A named backend that cannot run here raises.
         return_lse: also return the logsumexp of the query's scaled scores, (B, H) fp32 (fp64 for fp64).
 
@@ -84,15 +70,15 @@ def attend_one(
         (B, H, Dv) in q's dtype, and with ``return_lse`` the logsumexp; 0 and -inf for a query without keys.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, the position is outside the context or is neither an int nor
-            such a tensor, something is no pattern, the scale is not finite, or a gradient would be needed.
+        ValueError: shapes, dtypes or devices do not match, the position is outside the context or is neither an int nor
+            such a tensor, ``pattern`` is not a pattern, the scale is not finite, or an input requires a gradient.
         ConfigError: the backend is unknown or cannot run here.
     """
     _check(q, k, v)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     position = _checked_position(position, k, backend)
-    attend = _prepare(k, v, q.shape[1], pattern, scale, backend, once=True)
-    out, lse = attend(q, position, return_lse)
+    prepared = load(backend).prepare(k, v, head_patterns(pattern, q.shape[1]), checked_scale(k, scale), True)
+    out, lse = prepared(q, position, return_lse)
     if return_lse:
         assert lse is not None
         return out, lse
@@ -102,12 +88,12 @@ def attend_one(
 class CachedAttention:
     """``attend_one`` for the queries of one cache that is written row by row.
 
-    Checks and choices are made once, and a backend may keep copies of rows that it read. So rows before the query's
-    must not change between calls. A position that is not beyond the last one says that rows are new from there on; call
-    ``forget`` after changing others. There is no gradient, even where k and v require one.
+    Checks and choices are made once, and a backend may copy rows that it reads. So rows before the query must not
+    change between calls. A position that is not after the last one means that rows from it on are new. Call ``forget``
+    after changing other rows. There is no gradient, even if k and v require one.
 
-    With the triton backend and a position on the cache's device, a call can be captured in a CUDA graph, after one that
-    is not: what it reads of the patterns stays where it is for as long as this object lives, and until ``forget``.
+    With the triton backend and a position on the cache's device, a call can be captured in a CUDA graph after one
+    normal call. The tables that it reads stay in place as long as this object lives, until ``forget``.
     """
 
     def __init__(
@@ -120,7 +106,7 @@ class CachedAttention:
         scale: float | None = None,
         backend: str = "auto",
     ) -> None:
-        """The arguments are those of ``attend_one``, and ``heads``: H, where it is not K.
+        """Take the arguments of ``attend_one``, and ``heads``: H, if it is not K.
 
         Raises:
             ValueError, ConfigError: as ``attend_one``, for everything but the query.
@@ -128,29 +114,31 @@ class CachedAttention:
         check_tensors({"k": (k, "BHND"), "v": (v, "BHND")})
         self.k, self.v = k, v
         self.pattern, self.scale = pattern, scale
-        q = k[:, :1, 0].expand(-1, heads or k.shape[1], -1)  # a stand-in: every query has its shape, dtype and device
+        q = k[:, :1, 0].expand(-1, heads or k.shape[1], -1)  # has the shape, dtype and device of every query
         _check(q, k, v)
         self.backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
         self.heads = q.shape[1]
-        self._fits = (q.shape, q.dtype, q.device)
+        self._query_type = (q.shape, q.dtype, q.device)
         self.forget()
 
     def __call__(self, q: Tensor, position: int | Tensor) -> Tensor:
-        """The output of one query, (B, H, D) to (B, H, Dv).
+        """Return the output of one query, (B, H, D) to (B, H, Dv).
 
         Raises:
-            ValueError: the query does not fit the cache or requires a gradient, or the position is none, as in
+            ValueError: the query does not match the cache or requires a gradient, or the position is invalid, as in
                 ``attend_one``.
         """
-        if (q.shape, q.dtype, q.device) != self._fits or q.requires_grad:
+        if (q.shape, q.dtype, q.device) != self._query_type or q.requires_grad:
             _check(q, self.k, self.v)
             if q.shape[1] != self.heads:
-                raise ValueError(f"q {tuple(q.shape)} must have the heads that were asked for: {self.heads}")
+                raise ValueError(f"q {tuple(q.shape)} must have heads={self.heads}, as the cache was created for")
         return self._prepared(q, _checked_position(position, self.k, self.backend), False)[0]
 
     def forget(self) -> None:
-        """Drop copies of rows, because rows that earlier calls may have read were written."""
-        self._prepared = _prepare(self.k, self.v, self.heads, self.pattern, self.scale, self.backend, once=False)
+        """Drop copies of rows. Call this after changing rows that earlier calls may have read."""
+        patterns = head_patterns(self.pattern, self.heads)
+        prepare = load(self.backend).prepare
+        self._prepared: Prepared = prepare(self.k, self.v, patterns, checked_scale(self.k, self.scale), False)
 
 
 def empty_cache(
@@ -163,38 +151,38 @@ def empty_cache(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Uninitialised keys or values, (B, K, N, D), in the memory order whose reads are quickest.
+    """Allocate uninitialised keys or values, (B, K, N, D), in the memory order with the fastest reads.
 
-    On a CPU a row of all heads is contiguous, as it is written and as columns are read. Where a head reads more than
-    half of the context, heads are contiguous instead, because long runs are then quicker.
+    On a CPU a row of all heads is contiguous, as rows are written and columns are read. If a head reads more than half
+    of the context, heads are contiguous instead, because long runs are then faster.
 
     Args:
         batch, heads, context, width: B, K, N and D.
         pattern: one pattern, or one per head of queries.
 
     Raises:
-        ValueError: something is no pattern, or the length of a list is no multiple of ``heads``.
+        ValueError: ``pattern`` is not a pattern, or the length of a list is not a multiple of ``heads``.
     """
-    several = len(pattern) if isinstance(pattern, Sequence) else heads
-    patterns = dict.fromkeys(head_patterns(pattern, heads if several % heads else several))
+    count = len(pattern) if isinstance(pattern, Sequence) else heads
+    patterns = dict.fromkeys(head_patterns(pattern, heads if count % heads else count))
     if device.type != "cpu" or any(2 * num_keys_read(p, context - 1, context) > context for p in patterns):
         return torch.empty(batch, heads, context, width, device=device, dtype=dtype)
     return torch.empty(context, batch, heads, width, device=device, dtype=dtype).permute(1, 2, 0, 3)
 
 
 def allowed_keys(pattern: Pattern, position: int, context: int) -> Tensor:
-    """The positions that one query attends to, ascending: (M,) int64 on the CPU.
+    """Return the positions that one query attends to, ascending: (M,) int64 on the CPU.
 
-    The cost grows with M, not with the context. Where a pattern has no closed form at this context, its vectors are
-    made at the first call and kept.
+    The cost grows with M, not with the context. If a pattern has no closed form at this context, the first call
+    computes vectors and caches them.
 
     Args:
-        pattern: that of one head (``for_head``).
-        position: that of the query, 0 … N-1.
+        pattern: pattern of one head (``for_head``).
+        position: position of the query, 0 … N-1.
         context: N.
 
     Raises:
-        ValueError: the position is outside the context, or heads differ and no head was chosen.
+        ValueError: the position is outside the context, or heads differ and none was chosen.
     """
     _check_position(position, context)
     runs = [read.positions() for read in reads(pattern, position, context)]
@@ -202,10 +190,10 @@ def allowed_keys(pattern: Pattern, position: int, context: int) -> Tensor:
 
 
 def num_keys_read(pattern: Pattern, position: int, context: int) -> int:
-    """How many keys ``attend_one`` reads for a head of this pattern: the length of ``allowed_keys``.
+    """Return the number of keys that ``attend_one`` reads for a head of this pattern.
 
     Raises:
-        ValueError: the position is outside the context, or heads differ and no head was chosen.
+        ValueError: the position is outside the context, or heads differ and none was chosen.
     """
     _check_position(position, context)
     intervals = (part.interval_at(position) for part in query_views(pattern, context))
@@ -220,7 +208,7 @@ def _check_position(position: int, context: int) -> None:
 
 
 def _checked_position(position: int | Tensor, k: Tensor, backend: str) -> int | Tensor:
-    """The position as the backend takes it: an int within the context, or a tensor that only the device reads."""
+    """Return the position in the form that the backend needs: a checked int, or a tensor that only the device reads."""
     if isinstance(position, Tensor):
         if position.dim() or position.dtype not in (torch.int32, torch.int64):
             kind = f"{position.dtype} {tuple(position.shape)}"
@@ -244,16 +232,3 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[2]):
         raise ValueError(f"k {tuple(k.shape)} must have the batch and channels of q {tuple(q.shape)}")
     check_heads(q, k, v)
-
-
-def _prepare(
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    pattern: Pattern | Sequence[Pattern],
-    scale: float | None,
-    backend: str,
-    once: bool,
-) -> Prepared:
-    """A chosen backend, prepared for checked tensors and H = ``heads``; with ``once``, for a single query."""
-    return load(backend).prepare(k, v, head_patterns(pattern, heads), checked_scale(k, scale), once)

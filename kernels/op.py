@@ -1,10 +1,10 @@
-"""Attention as a torch op with a backward op of its own, so that compilers and checkpointing see one opaque step.
+"""Attention as a torch op with a backward op, so that compilers and checkpointing see one opaque step.
 
-``torch.library.custom_op`` with ``register_autograd`` would give the same op for some 15 µs more a call, as much as all
-else that a call costs the host before it launches. So the op's autograd is a function that is written here.
+``torch.library.custom_op`` with ``register_autograd`` would cost about 15 µs more per call. That is as much as the rest
+of a call costs the host before it launches. So this module defines the op's autograd function itself.
 
-Letters: B batch, H heads of q, M queries, N positions, D width of q and k, Dv width of v. M is N unless the arguments
-place the queries behind a cache.
+Letters: B batch, H heads of q, M queries, N positions, D width of q and k, Dv width of v. M is N unless the queries are
+behind a cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 
 NAMESPACE = "longstride"
-# A captured graph would keep the addresses of plans, which are made at first use and forgotten to make room for others.
+# A captured graph would hold addresses of plans, which are created at first use and may be evicted from their cache.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
@@ -32,16 +32,16 @@ def attention_op(
     """Define the ops ``longstride::name`` and ``longstride::name_backward``, and return the first.
 
     Args:
-        name: of the op.
-        arguments: what it takes after q, k and v, as a schema writes it; tensors among them have no gradient.
-        forward: (q, k, v, *arguments) to the output (B, H, M, Dv) and the logsumexp (B, H, M).
-        backward: (grad_out, grad_lse or None, q, k, v, out, lse, *arguments) to the gradients of q, k and v.
+        name: name of the op.
+        arguments: schema of the arguments after q, k and v. Tensors among them have no gradient.
+        forward: maps (q, k, v, *arguments) to the output (B, H, M, Dv) and the logsumexp (B, H, M).
+        backward: maps (grad_out, grad_lse or None, q, k, v, out, lse, *arguments) to the gradients of q, k and v.
     """
-    given = "Tensor q, Tensor k, Tensor v"
+    inputs = "Tensor q, Tensor k, Tensor v"
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    library.define(f"{name}({given}, {arguments}) -> (Tensor, Tensor)", tags=TAGS)
+    library.define(f"{name}({inputs}, {arguments}) -> (Tensor, Tensor)", tags=TAGS)
     library.define(
-        f"{name}_backward(Tensor grad_out, Tensor? grad_lse, {given}, Tensor out, Tensor lse, {arguments})"
+        f"{name}_backward(Tensor grad_out, Tensor? grad_lse, {inputs}, Tensor out, Tensor lse, {arguments})"
         " -> (Tensor, Tensor, Tensor)",
         tags=TAGS,
     )
@@ -50,41 +50,40 @@ def attention_op(
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse = op(*given)
-            q, k, v, *rest = given
-            tensors = [tensor for value in rest if isinstance(value, list) for tensor in value]
+                out, lse = op(q, k, v, *values)
+            tensors = [tensor for value in values if isinstance(value, list) for tensor in value]
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(q, k, v, out, lse, *tensors)
-            ctx.rest = rest if not tensors else [None if isinstance(value, list) else value for value in rest]
+            ctx.values = values if not tensors else [None if isinstance(value, list) else value for value in values]
             return out, lse
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
             q, k, v, out, lse, *tensors = ctx.saved_tensors
-            rest = ctx.rest if not tensors else [tensors if value is None else value for value in ctx.rest]
+            values = ctx.values if not tensors else [tensors if value is None else value for value in ctx.values]
             if grad_out is None:
                 grad_out = torch.zeros_like(out)
-            return *backward_op(grad_out, grad_lse, q, k, v, out, lse, *rest), *[None] * len(rest)
+            return *backward_op(grad_out, grad_lse, q, k, v, out, lse, *values), *[None] * len(values)
 
-    def differentiated(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def differentiate(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return Differentiable.apply(q, k, v, *rest)
+            return Differentiable.apply(q, k, v, *values)
         with torch._C._AutoDispatchBelowAutograd():
-            return op(q, k, v, *rest)
+            return op(q, k, v, *values)
 
-    for each, function in ((name, forward), (f"{name}_backward", backward)):
-        library.impl(each, function, "CompositeExplicitAutograd")
-    library.impl(name, differentiated, "Autograd")
+    library.impl(name, forward, "CompositeExplicitAutograd")
+    library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
+    library.impl(name, differentiate, "Autograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_forward, lib=library)
     torch.library.register_fake(f"{NAMESPACE}::{name}_backward", _fake_backward, lib=library)
     _libraries.append(library)
     return op
 
 
-_libraries: list[torch.library.Library] = []  # what is registered goes with its library
+_libraries: list[torch.library.Library] = []  # registrations live as long as their library
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:

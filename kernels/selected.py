@@ -1,6 +1,6 @@
-"""Attention over a selection: the public call, behind a torch custom op of its own.
+"""Attention over selections, behind a torch custom op.
 
-As ``sparse_attention``, but which keys a query reads is data, and so an argument of the op.
+Like ``sparse_attention``, but the keys that a query reads are tensors, and so arguments of the op.
 """
 
 from __future__ import annotations
@@ -21,30 +21,18 @@ BACKENDS = ("triton", "cpu", "reference")
 ADVICE = 'backend="reference" runs everywhere, with memory that grows with N^2'
 
 
+# fmt: off
 @overload
 def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    *,
-    scale: float | None = None,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, scale: float | None = None, backend: str = "auto",
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
-
-
 @overload
 def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    *,
-    scale: float | None = None,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, scale: float | None = None, backend: str = "auto",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def selected_attention(
@@ -57,18 +45,18 @@ def selected_attention(
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention in which each position reads the keys that a selection gives it.
+    """Compute softmax attention where each query reads the keys that a selection gives it.
 
-    A query without keys gives output 0, logsumexp -inf and zero gradients. What is not finite spreads as in
-    ``sparse_attention``. A selection's values are not looked at: where they break the rules of ``Part``, results are
-    undefined (``Selection.check`` finds that).
+    A query without keys has output 0, logsumexp -inf and zero gradients. NaN and inf spread as in ``sparse_attention``.
+    The values of a selection are not checked: if they break the rules of ``Part``, results are undefined
+    (``Selection.check`` detects that).
 
     Args:
-        q: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).
+        q: (B, H, N, D) in fp16, bf16, fp32 or fp64. Scores and sums are in fp32 (fp64 for fp64).
         k: (B, K, N, D). K may be less than H: see ``sparse_attention``.
         v: (B, K, N, Dv); Dv may differ from D.
-        selection: of these contexts and heads of q.
-        scale: factor of the scores; 1/sqrt(D) where None.
+        selection: selection for these contexts and heads of q.
+        scale: factor of the scores. Default: 1/sqrt(D).
         backend: auto, triton, cpu or reference. A named backend that cannot run here raises.
         return_lse: also return the logsumexp of each query's scaled scores, (B, H, N) fp32 (fp64 for fp64).
 
@@ -76,7 +64,7 @@ def selected_attention(
         (B, H, N, Dv) in q's dtype, and with ``return_lse`` the logsumexp.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite.
+        ValueError: shapes, dtypes or devices do not match, or the scale is not finite.
         ConfigError: the backend is unknown or cannot run here.
     """
     check_whole(q, k, v)
@@ -87,36 +75,38 @@ def selected_attention(
     if hasattr(module, "attend_selected"):
         out, lse = module.attend_selected(q, k, v, selection, scale)
     else:
-        out, lse = _attention(q, k, v, _tensors(selection), selection.span, selection.disjoint, scale, backend)
+        natural = selection.parts[0].low[:0, :0, :0]  # an empty tensor, as an op's list of tensors has no None
+        tensors = [natural if tensor is None else tensor for part in selection.parts for tensor in part]
+        out, lse = _attention(q, k, v, tensors, selection.span, selection.disjoint, scale, backend)
     return (out, lse) if return_lse else out
 
 
 def attend_listed(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float | None = None) -> Tensor:
-    """Attention of one query to listed rows of a cache: for generation, where a state knows which keys it selects.
+    """Compute attention of one query to listed rows of a cache, for generation by mixers that select keys.
 
     Args:
-        q: (B, H, D); one of fp16, bf16, fp32, fp64, as k and v.
-        k, v: (B, K, N, D) and (B, K, N, Dv), in any order in memory. K may be less than H: see ``sparse_attention``.
-        positions: (B, H, W) integers, the rows to read, each once; -1 for none.
-        scale: factor of the scores; 1/sqrt(D) where None.
+        q: (B, H, D) in fp16, bf16, fp32 or fp64, as k and v.
+        k, v: (B, K, N, D) and (B, K, N, Dv), in any memory order. K may be less than H: see ``sparse_attention``.
+        positions: (B, H, W) integers, distinct rows to read; -1 for none.
+        scale: factor of the scores. Default: 1/sqrt(D).
 
     Returns:
-        (B, H, Dv) in q's dtype; 0 for a query that reads nothing. There is no gradient.
+        (B, H, Dv) in q's dtype, without gradient; 0 for a query that reads nothing.
 
     Raises:
-        ValueError: heads of k and v do not fit those of q, or the scale is not finite.
+        ValueError: heads of k and v do not match those of q, or the scale is not finite.
     """
     check_heads(q, k, v)
     wide = accumulator_dtype(q.dtype)
     scale = checked_scale(q, scale)
     missing = (positions < 0)[..., None, :]
-    rows = positions.clamp_min(0).long()[..., None].unflatten(1, (k.shape[1], -1))  # by groups that share a head of k
+    rows = positions.clamp_min(0).long()[..., None].unflatten(1, (k.shape[1], -1))  # grouped by head of k
     with torch.no_grad():
         keys, values = (x[:, :, None].take_along_dim(rows, 3).flatten(1, 2).to(wide) for x in (k, v))
         scores = (q.to(wide)[..., None, :] @ keys.mT).mul_(scale).masked_fill_(missing, -math.inf)
-        scores.masked_fill_(missing.all(-1, keepdim=True), 0.0)  # whose softmax would be NaN
+        scores.masked_fill_(missing.all(-1, keepdim=True), 0.0)  # their softmax would be NaN
         weights = scores.softmax(-1).masked_fill_(missing, 0.0)
-        values.masked_fill_(missing.mT, 0.0)  # row 0, which stands in for them, may not be written yet
+        values.masked_fill_(missing.mT, 0.0)  # row 0 stands in for them and may be uninitialised
         return (weights @ values).squeeze(-2).to(q.dtype)
 
 
@@ -133,20 +123,14 @@ def _check_parts(selection: Selection, q: Tensor) -> None:
                 )
             length = tensor.shape[-1] if name == "key_order" else q.shape[2]
             if tensor.shape != (*q.shape[:2], length) or not 1 <= length <= q.shape[2]:
-                wanted = f"({q.shape[0]}, {q.shape[1]}, {q.shape[2]})"
-                raise ValueError(f"part {number}: {name} {tuple(tensor.shape)} must be {wanted}, B, H and N of q")
-
-
-def _tensors(selection: Selection) -> list[Tensor]:
-    """Four a part, as an op takes them: without elements where an order is natural."""
-    nothing = selection.parts[0].low[:0, :0, :0]
-    return [nothing if tensor is None else tensor for part in selection.parts for tensor in part]
+                shape = tuple(q.shape[:3])
+                raise ValueError(f"part {number}: {name} {tuple(tensor.shape)} must be {shape}, B, H and N of q")
 
 
 def _selection(tensors: Sequence[Tensor], span: int, disjoint: bool) -> Selection:
-    """The selection that ``_tensors`` wrote."""
-    given = [None if tensor.dim() == 3 and not tensor.shape[-1] else tensor for tensor in tensors]
-    parts = tuple(Part(*given[first : first + 4]) for first in range(0, len(given), 4))  # type: ignore[arg-type]
+    """Rebuild the selection from the op's tensors, four per part."""
+    fields = [None if tensor.dim() == 3 and not tensor.shape[-1] else tensor for tensor in tensors]
+    parts = tuple(Part(*fields[first : first + 4]) for first in range(0, len(fields), 4))  # type: ignore[arg-type]
     return Selection(parts, span, disjoint)
 
 

@@ -1,4 +1,4 @@
-"""torch's FlexAttention under the pattern's mask: a second oracle for tests, and a peer in benchmarks."""
+"""torch's FlexAttention with the pattern's mask: a second oracle for tests, and a peer in benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longstride.kernels.patterns import Pattern
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Uncompiled FlexAttention runs on every device, but differentiates on accelerators alone."""
+    """Return why FlexAttention cannot run: on a CPU it has no backward pass."""
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         return "FlexAttention has no backward on the CPU; use cpu or reference"
     return None
@@ -19,7 +19,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, first_query: int
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, M, Dv) and logsumexp (B, H, M)."""
+    """Return the output (B, H, M, Dv) and the logsumexp (B, H, M)."""
     if not torch.is_grad_enabled():
         q, k, v = q.detach(), k.detach(), v.detach()  # on the CPU, FlexAttention refuses tensors that require gradients
 

@@ -1,4 +1,4 @@
-"""Dense attention under a mask: the specification that every other backend is tested against."""
+"""Dense attention with a mask: the specification of all other backends."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from longstride.kernels.selections import Selection, selection_mask
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Runs everywhere; memory and time grow with N^2."""
+    """Return None, as it runs everywhere. Memory and time grow with N^2."""
     return None
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, first_query: int
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, M, Dv) and logsumexp (B, H, M) by torch's own differentiable operations, in fp32 or fp64 inside."""
+    """Return output (B, H, M, Dv) and logsumexp (B, H, M), by torch's differentiable operations in fp32 or fp64."""
     if torch.compiler.is_exporting() and len(set(patterns)) == 1:
         patterns = patterns[:1]  # one mask for all heads
     queries = None
@@ -32,18 +32,18 @@ def attend(
 
 
 def attend_selected(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
-    """``attend`` over a selection."""
+    """Return output and logsumexp of attention over a selection, as ``attend`` does."""
     return _attend(q, k, v, selection_mask(selection, q.shape[2]), scale)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention under a mask (H, M, N) or (B, H, M, N)."""
+    """Return output and logsumexp of attention with a mask, (H, M, N) or (B, H, M, N)."""
     dtype, wide = q.dtype, accumulator_dtype(q.dtype)
     q, k, v = (x.to(wide) for x in (q, k, v))
     if k.shape[1] < q.shape[1]:
-        shared = torch.arange(q.shape[1], device=q.device) // (q.shape[1] // k.shape[1])  # the head that each one reads
-        k, v = (x.index_select(1, shared) for x in (k, v))
-    blind = ~allowed.any(-1, keepdim=True)  # queries without keys: computed from zeros, then masked
+        key_heads = torch.arange(q.shape[1], device=q.device) // (q.shape[1] // k.shape[1])
+        k, v = (x.index_select(1, key_heads) for x in (k, v))
+    blind = ~allowed.any(-1, keepdim=True)  # queries without keys: their scores are 0 first, then masked
     with _without_autocast(q.device.type):
         scores = (q @ k.mT) * scale
         scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
@@ -55,20 +55,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> t
 def prepare(
     k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Attention of one query after another from these caches, as (q, position, return_lse); nothing is kept."""
+    """Return a function of (q, position, return_lse) that attends from single queries to these caches."""
     return partial(_attend_one, k, v, patterns, scale)
 
 
 def _attend_one(
     k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, q: Tensor, position: int, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Dv) and logsumexp (B, H) of one query, q (B, H, D), from the row of the mask: N reads."""
+    """Return output (B, H, Dv) and logsumexp (B, H) of one query, q (B, H, D). Reads all N keys."""
     wide = accumulator_dtype(q.dtype)
     context = torch.arange(k.shape[2], device=q.device)
     allowed = torch.stack([pattern.mask(context[position], context) for pattern in patterns])  # (H, N)
     blind = ~allowed.any(-1, keepdim=True)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    k, v = (x.to(wide).masked_fill(~allowed[..., None], 0.0) for x in (k, v))  # rows that are not read may be NaN
+    k, v = (x.to(wide).masked_fill(~allowed[..., None], 0.0) for x in (k, v))  # other rows may be NaN
     with _without_autocast(q.device.type):
         scores = (k @ q.to(wide)[..., None]).squeeze(-1) * scale
         scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
@@ -78,7 +78,7 @@ def _attend_one(
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
-    """Autocast, which not every device type has, would compute the products in 16 bits; a program has none."""
+    """Disable autocast, which would compute products in 16 bits, unless exporting or the device has none."""
     if torch.compiler.is_exporting() or not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
@@ -89,7 +89,7 @@ def pattern_mask(
 ) -> Tensor:
     """Return the masks of all heads, (H, N, N) bool: [h, i, j] is True where query i of head h attends to key j.
 
-    With the positions of some ``queries`` (M,), the masks of these alone: (H, M, N).
+    With the positions of some ``queries`` (M,), return their masks: (H, M, N).
     """
     position = torch.arange(context, device=device)
     queries = position if queries is None else queries
