@@ -65,7 +65,7 @@ def test_a_cache_that_is_written_row_by_row(patterns: list[Pattern], backend: st
 @pytest.mark.parametrize("most_alone", [0, 1 << 16])
 def test_limits_decide_about_speed_alone(most_gathered: int, most_alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_decode, "MOST_GATHERED", most_gathered)
-    monkeypatch.setattr(cpu_decode, "MOST_ALONE", most_alone)
+    monkeypatch.setattr(cpu_decode, "MOST_SINGLE_THREADED", most_alone)
     cpu_decode.query_reads.cache_clear()
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -59,7 +59,7 @@ def test_cpu_hands_what_reads_everything_to_torch(
     pattern: Pattern, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In either order of memory, with a gradient that has strides of 0, and under autocast."""
-    monkeypatch.setattr(cpu, "shared", None)  # nothing is computed here
+    monkeypatch.setattr(cpu, "run_pieces", None)  # nothing is computed here
     shape = Shape(2, 3, 50, 16, 16)
     inputs = make_inputs(shape, dtype)
     check_against_reference("cpu", pattern, dtype, shape, inputs=inputs)
@@ -316,6 +316,6 @@ def test_selections_are_right_on_any_threads(monkeypatch: pytest.MonkeyPatch) ->
 def test_chunks_of_selections_do_little_more_than_is_asked(clusters: int, window: int | None, waste: float) -> None:
     """Of clusters of a position or two, 16 rows by up to 32 columns for each 16 positions."""
     part = _routed(1, 2, 12_288, clusters, window)
-    alike = selected._cut(part, 12_288, False).alike
+    alike = selected._cut(part, 12_288, False).chunks
     assert all(one.rows * one.width <= MAX_PAIRS for one in alike)
     assert sum(one.rows * one.width * len(one.start) for one in alike) <= waste * int((part.high - part.low).sum())

@@ -1,6 +1,6 @@
 """Attention over patterns on the CPU: each part as batches of equal chunks, by batched matrix products.
 
-Letters as in ``slabs``, which has the arithmetic.
+Letters as in ``slabs``, which has the computation of a slab.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from longstride.kernels.backends.cpu.slabs import (
     Numbers,
     Piece,
     Scratch,
-    add_groups,
+    backward_rows,
     empty_by_query_head,
     merge,
-    of_piece,
     put,
-    rows_of_backward,
-    shared,
+    run_pieces,
     slab_backward,
     slab_forward,
     slabs_of,
+    sum_groups,
+    take_piece,
 )
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import num_pairs
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Reads CPU memory."""
+    """Return why the backend cannot run on these tensors, or None."""
     return None if q.device.type == "cpu" else f"it needs CPU tensors, not {q.device}"
 
 
 def visited_pairs(q: Tensor, pattern: Pattern) -> int:
-    """Pairs whose scores a head like (B, H, N, D) computes, masked ones included."""
+    """Return how many pairs a head like (B, H, N, D) computes, masked ones included."""
     context = q.shape[2]
-    if dense.fits(q, q, (pattern,)):  # torch does not tell the tiles of its kernel
+    if dense.fits(q, q, (pattern,)):  # torch does not expose the tiles of its kernel
         return num_pairs(pattern, context)
     return sum(chunked(part, context).num_pairs() for part in pattern.parts())
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
+    """Return output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
     if dense.serves(q, k, v, patterns, scale):
         return dense.forward(q, k, v, scale)
     numbers = Numbers.of(q.dtype)
@@ -57,7 +57,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
         scratch = Scratch(numbers)
         for piece in pieces:
             rows = {
-                name: scratch.rows(name, of_piece(x, piece, q.shape[1]), numbers.narrow)
+                name: scratch.rows(name, take_piece(x, piece, q.shape[1]), numbers.narrow)
                 for name, x in (("q", q), ("k", k), ("v", v))
             }
             first, *others = pattern.parts()
@@ -69,7 +69,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
             put(out, piece, merged[0])
             put(lse, piece, merged[1].squeeze(-1))
 
-    shared(work, patterns, q, v)
+    run_pieces(work, patterns, q, v)
     return out, lse
 
 
@@ -84,7 +84,7 @@ def backward(
     patterns: tuple[Pattern, ...],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern and serve each of its parts."""
+    """Return the gradients of q, k and v. ``out`` and ``lse`` of the full pattern are used for each of its parts."""
     if grad_lse is None and dense.serves(q, k, v, patterns, scale):
         return dense.backward(grad_out, q, k, v, out, lse, scale)
     numbers = Numbers.of(q.dtype)
@@ -93,19 +93,19 @@ def backward(
     def work(pattern: Pattern, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
         for piece in pieces:
-            rows = rows_of_backward(scratch, piece, (q, k, v), grad_out, grad_lse, out, lse)
+            rows = backward_rows(scratch, piece, (q, k, v), grad_out, grad_lse, out, lse)
             totals = [scratch.results(f"grad_{name}", x, piece) for name, x in zip("qkv", grads, strict=True)]
             for number, part in enumerate(pattern.parts()):
                 _part_backward(scratch, totals, rows, part, scale, adds=number > 0)
-            for whole, total in zip(grads, totals, strict=True):
-                put(whole, piece, total)
+            for grad, total in zip(grads, totals, strict=True):
+                put(grad, piece, total)
 
-    shared(work, patterns, q, v)
-    return grads[0], add_groups(grads[1], k), add_groups(grads[2], v)
+    run_pieces(work, patterns, q, v)
+    return grads[0], sum_groups(grads[1], k), sum_groups(grads[2], v)
 
 
 def _part_forward(scratch: Scratch, out: Tensor, rows: dict[str, Tensor], part: PatternPart, scale: float) -> Tensor:
-    """Write the output (G, N, E) of one part; its logsumexp (G, N, 1). 0 and -inf where a row reads no key of it."""
+    """Write the output (G, N, E) of one part and return its logsumexp (G, N, 1): 0 and -inf for rows without keys."""
     chunks = chunked(part, out.shape[1])
     lse = torch.empty(*out.shape[:2], 1, dtype=scratch.numbers.wide)
     q = scratch.ordered("q", rows["q"], chunks.query_order)
@@ -146,21 +146,21 @@ def _part_backward(
     _put_keys(grads[2], grad_v, chunks, adds)
 
 
-def _put_rows(whole: Tensor, ordered: Tensor, chunks: Chunks, adds: bool) -> None:
-    """Bring (G, N, D) from the order of a part's queries into the natural one, unless it is that already."""
+def _put_rows(target: Tensor, ordered: Tensor, chunks: Chunks, adds: bool) -> None:
+    """Permute (G, N, D) from the order of a part's queries to the natural one, unless it is in place."""
     if chunks.query_inverse is None:
         return
     if adds:
-        whole.add_(torch.index_select(ordered, 1, chunks.query_inverse))
+        target.add_(torch.index_select(ordered, 1, chunks.query_inverse))
     else:
-        torch.index_select(ordered, 1, chunks.query_inverse, out=whole)
+        torch.index_select(ordered, 1, chunks.query_inverse, out=target)
 
 
-def _put_keys(whole: Tensor, ordered: Tensor, chunks: Chunks, adds: bool) -> None:
-    """Bring (G, M, D) from the order of a part's keys into (G, N, D); keys that the part does not read get 0."""
+def _put_keys(target: Tensor, ordered: Tensor, chunks: Chunks, adds: bool) -> None:
+    """Move (G, M, D) from the order of a part's keys to (G, N, D), with 0 for keys that the part does not read."""
     if chunks.key_order is not None and chunks.key_order is chunks.query_order:
-        _put_rows(whole, ordered, chunks, adds)  # a permutation, whose inverse is known
+        _put_rows(target, ordered, chunks, adds)  # the order is a permutation
     elif chunks.key_order is not None and adds:
-        whole.index_add_(1, chunks.key_order, ordered)
+        target.index_add_(1, chunks.key_order, ordered)
     elif chunks.key_order is not None:
-        whole.zero_().index_copy_(1, chunks.key_order, ordered)
+        target.zero_().index_copy_(1, chunks.key_order, ordered)

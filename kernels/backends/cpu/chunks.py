@@ -1,6 +1,6 @@
-"""A part at one context as few batches of equal rectangles, for backends that work by batched matrix products.
+"""A part at one context as a few batches of equal rectangles, for batched matrix products.
 
-Letters: N queries, M keys of a part, R rows (queries) and W columns (keys) of a chunk. All in the part's own orders.
+Letters: N queries, M keys of a part, R rows (queries) and W columns (keys) of a chunk. All are in the part's orders.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from longstride.kernels.forms import Fold
 from longstride.kernels.patterns import PatternPart
 from longstride.kernels.plan import View, view
 
-# The measured cost of a chunk, in pairs of a query and a key: reading a row of keys and adding to its gradient costs
-# about as much as KEY_COST more queries, starting a set of equal chunks as much as BATCH_COST pairs of one head.
-KEY_COST = 24
-CHUNK_COST = 100
-BATCH_COST = 12_000
-MAX_PAIRS = 1 << 22  # scores of a chunk that may be in memory at once, where chunks of the smallest size allow it
-STEP = 16  # rows and columns of a chunk are multiples of it where they can: products of other widths are slower
+# Measured costs besides the computed pairs, in pairs of a query and a key.
+KEY_COST = 24  # per key of a chunk: reading its row and adding to its gradient
+CHUNK_COST = 100  # per chunk
+BATCH_COST = 12_000  # per batch of equal chunks, for one head
+MAX_PAIRS = 1 << 22  # scores of a chunk, unless the smallest chunks have more
+STEP = 16  # rows and columns of a chunk are multiples of it if possible: other widths are slower
 SIZES = (16, 32, 64, 128, *(size for power in range(6, 13) for size in (3 << power, 4 << power)))  # 192, 256, 384, …
 
 
 @dataclass(frozen=True)
 class Edge:
-    """Columns first … last-1 of a chunk, and what is added to their scores: 0 where allowed, else -inf."""
+    """Columns first … last-1 of a chunk, and the bias of their scores: 0 where allowed, else -inf."""
 
     first: int
     last: int
@@ -54,9 +53,9 @@ class EqualChunks:
 
 @dataclass(frozen=True)
 class Chunks:
-    """A part's orders and the batches that cover its pairs, each pair once."""
+    """A part's orders, and batches that cover each of its pairs once."""
 
-    columns: Fold | None  # both orders, where chunks are read and written in place: see ``_in_place``
+    columns: Fold | None  # both orders, if chunks are read and written in place: see ``_in_place``
     query_order: Tensor | None  # (N,) int64; None: natural, or in place
     query_inverse: Tensor | None  # (N,) int64, the row of each original position
     key_order: Tensor | None  # (M,) int64
@@ -66,13 +65,13 @@ class Chunks:
     has_all_keys_once: bool  # every key is in exactly one chunk
 
     def num_pairs(self) -> int:
-        """Scores computed, masked ones included."""
+        """Return the number of computed scores, masked ones included."""
         return sum(batch.count * batch.rows * batch.width for batch in self.batches)
 
 
 @cached
 def chunked(part: PatternPart, context: int) -> Chunks:
-    """The chunks of a part for N = ``context`` positions, in the size with the lowest estimated time; cached."""
+    """Cut a part at N = ``context`` positions into chunks of the size with the lowest estimated time; cached."""
     o = view(part, context, "queries")
     start, stop = min(_candidates(o), key=lambda chunks: _cost(o, *chunks))
     start, stop = _trimmed(o, start, stop)
@@ -94,7 +93,7 @@ def chunked(part: PatternPart, context: int) -> Chunks:
 
 
 def _in_place(o: View, order: Fold, batches: tuple[EqualChunks, ...]) -> bool:
-    """Whether each chunk lies in one column, at equal steps: then chunks are views of tensors in the natural order."""
+    """Whether each chunk is in one column, at equal steps, so that chunks are views of tensors in the natural order."""
     rows = order.period
     return (
         o.column_order is order
@@ -111,9 +110,9 @@ def _in_place(o: View, order: Fold, batches: tuple[EqualChunks, ...]) -> bool:
 
 
 def _candidates(o: View) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ways to cut the rows: (start, stop) of each chunk. Empty intervals are left in."""
+    """Yield ways to cut the rows: (start, stop) of each chunk, including empty intervals."""
     low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
-    # A chunk that begins at a row which shares no key with earlier rows wastes nothing on them.
+    # A chunk that starts at a row without keys in common with earlier rows wastes no pairs.
     restart = np.flatnonzero((low[1:] >= high[:-1]) & (low[1:] > low[:-1])) + 1
     begin = np.concatenate([[0], restart])
     end = np.append(restart, o.num_rows)
@@ -126,7 +125,7 @@ def _candidates(o: View) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _cut(begin: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """One run [begin, end) in pieces of ``size`` and a rest; several runs each in pieces as equal as STEP allows."""
+    """Cut one run [begin, end) into pieces of ``size``; several runs into pieces as equal as STEP allows."""
     length = end - begin
     step = np.full_like(length, size)
     if len(begin) > 1:
@@ -139,7 +138,7 @@ def _cut(begin: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, np.
 
 
 def _cost(o: View, start: np.ndarray, stop: np.ndarray) -> float:
-    """Estimated time in pairs; infinite where a chunk is too large to hold and smaller ones would do."""
+    """Estimate the time in pairs; infinite if a chunk exceeds MAX_PAIRS and could be smaller."""
     start, stop = _trimmed(o, start, stop)
     rows = stop - start
     width = o.intervals.high.numpy()[stop - 1] - o.intervals.low.numpy()[start]
@@ -150,19 +149,19 @@ def _cost(o: View, start: np.ndarray, stop: np.ndarray) -> float:
 
 
 def _trimmed(o: View, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The chunks without the rows at either end that read no key; chunks of such rows alone are dropped."""
+    """Trim rows without keys from both ends of each chunk, and drop chunks without any keys."""
     reads = (o.intervals.low < o.intervals.high).numpy()
-    before = np.concatenate([[0], np.cumsum(reads)])  # rows that read, before each row
+    before = np.concatenate([[0], np.cumsum(reads)])  # number of reading rows before each row
     reading = np.flatnonzero(reads)
-    kept = before[stop] > before[start]
-    start, stop = start[kept], stop[kept]
+    is_used = before[stop] > before[start]
+    start, stop = start[is_used], stop[is_used]
     return reading[before[start]], reading[before[stop] - 1] + 1
 
 
 def _batches(o: View, start: np.ndarray, stop: np.ndarray, alignment: int) -> Iterator[EqualChunks]:
-    """Put chunks together that have the same relative intervals and lie at equal steps.
+    """Group chunks with the same relative intervals at equal steps.
 
-    Where earlier keys can fill a chunk up, masked, its width becomes a multiple of ``alignment``.
+    If masked earlier keys can pad a chunk, its width becomes a multiple of ``alignment``.
     """
     low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
     fold = o.column_order if isinstance(o.column_order, Fold) and o.column_order.step == 1 else None
@@ -170,7 +169,7 @@ def _batches(o: View, start: np.ndarray, stop: np.ndarray, alignment: int) -> It
     for a, b in zip(start.tolist(), stop.tolist(), strict=True):
         key = int(low[a])
         missing = int(key - high[b - 1]) % alignment
-        earlier = key if fold is None else key % fold.period  # a chunk keeps to one column, to be read in place
+        earlier = key if fold is None else key % fold.period  # a chunk stays in one column, to be read in place
         key -= missing if missing <= earlier else 0
         relative = (b - a, (low[a:b] - key).tobytes() + (high[a:b] - key).tobytes())
         alike.setdefault(relative, []).append((a, key))
@@ -185,7 +184,7 @@ def _batches(o: View, start: np.ndarray, stop: np.ndarray, alignment: int) -> It
 
 
 def _progressions(places: list[tuple[int, int]]) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
-    """Maximal runs of (row, key) at equal steps: their length, first place and step."""
+    """Yield maximal runs of (row, key) at equal steps: their length, first place and step."""
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(places)]
     first = 0
     while first < len(places):
@@ -198,12 +197,12 @@ def _progressions(places: list[tuple[int, int]]) -> Iterator[tuple[int, tuple[in
 
 
 def _edges(low: np.ndarray, high: np.ndarray, biases: dict[tuple[int, int, bytes], Tensor]) -> Iterator[Edge]:
-    """The columns that not every row reads: a left and a right run, or all columns where those are most of them."""
+    """Yield the columns that some rows do not read: a left and a right run, or all columns if these are most."""
     width = int(high[-1])
-    left, right = min(int(low.max()), width), int(high.min())
-    if left + width - right > width // 2:
-        left, right = width, width
-    for first, last in ((0, left), (right, width)):
+    left_end, right_start = min(int(low.max()), width), int(high.min())
+    if left_end + width - right_start > width // 2:
+        left_end, right_start = width, width
+    for first, last in ((0, left_end), (right_start, width)):
         if first == last:
             continue
         inside = np.stack([np.clip(low - first, 0, last - first), np.clip(high - first, 0, last - first)])

@@ -1,12 +1,12 @@
-"""Attention over selections on the CPU: ragged chunks, brought to few sizes, by the products of patterns' slabs.
+"""Attention over selections on the CPU: ragged chunks, padded to a few sizes, in batched products.
 
-Orders and bounds are data, so the host reads them at every call. All contexts and heads are laid one after another: row
-r of head g is row ``g * N + r``, and so it is with keys. A chunk is some rows and the run of columns that they read;
-both are rounded up to few sizes, and chunks of a size share batched products whatever head they are of. Rows are
-gathered by index; of what is computed in excess, rows are left unread and columns masked.
+Orders and bounds are data, so every call reads them. All contexts and heads are concatenated: row r of head g is row
+``g * N + r``, and likewise for keys. A chunk is a run of rows and the run of columns that they read. Both are padded to
+a few sizes, and chunks of one size share batched products across heads. Rows are gathered by index. Padding rows are
+not read, and padding columns are masked.
 
-Letters as in ``slabs``; here G is all heads of the batch, or those of a piece. Behind a cache there are fewer queries
-than keys: Q queries, N positions of keys.
+Letters as in ``slabs``, with G all heads of the batch, or those of a piece. Behind a cache there are fewer queries than
+keys: Q queries, N positions of keys.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from longstride.kernels.backends.cpu.slabs import (
     Piece,
     Scratch,
     Slab,
-    add_groups,
+    backward_rows,
     empty_by_query_head,
     merge,
     num_at_once,
-    of_piece,
     put,
-    rows_of_backward,
-    shared,
+    run_pieces,
     slab_backward,
     slab_forward,
+    sum_groups,
+    take_piece,
 )
 from longstride.kernels.selections import Part, Selection
 
-# What a chunk costs beside its pairs, in pairs: each row of keys, gathered and added to; the chunk; a further size.
-KEY_COST = 16
-CHUNK_COST = 400
-SIZE_COST = 20_000
+# Costs besides the computed pairs, in pairs.
+KEY_COST = 16  # per key of a chunk: gathering its row and adding to its gradient
+CHUNK_COST = 400  # per chunk
+SIZE_COST = 20_000  # per distinct size
 STEP = 16  # rows and columns of a chunk are multiples of it
 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
-    """Output (B, H, M, E) in v's dtype and logsumexp (B, H, M) in fp32 (fp64 for fp64)."""
+    """Return output (B, H, M, E) in v's dtype and logsumexp (B, H, M) in fp32 (fp64 for fp64)."""
     numbers = Numbers.of(q.dtype)
     out = empty_like_rows(v, heads=q.shape[1], rows=q.shape[2])
     lse = torch.empty(q.shape[:3], dtype=numbers.wide)
@@ -57,16 +57,16 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scal
     def work(_: Selection, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
         for piece in pieces:
-            heads = _heads(piece, q.shape)
+            heads = _head_range(piece, q.shape)
             rows = {
-                name: scratch.rows(name, of_piece(x, piece, q.shape[1]), numbers.narrow)
+                name: scratch.rows(name, take_piece(x, piece, q.shape[1]), numbers.narrow)
                 for name, x in (("q", q), ("k", k), ("v", v))
             }
             merged = reduce(merge, (_part_forward(scratch, rows, parts, i, heads, scale) for i in range(len(parts))))
             put(out, piece, merged[0])
             put(lse, piece, merged[1].squeeze(-1))
 
-    shared(work, (selection,) * q.shape[1], q, v)
+    run_pieces(work, (selection,) * q.shape[1], q, v)
     return out, lse
 
 
@@ -81,7 +81,7 @@ def selected_backward(
     selection: Selection,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole selection and serve each of its parts."""
+    """Return the gradients of q, k and v. ``out`` and ``lse`` of the full selection are used for each of its parts."""
     numbers = Numbers.of(q.dtype)
     grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))
     parts = _cut_parts(selection, k.shape[2])
@@ -89,25 +89,25 @@ def selected_backward(
     def work(_: Selection, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
         for piece in pieces:
-            heads = _heads(piece, q.shape)
-            rows = rows_of_backward(scratch, piece, (q, k, v), grad_out, grad_lse, out, lse)
+            heads = _head_range(piece, q.shape)
+            rows = backward_rows(scratch, piece, (q, k, v), grad_out, grad_lse, out, lse)
             by_part = (_part_backward(scratch, rows, parts, i, heads, scale) for i in range(len(parts)))
-            totals = reduce(lambda sums, more: tuple(a.add_(b) for a, b in zip(sums, more, strict=True)), by_part)
-            for whole, total in zip(grads, totals, strict=True):
-                put(whole, piece, total)
+            totals = reduce(lambda sums, part: tuple(a.add_(b) for a, b in zip(sums, part, strict=True)), by_part)
+            for grad, total in zip(grads, totals, strict=True):
+                put(grad, piece, total)
 
-    shared(work, (selection,) * q.shape[1], q, v)
-    return grads[0], add_groups(grads[1], k), add_groups(grads[2], v)
+    run_pieces(work, (selection,) * q.shape[1], q, v)
+    return grads[0], sum_groups(grads[1], k), sum_groups(grads[2], v)
 
 
-def _heads(piece: Piece, shape: torch.Size) -> range:
-    """A piece's heads among all those of the batch; all heads are of one kind, and so neighbours."""
+def _head_range(piece: Piece, shape: torch.Size) -> range:
+    """Return a piece's heads among all heads of the batch. They are adjacent, as all heads are of one kind."""
     entries, heads = (range(length)[cut] for cut, length in zip(piece, shape, strict=False) if isinstance(cut, slice))
     return range(entries[0] * shape[1] + heads[0], entries[-1] * shape[1] + heads[-1] + 1)
 
 
 class AlikeChunks(NamedTuple):
-    """Chunks of one size, R x W: chunk i has rows start[i] … stop[i]-1, R at most, and columns first[i] … +W-1."""
+    """Chunks of one size, R x W. Chunk i has rows start[i] … stop[i]-1, at most R, and W columns from first[i] on."""
 
     rows: int
     width: int
@@ -117,60 +117,60 @@ class AlikeChunks(NamedTuple):
 
 
 class CutPart(NamedTuple):
-    """A part of a selection, of all G heads one after another: numbers of rows, keys and positions count through."""
+    """A part of a selection with its G heads concatenated: rows, keys and positions are numbered through."""
 
     positions: int  # N
     queries: np.ndarray  # (G * Q,) the query of each row
     keys: np.ndarray  # (G * M,) the position of each column
     low: np.ndarray  # (G * Q,) of columns
     high: np.ndarray
-    alike: tuple[AlikeChunks, ...]
-    seen: Seen | None  # for the parts after this one, where parts may overlap
+    chunks: tuple[AlikeChunks, ...]
+    pairs: PartPairs | None  # for the parts after this one, if parts may overlap
 
 
-class Seen(NamedTuple):
-    """By query and position: which keys a query has in a part, as ``low <= rank < high``."""
+class PartPairs(NamedTuple):
+    """The pairs of a part by query and position: the keys with ``low <= rank < high``."""
 
-    rank: np.ndarray  # (G * N,) the column of each position in its own head, -1 for none
-    low: np.ndarray  # (G * Q,) of columns in its own head
+    rank: np.ndarray  # (G * N,) the column of each position within its head, -1 for none
+    low: np.ndarray  # (G * Q,) of columns within the head
     high: np.ndarray
 
 
 def _cut_parts(selection: Selection, positions: int) -> list[CutPart]:
-    """Cut all parts into chunks, alike whatever the number of threads; ``positions``: N."""
+    """Cut all parts into chunks, independently of the number of threads; ``positions`` is N."""
     overlaps = not selection.disjoint
     return [_cut(part, positions, overlaps and part is not selection.parts[-1]) for part in selection.parts]
 
 
-def _cut(part: Part, positions: int, is_seen: bool) -> CutPart:
-    """Read a part and cut its rows into chunks."""
+def _cut(part: Part, positions: int, has_pairs: bool) -> CutPart:
+    """Cut the rows of a part into chunks; ``has_pairs``: for later parts that overlap."""
     low, high = part.low.numpy(), part.high.numpy()
     context = low.shape[-1]
     num_keys = positions if part.key_order is None else part.key_order.shape[-1]
     head = np.arange(low.shape[0] * low.shape[1]).reshape(*low.shape[:2], 1)
     queries = (np.arange(context) if part.query_order is None else part.query_order.numpy()) + head * context
     keys = (np.arange(positions) if part.key_order is None else part.key_order.numpy()) + head * positions
-    queries, keys, from_, to = (x.reshape(-1) for x in (queries, keys, low + head * num_keys, high + head * num_keys))
-    seen = None
-    if is_seen:
+    queries, keys, first, last = (x.reshape(-1) for x in (queries, keys, low + head * num_keys, high + head * num_keys))
+    pairs = None
+    if has_pairs:
         rank = np.full(head.size * positions, -1, np.int32)
         rank[keys] = np.arange(len(keys)) % num_keys
         by_position = np.empty((2, len(queries)), np.int32)
         by_position[:, queries] = low.reshape(-1), high.reshape(-1)
-        seen = Seen(rank, *by_position)
-    return CutPart(positions, queries, keys, from_, to, tuple(_chunks(from_, to, context, num_keys)), seen)
+        pairs = PartPairs(rank, *by_position)
+    return CutPart(positions, queries, keys, first, last, tuple(_chunks(first, last, context, num_keys)), pairs)
 
 
 def _chunks(low: np.ndarray, high: np.ndarray, context: int, num_keys: int) -> Iterator[AlikeChunks]:
-    """Chunks of the cheapest size that cover every row with keys, those of a size together."""
+    """Yield chunks of the cheapest size that cover every row with keys, grouped by size."""
     best, least = None, math.inf
     for start, stop in _candidates(low, high, context):
         first, end = low[start], high[stop - 1]
         rows = -(-(stop - start) // STEP) * STEP
-        width = np.minimum(_rounded(end - first), num_keys)
+        width = np.minimum(_round_up(end - first), num_keys)
         pairs = rows * width
         if len(rows) and pairs.max() > MAX_PAIRS and rows.max() > STEP:
-            break  # nor will larger ones do
+            break  # larger ones exceed it too
         size = rows * (2 * num_keys + 1) + width
         cost = pairs.sum() + KEY_COST * width.sum() + CHUNK_COST * len(rows) + SIZE_COST * len(np.unique(size))
         if cost < least:
@@ -179,38 +179,38 @@ def _chunks(low: np.ndarray, high: np.ndarray, context: int, num_keys: int) -> I
             break
     assert best is not None
     start, stop, first, rows, width, size = best
-    # A chunk that is wider than what it reads ends in its head nevertheless, whose keys may be all there are.
+    # A padded chunk must end within its head.
     first = np.minimum(first, (start // context + 1) * num_keys - width)
-    for one in np.unique(size):
-        which = np.flatnonzero(size == one)
-        yield AlikeChunks(int(rows[which[0]]), int(width[which[0]]), start[which], stop[which], first[which])
+    for distinct in np.unique(size):
+        index = np.flatnonzero(size == distinct)
+        yield AlikeChunks(int(rows[index[0]]), int(width[index[0]]), start[index], stop[index], first[index])
 
 
-def _rounded(width: np.ndarray) -> np.ndarray:
-    """To a multiple of STEP, and of an eighth of the power of two above."""
+def _round_up(width: np.ndarray) -> np.ndarray:
+    """Round up to a multiple of STEP, and of an eighth of the next power of two."""
     unit = np.maximum(STEP, 2 ** np.ceil(np.log2(np.maximum(width, 1))).astype(np.int64) // 8)
     return -(-width // unit) * unit
 
 
 def _candidates(low: np.ndarray, high: np.ndarray, context: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ways to cut the rows, in growing size: (start, stop) of each chunk, none across heads, none without keys."""
-    # A chunk that begins at a row which shares no key with earlier rows wastes nothing on them.
+    """Yield ways to cut the rows, by growing size: (start, stop) of each chunk, within one head and with keys."""
+    # A chunk that starts at a row without keys in common with earlier rows wastes no pairs.
     is_restart = (low[1:] >= high[:-1]) & (low[1:] > low[:-1])
     restart = np.flatnonzero(is_restart) + 1
     reads = low < high
-    before = np.concatenate([[0], np.cumsum(reads)])  # rows that read, before each row
+    before = np.concatenate([[0], np.cumsum(reads)])  # number of reading rows before each row
     reading = np.flatnonzero(reads)
     size = STEP
     while True:
-        # Of restarts that are close together, some: chunks of few rows cost more than columns that are masked.
+        # Skip restarts close to another one: chunks of few rows cost more than masked columns.
         near = restart // (size // 4)
         begin = np.union1d(restart[np.diff(near, prepend=-1) > 0], np.arange(0, len(low), context))
         length = np.diff(begin, append=len(low))
         count = -(-length // size)
         start = np.repeat(begin, count) + (np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)) * size
         stop = np.minimum(start + size, np.repeat(begin + length, count))
-        kept = before[stop] > before[start]
-        start, stop = start[kept], stop[kept]
+        is_used = before[stop] > before[start]
+        start, stop = start[is_used], stop[is_used]
         yield reading[before[start]], reading[before[stop] - 1] + 1
         if size >= context:
             return
@@ -218,59 +218,61 @@ def _candidates(low: np.ndarray, high: np.ndarray, context: int) -> Iterator[tup
 
 
 class SelectedSlab(NamedTuple):
-    """Some chunks of a size in work at once, with what they gather from a piece's (G * Q, ·) and (G * N, ·)."""
+    """Chunks of one size computed together, and the rows that they gather from a piece's (G * Q, ·) and (G * N, ·)."""
 
     slab: Slab
-    row_places: np.ndarray  # (b, R) of positions; the last row of a chunk again in place of those that it has not
+    row_places: np.ndarray  # (b, R) of positions; padding repeats the last row of a chunk
     key_places: np.ndarray  # (b, W)
-    is_row: np.ndarray  # (b, R) whether a row is a chunk's own
+    is_row: np.ndarray  # (b, R) False for padding
     first: np.ndarray  # (b,) of columns, in the piece's order
 
     def rows_of(self, scratch: Scratch, name: str, x: Tensor) -> Tensor:
-        """The queries' rows of (G * Q, D): (1, b * R, D)."""
-        return _gathered(scratch, name, x, self.row_places)
+        """Gather the queries' rows of (G * Q, D): (1, b * R, D)."""
+        return _gather(scratch, name, x, self.row_places)
 
     def keys_of(self, scratch: Scratch, name: str, x: Tensor) -> Tensor:
-        """The keys' rows of (G * N, D): (1, b * W, D)."""
-        return _gathered(scratch, name, x, self.key_places)
+        """Gather the keys' rows of (G * N, D): (1, b * W, D)."""
+        return _gather(scratch, name, x, self.key_places)
 
 
-def _gathered(scratch: Scratch, name: str, x: Tensor, places: np.ndarray) -> Tensor:
+def _gather(scratch: Scratch, name: str, x: Tensor, places: np.ndarray) -> Tensor:
     out = scratch.take(f"{name} gathered", places.size, x.shape[-1], dtype=x.dtype)
     return torch.index_select(x, 0, torch.from_numpy(places.reshape(-1)), out=out)[None]
 
 
 def _slabs(scratch: Scratch, parts: list[CutPart], number: int, heads: range, context: int) -> Iterator[SelectedSlab]:
-    """The chunks of some heads in slabs of about SCORES_IN_WORK scores, with their masks."""
+    """Yield the chunks of some heads in slabs of about SCORES_IN_WORK scores, with their masks."""
     part = parts[number]
     num_keys = len(part.keys) // (len(part.queries) // context)
     first_query, first_key = heads.start * context, heads.start * num_keys
     first_position = heads.start * part.positions
-    for rows, width, *places in part.alike:
-        mine = slice(*np.searchsorted(places[0], (heads.start * context, heads.stop * context)))
-        start, stop, first = (x[mine] for x in places)
+    for rows, width, *places in part.chunks:
+        of_heads = slice(*np.searchsorted(places[0], (heads.start * context, heads.stop * context)))
+        start, stop, first = (x[of_heads] for x in places)
         at_once = num_at_once(rows * width)
         for chunk in range(0, len(start), at_once):
-            here = slice(chunk, chunk + at_once)
-            row = start[here, None] + np.arange(rows)
-            is_row = row < stop[here, None]
-            row = np.minimum(row, stop[here, None] - 1)
-            column = first[here, None]
+            batch = slice(chunk, chunk + at_once)
+            row = start[batch, None] + np.arange(rows)
+            is_row = row < stop[batch, None]
+            row = np.minimum(row, stop[batch, None] - 1)
+            column = first[batch, None]
             low, high = part.low[row] - column, part.high[row] - column
             queries, keys = part.queries[row], part.keys[column + np.arange(width)]
             bias = _bias(scratch, low, high, width)
             for earlier in parts[:number]:
-                if earlier.seen is not None:
-                    _leave_out(bias, earlier.seen, queries, keys)
-            edges = () if bias is None else (Edge(0, width, bias),)
-            batch = EqualChunks(len(row), rows, width, 0, rows, 0, width, edges, has_blind_rows=True)
-            slab = Slab(batch, None, 0, 1, 0, len(row))
-            yield SelectedSlab(slab, queries - first_query, keys - first_position, is_row, first[here] - first_key)
+                if earlier.pairs is not None:
+                    rank = earlier.pairs.rank[keys][:, None]
+                    low, high = earlier.pairs.low[queries][..., None], earlier.pairs.high[queries][..., None]
+                    bias.masked_fill_(torch.from_numpy((low <= rank) & (rank < high)), -math.inf)
+            edges = (Edge(0, width, bias),)
+            chunks = EqualChunks(len(row), rows, width, 0, rows, 0, width, edges, has_blind_rows=True)
+            slab = Slab(chunks, None, 0, 1, 0, len(row))
+            yield SelectedSlab(slab, queries - first_query, keys - first_position, is_row, first[batch] - first_key)
 
 
 def _bias(scratch: Scratch, low: np.ndarray, high: np.ndarray, width: int) -> Tensor:
-    """What is added to scores (b, R, W): 0 where low <= column < high, -inf elsewhere."""
-    # Each row of a mask is a window of one step from 0 to -inf: windows are copied, which costs less than to compare.
+    """Return the bias of scores (b, R, W): 0 where low <= column < high, else -inf."""
+    # Each row of a mask is a window of a step from 0 to -inf. Copying windows is faster than comparing.
     step = torch.zeros(2 * width).masked_fill_(torch.arange(2 * width) >= width, -math.inf)
     windows = step.as_strided((width + 1, width), (1, 1))
     bias = scratch.take("bias", high.size, width, dtype=torch.float32)
@@ -282,16 +284,10 @@ def _bias(scratch: Scratch, low: np.ndarray, high: np.ndarray, width: int) -> Te
     return bias.view(*high.shape, width)
 
 
-def _leave_out(bias: Tensor, seen: Seen, queries: np.ndarray, keys: np.ndarray) -> None:
-    """Mask the pairs that an earlier part has."""
-    rank, low, high = seen.rank[keys][:, None], seen.low[queries][..., None], seen.high[queries][..., None]
-    bias.masked_fill_(torch.from_numpy((low <= rank) & (rank < high)), -math.inf)
-
-
 def _part_forward(
     scratch: Scratch, by_name: dict[str, Tensor], parts: list[CutPart], number: int, heads: range, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output (G, Q, E) and logsumexp (G, Q, 1) of one part; 0 and -inf where a row reads no key of it."""
+    """Return output (G, Q, E) and logsumexp (G, Q, 1) of one part; 0 and -inf for rows without keys."""
     numbers, context = scratch.numbers, by_name["q"].shape[1]
     q, k, v = (by_name[name].flatten(0, 1) for name in "qkv")
     size, inverse = _rows_of_slabs(parts[number], heads, context)
@@ -302,10 +298,10 @@ def _part_forward(
     for slab in _slabs(scratch, parts, number, heads, context):
         rows = slab.rows_of(scratch, "q", q)
         keys, values = slab.keys_of(scratch, "k", k), slab.keys_of(scratch, "v", v)
-        here = slice(done, done + rows.shape[1])
-        slab_forward(slab.slab, scratch, rows, keys, values, outs[:, here], lses[:, here], scale / numbers.nats)
-        inverse[slab.row_places[slab.is_row]] = np.arange(here.start, here.stop)[slab.is_row.reshape(-1)]
-        done = here.stop
+        span = slice(done, done + rows.shape[1])
+        slab_forward(slab.slab, scratch, rows, keys, values, outs[:, span], lses[:, span], scale / numbers.nats)
+        inverse[slab.row_places[slab.is_row]] = np.arange(span.start, span.stop)[slab.is_row.reshape(-1)]
+        done = span.stop
     index = torch.from_numpy(inverse)
     out = scratch.take(f"out {number}", len(inverse), v.shape[1], dtype=numbers.wide)
     torch.index_select(outs[0], 0, index, out=out)
@@ -316,7 +312,7 @@ def _part_forward(
 def _part_backward(
     scratch: Scratch, rows: dict[str, Tensor], parts: list[CutPart], number: int, heads: range, scale: float
 ) -> tuple[Tensor, ...]:
-    """Gradients (G, Q, D), (G, N, D), (G, N, E) of q, k and v through one part."""
+    """Return the gradients (G, Q, D), (G, N, D), (G, N, E) of q, k and v through one part."""
     numbers, context = scratch.numbers, rows["q"].shape[1]
     wide, part = numbers.wide, parts[number]
     widths = {name: rows[name].shape[2] for name in ("q", "k", "v")}
@@ -331,18 +327,18 @@ def _part_backward(
         by_row = [slab.rows_of(scratch, name, rows[name]) for name in ("q", "grad_out", "minus_lse", "minus_delta")]
         by_row[2][0, torch.from_numpy(~slab.is_row.reshape(-1))] = -math.inf  # so that their weights are 0
         by_key = [slab.keys_of(scratch, name, rows[name]) for name in ("k", "v")]
-        here = slice(done, done + by_row[0].shape[1])
+        span = slice(done, done + by_row[0].shape[1])
         keys, values = (scratch.take(f"slab {x}", 1, slab.key_places.size, widths[x], dtype=wide) for x in "kv")
-        slab_backward(slab.slab, scratch, by_row, by_key, (grads_q[:, here], keys, values), (False, False), scale)
-        for total, several in ((grad_k.numpy(), keys), (grad_v.numpy(), values)):
-            chunks = several.view(*slab.key_places.shape, -1).numpy()
-            for place, one in zip(slab.first.tolist(), chunks, strict=True):
-                total[place : place + len(one)] += one
-        inverse[slab.row_places[slab.is_row]] = np.arange(here.start, here.stop)[slab.is_row.reshape(-1)]
-        done = here.stop
+        slab_backward(slab.slab, scratch, by_row, by_key, (grads_q[:, span], keys, values), (False, False), scale)
+        for total, grads in ((grad_k.numpy(), keys), (grad_v.numpy(), values)):
+            chunks = grads.view(*slab.key_places.shape, -1).numpy()
+            for place, chunk in zip(slab.first.tolist(), chunks, strict=True):
+                total[place : place + len(chunk)] += chunk
+        inverse[slab.row_places[slab.is_row]] = np.arange(span.start, span.stop)[slab.is_row.reshape(-1)]
+        done = span.stop
     by_key_position = np.full(len(heads) * part.positions, len(heads) * num_keys)
-    mine = slice(heads.start * num_keys, heads.stop * num_keys)
-    by_key_position[part.keys[mine] - heads.start * part.positions] = np.arange(len(heads) * num_keys)
+    keys_of_heads = part.keys[heads.start * num_keys : heads.stop * num_keys]
+    by_key_position[keys_of_heads - heads.start * part.positions] = np.arange(len(heads) * num_keys)
     results = []
     for name, in_order, index in (
         ("q", grads_q[0], inverse),
@@ -356,7 +352,10 @@ def _part_backward(
 
 
 def _rows_of_slabs(part: CutPart, heads: range, context: int) -> tuple[int, np.ndarray]:
-    """How many rows the slabs of some heads have, and one for all that read nothing; (G * Q,) to say which is whose."""
+    """Return the number of rows in the slabs of some heads, plus a row for all queries without keys.
+
+    Also return (G * Q,), the row of each query, where all are still that last row.
+    """
     edges = (heads.start * context, heads.stop * context)
-    size = sum(one.rows * int(np.diff(np.searchsorted(one.start, edges))[0]) for one in part.alike)
+    size = sum(alike.rows * int(np.diff(np.searchsorted(alike.start, edges))[0]) for alike in part.chunks)
     return size + 1, np.full(len(heads) * context, size)

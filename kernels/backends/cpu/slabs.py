@@ -1,8 +1,8 @@
-"""What attention over patterns and over selections share on the CPU: a slab's softmax and gradients, memory, threads.
+"""Softmax and gradients of a slab of chunks on the CPU, its memory, and threads, for patterns and selections.
 
 Letters: G batch entries times heads of one piece, N positions, M keys of a part, D and E widths of keys and values,
-b chunks in work at once, R rows and W columns of a chunk. Softmax and sums are in fp32 (fp64 for fp64), products too,
-but for bf16 where the processor multiplies it faster: see ``Numbers``.
+b chunks of a slab, R rows and W columns of a chunk. Softmax, sums and products are in fp32 (fp64 for fp64). For bf16
+inputs, products are in bf16 if the CPU multiplies it faster: see ``Numbers``.
 """
 
 from __future__ import annotations
@@ -22,113 +22,113 @@ from longstride.kernels.backends.cpu.chunks import Chunks, EqualChunks
 from longstride.kernels.forms import Fold
 
 SCORES_IN_WORK = 1 << 19  # scores of a slab: enough to amortise a call, few enough to stay in the cache
-VALUES_IN_WORK = 1 << 20  # of q (or v) in work at once, likewise
-Kind = TypeVar("Kind", bound=Hashable)  # what heads attend over, a pattern or a selection
+VALUES_IN_WORK = 1 << 20  # values of q (or v) of a piece, likewise
+Kind = TypeVar("Kind", bound=Hashable)  # a pattern or a selection of heads
 
 
 class Numbers(NamedTuple):
     """The arithmetic for one dtype of q, k and v.
 
-    Exponents are of 2, as torch's ``exp`` is slow, and slower at -inf; those of fp64 of e, as the specification's are.
+    Powers are of 2, as torch's ``exp`` is slow, especially at -inf. In fp64 they are of e, as in the specification.
     """
 
-    narrow: torch.dtype  # of the operands and results of products
-    wide: torch.dtype  # of everything else
+    narrow: torch.dtype  # dtype of the operands and results of products
+    wide: torch.dtype  # dtype of everything else
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Numbers:
-        """That of a dtype on this machine."""
+        """Return the arithmetic for a dtype on this machine."""
         wide = accumulator_dtype(dtype)
         return cls(dtype if dtype == torch.bfloat16 and has_bf16_products() else wide, wide)
 
     @property
     def nats(self) -> float:
-        """Of a unit of the exponents."""
+        """Nats per unit of the exponents."""
         return 1.0 if self.wide == torch.float64 else math.log(2)
 
     def power_(self, exponents: Tensor) -> Tensor:
-        """Replace exponents by powers."""
+        """Replace exponents by powers, in place."""
         return exponents.exp_() if self.wide == torch.float64 else exponents.exp2_()
 
     def log(self, powers: Tensor) -> Tensor:
-        """Exponents of powers."""
+        """Return the exponents of powers."""
         return powers.log() if self.wide == torch.float64 else powers.log2()
 
 
 class Scratch:
-    """Buffers that slabs reuse, so that they stay in the cache and are allocated once."""
+    """Buffers that slabs reuse, so that they stay in the CPU cache and are allocated once."""
 
     def __init__(self, numbers: Numbers) -> None:
         self.numbers = numbers
         self.buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor of this shape, in the memory of the last one of that name, whose dtype it has."""
+        """Return an uninitialised tensor in the buffer of that name. A name always has the same dtype."""
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = torch.empty(size, dtype=dtype)
         return self.buffers[name][:size].view(shape)
 
     def wide(self, name: str, x: Tensor) -> Tensor:
-        """A product for softmax and sums: ``x`` itself, or a copy of it in a buffer where it is narrow."""
+        """Return a product in the wide dtype: ``x`` itself or a copy in a buffer."""
         return self._cast(name, x, self.numbers.wide)
 
     def narrow(self, name: str, x: Tensor) -> Tensor:
-        """An operand of a product, likewise."""
+        """Return an operand of a product in the narrow dtype, likewise."""
         return self._cast(name, x, self.numbers.narrow)
 
     def _cast(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x if x.dtype == dtype else self.take(name, *x.shape, dtype=dtype).copy_(x)
 
     def rows(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B, H, N, D) as (G, N, D) in this dtype, its channels adjacent: a copy in a buffer, or ``x`` itself."""
+        """Return (B, H, N, D) as (G, N, D) in this dtype with adjacent channels: ``x`` itself or a copy in a buffer."""
         regular = x.is_contiguous() or (dtype == torch.bfloat16 and 1 in x.shape[:2] and x.stride(3) == 1)
         if x.dtype != dtype or not regular:
             x = self.take(f"{name} rows", *x.shape, dtype=dtype).copy_(x)
         return x.flatten(0, 1)
 
     def ordered(self, name: str, x: Tensor, order: Tensor | None) -> Tensor:
-        """(G, N, D) with its rows in this order: a copy in a buffer, or ``x`` itself for the natural order."""
+        """Return (G, N, D) with rows in this order: a copy in a buffer, or ``x`` itself for the natural order."""
         if order is None:
             return x
         return torch.index_select(x, 1, order, out=self.take(name, len(x), len(order), x.shape[2], dtype=x.dtype))
 
-    def results(self, name: str, whole: Tensor, piece: Piece) -> Tensor:
-        """Where a piece's (G, N, D) are computed: in their place, or in a buffer from which ``put`` takes them."""
-        x = whole[piece]  # a copy where heads are a list
+    def results(self, name: str, target: Tensor, piece: Piece) -> Tensor:
+        """Return where to compute a piece's (G, N, D): in place, or in a buffer that ``put`` copies from."""
+        x = target[piece]  # a copy if heads are a list
         if isinstance(piece[1], slice) and x.dtype == self.numbers.wide and (1 in x.shape[:2] or x.is_contiguous()):
             return x.flatten(0, 1)
         return self.take(f"{name} of a piece", x.shape[0] * x.shape[1], *x.shape[2:], dtype=self.numbers.wide)
 
     def target(self, name: str, x: Tensor, rows: int, order: Tensor | None) -> Tensor:
-        """Where results in this order are computed before they go to ``x``: ``x`` itself for the natural order."""
+        """Return where to compute results in this order: ``x`` itself for the natural order, else a buffer."""
         return x if order is None else self.take(name, len(x), rows, x.shape[2], dtype=x.dtype)
 
 
 class Slab(NamedTuple):
-    """Some equal chunks in work at once: ``chunks`` from ``first_chunk`` on, of ``groups`` from ``first_group`` on."""
+    """Equal chunks computed together: ``chunks`` from ``first_chunk`` on, of ``groups`` from ``first_group`` on."""
 
     batch: EqualChunks
-    columns: Fold | None  # the order of rows and keys, where tensors stay in the natural order: see ``Chunks``
+    columns: Fold | None  # order of rows and keys, if tensors stay in the natural order: see ``Chunks``
     first_group: int
     groups: int
     first_chunk: int
     chunks: int
 
     def num_chunks(self) -> int:
-        """b."""
+        """Return b."""
         return self.groups * self.chunks
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """The queries' rows of (G, N, D): (b, R, D), a view where they lie regularly."""
-        return _joined(self._view(x, self.batch.row, self.batch.row_step, self.batch.rows))
+        """Return the queries' rows of (G, N, D): (b, R, D), a view if possible."""
+        return _join_groups(self._view(x, self.batch.row, self.batch.row_step, self.batch.rows))
 
     def keys_of(self, x: Tensor) -> Tensor:
-        """The keys' rows of (G, M, D): (b, W, D), a view where they lie regularly."""
-        return _joined(self._view(x, self.batch.key, self.batch.key_step, self.batch.width))
+        """Return the keys' rows of (G, M, D): (b, W, D), a view if possible."""
+        return _join_groups(self._view(x, self.batch.key, self.batch.key_step, self.batch.width))
 
     def write_rows(self, x: Tensor, rows: Tensor, divisor: Tensor | None = None) -> None:
-        """Put (b, R, D) into the queries' rows of (G, N, D), divided by (b, R, 1)."""
+        """Write (b, R, D), divided by (b, R, 1), to the queries' rows of (G, N, D)."""
         target = self._view(x, self.batch.row, self.batch.row_step, self.batch.rows)
         if divisor is None:
             target.copy_(rows.view(target.shape))
@@ -141,7 +141,7 @@ class Slab(NamedTuple):
         target.add_(rows.view(target.shape))
 
     def write_keys(self, x: Tensor, rows: Tensor) -> None:
-        """Put (b, W, D) into the keys' rows of (G, M, D), where every key comes once."""
+        """Write (b, W, D) to the keys' rows of (G, M, D). No key may occur twice."""
         target = self._view(x, self.batch.key, self.batch.key_step, self.batch.width)
         target.copy_(rows.view(target.shape))
 
@@ -151,14 +151,14 @@ class Slab(NamedTuple):
         parts = rows.view(self.groups, self.chunks, width, -1)
         if step == 0 and self.chunks > 1:  # all chunks read the same keys
             parts = parts.sum(1, keepdim=True)
-        # Neighbouring chunks overlap: add slices no wider than a step, so that no key comes twice in one of them.
+        # Adjacent chunks overlap: add slices no wider than a step, so that no key occurs twice in a slice.
         for column in range(0, width, step if parts.shape[1] > 1 else width):
             piece = parts[:, :, column : column + step if parts.shape[1] > 1 else width]
             target = self._view(x, self.batch.key + column, self.batch.key_step, piece.shape[2])
             target[:, : parts.shape[1]].add_(piece)
 
     def _view(self, x: Tensor, first: int, step: int, length: int) -> Tensor:
-        """Rows first + i x step … of chunk i: (groups, chunks, length, D) without a copy."""
+        """Return rows first + i * step … of chunk i without a copy: (groups, chunks, length, D)."""
         between_groups, between_rows, _ = x.stride()
         spacing = 1  # positions from one row of a chunk to the next
         first += self.first_chunk * step
@@ -169,34 +169,34 @@ class Slab(NamedTuple):
         return x.as_strided((self.groups, self.chunks, length, x.shape[2]), strides, x.storage_offset() + offset)
 
 
-def _joined(chunks: Tensor) -> Tensor:
-    """(groups, chunks, L, D) as (b, L, D)."""
+def _join_groups(chunks: Tensor) -> Tensor:
+    """Return (groups, chunks, L, D) as (b, L, D)."""
     joined = chunks.flatten(0, 1)
-    # Of chunks that overlap, a narrow product would make its own copies, and slowly.
+    # A bf16 product would copy overlapping chunks itself, slowly.
     return joined.contiguous() if joined.dtype == torch.bfloat16 else joined
 
 
 def num_at_once(size: int) -> int:
-    """How many chunks of so many scores make a slab."""
+    """Return how many chunks of ``size`` scores make a slab."""
     return max(1, SCORES_IN_WORK // size)
 
 
 def slabs_of(chunks: Chunks, groups: int) -> Iterator[Slab]:
-    """The chunks in slabs of about SCORES_IN_WORK scores: whole groups, or some chunks of one group."""
+    """Yield the chunks in slabs of about SCORES_IN_WORK scores: all chunks of some groups, or some of one group."""
     for batch in chunks.batches:
         size = batch.rows * batch.width
         groups_at_once = num_at_once(size * batch.count)
         chunks_at_once = num_at_once(size)
         for group in range(0, groups, groups_at_once):
             for chunk in range(0, batch.count, chunks_at_once):
-                here = min(groups_at_once, groups - group), min(chunks_at_once, batch.count - chunk)
-                yield Slab(batch, chunks.columns, group, here[0], chunk, here[1])
+                num_groups, num_chunks = min(groups_at_once, groups - group), min(chunks_at_once, batch.count - chunk)
+                yield Slab(batch, chunks.columns, group, num_groups, chunk, num_chunks)
 
 
 def slab_forward(
     slab: Slab, scratch: Scratch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> None:
-    """The softmax of a slab's scores times its values; all tensors in the part's orders."""
+    """Compute the softmax of a slab's scores times its values; all tensors are in the part's orders."""
     batch, numbers = slab.batch, scratch.numbers
     scores = _scores(scratch, slab.rows_of(q), slab.keys_of(k), batch, scale, None)
     peak = scores.amax(-1, keepdim=True)
@@ -220,7 +220,7 @@ def slab_backward(
     adds: tuple[bool, bool],
     scale: float,
 ) -> None:
-    """Put a slab's gradients of q, and those of k and v, or add them; all tensors in the part's orders."""
+    """Write or add a slab's gradients of q, and those of k and v; all tensors are in the part's orders."""
     q, grad_out, minus_lse, minus_delta = (slab.rows_of(x) for x in by_row)
     k, v = (slab.keys_of(x) for x in by_key)
     batch, b, numbers = slab.batch, slab.num_chunks(), scratch.numbers
@@ -236,7 +236,7 @@ def slab_backward(
         )
         grad_scores.baddbmm_(grad_out, v.transpose(1, 2))
     else:
-        # Delta goes into the product, which rounds what is left after it: in a row of one key, say, next to nothing.
+        # Delta is part of the product, so only the difference is rounded. In a row of one key it is almost 0.
         ones = v.new_ones(1, 1, minus_delta.shape[2]).expand(b, batch.width, -1)
         products = scratch.take("products", *weights.shape, dtype=numbers.narrow)
         torch.bmm(torch.cat([grad_out, minus_delta], -1), torch.cat([v, ones], -1).transpose(1, 2), out=products)
@@ -250,27 +250,27 @@ def slab_backward(
 
 
 def _scores(scratch: Scratch, q: Tensor, k: Tensor, batch: EqualChunks, scale: float, shift: Tensor | None) -> Tensor:
-    """q . k x scale, -inf where the pattern forbids, plus ``shift`` (b, R, 1): (b, R, W)."""
+    """Return q . k * scale, -inf for masked pairs, plus ``shift`` (b, R, 1): (b, R, W)."""
     edges, narrow = batch.edges, scratch.numbers.narrow
     scores = scratch.take("products", len(q), batch.rows, batch.width, dtype=narrow)
     late = shift if narrow != scratch.numbers.wide else None  # a product would round it
     early = shift if late is None else None
-    # What is added first costs nothing more: the product accumulates onto it.
-    whole = len(edges) == 1 and edges[0].last - edges[0].first == batch.width
-    if whole and early is not None:
+    # Adding before the product is free, as the product accumulates onto it.
+    is_full = len(edges) == 1 and edges[0].last - edges[0].first == batch.width
+    if is_full and early is not None:
         torch.add(edges[0].bias, early, out=scores)
-    elif whole:
+    elif is_full:
         scores.copy_(edges[0].bias)
     elif early is not None:
         scores.copy_(early.expand_as(scores))
-    scores.baddbmm_(q, k.transpose(1, 2), beta=1 if whole or early is not None else 0, alpha=scale)
+    scores.baddbmm_(q, k.transpose(1, 2), beta=1 if is_full or early is not None else 0, alpha=scale)
     scores = scratch.wide("scores", scores)
-    for edge in () if whole else edges:
+    for edge in () if is_full else edges:
         scores[..., edge.first : edge.last].add_(edge.bias)
     return scores if late is None else scores.add_(late)
 
 
-def rows_of_backward(
+def backward_rows(
     scratch: Scratch,
     piece: Piece,
     inputs: tuple[Tensor, Tensor, Tensor],
@@ -279,17 +279,17 @@ def rows_of_backward(
     out: Tensor,
     lse: Tensor,
 ) -> dict[str, Tensor]:
-    """What ``slab_backward`` reads of a piece, (G, N, .) each: q, k, v, grad_out, minus_lse and minus_delta."""
+    """Return what ``slab_backward`` reads of a piece, (G, N, ·): q, k, v, grad_out, minus_lse and minus_delta."""
     numbers = scratch.numbers
     by_name = zip(("q", "k", "v", "grad_out"), (*inputs, grad_out), strict=True)
-    rows = {name: scratch.rows(name, of_piece(x, piece, out.shape[1]), numbers.narrow) for name, x in by_name}
+    rows = {name: scratch.rows(name, take_piece(x, piece, out.shape[1]), numbers.narrow) for name, x in by_name}
     lse_rows = lse[piece].reshape(-1, lse.shape[2], 1)
     # d loss / d score = weight x (grad_out . v - delta); a gradient of the logsumexp adds weight x grad_lse.
     products = grad_out[piece].to(numbers.wide) * out[piece].to(numbers.wide)
-    minus_delta = -products.contiguous().sum(-1)  # whose bits would depend on the order in memory
+    minus_delta = -products.contiguous().sum(-1)  # contiguous, as the bits of a sum depend on memory order
     if grad_lse is not None:
         minus_delta += grad_lse[piece]
-    # A row that reads no key gets weights exp(score - inf) = 0 in every chunk that it shares with others.
+    # A row without keys gets weights exp(score - inf) = 0 in the chunks that it is in.
     blind = lse_rows == -math.inf
     rows["minus_lse"] = (lse_rows / -numbers.nats).masked_fill_(blind, -math.inf)
     rows["minus_delta"] = minus_delta.reshape(blind.shape).masked_fill_(blind, 0.0)
@@ -299,8 +299,8 @@ def rows_of_backward(
 
 
 def _terms(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(G, N, 1) as four narrow numbers (G, N, 4) whose sum it is: bf16 has 8 bits where fp32 has 24."""
-    terms = x.new_empty(*x.shape[:2], 4, dtype=dtype)  # a product takes its terms in pairs, hence four
+    """Split (G, N, 1) into four narrow terms (G, N, 4): bf16 has 8 bits of precision, fp32 has 24."""
+    terms = x.new_empty(*x.shape[:2], 4, dtype=dtype)  # three suffice, but products take terms in pairs
     for term in terms.split(1, -1):
         term.copy_(x)
         x = x - term
@@ -308,7 +308,7 @@ def _terms(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The softmax over the union of two disjoint sets of keys, from the outputs (G, N, E) and logsumexps (G, N, 1)."""
+    """Merge the outputs (G, N, E) and logsumexps (G, N, 1) of two disjoint sets of keys."""
     share = torch.sigmoid(second[1] - first[1])  # of the second
     share.masked_fill_((first[1] == -math.inf) & (second[1] == -math.inf), 0.0)
     return first[0].lerp_(second[0], share), torch.logaddexp(first[1], second[1])
@@ -318,8 +318,8 @@ Piece = tuple[slice, slice | list[int]]  # entries of the batch, and heads of on
 
 
 def _pieces(kind: Kind, kinds: tuple[Kind, ...], q: Tensor, v: Tensor) -> list[Piece]:
-    """All of (B, H, N, ·) that is of this kind: pieces of about VALUES_IN_WORK values, yet one for each thread."""
-    heads = [head for head, other in enumerate(kinds) if other == kind]
+    """Cut the heads of one kind into pieces of about VALUES_IN_WORK values, and at least one per thread."""
+    heads = [head for head in range(len(kinds)) if kinds[head] == kind]
     values = max(q.shape[2], v.shape[2]) * max(q.shape[3], v.shape[3])  # of a head
     size = min(VALUES_IN_WORK // values, len(q) * len(heads) // torch.get_num_threads())
     pieces: list[Piece] = []
@@ -327,13 +327,13 @@ def _pieces(kind: Kind, kinds: tuple[Kind, ...], q: Tensor, v: Tensor) -> list[P
     for entry in range(0, len(q), entries):
         for first in range(0, len(heads), max(1, size)):
             group = heads[first : first + max(1, size)]
-            neighbours = group[-1] - group[0] == len(group) - 1  # a slice is quicker than a list
-            pieces.append((slice(entry, entry + entries), slice(group[0], group[-1] + 1) if neighbours else group))
+            is_run = group[-1] - group[0] == len(group) - 1  # a slice is faster than a list
+            pieces.append((slice(entry, entry + entries), slice(group[0], group[-1] + 1) if is_run else group))
     return pieces
 
 
-def of_piece(x: Tensor, piece: Piece, heads: int) -> Tensor:
-    """What the piece has of (B, H, N, ·); or reads of keys and values, which may have fewer heads than its queries."""
+def take_piece(x: Tensor, piece: Piece, heads: int) -> Tensor:
+    """Select the piece's part of (B, H, N, ·). Keys and values may have fewer heads than queries."""
     group = heads // x.shape[1]
     if group == 1:
         return x[piece]
@@ -342,33 +342,33 @@ def of_piece(x: Tensor, piece: Piece, heads: int) -> Tensor:
 
 
 def empty_by_query_head(like: Tensor, heads: int, wide: torch.dtype) -> Tensor:
-    """Room for the gradient of k or v by so many heads of q: ``wide`` where these share heads, to be rounded once."""
+    """Allocate the gradient of k or v for each head of q, in dtype ``wide`` if heads of k and v are shared."""
     return empty_like_rows(like, None if heads == like.shape[1] else wide, heads=heads)
 
 
-def add_groups(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient of k or v, (B, K, N, ·), from that by each of q's heads: sums in one order, for the same bits."""
+def sum_groups(gradient: Tensor, like: Tensor) -> Tensor:
+    """Sum the gradients of k or v over heads of q that share a head, (B, K, N, ·), in a fixed order."""
     if gradient.shape[1] == like.shape[1]:
         return gradient
     return empty_like_rows(like).copy_(gradient.unflatten(1, (like.shape[1], -1)).sum(2))
 
 
-def put(whole: Tensor, piece: Piece, rows: Tensor) -> None:
-    """Write (G, N, ·) where the piece lies in (B, H, N, ·), in that tensor's dtype; unless it lies there already."""
-    target = whole[piece]  # a copy where heads are a list
+def put(x: Tensor, piece: Piece, rows: Tensor) -> None:
+    """Write (G, N, ·) to the piece of x (B, H, N, ·), in its dtype, unless it was computed in place."""
+    target = x[piece]  # a copy if heads are a list
     values = rows.view(target.shape)
     if isinstance(piece[1], slice):
         if values.data_ptr() != target.data_ptr():
             target.copy_(values)
     else:
-        whole[piece] = values.to(whole.dtype)
+        x[piece] = values.to(x.dtype)
 
 
-def shared(work: Callable[[Kind, list[Piece]], None], kinds: tuple[Kind, ...], q: Tensor, v: Tensor) -> None:
-    """Do the work of all pieces: on as many threads as torch has, where a kind of head has a piece for each.
+def run_pieces(work: Callable[[Kind, list[Piece]], None], kinds: tuple[Kind, ...], q: Tensor, v: Tensor) -> None:
+    """Compute all pieces, on as many threads as torch has if a kind of head has a piece for each thread.
 
-    A slab is many short operations. Torch's own threads wait for each other after each of them, which doubles the cost;
-    the threads started here wait for each other once.
+    A slab is many short operations. Torch's threads synchronise after each of them, which doubles the cost. The threads
+    started here synchronise once.
     """
     threads = torch.get_num_threads()
     for kind in dict.fromkeys(kinds):
@@ -377,25 +377,25 @@ def shared(work: Callable[[Kind, list[Piece]], None], kinds: tuple[Kind, ...], q
             work(kind, pieces)
         else:
             bounds = [len(pieces) * i // threads for i in range(threads + 1)]
-            _at_once([partial(work, kind, pieces[slice(*ends)]) for ends in itertools.pairwise(bounds)])
+            _run_in_threads([partial(work, kind, pieces[slice(*ends)]) for ends in itertools.pairwise(bounds)])
 
 
-def _at_once(tasks: list[Callable[[], None]]) -> None:
-    """Do each task in a thread of its own, which shares its products with no other."""
+def _run_in_threads(tasks: list[Callable[[], None]]) -> None:
+    """Run each task in its own thread, without torch's threads."""
     threads = torch.get_num_threads()
-    inference = torch.is_inference_mode_enabled()  # a new thread does not inherit it, and its writes need it
+    inference = torch.is_inference_mode_enabled()  # new threads do not inherit it, but need it for their writes
 
-    def alone(task: Callable[[], None]) -> None:
-        torch.set_num_threads(1)  # of this thread: MKL's products would take every core
+    def run(task: Callable[[], None]) -> None:
+        torch.set_num_threads(1)  # of this thread, or MKL would use every core
         with torch.inference_mode(inference), torch.no_grad():
             task()
 
-    # And of all others until the last task ends: newer versions of torch have one number for all, and each task would
-    # spread its products over as many threads again, slowly and in other bits from time to time.
+    # And of all threads until the last task ends. Newer versions of torch have one number for all threads, so each task
+    # would spread its products over many threads again: slower, and with other bits from time to time.
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(threads) as pool:
-            jobs = [pool.submit(alone, task) for task in tasks]
+            jobs = [pool.submit(run, task) for task in tasks]
     finally:
         torch.set_num_threads(threads)
     for job in jobs:
