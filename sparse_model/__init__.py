@@ -1,8 +1,8 @@
 """The Sparse Transformer: ``SparseTransformer(ModelConfig.model_validate({...}))``, and sampling from it.
 
-It hands out the model, how contexts are divided over processes, its configuration and the base class of all
-configurations, ``Session`` and ``generate`` for inference, what its blocks take, return and count, and n-gram tables,
-whose rows a trainer keeps elsewhere.
+Exports the model and its configuration, the sequence-parallel division, the base class of all configurations,
+``Session`` and ``generate`` for inference, the inputs, outputs and costs of blocks, and n-gram tables, which a trainer
+may store elsewhere.
 """
 
 import longstride

@@ -14,9 +14,9 @@ from longstride.sparse_model.rotary import Rotary
 
 
 class ResidualBlock(Part):
-    """H + a + b with a = dropout(attention(norm(H))) and b = dropout(ff(norm(H + a))) (section 5.2), or one of them.
+    """H + a + b with a = dropout(attention(norm(H))) and b = dropout(ff(norm(H + a))) (section 5.2), or one of the two.
 
-    ``attention`` is the mixer, whichever it is, so that published models have the names of their tensors.
+    The mixer is called ``attention`` whatever its kind, so that published models keep the names of their tensors.
     """
 
     attention: Mixer | None
@@ -45,12 +45,12 @@ class ResidualBlock(Part):
         return output._replace(rows=h + output.rows)
 
     def mix(self, h: Tensor, context: BlockContext) -> MixerOutput:
-        """Return what the mixer adds to a stream, (B, N, C) as it reads it."""
+        """Return the mixer's output for a stream (B, N, C), with dropout and without the residual."""
         assert self.attention is not None
         return self._dropped(self.attention(self.attention_norm(h), context), context.columns)
 
     def feed(self, h: Tensor, context: BlockContext) -> MixerOutput:
-        """Return what the feed-forward adds to a stream, (B, N, C) as it reads it."""
+        """Return the feed-forward's output for a stream (B, N, C), with dropout and without the residual."""
         assert self.feed_forward is not None
         if context.real is not None and self.is_divided:
             own = self.division.positions_of(h.shape[1], context.columns, h.device)

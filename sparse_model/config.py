@@ -40,11 +40,11 @@ class FoldedEmbedding(StrictModel):
 
     @property
     def modality(self) -> str:
-        """What the bytes are, where nothing else tells."""
+        """The kind of data, if nothing else says it."""
         return self.type
 
     def table_sizes(self, context: int) -> tuple[int, ...]:
-        """Rows (the last may be ragged) and columns."""
+        """Return the numbers of rows (the last may be ragged) and columns."""
         return (-(-context // self.row_width), self.row_width)
 
 
@@ -58,11 +58,11 @@ class ImageEmbedding(StrictModel):
 
     @property
     def modality(self) -> str:
-        """What the bytes are, where nothing else tells."""
+        """The kind of data, if nothing else says it."""
         return self.type
 
     def table_sizes(self, context: int) -> tuple[int, ...]:
-        """Rows, columns and channels."""
+        """Return the numbers of rows, columns and channels."""
         return (self.height, self.width, self.channels)
 
 
@@ -73,11 +73,11 @@ class LearnedEmbedding(StrictModel):
 
     @property
     def modality(self) -> str:
-        """What the bytes are, where nothing else tells: it fits all, and most are text."""
+        """The kind of data, if nothing else says it: the table fits any data, and most is text."""
         return "text"
 
     def table_sizes(self, context: int) -> tuple[int, ...]:
-        """As many rows as positions."""
+        """Return the number of positions."""
         return (context,)
 
 
@@ -88,18 +88,18 @@ class TokenEmbedding(StrictModel):
 
     @property
     def modality(self) -> str:
-        """What the bytes are, where nothing else tells: it fits all, and most are text."""
+        """The kind of data, if nothing else says it: this fits any data, and most is text."""
         return "text"
 
     def table_sizes(self, context: int) -> tuple[int, ...]:
-        """None."""
+        """Return no sizes."""
         return ()
 
 
 class NgramTables(StrictModel):
-    """Hash n-gram embeddings: for each order n, a table with a row for the last n tokens, as the hash finds it.
+    """Hash n-gram embeddings: a table for each order n. A hash of the last n tokens selects the row.
 
-    ``longstride.sparse_model.ngrams`` has the hash, and the sources.
+    ``longstride.sparse_model.ngrams`` defines the hash, and names the sources.
     """
 
     orders: tuple[Annotated[int, Field(ge=2, le=MOST_ORDER)], ...] = Field(
@@ -120,7 +120,7 @@ class NgramTables(StrictModel):
 
 
 def _with_defaults(value: Any) -> Any:
-    """`model.feed_forward` with the keys that it leaves out; as it is where something is wrong with it."""
+    """Fill in the defaults of `model.feed_forward`; an invalid value is returned unchanged."""
     with suppress(ConfigError):
         whole = [each.model_dump(mode="json") for each in feed_forwards_from_json(value)]
         return whole if isinstance(value, list) else whole[0]
@@ -135,9 +135,9 @@ class BlockConfig(NamedTuple):
 
 
 class ModelConfig(NetworkConfig):
-    """A network (Child et al. 2019, section 5): its sizes and options, its embedding, and what its sub-layers are.
+    """A network (Child et al. 2019, section 5): its sizes and options, its embedding and its sub-layers.
 
-    ``attention`` is what the mixers are (``mixers_from_json``): a pattern object such as ``{"type": "fixed", "stride":
+    ``attention`` describes the mixers (``mixers_from_json``): a pattern object such as ``{"type": "fixed", "stride":
     128, "summary": 32, "combine": "merged"}``, or a list that the layers take in turn. ``feed_forward`` likewise
     (``feed_forwards_from_json``).
 
@@ -162,7 +162,7 @@ class ModelConfig(NetworkConfig):
     left_out_at_default: ClassVar[tuple[str, ...]] = (*NetworkConfig.left_out_at_default, "feed_forward", "ngrams")
 
     def problems(self) -> Iterator[Problem]:
-        """What does not fit together, of the network and of its embedding, mixers and feed-forwards."""
+        """Yield the contradictions of the network and of its embedding, mixers and feed-forwards."""
         yield from super().problems()
         if isinstance(self.embedding, ImageEmbedding):
             size = self.embedding.height * self.embedding.width * self.embedding.channels
@@ -189,23 +189,23 @@ class ModelConfig(NetworkConfig):
 
     @cached_property
     def mixers(self) -> tuple[MixerConfig, ...]:
-        """What ``attention`` asks for, which the layers take in turn."""
+        """The mixers of ``attention``, which the layers take in turn."""
         return mixers_from_json(self.attention, self)
 
     @cached_property
     def feed_forwards(self) -> tuple[FeedForwardConfig, ...]:
-        """What ``feed_forward`` asks for, likewise."""
+        """The feed-forwards of ``feed_forward``, likewise."""
         return feed_forwards_from_json(self.feed_forward)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic has it; what was parsed of the original is not the copy's."""
+        """Copy as pydantic does, but parse the copy's parts again."""
         copy = super().model_copy(update=update, deep=deep)
         for name in ("mixers", "feed_forwards"):
             copy.__dict__.pop(name, None)
         return copy
 
     def blocks(self) -> tuple[BlockConfig, ...]:
-        """All residual blocks: each mixer (s of the order) with the feed-forward (f) that follows it, if one does."""
+        """Return all residual blocks: each mixer (s of the order) with the feed-forward (f) after it, if any."""
         mixers = itertools.cycle(self.mixers)
         feed_forwards = itertools.cycle(self.feed_forwards)
         made = []
@@ -216,7 +216,7 @@ class ModelConfig(NetworkConfig):
 
     @staticmethod
     def foreign_types(model: Mapping[str, Any]) -> list[str]:
-        """List the types in the JSON of a model that are not ours: to parse it imports code of other packages."""
+        """List the types in a model's JSON that other packages define: parsing it would import their code."""
         own = {"patterns", *PATTERNS, *MIXERS, *FEED_FORWARDS}
         kinds, unread = [], [model.get("attention"), model.get("feed_forward")]
         while unread:
@@ -229,7 +229,7 @@ class ModelConfig(NetworkConfig):
         return list(dict.fromkeys(kind for kind in kinds if isinstance(kind, str) and kind not in own))
 
     def foreign_code(self) -> dict[str, str]:
-        """Find what other packages define of the model: the import path of each class, and its package and source."""
+        """Map the import path of each class that another package defines to its package and source."""
         parts: list[object] = [part for block in self.blocks() for part in block]
         patterns = itertools.chain.from_iterable(self.layer_patterns())
         classes = dict.fromkeys(type(part) for part in (*parts, *patterns) if part is not None)
@@ -237,11 +237,11 @@ class ModelConfig(NetworkConfig):
 
     @property
     def reach(self) -> int:
-        """How many tokens before a position its embedding holds."""
+        """How many earlier tokens the embedding of a position depends on."""
         return 1 if self.ngrams is None else self.ngrams.orders[-1]
 
     def check_backend(self, device: torch.device, dtype: torch.dtype, *, training: bool) -> None:
-        """Check that ``backend`` can run what the mixers ask of it, without computing anything.
+        """Check that ``backend`` can run the mixers, without computing anything.
 
         Raises:
             ConfigError: it cannot; the path is ``backend``.
@@ -255,7 +255,7 @@ class ModelConfig(NetworkConfig):
                 )
 
     def require(self, ability: Literal["documents", "padding"]) -> None:
-        """Check that all parts keep several documents in a context apart, or leave padding out of averages.
+        """Check that all parts keep documents of a context apart, or ignore padding in averages.
 
         Raises:
             ConfigError: a part does not.
@@ -268,7 +268,7 @@ class ModelConfig(NetworkConfig):
             raise ConfigError(*problems)
 
     def _lacking(self, ability: Ability, rule: str) -> Iterator[Problem]:
-        """A problem for each type of part that does not support something."""
+        """Yield a problem for each type of part that lacks an ability."""
         mixers: list[PartConfig] = [block.mixer for block in self.blocks() if block.mixer is not None]
         others: list[PartConfig] = [block.feed_forward for block in self.blocks() if block.feed_forward is not None]
         by_path = {"attention": mixers, "feed_forward": [] if ability in OF_MIXERS else others}
@@ -279,7 +279,7 @@ class ModelConfig(NetworkConfig):
     def check_division(
         self, size: int, exchange: Literal["heads", "keys", "auto"] = "auto", *, documents: bool = False
     ) -> None:
-        """Whether several processes can share each context, a section of it each.
+        """Check that several processes can share each context.
 
         Args:
             size: processes.
@@ -327,5 +327,5 @@ class ModelConfig(NetworkConfig):
             raise ConfigError(*problems)
 
     def layer_patterns(self) -> tuple[tuple[Pattern, ...], ...]:
-        """Which positions each head of each mixer may read, ``[layer][head]`` (Child et al. 2019, section 4.2)."""
+        """Return which positions each head of each mixer may read, ``[layer][head]`` (section 4.2)."""
         return tuple(block.mixer.head_patterns(self) for block in self.blocks() if block.mixer is not None)

@@ -1,18 +1,18 @@
-"""A context divided over several processes: which positions this one has, and what they exchange.
+"""Sequence parallelism: a context divided over several processes, and what these exchange.
 
 Letters: U processes of a group, B batch, H heads, N positions of a context, n = N / U of a section, C width.
 
-Process u of the group holds section u: positions u · n to (u + 1) · n - 1. What computes each row by itself needs
-nothing more. What brings positions together asks its ``Division``, which a model hands to all its parts (``divide``).
-Attention exchanges heads for positions: every process gets H / U heads of whole contexts, and computes them as ever
-(Jacobs et al. 2023, DeepSpeed Ulysses). Every exchange has its gradient, which is the exchange back.
+Process u of the group holds section u: positions u · n to (u + 1) · n - 1. A part that computes each row independently
+needs nothing else. A part that combines positions uses its ``Division``, which ``Part.divide`` sets. Attention
+exchanges heads for positions: every process gets H / U heads of whole contexts and attends as usual (Jacobs et al.
+2023, DeepSpeed Ulysses). Every exchange is differentiable: its gradient is the exchange back.
 
-A layer whose heads all read within the column of a query, every l-th position, needs none of that where its rows are
-divided by columns: process u then holds columns u · l / U to (u + 1) · l / U - 1 of every l positions, and whole ones.
-The residual stream is divided anew before and behind such layers, which sends a row where heads send four.
+A layer whose heads all read within the query's column, every l-th position, needs no exchange if its rows are divided
+by columns: process u then holds columns u · l / U to (u + 1) · l / U - 1 of every l positions. The residual stream is
+redistributed before and after such layers, which sends one row where heads send four.
 
-All processes of a group call the same exchanges in the same order, in the backward pass too: a parameter that some of
-them do not use gets zeros there, and never nothing.
+All processes of a group must call the same exchanges in the same order, also in the backward pass: a parameter that
+only some of them use must get a gradient of zeros, not None.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Traffic(NamedTuple):
 
 
 class Division:
-    """The place of this process among the U that hold the same contexts. Of one process, every exchange is nothing."""
+    """This process's place among the U that share contexts. With one process, every exchange does nothing."""
 
     def __init__(
         self,
@@ -56,28 +56,32 @@ class Division:
         group: ProcessGroup | None = None,
         exchange: Literal["heads", "keys", "auto"] = "auto",
     ) -> None:
-        """Process ``rank`` of ``size``; ``group``: those processes alone, in their order.
+        """Describe process ``rank`` of ``size``.
 
-        ``exchange``: what attention over patterns does, see ``traffic``.
+        Args:
+            rank: in the group.
+            size: U.
+            group: these processes alone, in order.
+            exchange: what attention over patterns exchanges, see ``traffic``.
         """
         self.rank, self.size, self.group, self.exchange = rank, size, group, exchange
 
     def section(self, context: int) -> slice:
-        """The positions of this process in a context of so many.
+        """Return this process's positions in a context.
 
         Raises:
-            ValueError: they do not divide evenly.
+            ValueError: the context does not divide evenly.
         """
         if context % self.size:
             raise ValueError(f"{context} positions must divide by the {self.size} processes that share a context")
         return self.positions(context // self.size)
 
     def positions(self, rows: int) -> slice:
-        """The positions of a section of n = ``rows``."""
+        """Return this process's positions if a section has n = ``rows``."""
         return slice(self.rank * rows, (self.rank + 1) * rows)
 
     def positions_of(self, rows: int, stride: int, device: torch.device) -> Tensor:
-        """The positions (n,) int64 of n = ``rows`` divided by columns of a stride, ascending; 0 is by sections."""
+        """Return the ascending positions (n,) int64 of n = ``rows`` divided by columns of a stride; 0: by sections."""
         row = torch.arange(rows, device=device)  # made there: to bring it would wait for the device
         if not stride:
             return row + self.rank * rows
@@ -89,7 +93,7 @@ class Division:
         return self.size > 1 and stride > 0 and stride % self.size == 0 and context % (self.size * stride) == 0
 
     def divided_anew(self, rows: Tensor, before: int, after: int) -> Tensor:
-        """Rows (B, n, ·) divided by columns of one stride to those divided by another; 0 is by sections."""
+        """Redistribute rows (B, n, ·) from columns of stride ``before`` to columns of stride ``after``; 0: sections."""
         if before == after:
             return rows
         for stride, there, back in ((before, _section, _columns), (after, _columns, _section)):
@@ -99,17 +103,20 @@ class Division:
         return rows
 
     def heads(self, count: int) -> slice:
-        """Of so many heads, those that this process computes."""
+        """Return which of ``count`` heads this process computes."""
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Tensors (B, H, n, ·), each of its own H, which U divides: (B, H / U, N, ·) each, in one exchange."""
+        """Exchange tensors (B, H, n, ·) for (B, H / U, N, ·), all at once.
+
+        Each tensor may have another H, which U divides.
+        """
         if self.size == 1:
             return tensors
         return self._exchanged(_heads, _sections, *tensors)
 
     def to_sections(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Tensors (B, H / U, N, ·) back to (B, H, n, ·)."""
+        """Exchange tensors (B, H / U, N, ·) back to (B, H, n, ·)."""
         if self.size == 1:
             return tensors
         return self._exchanged(_sections, _heads, *tensors)
@@ -117,31 +124,33 @@ class Division:
     def traffic(
         self, context: int, heads: int, key_heads: int, widths: tuple[int, int], patterns: tuple[Pattern, ...] | None
     ) -> Traffic:
-        """What an attention sends, and by which exchange; it needs no other process, and is the same on each.
+        """Count what an attention sends and choose its exchange, without communication.
 
-        "auto" takes what sends fewer numbers, of all processes together. Where heads do not divide by U, it is keys;
-        where the data decide who reads whom, it is heads.
+        The result is the same on each process.
+
+        "auto" takes the exchange that sends fewer numbers over all processes. If U does not divide the heads, it takes
+        keys. If the data decide who reads whom, it takes heads.
 
         Args:
             context: N, which U divides.
             heads, key_heads: H and K.
             widths: channels of a key and of a value.
-            patterns: of each head, resolved; None: they do not tell what is read.
+            patterns: of each head, resolved; None: they do not describe what is read.
         """
         return _traffic(self.size, self.exchange, context, heads, key_heads, widths, patterns)
 
     def fetch(self, k: Tensor, v: Tensor, reads: SectionReads) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of k (B, K, n, D) and v (B, K, n, Dv) to the sections that read them.
+        """Send rows of k (B, K, n, D) and v (B, K, n, Dv) to the sections that read them.
 
         Returns:
-            k and v again, whose gradients have those of the rows that were sent, and the rows that were received,
-            (R, B, D + Dv).
+            k and v again, whose gradients include those of the rows that were sent, and the received rows (R, B, D +
+            Dv).
         """
         fetched: tuple[Tensor, Tensor, Tensor] = _Fetched.apply(self, reads, k, v)
         return fetched
 
     def before(self, rows: Tensor, count: int) -> Tensor:
-        """The ``count`` rows before those of this process, (B, count, C) of (B, n, C); 0 before all.
+        """Return the ``count`` rows before those of this process, (B, count, C) of (B, n, C); 0 before the first.
 
         Raises:
             ValueError: a section has fewer rows.
@@ -154,16 +163,16 @@ class Division:
         return earlier
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of the processes' values, on each of them."""
+        """Sum the values of all processes, on each of them."""
         if self.size == 1:
             return values
         (total,) = self._exchanged(_sum, _sum, values)
         return total
 
     def alike(self, values: Tensor) -> Tensor:
-        """The same values, which all processes have; each gets an equal part of all their gradients' sum.
+        """Return ``values``, which are equal on all processes. Each gets an equal part of the summed gradients.
 
-        For what its gradient goes through next, where that is not linear in it.
+        Needed if the operations that made ``values`` are not linear in their gradient.
         """
         if self.size == 1:
             return values
@@ -171,14 +180,14 @@ class Division:
         return same
 
     def sum_before(self, values: Tensor) -> Tensor:
-        """The sum of the values of the processes before this one. Has no gradient."""
+        """Sum the values of the processes before this one, without a gradient."""
         if self.size == 1:
             return torch.zeros_like(values)
         everyone = self.swap(values.detach().expand(self.size, *values.shape).contiguous())
         return everyone[: self.rank].sum(0, dtype=values.dtype)
 
     def drop(self, rows: Tensor, share: float, columns: int = 0) -> Tensor:
-        """Dropout of rows (B, n, C) whose mask depends on positions, and not on how a context is divided.
+        """Apply dropout to rows (B, n, C) with a mask that depends on positions and not on how the context is divided.
 
         ``columns``: the stride of the columns by which the rows are divided; 0: by sections.
         """
@@ -186,11 +195,11 @@ class Division:
         return (rows * (1 / kept)).masked_fill_(self.dropped(rows, share, columns), 0.0)
 
     def dropped(self, rows: Tensor, share: float, columns: int = 0) -> Tensor:
-        """What ``drop`` takes of rows (B, n, C): (B, n, C) bool, each with the probability ``share`` to 16 bits.
+        """Return the mask (B, n, C) bool of what ``drop`` removes from rows, with probability ``share`` to 16 bits.
 
-        A call draws one number from torch's generator of the CPU, which a group's processes have alike. With it the
-        number of a position, context and four channels is hashed to 64 bits (Steele et al. 2014, SplitMix64): the same
-        on every device.
+        A call draws one number from torch's CPU generator, which is in the same state on all processes of a group. This
+        number and the index of position, context and four channels are hashed to 64 bits (Steele et al. 2014,
+        SplitMix64), with the same result on every device.
         """
         batch, count, width = rows.shape
         words = batch * -(-width // 4)
@@ -213,14 +222,15 @@ class Division:
         return mask.transpose(0, 1)
 
     def _exchanged(self, there: Exchanger, back: Exchanger, *tensors: Tensor) -> Sequence[Tensor]:
-        """Tensors by one exchange, and their gradients by another."""
         exchanged: Sequence[Tensor] = _Exchanged.apply(self, there, back, *tensors)
         return exchanged
 
     def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """Row u of values to process u, and what all have for this one, in their order. Everything travels by it.
+        """Send row u of ``values`` to process u, and return the rows for this process in process order.
 
-        Without counts every process gets one of U rows. With them process u gets the next ``sent[u]`` rows, and gives
+        All traffic uses this.
+
+        Without counts every process gets one of U rows. With them process u gets the next ``sent[u]`` rows and returns
         ``received[u]``.
         """
         counts = sent or [1] * self.size, received or [1] * self.size
@@ -238,7 +248,7 @@ class Division:
         return out
 
     def swap_parts(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors (U, …) of one type, of each the row u to process u, in one exchange."""
+        """Send row u of each of several tensors (U, …) of one dtype to process u, in one exchange."""
         widths = [part[0].numel() for part in parts]
 
         def by_part(values: Tensor) -> Iterator[Tensor]:
@@ -260,7 +270,6 @@ def _traffic(
     widths: tuple[int, int],
     patterns: tuple[Pattern, ...] | None,
 ) -> Traffic:
-    """``Division.traffic``, which every layer asks in every pass."""
     elsewhere = (size - 1) * context // size
     # Each process has as many heads of keys as of others' positions, so they are copied where they are few.
     there = heads * widths[0] + math.lcm(key_heads, size) * sum(widths)
@@ -275,46 +284,46 @@ def _traffic(
 
 
 def _heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """(B, H, n, ·) to (B, H / U, N, ·)."""
+    """Exchange (B, H, n, ·) for (B, H / U, N, ·)."""
     swapped = division.swap_parts([x.unflatten(1, (division.size, -1)).movedim(1, 0) for x in tensors])
     return tuple(x.movedim(0, 2).flatten(2, 3) for x in swapped)  # (U, B, H / U, n, ·) by the section they come from
 
 
 def _sections(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """(B, H / U, N, ·) to (B, H, n, ·)."""
+    """Exchange (B, H / U, N, ·) for (B, H, n, ·)."""
     swapped = division.swap_parts([x.unflatten(2, (division.size, -1)).movedim(2, 0) for x in tensors])
     return tuple(x.movedim(0, 1).flatten(1, 2) for x in swapped)  # (U, B, H / U, n, ·) by who had the heads
 
 
 def _of_bits(share: float) -> int:
-    """How many of the values of 16 bits are below a share of them; not all."""
+    """Count the 16-bit values that are below this share of them; never all."""
     return min(round(share * (1 << 16)), (1 << 16) - 1)
 
 
 def _signed(number: int) -> int:
-    """A number mod 2⁶⁴ as the int64 of the same bits."""
+    """Return the int64 with the bits of a number mod 2⁶⁴."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _columns(division: Division, rows: Tensor, stride: int) -> tuple[Tensor]:
-    """(B, n, ·) of a section to those of columns."""
+    """Exchange rows (B, n, ·) of a section for those of columns."""
     swapped = division.swap(rows.unflatten(1, (-1, division.size, stride // division.size)).movedim(2, 0))
     return (swapped.movedim(0, 1).flatten(1, 3),)  # (B, U, n / l, l / U, ·), by section
 
 
 def _section(division: Division, rows: Tensor, stride: int) -> tuple[Tensor]:
-    """(B, n, ·) of columns to those of a section."""
+    """Exchange rows (B, n, ·) of columns for those of a section."""
     swapped = division.swap(rows.unflatten(1, (division.size, -1, stride // division.size)).movedim(1, 0))
     return (swapped.movedim(0, 2).flatten(1, 3),)  # (B, n / l, U, l / U, ·), by column
 
 
 def _sum(division: Division, values: Tensor) -> tuple[Tensor]:
-    """In the order of the processes, so that each has the same bits."""
+    """Sum in process order, so that each process has the same bits."""
     return (division.swap(values.expand(division.size, *values.shape).contiguous()).sum(0, dtype=values.dtype),)
 
 
 class _Exchanged(torch.autograd.Function):
-    """What ``there`` makes of tensors; their gradients are what ``back`` makes of those of that."""
+    """Apply the exchange ``there`` to tensors, and ``back`` to their gradients."""
 
     @staticmethod
     def forward(
@@ -329,7 +338,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _Before(torch.autograd.Function):
-    """The last rows of each process's, handed to the next one."""
+    """Hand the last rows of each process to the next one."""
 
     @staticmethod
     def forward(ctx: Any, division: Division, rows: Tensor, count: int) -> Tensor:
@@ -350,7 +359,7 @@ class _Before(torch.autograd.Function):
 
 
 def _to_next(division: Division, count: int) -> tuple[list[int], list[int]]:
-    """What this process hands to each one, and gets from each, where everyone hands so many rows to the next."""
+    """Return how many rows this process sends to each, and receives from each, if all send to the next."""
     sent = [count * (place == division.rank + 1) for place in range(division.size)]
     return sent, [count * (place == division.rank - 1) for place in range(division.size)]
 

@@ -18,9 +18,9 @@ class Documents(NamedTuple):
 
 
 def places_of(begins: Tensor) -> Tensor:
-    """The place of each position in its document, (B, N) int64, of a mask that is True on the first one of each.
+    """Return each position's place in its document, (B, N) int64, from a mask that is True where a document begins.
 
-    Position 0 begins one in any case.
+    Position 0 always begins one.
     """
     positions = torch.arange(begins.shape[1], device=begins.device)
     return positions - torch.where(begins, positions, 0).cummax(-1).values

@@ -18,7 +18,7 @@ Index = TypeVar("Index", int, Tensor)  # one position, or many
 
 
 class Embedding(Part):
-    """Token embedding plus one position embedding a table, the input shifted right (section 5.1; released code).
+    """Token embedding plus one embedding for each position table, shifted right (section 5.1; released code).
 
     With ``ngrams``, tables of the last tokens are added as well.
     """
@@ -38,7 +38,10 @@ class Embedding(Part):
         self.reach = config.reach
 
     def initialize(self) -> None:
-        """Set its tables. What is added up to one row of the stream shares its size; n-gram tables begin at 0."""
+        """Set the tables.
+
+        The terms of a row are scaled so that their sum has the stream's size; n-gram tables begin at 0.
+        """
         draw(self.start, self.config, self.config.width)
         draw(self.tokens.weight, self.config, self.config.width)
         for table in self.positions:
@@ -52,12 +55,14 @@ class Embedding(Part):
         embedded: Tensor | None = None,
         real: Tensor | None = None,
     ) -> Tensor:
-        """Tokens (B, N), integers of any type, to (B, N, C): row i holds token i - 1 and position i.
+        """Embed tokens (B, N), integers of any type, to (B, N, C): row i holds token i - 1 and position i.
 
-        With the place of each position in its document (B, N), positions count from the document's first one, and
-        tokens before that are none. Where contexts are divided, the rows of this process's section alone; where they
-        are not, ``embedded`` (B, N - 1, C) may stand in for the rows of the tokens' table. ``real`` (B, N) bool is
-        False where a row is padding.
+        Args:
+            tokens: (B, N). With sequence parallelism, only the rows of this process's section are returned.
+            places: (B, N), each position's place in its document. Positions then count from its first one, and earlier
+                tokens do not exist.
+            embedded: (B, N - 1, C), replaces the rows of the token table; only without sequence parallelism.
+            real: (B, N) bool, False where a row is padding.
         """
         own = self.division.section(tokens.shape[1])
         before = tokens[:, max(0, own.start - self.reach) : own.stop - 1].long()
@@ -79,9 +84,9 @@ class Embedding(Part):
         return h
 
     def row(self, before: Tensor, position: int) -> Tensor:
-        """Row ``position`` of ``forward``, (B, 1, C), from the ``reach`` tokens before it.
+        """Compute row ``position`` of ``forward``, (B, 1, C), from the ``reach`` tokens before it.
 
-        ``before``: (B, reach) int64, the newest last; ``NO_TOKEN`` where the context has not begun.
+        ``before``: (B, reach) int64, the newest last; ``NO_TOKEN`` before the beginning.
         """
         h = self.tokens(before[:, -1:]) if position else self.start.expand(len(before), 1, -1)
         if self.ngrams is not None:
@@ -91,7 +96,7 @@ class Embedding(Part):
         return h
 
     def rows(self, before: Tensor, first: int) -> Tensor:
-        """Rows ``first``, from 1, to ``first + n - 1`` of ``forward``, (B, n, C); ``before``: (B, reach + n - 1)."""
+        """Compute rows ``first``, from 1, to ``first + n - 1`` of ``forward``; ``before``: (B, reach + n - 1)."""
         h = self.tokens(before[:, self.reach - 1 :])
         if self.ngrams is not None:
             h = self.ngrams(h, before)
@@ -100,7 +105,7 @@ class Embedding(Part):
         return h
 
     def _places(self, index: Index) -> Iterator[tuple[nn.Embedding, Index]]:
-        """Each position table, with the index of the positions in it."""
+        """Yield each position table with the index of the positions in it."""
         # Mixed radix, last table fastest: row-major (row, column[, channel]).
         for size, table in reversed(list(zip(self.sizes, self.positions, strict=True))):
             assert isinstance(table, nn.Embedding)

@@ -1,4 +1,4 @@
-"""Sampling one token after another. Letters: B batch, N positions, V vocabulary."""
+"""Autoregressive sampling. Letters: B batch, N positions, V vocabulary."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ def generate(
         prompt: (B, N) integers on the model's device, N from 0.
         num_tokens: how many to sample.
         temperature: divides the logits; 0 takes the most likely token.
-        top_k, top_p: sample among the k most likely tokens, or the fewest whose probabilities sum to p; among equally
+        top_k, top_p: sample among the k most likely tokens, or the fewest whose probabilities sum to p. Among equally
             likely tokens the lower ones stay.
-        generator: makes the sample reproducible; several, one of each context.
-        adjust: what becomes of the logits (B, V), in fp32 (fp64 for fp64), before all else; it writes to none of them.
-        session: holds the prompt already, with room for the sample, and goes on with it; None computes the prompt.
+        generator: makes the sample reproducible; a sequence has one for each context.
+        adjust: maps the logits (B, V), in fp32 (fp64 for fp64), to those to sample from. It must not write to its
+            argument.
+        session: already holds the prompt and has room for the sample, and is continued; None: compute the prompt.
         slide: allow prompt and sample to be longer than the model's context, and drop its older half each time that it
             is full (``window_start``).
 
     Returns:
-        An iterator over (B,) int64, one token of each context at a time; it raises FloatingPointError where logits are
-        not finite. ``send(rows)`` in place of ``next`` goes on with these contexts of the last ones alone.
+        An iterator over (B,) int64, one token of each context at a time. It raises FloatingPointError if logits are not
+        finite. ``send(rows)`` instead of ``next`` continues only these rows of the last tokens.
 
     Raises:
-        ValueError: the sample does not fit, a setting is out of range, or the model is in training mode; one line has
+        ValueError: the sample does not fit, a setting is out of range, or the model is in training mode. One line lists
             all problems.
     """
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -66,10 +67,10 @@ def generate(
 
 
 def window_start(config: ModelConfig, known: int) -> int:
-    """Where the context begins among ``known`` tokens, when contexts slide.
+    """Return where the context begins among ``length`` tokens, if contexts slide.
 
     When a context is full its older half is dropped, in whole rows of the position tables, so that the remaining tokens
-    keep their columns and channels. The start depends on the number of tokens alone, not on the portions they came in.
+    keep their columns and channels. The start depends only on the number of tokens, not on how they arrived.
     """
     rows, *row = config.embedding.table_sizes(config.context) or (config.context,)
     dropped = -(-rows // 2) * math.prod(row) if rows > 1 else -(-config.context // 2)
@@ -83,7 +84,7 @@ def choose(
     top_p: float | None,
     generator: torch.Generator | Sequence[torch.Generator] | None,
 ) -> Tensor:
-    """One token from each row of logits (B, V): (B,) int64. Generators are one for all rows, or one a row.
+    """Sample one token from each row of logits (B, V): (B,) int64. A sequence of generators has one for each row.
 
     Raises:
         FloatingPointError: logits are not finite.
@@ -114,8 +115,8 @@ def choose(
 def _draw(share: Tensor, generator: torch.Generator | Sequence[torch.Generator] | None) -> Tensor:
     """Draw one index of each row in proportion to its shares (B, V) in fp64, which need not sum to 1: (B, 1) int64.
 
-    It is the first index at which the running sum exceeds a uniform part of the total, so one without a share is never
-    drawn. (torch.multinomial checks more, which takes longer than the draw.)
+    It is the first index at which the running sum exceeds a uniform part of the total, so an index with share 0 is
+    never drawn. (torch.multinomial checks more, which takes longer than the draw.)
     """
     sums = share.cumsum(-1)
     whole = sums[:, -1]
@@ -141,7 +142,7 @@ def _sample(
     choice: Callable[[Tensor, Sequence[int]], Tensor],
     session: Session | None,
 ) -> Generator[Tensor, Sequence[int] | None, None]:
-    """The tokens, one by one."""
+    """Yield the tokens one by one."""
     batch, known = prompt.shape
     if batch == 0:
         yield from (prompt.new_empty(0) for _ in range(num_tokens))
@@ -193,7 +194,7 @@ def _problems(model: SparseTransformer, prompt: Tensor, num_tokens: int, slide: 
 
 
 def wrong_settings(temperature: object, top_k: object, top_p: object) -> Iterator[tuple[str, str]]:
-    """The settings of ``generate`` that are out of range: the name and the rule of each."""
+    """Yield the name and the rule of each setting of ``generate`` that is out of range."""
     if not _real(temperature) or not temperature >= 0:
         yield "temperature", "must be a number from 0, which takes the most likely token; 1 is as trained"
     if top_k is not None and (type(top_k) is not int or top_k < 1):

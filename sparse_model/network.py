@@ -1,6 +1,6 @@
 """What all parts of a network share: its sizes, its options, and the order of its sub-layers.
 
-A part is made from this and from its own few lines of JSON. ``config`` joins both to the `model` object of a run.
+A part is made from this and from its own JSON object. ``config`` combines both into the `model` object of a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_SUBLAYERS = 2 * MOST_LAYERS
 
 
 class RotaryPositions(StrictModel):
-    """Queries and keys turned by their positions (Su et al. 2021)."""
+    """Queries and keys rotated by their positions (Su et al. 2021)."""
 
     base: float = Field(default=10_000.0, gt=1, description="the slowest channels turn once in about 2π·base positions")
 
@@ -124,7 +124,7 @@ class NetworkConfig(StrictModel):
         return self
 
     def problems(self) -> Iterator[Problem]:
-        """What does not fit together: an order of other layers, ratios and heads that give no whole channels."""
+        """Yield the contradictions: a wrong order, or ratios and heads that give no whole channels."""
         try:
             mixers = self.sublayers.count("s")
             if mixers != self.layers:
@@ -162,7 +162,7 @@ class NetworkConfig(StrictModel):
 
     @property
     def query_key_width(self) -> int:
-        """Channels of all heads' queries, and of their keys."""
+        """Channels of all heads' queries, and likewise of their keys."""
         return round(self.query_key_ratio * self.width)
 
     @property
@@ -172,7 +172,7 @@ class NetworkConfig(StrictModel):
 
     @property
     def sublayers(self) -> str:
-        """A letter for each sub-layer in their order: s a mixer, f a feed-forward (Press et al. 2020).
+        """A letter for each sub-layer in order: s a mixer, f a feed-forward (Press et al. 2020).
 
         Raises:
             ConfigError: ``order`` cannot be read.
@@ -181,7 +181,7 @@ class NetworkConfig(StrictModel):
 
 
 def _sublayers(order: str) -> str:
-    """What an order such as "s6 (sf)10 f6" stands for, a letter a sub-layer."""
+    """Expand an order such as "s6 (sf)10 f6" to one letter for each sub-layer."""
     wrong = "must be letters s and f, and groups of them, each with a number or none; such as s6 (sf)10 f6"
     groups = [""]  # those that are open, the whole first
     last = ""  # what a number repeats
@@ -207,5 +207,5 @@ def _sublayers(order: str) -> str:
 
 
 def nearest_divisor(size: int, wanted: float) -> int:
-    """The divisor of ``size`` nearest to ``wanted``; the smaller of two."""
+    """Return the divisor of ``size`` nearest to ``target``; the smaller of two."""
     return min(divisors(size), key=lambda d: abs(d - wanted))

@@ -1,4 +1,4 @@
-"""Hash n-gram embeddings: a row for the last n tokens, for each of several n, added to the token embedding.
+"""Hash n-gram embeddings: a row for the last n tokens, for several n, added to the token embedding.
 
 As in byte-latent transformers (Pagnoni et al. 2024, section 3.2.1) and over-tokenized transformers (Huang et al. 2025).
 Letters: B batch, N positions, C width, V vocabulary, L longest order, O orders, R rows of each.
@@ -46,22 +46,23 @@ class Ngrams(Part):
         self._numbers: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def forward(self, h: Tensor, before: Tensor, places: Tensor | None = None, real: Tensor | None = None) -> Tensor:
-        """Adds the rows to h.
+        """Add the n-gram rows to h.
 
         Args:
             h: (B, n, C).
-            before: (B, L + n - 1) int64, the tokens up to the last row's own; -1 where there is none.
-            places: (B, n) of each row in its document, before which there is no token; None: ``before`` tells.
-            real: (B, n) bool, False where a row is padding, which touches no row of a table; None: all are real.
+            before: (B, L + n - 1) int64, the tokens up to the last row's own; -1 for none.
+            places: (B, n), each row's place in its document, before which there are no tokens; None: as ``before``
+                says.
+            real: (B, n) bool, False where a row is padding, which reads no row of a table; None: all are real.
 
         Returns:
-            (B, n, C), in the type of h.
+            (B, n, C), in the dtype of h.
         """
         ids = self.ids(before, places)
         return add_rows(h, self.rows, ids) if self.adder is None else self.adder(h, ids, real)
 
     def ids(self, before: Tensor, places: Tensor | None = None) -> Tensor:
-        """The row of each order at each position, (B, n, O) int64; the arguments as for ``forward``."""
+        """Return the table row of each order at each position, (B, n, O) int64; arguments as for ``forward``."""
         powers, columns, odd, offsets = self._numbers_on(before.device)
         # Newest first, so that the key of order n is the sum of the first n.
         tokens, longest = before + 1, len(powers)
@@ -81,7 +82,7 @@ class Ngrams(Part):
         return torch.cat([keys[..., :exact], rows], -1) + offsets if exact else rows + offsets
 
     def _numbers_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Powers of the base (L,), the place of each order among them, its odd number and its first row: (O,) each."""
+        """Return (L,) powers of the base, and each order's index in them, odd number and first row: (O,) each."""
         # Not buffers: a model without values, on the meta device, gets parameters alone when it is loaded.
         if device not in self._numbers:
             columns = (
@@ -95,10 +96,10 @@ class Ngrams(Part):
 
 
 def add_rows(h: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """h (B, n, C) plus the sum of the rows (·, C) of ids (B, n, O), which is rounded once to the type of h."""
+    """Add the sum of the rows (·, C) of ids (B, n, O) to h (B, n, C), rounded once to the dtype of h."""
     return h + F.embedding_bag(ids.flatten(0, 1), rows, mode="sum").view(h.shape).to(h.dtype)
 
 
 def _signed(number: int) -> int:
-    """A number mod 2⁶⁴ as the int64 of the same bits."""
+    """Return the int64 with the bits of a number mod 2⁶⁴."""
     return (number + (_WORD >> 1)) % _WORD - (_WORD >> 1)

@@ -1,4 +1,4 @@
-"""What normalises the rows that enter a part. Letters: B batch, N positions, C width, R rows."""
+"""Layer norm and RMS norm. Letters: B batch, N positions, C width, R rows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from longstride.sparse_model.tiles import EPS, inverse_rms, tiles, wide_of
 
 
 class LayerNorm(Part, nn.LayerNorm):
-    """Mean 0 and variance 1, then a weight and a bias a channel (section 5.2)."""
+    """Mean 0 and variance 1, then a weight and a bias for each channel (section 5.2)."""
 
     part = "norms"
 
 
 class RMSNorm(Part):
-    """x / √(mean x² + ε) over the channels, then a weight a channel (Zhang & Sennrich 2019).
+    """x / √(mean x² + ε) over the channels, then a weight for each channel (Zhang & Sennrich 2019).
 
-    The statistics are kept in fp32 (fp64 for fp64), whatever the precision of x.
+    The statistics are computed in fp32 (fp64 for fp64), whatever the precision of x.
     """
 
     part = "norms"
@@ -32,7 +32,7 @@ class RMSNorm(Part):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, h: Tensor) -> Tensor:
-        """(…, C) to (…, C)."""
+        """Normalise the last axis of h (…, C)."""
         if h.device.type != "cpu":
             return F.rms_norm(h, h.shape[-1:], self.weight, self.eps)
         if h.shape[-2] == 1:  # a single row: fewer calls
@@ -41,16 +41,16 @@ class RMSNorm(Part):
 
 
 def norm_of(network: NetworkConfig) -> nn.Module:
-    """The norm that a network asks for, at its first values: weights 1, biases 0."""
+    """Make the norm of a configuration, with weights 1 and biases 0."""
     kind = RMSNorm if network.norm == "rms" else LayerNorm
     return kind(network.width) if network.norm_epsilon is None else kind(network.width, eps=network.norm_epsilon)
 
 
 class TiledRMSNorm(torch.autograd.Function):
-    """RMS norm for CPUs, where torch's own is made of single operations over all rows and takes several times as long.
+    """RMS norm for CPUs, where torch's own runs single operations over all rows and takes several times as long.
 
-    It takes x (R, C) and the weight (C,), and saves both with a number a row. All that is between its input and its
-    output is in fp32 (fp64 for fp64).
+    Takes x (R, C) and the weight (C,), and saves both with one number for each row. Intermediate values are fp32 (fp64
+    for fp64).
     """
 
     @staticmethod

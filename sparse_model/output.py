@@ -22,16 +22,19 @@ class Logits(Part, nn.Linear):
     part = trained_as = "output"
 
     def initialize(self) -> None:
-        """Every token is as likely as any other."""
+        """Make every token equally likely."""
         nn.init.zeros_(self.weight)
 
     def work(self, positions: int, batch: int) -> Work:
-        """Logits are not kept: the backward pass computes them again."""
+        """Count the products twice: logits are not stored, and the backward pass computes them again."""
         products = 2 * positions * self.weight.numel()
         return Work(linear=products, again=products)
 
     def forward(self, h: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(B, N, C) to (B, N, V); with ``targets`` (B, N) int64 to nats (B, N) in fp32 (fp64 for fp64)."""
+        """Map (B, N, C) to logits (B, N, V), or with ``targets`` (B, N) int64 to nats (B, N) in fp32.
+
+        Nats are fp64 for fp64 rows.
+        """
         if targets is None:
             return super().forward(h)
         nats = CrossEntropyInChunks.apply(h.flatten(0, -2), self.weight, targets.flatten(), CHUNK_ROWS)
@@ -39,10 +42,10 @@ class Logits(Part, nn.Linear):
 
 
 class CrossEntropyInChunks(torch.autograd.Function):
-    """The cross-entropy of each row with memory for ``rows`` rows of logits, which are computed twice.
+    """The cross-entropy of each row with memory for only ``rows`` rows of logits, which are computed twice.
 
-    It saves only its inputs for the backward pass: h (R, C), the projection's weight (V, C) and targets (R,) int64. It
-    returns nats (R,) in fp32 (fp64 for fp64), in which the weight's gradient is summed too.
+    Saves its inputs for the backward pass: h (R, C), the projection's weight (V, C) and targets (R,) int64. Returns
+    nats (R,) in fp32 (fp64 for fp64), in which the weight's gradient is summed too.
     """
 
     @staticmethod

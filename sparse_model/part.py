@@ -1,12 +1,12 @@
 """The protocol of the network's parts: what a mixer or a feed-forward declares, takes, returns and counts.
 
-A mixer (letter s of an order) brings rows of several positions together. A feed-forward (letter f) computes each row by
-itself. A part is two classes: a frozen configuration (``MixerConfig``, ``FeedForwardConfig``) that is parsed from JSON
-and declares what the part supports, and the module that it makes (``Mixer``, ``FeedForward``).
+A mixer (letter s of an order) combines rows of several positions. A feed-forward (letter f) computes each row
+independently. A part consists of two classes: a frozen configuration (``MixerConfig``, ``FeedForwardConfig``) that is
+parsed from JSON and declares what the part supports, and the module that it makes (``Mixer``, ``FeedForward``).
 
-A part whose state is not learned by gradients keeps it in fp32 buffers. They are saved, resumed and exported like
-weights, and are equal on all ranks. In training the part returns statistics with its rows. After each step,
-``observe(total)`` gets their sum over all contexts of the step, of all ranks.
+State that is not learned by gradients belongs in fp32 buffers. They are saved, resumed and exported like weights, and
+are equal on all ranks. In training such a part returns statistics with its rows. After each step, ``observe(total)``
+receives their sum over all contexts of the step, on all ranks.
 
 Letters: B batch, N positions, C width.
 """
@@ -36,7 +36,7 @@ Ability = Literal["convolution", "documents", "keys", "padding", "reversible", "
 
 
 class BlockContext(NamedTuple):
-    """What a block gets besides its rows; by default they are whole contexts of real tokens, one document each."""
+    """Inputs of a block besides its rows. The defaults mean whole contexts of real tokens, one document each."""
 
     state: State | None = None  # of earlier positions, in generation
     first: int = 0  # position of the first row; above 0 only with a state
@@ -51,7 +51,7 @@ PLAIN = BlockContext()
 
 
 class MixerOutput(NamedTuple):
-    """What a part, a block or all blocks return."""
+    """Output of a part, of a block or of all blocks."""
 
     rows: Tensor  # (B, N, C), to be added to the residual stream
     auxiliary_loss: Tensor | None = None  # () fp32: a mean over positions, added to the training loss, not to the nats
@@ -66,23 +66,26 @@ class MixerOutput(NamedTuple):
 
 
 class State(Protocol):
-    """What generation keeps of earlier positions for one mixer."""
+    """The cache of one mixer for generation."""
 
     def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
-        """Contexts ``into`` become copies of contexts ``order`` of such a state in its first ``known`` rows.
+        """Overwrite contexts ``into`` with copies of contexts ``order`` of ``source``, in their first ``length`` rows.
 
-        ``order`` is (b,) integers, as many as there are contexts in ``into``. The source is a state of the same part,
-        of as many contexts as it may be, or itself.
+        Args:
+            source: a state of the same part with any number of contexts, or this one.
+            order: (b,) integers, one for each context in ``into``.
+            length: rows to copy.
+            into: contexts to overwrite.
         """
         ...
 
     def truncate(self, length: int) -> None:
-        """Forget all rows but the first ``length``: all, or no more than the ``back`` that the state was made for."""
+        """Forget all rows but the first ``length``. At most the ``back`` rows of ``new_state`` are dropped, or all."""
         ...
 
 
 class Part(nn.Module):
-    """A module of the network with parameters, buffers or exchanges of its own."""
+    """A module of the network with parameters, buffers or collectives of its own."""
 
     part: str = ""  # the name under which its parameters are counted; "": that of the part around it
     trained_as: str = ""  # the optimiser's role of its parameters; "": by their kind, see ``parameter_roles``
@@ -91,13 +94,16 @@ class Part(nn.Module):
     division = Division()  # how contexts are divided over processes, as ``divide`` sets it
 
     def initialize(self) -> None:
-        """Set the first values of its own parameters and buffers."""
+        """Set the first values of the part's parameters and buffers. Its submodules set theirs."""
 
     def observe(self, total: Tensor) -> None:
-        """Update buffers by the statistics of a step, summed over all ranks. Who overrides it returns statistics."""
+        """Update buffers from the statistics of a step, summed over all ranks.
+
+        A part that overrides this returns statistics.
+        """
 
     def divide(self, division: Division) -> None:
-        """Have this process compute its section of every context alone, together with the others of its group."""
+        """Compute only this process's section of every context from now on, together with the other processes."""
         for module in self.modules():
             if isinstance(module, Part):
                 module.division = division
@@ -119,7 +125,7 @@ class Part(nn.Module):
 
     @property
     def is_divided(self) -> bool:
-        """Whether the run divides contexts, maybe over one process: then dropout goes by positions."""
+        """Whether the run uses sequence parallelism, maybe with one process: dropout then depends on positions."""
         return self.division is not Part.division
 
 
@@ -132,7 +138,7 @@ class Mixer(Part, ABC):
 
     @abstractmethod
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
-        """Mix normalised rows h (B, N, C). With a state, rows attend to the kept positions, and are kept too."""
+        """Mix normalised rows h (B, N, C). With a state, rows also attend to the cached positions, and are cached."""
 
     @abstractmethod
     def work(self, positions: int, batch: int) -> Work:
@@ -147,14 +153,14 @@ class Mixer(Part, ABC):
         self._lacks("new_state, so it cannot generate")
 
     def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
-        """How its heads weigh the positions of one context, for pictures.
+        """Return a function that computes attention weights of one context, for pictures.
 
         Args:
             h: (1, N, C), as ``forward`` takes it.
 
         Returns:
-            A function of queries (P,) int64 and the number of a head, to weights (P, N) float64. A row sums to 1, or to
-            0 where a query has no key.
+            A function of queries (P,) int64 and a head's number, to weights (P, N) float64. A row sums to 1, or to 0 if
+            the query has no key.
 
         Raises:
             ConfigError: the mixer has no weights.
@@ -162,10 +168,13 @@ class Mixer(Part, ABC):
         self._lacks("weights, so there is no picture of its attention")
 
     def reads(self, h: Tensor, head: int) -> Callable[[Tensor], Tensor]:
-        """Which positions a head reads in one context, h (1, N, C): queries (P,) int64 to (P, N) bool.
+        """Return a function that finds which positions a head reads in one context h (1, N, C).
+
+        Returns:
+            A function of queries (P,) int64, to (P, N) bool.
 
         Raises:
-            ConfigError: the mixer does not tell.
+            ConfigError: the mixer does not implement it.
         """
         self._lacks("reads, so there is no picture of what it chooses")
 
@@ -175,15 +184,15 @@ class Mixer(Part, ABC):
         return type(self).reads is not Mixer.reads
 
     def traffic(self, division: Division, context: int, apart: bool = False) -> Traffic | None:
-        """Count what it sends in a forward pass over one context; None: it is no attention."""
+        """Count what the mixer sends in a forward pass over one context; None: it is not attention."""
         return None
 
     def columns(self, context: int) -> int:
-        """The stride of the columns by which its rows are best divided over processes; 0: by sections."""
+        """Return the stride of the columns by which rows are best divided over processes; 0: by sections."""
         return 0
 
     def visited_pairs(self, positions: int, like: Tensor) -> int | None:
-        """Count pairs with those that kernels compute and mask, for tensors like this one; None: as ``work`` does."""
+        """Count pairs with those that kernels compute and mask, for tensors like ``like``; None: as ``work`` does."""
         return None
 
     def _lacks(self, what: str) -> NoReturn:
@@ -197,7 +206,7 @@ class FeedForward(Part, ABC):
 
     @abstractmethod
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
-        """Compute each of the normalised rows h (B, N, C) by itself."""
+        """Compute each of the normalised rows h (B, N, C) independently."""
 
     @abstractmethod
     def work(self, positions: int, batch: int) -> Work:
@@ -205,7 +214,7 @@ class FeedForward(Part, ABC):
 
 
 class HeadWidths(NamedTuple):
-    """Channels of one head of a mixer, of which generation keeps those of each position."""
+    """Channels of one head of a mixer. Generation caches keys and values of these widths for each position."""
 
     query_key: int  # D, of a query and of a key; 0 where its scores are no products
     value: int  # Dv
@@ -214,16 +223,16 @@ class HeadWidths(NamedTuple):
 
 
 class PartConfig(ABC):
-    """A part as the configuration asks for it. A frozen, hashable value: equal ones make equal modules.
+    """The configuration of a part. A frozen, hashable value: equal ones make equal modules.
 
-    ``supports`` names what else the part gets right. A run that needs another ability is refused, with the part's name:
+    ``supports`` lists optional abilities. A run that needs an ability that a part lacks is refused, naming the part:
 
     - "convolution" (mixers): applies ``network.convolution``, a short convolution before it.
-    - "documents" (mixers): heeds ``context.documents``; the module's ``patterns`` say what each head reads.
-    - "padding": leaves out of averages, statistics and capacities what ``context.real`` marks as padding.
-    - "reversible": computes the same again from the same rows; it keeps nothing of a forward pass on the module.
-    - "sections": heeds ``division``, and computes its section of contexts that several processes share.
-    - "keys" (mixers): can exchange keys between these processes; others exchange heads, which they must divide.
+    - "documents" (mixers): respects ``context.documents``; the module's ``patterns`` describe what each head reads.
+    - "padding": excludes what ``context.real`` marks as padding from averages, statistics and capacities.
+    - "reversible": gives the same output for the same rows again; it stores nothing of a forward pass on the module.
+    - "sections": respects ``division``: it computes its section of contexts that several processes share.
+    - "keys" (mixers): can exchange keys between these processes. Others exchange heads, which must divide evenly.
     """
 
     type: str
@@ -231,32 +240,32 @@ class PartConfig(ABC):
 
 
 class MixerConfig(PartConfig):
-    """A mixer as the configuration asks for it."""
+    """The configuration of a mixer."""
 
     @property
     @abstractmethod
     def has_queries(self) -> bool:
-        """Whether rows are projected to queries and keys, which options of the network normalise, turn and narrow."""
+        """Whether the mixer has queries and keys. Options of the network normalise, rotate and narrow them."""
 
     @abstractmethod
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError, its paths relative to the mixer's object, where a context of this length does not fit."""
+        """Raise ConfigError if a context of this length does not fit. Its paths are relative to the mixer's object."""
 
     @abstractmethod
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """Which positions each head may read, of the first heads; those after them choose by content."""
+        """Return which positions each head may read, for the first heads. The heads after them choose by content."""
 
     @abstractmethod
     def head_widths(self, network: NetworkConfig) -> HeadWidths:
-        """What each head multiplies, and whether it asks the attention kernels to."""
+        """Return the channels of each head, and whether the attention kernels compute it."""
 
     @abstractmethod
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> Mixer:
-        """Make the module; ``rotary`` is shared by all of a model."""
+        """Make the module. All mixers of a model share ``rotary``."""
 
 
 class FeedForwardConfig(PartConfig, StrictModel):
-    """A feed-forward as the configuration asks for it."""
+    """The configuration of a feed-forward."""
 
     @abstractmethod
     def make(self, network: NetworkConfig) -> FeedForward:
@@ -265,7 +274,7 @@ class FeedForwardConfig(PartConfig, StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Operations of one pass over one context. A multiplication and an addition are two."""
+    """Floating-point operations of one pass over one context. A multiplication and an addition count as two."""
 
     pairs: int = 0  # of a query and a key, in all heads together
     linear: int = 0  # 2 a weight and position
@@ -288,27 +297,27 @@ class Work:
 
     @property
     def forward(self) -> int:
-        """The forward pass."""
+        """Operations of the forward pass."""
         return self.linear + self.scores + self.values + self.choosing
 
     @property
     def backward(self) -> int:
-        """The backward pass: the gradients of both factors, and once more the scores and what is not kept."""
+        """Operations of the backward pass: gradients of both factors, scores once more, and ``again``."""
         return 2 * (self.forward - self.choosing) + self.scores + self.again
 
 
 def draw(parameter: Tensor, network: NetworkConfig, fan_in: int, *, into_stream: bool = False) -> None:
-    """Set a tensor with this many inputs to normal values from torch's global generator (section 5.2).
+    """Fill a tensor with normal values from torch's global generator (section 5.2).
 
-    The paper writes N(0, 0.125/√d). Read as a standard deviation ("paper") that is 0.125/√d; the authors' later code
-    takes it for a variance ("released"), std = √(0.125/d).
+    The paper writes N(0, 0.125/√d). Read as a standard deviation ("paper") that is 0.125/√d. The authors' later code
+    reads it as a variance ("released"): std = √(0.125/d).
 
     Args:
-        parameter: is overwritten.
-        network: says how the formula is read.
+        parameter: overwritten.
+        network: its ``initialization`` selects the formula.
         fan_in: the formula's d.
-        into_stream: what it gives is added to the residual stream: scaled by 1/√(sub-layers), so that the stream keeps
-            its size with depth; 0 where ``initialization`` is "zero_outputs" (Zhang et al. 2019, Fixup).
+        into_stream: the output is added to the residual stream. Scale by 1/√(sub-layers), so that the stream keeps its
+            size with depth; 0 if ``initialization`` is "zero_outputs" (Zhang et al. 2019, Fixup).
     """
     if into_stream and network.initialization == "zero_outputs":
         nn.init.zeros_(parameter)
@@ -319,7 +328,7 @@ def draw(parameter: Tensor, network: NetworkConfig, fan_in: int, *, into_stream:
 
 
 def draw_linear(linear: nn.Linear, network: NetworkConfig, *, into_stream: bool = False) -> None:
-    """Set a linear layer: its weight as ``draw`` does, its bias, if it has one, to 0."""
+    """Initialise a linear layer: the weight as ``draw`` does, the bias, if any, with 0."""
     draw(linear.weight, network, linear.in_features, into_stream=into_stream)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)

@@ -1,15 +1,15 @@
-"""Reversible blocks: what enters a block is computed from what leaves it (Gomez et al. 2017; Kitaev et al. 2020).
+"""Reversible blocks: a block's input is recomputed from its output (Gomez et al. 2017; Kitaev et al. 2020).
 
 Letters: B batch, N positions, C width.
 
-Two streams (a, b) begin as the embedding, both of them. A sub-layer f makes (b, a + f(b)) of them, so that the mixer
-and the feed-forward of a block write into one stream each: y1 = x1 + attention(x2), y2 = x2 + ff(y1). Their mean leaves
-the last block, so that every tensor has the shape that it has without a second stream. (The paper does not say how they
-end. Its authors' code joins them side by side, and others take the mean.)
+Two streams (a, b) both begin as the embedding. A sub-layer f turns them into (b, a + f(b)), so that the mixer and the
+feed-forward of a block write to one stream each: y1 = x1 + attention(x2), y2 = x2 + ff(y1). The output is their mean,
+so that every tensor has the shape that it has without a second stream. (The paper does not say how the streams end. Its
+authors' code concatenates them; others take the mean.)
 
-Subtraction does not undo an addition that was rounded. A stream that came back a little off would change who reads
-whom: a hash, a router, a cluster has edges. So the streams are fp64 and hold multiples of 2^-36 alone. Such sums are
-exact below 65,536, fp16's largest number, and going back gives the very bits that went in.
+Subtraction does not undo a rounded addition. A stream that came back slightly off could change who reads whom, since
+hashes, routers and clusters have thresholds. Therefore the streams are fp64 multiples of 2^-36. Their sums are exact
+below 65,536, about fp16's largest number, and going back restores the very bits.
 """
 
 from __future__ import annotations
@@ -41,45 +41,45 @@ class OnGrid(torch.autograd.Function):
 
 
 def on_grid(rows: Tensor) -> Tensor:
-    """What ``OnGrid`` gives."""
+    """Round as ``OnGrid`` does, without a gradient."""
     return rows.to(torch.float64, copy=True).div_(STEP).round_().mul_(STEP)
 
 
 def opened(h: Tensor) -> Tensor:
-    """The streams before the first block, (2, B, N, C) fp64, of embedded positions (B, N, C)."""
+    """Make the streams before the first block, (2, B, N, C) fp64, from embedded positions (B, N, C)."""
     rows = OnGrid.apply(h)
     return torch.stack([rows, rows])
 
 
 def closed(streams: Tensor, dtype: torch.dtype) -> Tensor:
-    """What leaves the last block, (B, N, C) of that type, of streams (2, B, N, C)."""
+    """Return the output of the last block, (B, N, C) in ``dtype``, from streams (2, B, N, C)."""
     return streams.mean(0).to(dtype)
 
 
 class RandomStates(NamedTuple):
-    """From which a sub-layer draws what it drops."""
+    """States of the random generators from which a sub-layer's dropout draws."""
 
     cpu: Tensor
     devices: tuple[list[int], list[Tensor]]
 
     @classmethod
     def now(cls, like: Tensor) -> RandomStates:
-        """Of the CPU and of the device that ``like`` is on."""
+        """Record the generators of the CPU and of the device of ``like``."""
         return cls(torch.get_rng_state(), get_device_states(like))
 
     def restore(self) -> None:
-        """Have the generators draw the same again."""
+        """Set the generators back, so that they draw the same again."""
         torch.set_rng_state(self.cpu)
         set_device_states(*self.devices)
 
 
 class ReversibleBlock(ResidualBlock):
-    """The same parts on two streams: (a, b) becomes (b, a + f(b)), for f the mixer and then the feed-forward."""
+    """A residual block on two streams: (a, b) becomes (b, a + f(b)), for f the mixer and then the feed-forward."""
 
     def forward(
         self, h: Tensor, context: BlockContext = PLAIN, starts: list[RandomStates] | None = None
     ) -> MixerOutput:
-        """Streams (2, B, N, C) to such; ``starts`` gets the random states before each sub-layer."""
+        """Map streams (2, B, N, C) to streams; ``starts`` collects the random states before each sub-layer."""
         assert not context.columns, "streams are divided by sections"
         before, written = h.unbind()
         output = MixerOutput(h)
@@ -91,7 +91,7 @@ class ReversibleBlock(ResidualBlock):
         return output._replace(rows=torch.stack([before, written]))
 
     def sublayers(self) -> list[Callable[[Tensor, BlockContext], MixerOutput]]:
-        """Return the mixer and the feed-forward, each from a stream (B, N, C) to what is added to the other."""
+        """Return the mixer and the feed-forward. Each maps a stream (B, N, C) to what is added to the other stream."""
         parts = (self.attention, self.mix), (self.feed_forward, self.feed)
         return [sublayer for part, sublayer in parts if part is not None]
 
@@ -103,11 +103,11 @@ class ReversibleBlock(ResidualBlock):
 
 
 class Reversible(torch.autograd.Function):
-    """All residual blocks, keeping nothing of them but the streams that leave the last one.
+    """All residual blocks, storing only the streams after the last one.
 
-    It takes embedded positions h (B, N, C), the blocks, and the context of each. It returns rows (B, N, C), the sum of
-    the auxiliary losses or None, and the statistics. The backward pass goes through the sub-layers from the last to the
-    first: it computes one again, which gives its gradients and the stream that it was added to.
+    Takes embedded positions h (B, N, C), the blocks, and the context of each. Returns rows (B, N, C), the sum of the
+    auxiliary losses or None, and the statistics. The backward pass visits the sub-layers from last to first. Running
+    one again gives its gradients and the stream before it.
     """
 
     @staticmethod

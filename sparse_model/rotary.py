@@ -1,4 +1,4 @@
-"""Queries and keys, normalised and turned by their positions. Letters: B batch, N positions, H heads, D head width."""
+"""Normalised and rotated queries and keys. Letters: B batch, N positions, H heads, D head width."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from longstride.sparse_model.tiles import inverse_rms, tiles, wide_of
 
 
 class Rotary:
-    """Rotary positions (Su et al. 2021): channels 2i and 2i + 1 are a pair, turned by p · base^(-2i/D) at position p.
+    """Rotary positions (Su et al. 2021): at position p, channels 2i and 2i + 1 are rotated by p · base^(-2i/D).
 
-    The table is made at first use on a device, from fp64, and kept in fp32. It belongs to no module: a checkpoint does
-    not hold it, and no cast to 16 bits reaches it. All attention of a model shares one.
+    The table is made at first use on a device, from fp64, and stored in fp32. It belongs to no module, so it is not in
+    checkpoints and is never cast to 16 bits. All attention of a model shares one.
     """
 
     def __init__(self, context: int, width: int, base: float) -> None:
-        """Of ``context`` positions and D = ``width``, which is even."""
+        """Prepare for ``context`` positions and an even D = ``width``."""
         self.context, self.width, self.base = context, width, base
         self._table: Tensor | None = None
 
     @classmethod
     def of(cls, network: NetworkConfig) -> Rotary | None:
-        """As a configuration asks for it."""
+        """Make it from a configuration; None: it has no rotary positions."""
         if network.rotary is None:
             return None
         return cls(network.context, network.query_key_width // network.heads, network.rotary.base)
 
     def table(self, device: torch.device) -> Tensor:
-        """Cosine and sine of every position's angles: (context, 1, D/2, 2) fp32."""
+        """Return cosine and sine of every position's angles: (context, 1, D/2, 2) fp32."""
         if self._table is None or self._table.device != device:
             with torch.inference_mode(False), torch.no_grad():  # training may use what a session has made
                 slowing = self.base ** -(torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
@@ -41,7 +41,7 @@ class Rotary:
 
 
 def turn(x: Tensor, table: Tensor, out: Tensor, *, back: bool = False) -> Tensor:
-    """Pairs of channels of x (…, N, H, D) turned by a table's angles (N, 1, D/2, 2), or back, written to ``out``."""
+    """Rotate pairs of channels of x (…, N, H, D) by a table's angles (N, 1, D/2, 2), or back, into ``out``."""
     x, turned = (each.unflatten(-1, (-1, 2)) for each in (x, out))
     if torch.compiler.is_compiling():  # which knows no complex numbers
         (a, b), (cosines, sines) = x.unbind(-1), table.unbind(-1)
@@ -54,12 +54,12 @@ def turn(x: Tensor, table: Tensor, out: Tensor, *, back: bool = False) -> Tensor
 
 
 class PreparedHeads(torch.autograd.Function):
-    """Rows of queries, keys and values with queries and keys normalised, turned, or both.
+    """Rows of queries, keys and values with queries and keys normalised, rotated, or both.
 
-    It takes rows (B, N, W), of which the first ``channels`` are queries and keys of heads of D = ``width``; whether to
-    normalise each head to a root mean square of 1; and a table of turns, (N, 1, D/2, 2) or (B, N, 1, D/2, 2), or
-    None. It returns rows (B, N, W), and saves them, which attention keeps anyway, with a number a head. What is between
-    is in fp32 (fp64 for fp64).
+    Takes rows (B, N, W) whose first ``channels`` are queries and keys of heads of D = ``width``; whether to normalise
+    each head to a root mean square of 1; and a table of angles, (N, 1, D/2, 2) or (B, N, 1, D/2, 2), or None. Returns
+    rows (B, N, W), and saves them, which attention does anyway, with one number for each head. Intermediate values are
+    fp32 (fp64 for fp64).
     """
 
     @staticmethod
@@ -96,7 +96,7 @@ class PreparedHeads(torch.autograd.Function):
 
 
 def prepared_row(heads: Tensor, normed: bool, turns: Tensor | None) -> Tensor:
-    """As ``PreparedHeads``, of queries and keys of one position (B, H, D), with few operations; turns (1, D/2, 2)."""
+    """Apply ``PreparedHeads`` to queries and keys of one position (B, H, D), in few operations; turns (1, D/2, 2)."""
     x = heads.to(wide_of(heads))
     if normed:
         x = x * inverse_rms(x)

@@ -23,17 +23,17 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Session:
-    """What a model keeps of a batch of contexts of one length, and the logits of their next position.
+    """The cache of a model for a batch of contexts of one length, and the logits of their next position.
 
     ``session.logits`` predicts the next token, and ``session.append(tokens)`` adds it. Appending token by token gives
-    the same bits every time on one machine, with the same weights, batch, length and number of threads. ``prefill``
-    and ``extend`` take several tokens at once; their last bits may differ. ``truncate`` takes the last tokens back:
-    what follows is as if they had never been.
+    the same bits every time on one machine, with the same weights, batch, length and number of threads. ``prefill`` and
+    ``extend`` take several tokens at once; their last bits may differ. ``truncate`` removes the last tokens, as if they
+    had never been appended.
 
-    The contexts of a batch share products, so a context's last bits depend on how many there are. A context that must
-    have the bits that it has in a batch of one takes a session of its own; ``selected`` copies one that has begun.
+    The contexts of a batch share matrix products, so the last bits of a context depend on the batch size. For the bits
+    of a batch of one, use a session for each context; ``selected`` copies one that has begun.
 
-    A session that begins under autocast keeps what autocast computes, and goes on under the same alone.
+    A session that begins under autocast caches what autocast computes, and must continue under the same autocast.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Session:
         *,
         back: int | None = None,
     ) -> None:
-        """An empty context.
+        """Start with an empty context.
 
         Args:
-            model: in evaluation mode, with its weights on one device. They must not change during the session, and
-                hooks that are added meanwhile are not called.
+            model: in evaluation mode, with its weights on one device. They must not change during the session. Hooks
+                that are added later are not called.
             batch: number of contexts, all of the same length at any time.
             length: tokens to make room for, at most the model's context, which is the default.
-            back: how many tokens ``truncate`` may take back, beside all; None: any number, and so a convolution keeps
-                all its rows.
+            back: how many tokens ``truncate`` may remove without removing all; None: any number. A convolution then
+                keeps all its rows.
 
         Raises:
             ValueError: the model is in training mode, or the batch, the length or ``back`` is out of range.
@@ -103,7 +103,7 @@ class Session:
             tokens: (B,) integers on the model's device.
 
         Raises:
-            ValueError: another shape, or the session is full.
+            ValueError: the shape is wrong, or the session is full.
         """
         if tokens.shape != (self.batch,):
             raise ValueError(f"tokens {tuple(tokens.shape)} must be ({self.batch},), one for each context")
@@ -118,7 +118,7 @@ class Session:
             tokens: (B, n) integers on the model's device, n from 0.
 
         Raises:
-            ValueError: another shape, too many tokens, or the contexts have begun already.
+            ValueError: the shape is wrong, there are too many tokens, or the contexts have begun already.
         """
         if tokens.dim() != 2 or len(tokens) != self.batch:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be ({self.batch}, n), a row for each context")
@@ -136,19 +136,19 @@ class Session:
     def extend(self, tokens: Tensor, keep: int = 0) -> Tensor:
         """Add several tokens to every context, in one pass.
 
-        What computes each row by itself, such as a linear layer, has all rows at once. Mixers have one after the other,
-        as steps do; those that begin contexts have all, and attention over a pattern has many at once. The last bits
-        may differ from those of single steps.
+        Layers that compute each row independently, such as linear layers, get all rows at once. Mixers get one row
+        after the other, as in single steps, except at the beginning of a context and in attention over patterns. The
+        last bits may differ from those of single steps.
 
         Args:
             tokens: (B, n) integers on the model's device, n from 1.
-            keep: for how many of the last tokens to compute what comes after them; 0 for all.
+            keep: for how many of the last tokens to compute the logits; 0 for all.
 
         Returns:
-            Logits after each, (B, ``keep`` or n, V) as ``logits``; behind a full context they are NaN.
+            Logits after each token, (B, ``keep`` or n, V) as ``logits``; NaN after a full context.
 
         Raises:
-            ValueError: another shape, the session has no room for so many, or began under another autocast.
+            ValueError: the shape is wrong, the session has too little room, or it began under another autocast.
         """
         if tokens.dim() != 2 or len(tokens) != self.batch or not tokens.shape[1]:
             raise ValueError(
@@ -180,11 +180,11 @@ class Session:
     def truncate(self, length: int) -> None:
         """Forget all tokens but the first ``length`` of every context.
 
-        It takes no time for attention over patterns, and for others at most that of sorting the positions that stay:
-        those that list the members of a cluster or bucket list them anew.
+        Attention over patterns needs no time for this. Mixers that list the members of a cluster or bucket list them
+        again, which at most sorts the remaining positions.
 
         Raises:
-            ValueError: there are fewer tokens, or more would go than the session was made to take back.
+            ValueError: there are fewer tokens, or more would be removed than ``back`` allows.
         """
         if not 0 <= length <= self.position:
             raise ValueError(f"length={length}: must be 0 to {self.position}, the tokens that there are")
@@ -200,14 +200,14 @@ class Session:
         self.position, self._logits = length, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
-        """A session of the same model, which is not copied."""
+        """Copy the session but not its model."""
         memo |= {id(module): module for module in self.model.modules()}
         other: Session = object.__new__(type(self))
         other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the bare model, which a copy makes from its own model."""
+        """Leave out the bare model, which a copy makes from its own model."""
         return {name: value for name, value in vars(self).items() if name != "_bare"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -219,20 +219,20 @@ class Session:
         self.truncate(0)
 
     def rearrange(self, order: Tensor) -> None:
-        """Context i becomes a copy of context ``order[i]``: contexts may be dropped, and repeated.
+        """Replace context i by a copy of context ``order[i]``, so that contexts may be dropped and repeated.
 
         Args:
             order: (B,) integers from 0 to B - 1, on the model's device.
 
         Raises:
-            ValueError: another shape.
+            ValueError: the shape is wrong.
         """
         if order.shape != (self.batch,):
             raise ValueError(f"order {tuple(order.shape)} must be ({self.batch},), one for each context")
         self._take(self, order)
 
     def selected(self, order: Tensor) -> Session:
-        """A session of its own whose context i is a copy of context ``order[i]``, (b,) integers, b from 1.
+        """Return a new session whose context i is a copy of context ``order[i]``; ``order`` is (b,) integers, b from 1.
 
         Raises:
             ValueError: no contexts, or this session began under another autocast.
@@ -244,7 +244,7 @@ class Session:
         return other
 
     def _take(self, source: Session, order: Tensor) -> None:
-        """Have copies of contexts of a session of as many tokens."""
+        """Copy contexts of a session with as many tokens."""
         with torch.inference_mode():
             for state, of_source in zip(self.states, source.states, strict=True):
                 if state is not None:
@@ -253,7 +253,7 @@ class Session:
             self._logits = None if source._logits is None else source._logits[order]
 
     def _add(self, tokens: Tensor) -> None:
-        """Go on behind tokens (B, n), and keep a copy of them."""
+        """Store tokens (B, n) and move on to the next position."""
         first, count = self.position + self._bare.embedding.reach, tokens.shape[1]
         with torch.inference_mode():
             self._tokens[:, first : first + count] = tokens
@@ -272,7 +272,7 @@ class Session:
 
 
 def _autocast(like: Tensor) -> torch.dtype | None:
-    """What autocast has projections give, of weights like these; None where they give what the weights are."""
+    """Return the dtype to which autocast casts projections by weights like these; None: they stay as they are."""
     kind = like.device.type
     # Autocast leaves fp64 as it is.
     casts = like.dtype != torch.float64 and torch.is_autocast_enabled(kind)
@@ -280,10 +280,10 @@ def _autocast(like: Tensor) -> torch.dtype | None:
 
 
 def even_length(config: ModelConfig, least: int) -> int:
-    """The smallest length, from ``least`` to the context, that all mixers divide evenly.
+    """Return the smallest length, from ``least`` to the context, that all mixers divide evenly.
 
-    A causal pattern gives the same rows at any length. But only where its stride divides the length do its reads have a
-    closed form, and are its columns read in place.
+    A causal pattern gives the same rows at any length. But its reads have a closed form, and its columns are read in
+    place, only if its stride divides the length.
     """
     mixers = {block.mixer for block in config.blocks() if block.mixer is not None}
     for length in range(max(least, 1), config.context):
@@ -295,18 +295,18 @@ def even_length(config: ModelConfig, least: int) -> int:
 
 
 def bare(module: Module) -> Module:
-    """The same module to call, without what ``nn.Module`` adds to every call and every name; it shares its tensors.
+    """Return the same module without the overhead that ``nn.Module`` adds to every call; it shares the tensors.
 
-    One row of a small model is some hundred operations of a few microseconds each: looking for hooks that are not
-    there, and for parameters by name, takes time that shows. It holds as long as nothing is assigned to either module.
-    A submodule that has hooks, was compiled, or had its ``forward`` replaced is called as before. So are all modules
-    where global hooks exist. Hooks that are added later are not called.
+    One row of a small model takes some hundred operations of a few microseconds each, so that looking for hooks and for
+    parameters by name takes noticeable time. The result is valid as long as nothing is assigned to either module. A
+    submodule that has hooks, was compiled, or had its ``forward`` replaced is called as before. So are all modules if
+    global hooks exist. Hooks that are added later are not called.
     """
     return _bare(module, {})
 
 
 def _bare(module: Any, known: dict[int, Any]) -> Any:
-    """``known``: the bare modules so far, by the ids of the originals, as a submodule may occur several times."""
+    """Make the bare module; ``twins`` maps ids of originals to theirs, as a submodule may occur several times."""
     if module is None or id(module) in known:
         return known.get(id(module))
     attributes, kind = vars(module), module.__class__
@@ -323,5 +323,5 @@ def _bare(module: Any, known: dict[int, Any]) -> Any:
 
 @lru_cache
 def _called_by(kind: Any, forward: Any) -> Any:
-    """The class with its present ``forward`` as ``__call__``."""
+    """Return a subclass that has the present ``forward`` as ``__call__``."""
     return type(kind.__name__, (kind,), {"__call__": forward})

@@ -15,9 +15,9 @@ from longstride.kernels import ConfigError, Problem, join_paths, nearest
 class StrictModel(BaseModel):
     """A frozen configuration object: unknown keys are errors and no value is converted from another type.
 
-    A validator of a subclass that looks at several fields raises ``ConfigError.at("field.below", value, rule)``; the
-    path is relative to the object being validated and is completed here. Pydantic's strict mode takes no list for a
-    tuple: give tuple fields ``Field(strict=False)``.
+    A validator of a subclass that checks several fields raises ``ConfigError.at("field.below", value, rule)``. The path
+    is relative to the object being validated and is completed here. Pydantic's strict mode accepts no list for a tuple:
+    give tuple fields ``Field(strict=False)``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -34,10 +34,10 @@ class StrictModel(BaseModel):
 
     @classmethod
     def model_validate(cls, obj: Any) -> Self:  # type: ignore[override]
-        """The configuration in ``obj``, a dictionary as JSON gives it.
+        """Parse the configuration in ``obj``, a dictionary from JSON.
 
         Raises:
-            ConfigError: every wrong field, one line each.
+            ConfigError: lists every wrong field, one line each.
         """
         try:
             return super().model_validate(obj)
@@ -47,7 +47,7 @@ class StrictModel(BaseModel):
 
 
 def config_error(model: type[BaseModel], data: object, error: ValidationError) -> ConfigError:
-    """Pydantic's findings about ``data`` as one error with a line for each wrong field."""
+    """Convert pydantic's errors about ``data`` to one error with a line for each wrong field."""
     by_path: dict[tuple[str, int], list[Problem]] = {}
     for number, detail in enumerate(error.errors(include_url=False)):
         for problem in _problems(model, data, detail):
@@ -63,7 +63,7 @@ def config_error(model: type[BaseModel], data: object, error: ValidationError) -
 
 
 def _problems(model: type[BaseModel], data: object, detail: Any) -> list[Problem]:
-    """The problems of one pydantic finding."""
+    """Convert one pydantic error."""
     path, value, _ = _follow(data, detail["loc"])
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
@@ -92,7 +92,7 @@ def _problems(model: type[BaseModel], data: object, detail: Any) -> list[Problem
 
 
 class _Place(NamedTuple):
-    """Where a pydantic location leads in the data."""
+    """The part of the data that a pydantic location points to."""
 
     path: str
     value: object
@@ -100,7 +100,7 @@ class _Place(NamedTuple):
 
 
 def _follow(data: object, location: tuple[int | str, ...]) -> _Place:
-    """The place of a pydantic location, leaving out the names of union members."""
+    """Resolve a pydantic location, skipping the names of union members."""
     path, is_key = "", True
     for part in location:
         is_key = True
@@ -114,7 +114,7 @@ def _follow(data: object, location: tuple[int | str, ...]) -> _Place:
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys that the object at ``location`` may have."""
+    """List the keys that the object at ``location`` may have."""
     candidates = [model]
     for part in location:
         fields = [candidate.model_fields[part] for candidate in candidates if part in candidate.model_fields]
@@ -126,13 +126,13 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Every configuration class named in an annotation such as ``list[A | B] | None``."""
+    """List every configuration class named in an annotation such as ``list[A | B] | None``."""
     if arguments := typing.get_args(annotation):  # first: Python 3.10 takes list[int] for a class
         return [model for argument in arguments for model in _models_in(argument)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
 
 
 def _is_member(model: type[BaseModel], name: int | str) -> bool:
-    """Whether a union member is called by this name: its class, or a literal that tells the members apart."""
+    """Whether a union member has this name: its class, or a literal that distinguishes the members."""
     literals = [typing.get_args(field.annotation) for field in model.model_fields.values()]
     return name == model.__name__ or any(name in values for values in literals)

@@ -1,7 +1,6 @@
-"""Elementwise work on a CPU, a tile at a time, so that what one operation writes is still in the cache for the next.
+"""Elementwise CPU work, a tile at a time, so that intermediate results stay in the cache.
 
-What lies between is written to the same few tiles over and over: memory that is asked for anew costs more than the
-arithmetic.
+They are written to the same few tiles over and over: allocating new memory costs more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ EPS = 1e-6  # added to a mean square, where a configuration says nothing else
 
 
 def wide_of(x: Tensor) -> torch.dtype:
-    """The precision of sums and of what lies between operations: fp32, for fp64 itself."""
+    """Return the dtype of sums and intermediate results: fp32, or fp64 for fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def tiles(x: Tensor, axis: int, scratch: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Places along an axis that make a tile, one tile after another, each with memory of its shape to work in.
+    """Yield slices along an axis that make one tile each, with scratch memory of its shape.
 
-    All places at once where x is not on a CPU, and where a compiler fuses operations.
+    There is a single tile if x is not on a CPU, or if a compiler fuses operations.
 
     Args:
-        x: what is gone through.
+        x: the tensor to traverse.
         axis: along which.
-        scratch: how many tiles of memory, in ``wide_of(x)``. It holds anything.
+        scratch: how many tiles of memory to yield, uninitialised, in ``wide_of(x)``.
     """
     shape = list(x.shape)
     whole = x.device.type != "cpu" or torch.compiler.is_compiling()  # whose sizes may be symbols, which no range takes
@@ -45,6 +44,6 @@ def tiles(x: Tensor, axis: int, scratch: int) -> Iterator[tuple[slice, list[Tens
 
 
 def inverse_rms(x: Tensor, out: Tensor | None = None, eps: float = EPS) -> Tensor:
-    """1 / √(mean x² + ε) over the last axis: (…, C) to (…, 1) in fp32 (fp64 for fp64)."""
+    """Compute 1 / √(mean x² + ε) over the last axis: (…, C) to (…, 1) in fp32 (fp64 for fp64)."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_of(x))
     return torch.addcmul(length.new_full((), eps), length, length, value=1 / x.shape[-1], out=out).rsqrt_()

@@ -30,7 +30,7 @@ Recompute = Callable[[ResidualBlock, Tensor, BlockContext], Sequence[Any]]
 
 
 class Role(NamedTuple):
-    """What an optimiser has to know of a parameter."""
+    """How an optimiser treats a parameter."""
 
     part: str  # of the network: matrices, embeddings, vectors or output
     rows: tuple[int, ...] = ()  # of the matrices that lie below each other in it; none: it is one
@@ -45,9 +45,9 @@ class SparseTransformer(Part):
         """Make the network of a configuration.
 
         Args:
-            config: of the network.
-            blocks: of these alone in place of its own, for counting.
-            initialize: whether to set first values; otherwise anything may be there, until weights are loaded.
+            config: the configuration.
+            blocks: use these blocks instead of the configuration's, for counting.
+            initialize: whether to set first values. Otherwise parameters are uninitialised until weights are loaded.
         """
         super().__init__()
         self.config = config
@@ -66,16 +66,15 @@ class SparseTransformer(Part):
 
     @staticmethod
     def num_parameters(config: ModelConfig) -> int:
-        """Parameters of the model of a configuration, without allocating it."""
+        """Count the parameters of a configuration's model without allocating it."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in SparseTransformer(config).parameters())
 
     @staticmethod
     def of_each_kind(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConfig, int]]:
-        """The model with one block of each kind, in the order of the first of them, and how many there are of each.
+        """Build a model with one block of each kind, in order of first use, and count the blocks of each kind.
 
-        Built on the meta device, so it allocates nothing: however many layers a configuration asks for, it takes a
-        moment.
+        Built on the meta device, so it allocates nothing and takes no time, however many layers there are.
 
         Raises:
             ConfigError: a tensor has more bytes than can be counted.
@@ -89,24 +88,24 @@ class SparseTransformer(Part):
             raise ConfigError(f"is larger than any machine can hold; give smaller sizes: {what}") from None
 
     def parts(self) -> Iterator[Part]:
-        """All parts of the network, outermost first."""
+        """Iterate over all parts of the network, outermost first."""
         return (module for module in self.modules() if isinstance(module, Part))
 
     @property
     def mixers(self) -> list[Mixer]:
-        """The mixers of all blocks that have one, in their order."""
+        """The mixers of all blocks that have one, in order."""
         return [block.attention for block in self.blocks if block.attention is not None]
 
     @property
     def observers(self) -> list[Part]:
-        """The parts that give statistics in training, and ``observe`` their sums; in the order of the statistics."""
+        """The parts that return statistics in training and observe their sums, in the order of the statistics."""
         return [part for part in self.parts() if part.observes]
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The role of each parameter by name, in the order of ``named_parameters``.
+        """Map each parameter's name to its role, in the order of ``named_parameters``.
 
-        A part's ``trained_as`` goes before the kind of its parameters, and its ``stacked_rows`` tell the rows of the
-        matrices stacked in a linear layer.
+        A part's ``trained_as`` overrides the role that the parameter's type implies. Its ``stacked_rows`` gives the
+        rows of the matrices that are stacked in a linear layer.
         """
         modules, roles = dict(self.named_modules()), {}
         for name, parameter in self.named_parameters():
@@ -131,28 +130,27 @@ class SparseTransformer(Part):
         begins: Tensor | None = None,
         real: Tensor | None = None,
     ) -> Tensor | MixerOutput:
-        """Row i predicts tokens[:, i] from tokens[:, :i], or with ``begins`` from those of them in its document.
+        """Predict tokens[:, i] in row i from tokens[:, :i], or with ``begins`` from those of them in the same document.
 
         Args:
-            tokens: (B, N) integers of any type, N at most the configured context; the last one is a target only.
-                As bytes, they reach a device with an eighth of the traffic of int64.
-            return_nats: return each token's cross-entropy instead of the logits, which are then never in memory whole.
-            return_extras: return what the parts give besides rows too, as training needs it.
-            begins: (B, N) bool, True on the first token of each document; position 0 begins one in any case. Each
-                document is then computed as in a context of its own.
-            real: (B, N) bool, False where a token is padding, behind all others of its context; None: all are real.
-                Padding has no nats, counts in no average, statistics or capacity, and gives no gradient.
+            tokens: (B, N) integers of any type, N at most the configured context. The last one is only a target. Sent
+                to a device as bytes, they need an eighth of the traffic of int64.
+            return_nats: return each token's cross-entropy instead of the logits, which are then never all in memory.
+            return_extras: also return the auxiliary loss and the statistics that training needs.
+            begins: (B, N) bool, True on the first token of each document. Position 0 always begins one. Each document
+                is computed as in a context of its own.
+            real: (B, N) bool, False where a token is padding, after all other tokens of its context; None: all are
+                real. Padding has no nats, no gradient, and no influence on averages, statistics or capacities.
 
         Returns:
-            Logits (B, N, V), or nats (B, N) in fp32, 0 of padding; with ``return_extras`` these as the rows of a
-            ``MixerOutput``, with the sum of the auxiliary losses, if any part has one, and the statistics for each of
-            ``observers``. Of a model that is divided, rows of this process's section alone. It looks at those tokens,
-            and at as many before them as the embedding's ``reach``. Auxiliary losses are of whole contexts; statistics
-            add up over processes.
+            Logits (B, N, V), or nats (B, N) in fp32, 0 for padding. With ``return_extras`` these are the rows of a
+            ``MixerOutput`` with the sum of the auxiliary losses, if any, and the statistics of each of ``observers``.
+            With sequence parallelism, only the rows of this process's section, which depend on these tokens and on
+            ``reach`` tokens before them. Auxiliary losses cover whole contexts; statistics add up over processes.
 
         Raises:
-            ValueError: tokens are not (B, N) with 1 to ``context`` positions, or the division does not divide them.
-            ConfigError: ``begins`` or ``real`` is given, and a part does not support it.
+            ValueError: tokens are not (B, N) with 1 to ``context`` positions, or the processes do not divide N.
+            ConfigError: a part does not support ``begins`` or ``real``.
         """
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
@@ -175,17 +173,16 @@ class SparseTransformer(Part):
     def residual(
         self, embedded: Callable[[], Tensor], contexts: Sequence[BlockContext], recompute: Recompute | None = None
     ) -> tuple[MixerOutput, int]:
-        """All residual blocks as training has them, before the last norm.
+        """Run all residual blocks as in training, up to the last norm.
 
         Args:
-            embedded: returns (B, N, C), embedded positions. It is no tensor, as Python 3.10 would keep that until this
-                call ends, and where blocks' inputs are on the host nothing else needs it.
-            contexts: of each block, as ``block_contexts`` gives them.
+            embedded: returns the embedded rows (B, N, C). Python 3.10 would keep a tensor argument alive until this
+                call ends, although recomputation may not need it.
+            contexts: one for each block, as ``block_contexts`` returns them.
             recompute: called as (block, rows, context) in place of each block.
 
         Returns:
-            Rows (B, N, C) with what the parts give besides them, and the stride of the columns by which these rows are
-            divided; 0: by sections.
+            The output of the blocks, and the stride of the columns by which its rows are divided; 0: by sections.
         """
         if self.config.reversible and recompute is None and torch.is_grad_enabled():
             rows, auxiliary_loss, *statistics = Reversible.apply(embedded(), self.blocks, contexts)
@@ -205,11 +202,11 @@ class SparseTransformer(Part):
     def block_contexts(
         self, context: int, places: Tensor | None = None, real: Tensor | None = None
     ) -> list[BlockContext]:
-        """What each block gets besides its rows in training.
+        """Return each block's inputs besides its rows, in training.
 
         Args:
             context: N.
-            places: (B, N), the place of each position in its document, where documents are kept apart.
+            places: (B, N), each position's place in its document, if documents are kept apart.
             real: (B, N) bool, False where a row is padding; None: all are real.
 
         Raises:
@@ -253,9 +250,14 @@ class SparseTransformer(Part):
     def new_states(
         self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int | None = None
     ) -> list[State | None]:
-        """What each block keeps of contexts of up to ``length`` positions, empty; None where it has no mixer.
+        """Make an empty cache for each block, for contexts of up to ``length`` positions; None if it has no mixer.
 
-        ``back``: how many positions may be forgotten again, besides all; None: any number.
+        Args:
+            batch: B.
+            length: positions to make room for.
+            device: of the caches.
+            dtype: of keys and values.
+            back: how many positions may be forgotten again without forgetting all; None: any number.
 
         Raises:
             ConfigError: a mixer cannot generate, or the model's backend cannot run here.
@@ -265,11 +267,11 @@ class SparseTransformer(Part):
         return [None if mixer is None else mixer.new_state(*room) for mixer in mixers]
 
     def forward_cached(self, h: Tensor, states: Sequence[State | None], first: int) -> Tensor:
-        """All residual blocks, for positions after those in the states.
+        """Run all residual blocks for positions after those in the states.
 
         Args:
             h: (B, n, C), embedded positions from ``first`` on.
-            states: one a block; rows before ``first`` are read, those of ``h`` are written.
+            states: one for each block. Rows before ``first`` are read, those of ``h`` are written.
             first: position of the first row of ``h``.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Feed-forwards, which compute each row by itself: the letter f of an order, and `model.feed_forward` in JSON.
+"""Feed-forwards, which compute each row independently: the letter f of an order, and `model.feed_forward` in JSON.
 
 To add one: a file with its configuration (a ``FeedForwardConfig``) and its module, and a line in ``FEED_FORWARDS``. In
 another package, the configuration is an entry point of the group ``longstride.feed_forwards``, or has the `type`
@@ -22,7 +22,7 @@ GROUP = "longstride.feed_forwards"  # of entry points
 
 
 def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:
-    """What `model.feed_forward` asks for: an object, or a list that the feed-forwards of a model take in turn.
+    """Parse `model.feed_forward`: an object, or a list that the feed-forwards of a model take in turn.
 
     An object without a type is dense.
 
@@ -56,6 +56,6 @@ def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:
 
 
 def feed_forward_schema() -> dict[str, Any]:
-    """JSON schema of `model.feed_forward`."""
+    """Return the JSON schema of `model.feed_forward`."""
     choices = [*(each.model_json_schema() for each in FEED_FORWARDS.values()), foreign_schema(GROUP)]
     return {"anyOf": [*choices, {"type": "array", "items": {"anyOf": choices}, "minItems": 1}]}

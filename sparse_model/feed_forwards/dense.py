@@ -1,4 +1,4 @@
-"""The paper's feed-forward: each row through the same two projections. Letters: R rows, C width, F inner width."""
+"""The paper's feed-forward: two projections around an activation. Letters: R rows, C width, F inner width."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ CHUNK_ROWS = 1 << 14  # rows at a time, then
 
 
 def sigmoid_gelu(x: Tensor) -> Tensor:
-    """x·sigmoid(1.702 x), any shape: the approximation of GELU that the paper uses (section 5.2)."""
+    """Compute x·sigmoid(1.702 x), the approximation of GELU that the paper uses (section 5.2)."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def sigmoid_gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``sigmoid_gelu`` and its derivative."""
+    """Compute ``sigmoid_gelu`` and its derivative."""
     gate = torch.sigmoid(1.702 * x)
     inner = x * gate
     return inner, gate + 1.702 * inner * (1 - gate)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)², any shape (So et al. 2021, Primer)."""
+    """Compute max(x, 0)² (So et al. 2021, Primer)."""
     return SquaredReLU.apply(x) if x.requires_grad else x.relu().square_()
 
 
 def squared_relu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``squared_relu`` and its derivative."""
+    """Compute ``squared_relu`` and its derivative."""
     positive = x.relu()
     return positive.square(), 2 * positive
 
 
 class SquaredReLU(torch.autograd.Function):
-    """max(x, 0)² in two passes, and its gradient in one; it keeps max(x, 0)."""
+    """max(x, 0)² in two passes, and its gradient in one; saves max(x, 0)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -79,7 +79,6 @@ class DenseConfig(FeedForwardConfig):
     )
 
     def make(self, network: NetworkConfig) -> DenseFeedForward:
-        """Make the module."""
         return DenseFeedForward(network, self.activation)
 
 
@@ -89,7 +88,7 @@ class DenseFeedForward(FeedForward):
     part = "feed-forward"
 
     def __init__(self, network: NetworkConfig, kind: str) -> None:
-        """``kind``: of activation."""
+        """Make the layers; ``kind`` is the activation's."""
         super().__init__()
         self.network, self.kind = network, kind
         self.activation, _ = ACTIVATIONS[kind]
@@ -97,12 +96,11 @@ class DenseFeedForward(FeedForward):
         self.contract = nn.Linear(network.feed_forward_width, network.width, bias=network.bias)
 
     def initialize(self) -> None:
-        """Set its linear layers."""
         draw_linear(self.expand, self.network)
         draw_linear(self.contract, self.network, into_stream=True)
 
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
-        """(B, N, C) to (B, N, C). It computes padding as any row: rows that nothing reads give no gradient."""
+        """Map (B, N, C) to (B, N, C). Padding is computed like any row: rows that nothing reads give no gradient."""
         plain = isinstance(self.expand, nn.Linear) and isinstance(self.contract, nn.Linear)  # and no adapters of others
         if torch.compiler.is_exporting() or h.shape[:-1].numel() <= LONG_ROWS or not plain:
             return MixerOutput(self.contract(self.activation(self.expand(h))))
@@ -111,17 +109,17 @@ class DenseFeedForward(FeedForward):
         return MixerOutput(rows.view(h.shape))
 
     def work(self, positions: int, batch: int) -> Work:
-        """Of long inputs the backward pass computes the first half again."""
+        """Count the products. For long inputs the backward pass computes the first half again."""
         expand, contract = (2 * positions * linear.weight.numel() for linear in (self.expand, self.contract))
         long = batch * positions // self.division.size > LONG_ROWS  # of the rows of one process
         return Work(linear=expand + contract, again=expand if long else 0)
 
 
 class FeedForwardInChunks(torch.autograd.Function):
-    """The feed-forward part with memory for ``rows`` rows of inner activations, which are computed twice.
+    """The feed-forward with memory for only ``rows`` rows of inner activations, which are computed twice.
 
-    It saves only its inputs for the backward pass: h (R, C), expand (F, C), its bias (F,) or None, contract (C, F), its
-    bias (C,) or None. It returns (R, C). Gradients of parameters are summed in fp32 (fp64 for fp64).
+    Saves its inputs for the backward pass: h (R, C), expand (F, C), its bias (F,) or None, contract (C, F), its bias
+    (C,) or None. Returns (R, C). Gradients of parameters are summed in fp32 (fp64 for fp64).
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Mixture of experts: each row through one or two of several feed-forwards, which a router chooses for it.
+"""Mixture of experts: a router chooses one or two of several feed-forwards for each row.
 
 After GShard (Lepikhin et al. 2020) and Switch (Fedus et al. 2021; the idea: Shazeer et al. 2017). Nothing is dropped
-and nothing padded: rows are sorted by their expert, and each expert computes those that it has.
+and nothing padded: rows are sorted by their expert, and each expert computes the rows that chose it.
 
 Letters: B batch, N positions, R rows, C width, F inner width, E experts, k of them for a row, S = R·k sorted rows.
 """
@@ -61,15 +61,14 @@ class ExpertsConfig(FeedForwardConfig):
         return self
 
     def make(self, network: NetworkConfig) -> Experts:
-        """The module."""
         return Experts(network, self)
 
 
 class Router(Part):
     """Scores of all experts for each row.
 
-    Muon does not have it: the rows of its gradient add up to zero, as a softmax does not see what is added to all
-    scores. Made orthogonal, that direction of rounding alone would be as large as the others.
+    Muon must not train it: the rows of its gradient add up to zero, as a softmax ignores what is added to all scores.
+    Orthogonalised, that direction of mere rounding would be as large as the others.
     """
 
     trained_as = "vectors"
@@ -80,20 +79,20 @@ class Router(Part):
         self.weight = nn.Parameter(torch.empty(count, network.width))
 
     def initialize(self) -> None:
-        """A tenth of a matrix's values (Fedus et al. 2021, section 2.4), so that choices begin nearly open."""
+        """Draw a tenth of a matrix's values (Fedus et al. 2021, section 2.4), so that choices begin nearly open."""
         draw(self.weight, self.network, 100 * self.network.width)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """(R, C) to (R, E), in the precision of the rows."""
+        """Map rows (R, C) to scores (R, E), in the precision of the rows."""
         return F.linear(rows, self.weight.to(rows.dtype))
 
 
 class Experts(FeedForward):
-    """Feed-forwards (section 5.2) of which each row has one or two, weighted by a softmax.
+    """Feed-forwards (section 5.2) of which each row uses one or two, weighted by a softmax.
 
-    All parameters are whole tensors over all experts: a step gives every one of them a gradient, of zeros where no row
-    has chosen an expert, so that each rank has the same ones to sum whatever its rows chose. Biases lie end to end, as
-    the vectors that they are to an optimiser.
+    Each parameter holds all experts. A step gives every one of them a gradient, of zeros for an expert that no row
+    chose, so that all ranks have the same gradients to sum. Biases are concatenated, as optimisers treat them as
+    vectors.
     """
 
     part = "experts"
@@ -111,12 +110,12 @@ class Experts(FeedForward):
         self.contract_bias = nn.Parameter(torch.zeros(self.count * width)) if bias else None
 
     def initialize(self) -> None:
-        """Each expert as a dense feed-forward."""
+        """Initialise each expert as a dense feed-forward."""
         draw(self.expand, self.network, self.network.width)
         draw(self.contract, self.network, self.network.feed_forward_width, into_stream=True)
 
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
-        """(B, N, C) to (B, N, C); in training with the auxiliary loss."""
+        """Map (B, N, C) to (B, N, C), in training with the auxiliary loss."""
         gates, chosen, auxiliary_loss = self.route(h, context.real)
         if torch.compiler.is_exporting():
             return MixerOutput(self._by_all_experts(h, gates, chosen))
@@ -128,7 +127,7 @@ class Experts(FeedForward):
         return MixerOutput(out.view(h.shape), auxiliary_loss)
 
     def route(self, h: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Which experts each row of h (B, N, C) has, in fp32 (fp64 for fp64) whatever its precision.
+        """Choose the experts of each row of h (B, N, C), in fp32 (fp64 for fp64) whatever its precision.
 
         Args:
             h: rows.
@@ -136,11 +135,12 @@ class Experts(FeedForward):
                 it; None: all are real.
 
         Returns:
-            Their weights (R, k): one has its probability (Fedus et al. 2021), two have theirs so that they sum to 1
-            (Lepikhin et al. 2020); their numbers (R, k) int64, the more probable first, E where capacity leaves the
-            row out, or it is padding; and in training the auxiliary loss, E·Σ f·P over experts with f the share of rows
-            that choose one first and P its mean probability (Lepikhin et al. 2020, algorithm 1). Of divided contexts,
-            both are of all their rows, and the loss is the same on every process.
+            - Their weights (R, k): a single expert has its probability (Fedus et al. 2021), two have theirs scaled to
+              sum to 1 (Lepikhin et al. 2020).
+            - Their numbers (R, k) int64, the more probable first; E for padding and for rows beyond the capacity.
+            - In training the auxiliary loss E·Σ f·P over experts, with f the share of rows that choose one first and P
+              its mean probability (Lepikhin et al. 2020, algorithm 1). With sequence parallelism it covers whole
+              contexts, and is the same on every process.
         """
         config, wide = self.config, torch.promote_types(h.dtype, torch.float32)
         logits = self.router(h.flatten(0, 1).to(wide))
@@ -161,7 +161,7 @@ class Experts(FeedForward):
         return gates, chosen, auxiliary
 
     def work(self, positions: int, batch: int) -> Work:
-        """Of the router and of the experts that a row has. Of long inputs the first half is computed again."""
+        """Count the router and the experts of each row. For long inputs the first half is computed again."""
         top = self.config.top
         weights = (self.router.weight, self.expand, self.contract)
         router, expand, contract = (2 * positions * each.numel() for each in weights)
@@ -170,7 +170,7 @@ class Experts(FeedForward):
         return Work(linear=router + expand + contract, again=expand if long else 0)
 
     def _means(self, real: Tensor | None, *several: Tensor) -> Sequence[Tensor]:
-        """The mean of the real rows of each of some (R, E), over all processes that share contexts: (E,) each."""
+        """Average the real rows of each of several (R, E), over all processes that share contexts: (E,) each."""
         if real is None:
             return self.division.sum(torch.stack([rows.mean(0) for rows in several])).div(self.division.size).unbind()
         counts = real.to(several[0].dtype).sum(0).expand(self.count)
@@ -179,11 +179,11 @@ class Experts(FeedForward):
         return [total / counts for total in totals]
 
     def _within_capacity(self, chosen: Tensor, real: Tensor | None) -> Tensor:
-        """Which choices (B, n·k) of each context an expert has room for: (R, k) booleans; none of padding.
+        """Find the choices (B, n·k) of each context that fit the experts' capacity: (R, k) bool, False for padding.
 
-        It takes the first that come, by position, and of a position the more probable. So what becomes of a row depends
-        on earlier rows of its own context alone. GShard takes all first choices before any second one, and a group may
-        hold several contexts: there a row's second choice depends on rows behind it.
+        An expert takes the first choices by position, and the more probable first within a position. So a row depends
+        only on earlier rows of its own context. GShard takes all first choices before any second one, and a group may
+        hold several contexts: there a row's second choice depends on later rows.
         """
         capacity, top = self.config.capacity, self.config.top
         assert capacity is not None
@@ -200,7 +200,7 @@ class Experts(FeedForward):
         return (kept if real is None else kept & counted).view(-1, top)
 
     def _by_all_experts(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
-        """The same in a traced program, whose shapes must not depend on the choice: each expert computes all rows."""
+        """Compute all rows by each expert, for traced programs, whose shapes must not depend on the choice."""
         rows = h.flatten(0, 1)
         out = torch.zeros_like(rows)
         for expert in range(self.count):
@@ -212,7 +212,7 @@ class Experts(FeedForward):
         return out.view(h.shape)
 
     def _few_rows(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
-        """One position of a few contexts, (B, 1, C) to (B, 1, C), without sorting them."""
+        """Compute one position of a few contexts, (B, 1, C) to (B, 1, C), without sorting them."""
         biases = [
             bias if bias is None else bias.view(self.count, -1) for bias in (self.expand_bias, self.contract_bias)
         ]
@@ -228,12 +228,12 @@ class Experts(FeedForward):
 
 
 class SortedExperts(torch.autograd.Function):
-    """What each row's experts give, weighted and summed.
+    """The weighted sum of each row's experts.
 
-    It takes h (R, C), weights (R, k) and numbers (R, k) of experts, expand (E, F, C), its bias (E·F,) or None, contract
-    (E, C, F), its bias (E·C,) or None, the kind of activation, and how many rows it computes at a time; with None all,
-    and then it keeps what the activation takes, which else it computes twice. It returns (R, C). Gradients of
-    parameters are summed over chunks in fp32 (fp64 for fp64).
+    Takes h (R, C), weights (R, k) and numbers (R, k) of experts, expand (E, F, C), its bias (E·F,) or None, contract
+    (E, C, F), its bias (E·C,) or None, the kind of activation, and how many rows to compute at a time. With None it
+    computes all rows at once and saves the activation's input, which it otherwise computes twice. Returns (R, C).
+    Gradients of parameters are summed over chunks in fp32 (fp64 for fp64).
     """
 
     @staticmethod
@@ -304,13 +304,13 @@ class SortedExperts(torch.autograd.Function):
 
 
 def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The choices (R, k) in the order of their experts, (S,), and where each expert's end, (E,) int32."""
+    """Sort the choices (R, k) by expert: their order (S,), and where each expert's end, (E,) int32."""
     experts, order = experts.flatten().sort(stable=True)
     return order, torch.searchsorted(experts, torch.arange(count, device=order.device), right=True, out_int32=True)
 
 
 def _summed(rows: Tensor, order: Tensor, top: int) -> Tensor:
-    """Sorted rows (S, C) added up to what they were sorted from, (R, C)."""
+    """Add up sorted rows (S, C) to the rows that they were sorted from, (R, C)."""
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).view(-1, top)
     out = rows.index_select(0, places[:, 0])
     for number in range(1, top):
@@ -324,9 +324,9 @@ def _summed(rows: Tensor, order: Tensor, top: int) -> Tensor:
 
 @torch.library.custom_op("longstride::linear_of_groups", mutates_args=())
 def linear_of_groups(x: Tensor, weights: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """Rows x (S, A) times the matrix of their group, weights (E, A, Z), plus its bias, (E·Z,): (S, Z).
+    """Multiply rows x (S, A) by the matrix of their group, weights (E, A, Z), and add its bias, (E·Z,): (S, Z).
 
-    ``ends`` (E,) int32 ascend; group e has the rows before ends[e]. Rows behind all groups give zeros.
+    ``ends`` (E,) int32 ascends; group e has the rows before ends[e]. Rows after all groups give zeros.
     """
     bias = None if bias is None else bias.view(len(weights), -1)
     if _fits_grouped_kernel(x, weights):
@@ -352,7 +352,7 @@ def _linear_of_groups_fake(x: Tensor, weights: Tensor, bias: Tensor | None, ends
 
 @torch.library.custom_op("longstride::gradients_of_groups", mutates_args=())
 def gradients_of_groups(grad: Tensor, x: Tensor, ends: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """For each of ``count`` groups of rows (see ``linear_of_groups``), gradᵀ·x and the sum of grad.
+    """Compute gradᵀ·x and the sum of grad for each of ``count`` groups of rows (see ``linear_of_groups``).
 
     grad (S, Z), x (S, A), ``ends`` (E,): (E, Z, A) and (E, Z), zeros for a group without rows.
     """
@@ -374,7 +374,6 @@ def _gradients_of_groups_fake(grad: Tensor, x: Tensor, ends: Tensor, count: int)
 
 
 def _slices(ends: Tensor) -> list[slice]:
-    """The rows of each group."""
     stops = ends.tolist()
     return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
@@ -382,6 +381,6 @@ def _slices(ends: Tensor) -> list[slice]:
 def _fits_grouped_kernel(*matrices: Tensor) -> bool:
     """Whether torch's grouped product takes them: bf16 on a GPU, in rows of whole 16 bytes.
 
-    Else each group is a product of its own, for which the host has to wait for ``ends``.
+    Otherwise each group is a separate product, for which the host has to wait for ``ends``.
     """
     return all(each.is_cuda and each.dtype == torch.bfloat16 and each.shape[-1] % 8 == 0 for each in matrices)
