@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
 
@@ -68,7 +68,7 @@ class MixerOutput(NamedTuple):
 class State(Protocol):
     """The cache of one mixer for generation."""
 
-    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
+    def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
         """Overwrite contexts ``into`` with copies of contexts ``order`` of ``source``, in their first ``length`` rows.
 
         Args:
@@ -284,16 +284,9 @@ class Work:
     choosing: int = 0  # of what decides who reads whom, which has no gradient
     bound: str = ""  # how the pairs are bounded, where the data decide and these are the most there can be
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.pairs + other.pairs,
-            self.linear + other.linear,
-            self.scores + other.scores,
-            self.values + other.values,
-            self.again + other.again,
-            self.choosing + other.choosing,
-            "; ".join(dict.fromkeys(filter(None, (self.bound, other.bound)))),
-        )
+    def __add__(self, term: Work) -> Work:
+        *sums, _ = (x + y for x, y in zip(astuple(self), astuple(term), strict=True))
+        return Work(*sums, "; ".join(dict.fromkeys(filter(None, (self.bound, term.bound)))))
 
     @property
     def forward(self) -> int:

@@ -1,4 +1,4 @@
-"""Mixers, which bring rows of several positions together: the letter s of an order, and `model.attention` in JSON.
+"""Mixers, which combine rows of several positions: the letter s of an order, and `model.attention` in JSON.
 
 Attention over a pattern has the pattern's ``type``. To add another mixer: a file with its configuration (a
 ``MixerConfig``) and its module, and a line in ``MIXERS``. In another package, the configuration is an entry point of
@@ -44,13 +44,14 @@ RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that are set head by head, 
 
 
 def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, ...]:
-    """What `model.attention` asks for: the mixers that the layers take in turn.
+    """Parse `model.attention`: the mixers that the layers take in turn.
 
-    One object, or a list of them. Each is a pattern, such as ``{"type": "fixed", "stride": 128, "summary": 32}``;
-    ``{"heads": [{"count": 4, "type": "local", "window": 256}, …]}`` with a pattern for some of the heads each; or the
-    type and the keys of another mixer. ``combine`` says how a pattern's factors meet: "merged" (one softmax over their
-    union, the default), "interleaved" (a factor a layer, in turn) or "multihead" (heads split over them).
-    ``key_value_heads`` beside these says how many heads of keys and values serve all heads of queries, in groups.
+    It is one object or a list of objects. Each is a pattern, such as ``{"type": "fixed", "stride": 128, "summary":
+    32}``; or ``{"heads": [{"count": 4, "type": "local", "window": 256}, …]}``, with a pattern for each group of heads;
+    or the type and the keys of another mixer. ``combine`` says how a pattern's factors are combined: "merged" (one
+    softmax over their union, the default), "interleaved" (one factor for each layer, in turn) or "multihead" (heads
+    split over them). ``key_value_heads`` is the number of heads of keys and values that serve groups of heads of
+    queries.
 
     Raises:
         ConfigError: paths are relative to the model, as ``attention.stride`` or ``attention[1].stride``.
@@ -84,7 +85,7 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
 
 
 def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[MixerConfig]:
-    """The mixers that one object makes before it repeats: several only where a pattern is interleaved."""
+    """Return the mixers of one object before it repeats: several only if a pattern is interleaved."""
     if not isinstance(entry, dict):
         raise ConfigError(Problem("", "must be a pattern object, or a list of them"))
     kind = entry.get("type")
@@ -127,7 +128,7 @@ def _mixer_class(kind: object) -> type[StrictModel] | None:
 
 
 def _patterns_of_groups(entry: dict[str, Any], network: NetworkConfig) -> tuple[Pattern, ...]:
-    """Of an object with ``heads``: a pattern for each head, one group of heads after the other."""
+    """Return a pattern for each head from an object with ``heads``, one group of heads after the other."""
     if more := [str(key) for key in entry if key != "heads"]:
         raise ConfigError(
             *(Problem(key, "stands beside heads, whose entries say all; move it into them") for key in more)
@@ -156,7 +157,7 @@ def _patterns_of_groups(entry: dict[str, Any], network: NetworkConfig) -> tuple[
 
 
 def _patterns_of_group(group: Any, first: int, context: int) -> tuple[Pattern, ...]:
-    """Of one group, whose first head has this number."""
+    """Return the patterns of one group, whose first head has the number ``first``."""
     if not isinstance(group, dict):
         raise ConfigError(Problem("", "must be a pattern object with a count"))
     if "count" not in group:
@@ -179,9 +180,9 @@ def _patterns_of_group(group: Any, first: int, context: int) -> tuple[Pattern, .
 def _pattern_and_combination(
     entry: dict[str, Any], context: int, *, beside: Sequence[str] = (), others: Sequence[str] = ()
 ) -> tuple[Pattern, str]:
-    """A pattern object's pattern, and how its factors meet.
+    """Parse a pattern object and how its factors are combined.
 
-    ``beside``: keys that were taken out of it. ``others``: what could stand in its place, for messages.
+    ``extra_keys``: keys that were removed from it. ``alternatives``: what could replace it, for messages.
     """
     combine = entry.get("combine", "merged")
     if combine not in COMBINATIONS:
@@ -196,7 +197,7 @@ def _pattern_and_combination(
 
 
 def _shared_out(factors: Sequence[Pattern], entry: dict[str, Any], heads: int) -> Sequence[Pattern]:
-    """Factors that so many heads can be split over evenly."""
+    """Check that heads can be split evenly over these factors."""
     if heads % len(factors):
         rule = f"{entry['type']} splits over {len(factors)} factors: heads={heads} must be a multiple of that"
         raise ConfigError.at("combine", entry["combine"], rule)
@@ -204,7 +205,7 @@ def _shared_out(factors: Sequence[Pattern], entry: dict[str, Any], heads: int) -
 
 
 def attention_schema() -> dict[str, Any]:
-    """JSON schema of `model.attention`, from the fields of the registered patterns and mixers."""
+    """Build the JSON schema of `model.attention` from the fields of the registered patterns and mixers."""
     how = "how a pattern's factors meet: in one softmax (merged), a factor a layer, or heads split over them"
     combine = {"combine": {"enum": list(COMBINATIONS), "default": COMBINATIONS[0], "description": how}}
     shared: dict[str, Any] = {SHARED: {"type": ["integer", "null"], "minimum": 1, "description": KEY_VALUE_HEADS}}
@@ -219,7 +220,7 @@ def attention_schema() -> dict[str, Any]:
 
 
 def _whole(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema with its definitions where they are referred to: inside of another one, references would not reach."""
+    """Inline a schema's definitions, as references would not resolve inside another schema."""
     definitions = schema.pop("$defs", {})
 
     def filled(part: Any) -> Any:
@@ -233,7 +234,7 @@ def _whole(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pattern_schemas(more: dict[str, Any], *required: str) -> list[dict[str, Any]]:
-    """JSON schema of each pattern's object, with more keys beside its own, some of them required."""
+    """Build the JSON schema of each pattern's object, with extra properties, some of them required."""
     kinds = {int: {"type": "integer"}, bool: {"type": "boolean"}, str: {"type": "string"}}
     schemas = []
     for kind, cls in PATTERNS.items():
@@ -265,5 +266,5 @@ def _pattern_schemas(more: dict[str, Any], *required: str) -> list[dict[str, Any
 
 
 def _split(patterns: Sequence[Pattern], heads: range) -> tuple[Pattern, ...]:
-    """Heads split evenly over the patterns, each resolved for its head."""
+    """Split heads evenly over the patterns, each resolved for its head."""
     return tuple(patterns[place * len(patterns) // len(heads)].for_head(head) for place, head in enumerate(heads))

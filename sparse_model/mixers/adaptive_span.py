@@ -7,12 +7,13 @@ A head weighs a key at distance x by m(x)·exp(score), divided by the sum of the
 
     m(x) = clip((R + z - x) / R, 0, 1)
 
-So it reads the last ⌊z⌋ + 1 positions fully, and R before them less and less. Its span z is learned: m has a slope in z
-on the ramp. The training loss grows by ``penalty`` times the mean span of a layer's heads, in nats a position.
+So it reads the last ⌊z⌋ + 1 positions fully, and R before them with decreasing weight. Its span z is learned: m has a
+slope in z on the ramp. The training loss grows by ``penalty`` times the mean span of a layer's heads, in nats for each
+position.
 
-The fully read keys are an interval of each query, and attention over a selection computes them. On the ramp a head's
-keys are R diagonals: blocks of C queries and the 2C keys that hold theirs. Both are merged by their logsumexps. So what
-is computed falls with the spans.
+The fully read keys of each query are an interval, which attention over a selection computes. On the ramp a head's keys
+are R diagonals: blocks of C queries and the 2C keys that contain theirs. Both are merged by their logsumexps. So the
+cost falls with the spans.
 """
 
 from __future__ import annotations
@@ -30,14 +31,8 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, Problem, num_pairs, selected_attention
 from longstride.kernels.patterns import Dense, Local, Pattern
 from longstride.kernels.selections import Part, Selection
-from longstride.sparse_model.mixers.attention import (
-    ALL_HEADS,
-    KEY_VALUE_HEADS,
-    Attention,
-    OfQueriesAndKeys,
-    check_key_value_heads,
-)
-from longstride.sparse_model.mixers.cache import KeptRows
+from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, AttentionConfig, KeyValueHeads
+from longstride.sparse_model.mixers.cache import RowCache
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import MixerOutput, Work
 from longstride.sparse_model.rotary import Rotary
@@ -49,8 +44,8 @@ LEAST_BLOCK = 16  # rows of a block, where the ramp is shorter: products of fewe
 SCORES_IN_WORK = 1 << 22  # of the ramp, at once: in fp32 16 MiB
 
 
-class AdaptiveSpanConfig(OfQueriesAndKeys, StrictModel):
-    """Adaptive spans as the configuration asks for them."""
+class AdaptiveSpanConfig(AttentionConfig, StrictModel):
+    """Attention with adaptive spans."""
 
     type: Literal["adaptive_span"] = Field(description="each head learns how far it reads")
     ramp: int = Field(  # of 1, a whole span would have no slope
@@ -64,11 +59,11 @@ class AdaptiveSpanConfig(OfQueriesAndKeys, StrictModel):
     limit: Annotated[int, POSITIVE] | None = Field(
         default=None, description="the most that a span becomes, in positions; null: the context"
     )
-    key_value_heads: Annotated[int, POSITIVE] | None = Field(default=None, description=KEY_VALUE_HEADS)
+    key_value_heads: KeyValueHeads = None
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError where spans cannot be as long as they are to be, or heads do not share keys evenly."""
-        check_key_value_heads(self.key_value_heads, network)
+        """Raise ConfigError if spans exceed their bounds, or heads do not share keys evenly."""
+        super().check(network, context)
         problems, most = [], self.most(network)
         if most > context:
             problems.append(Problem("limit", f"must be at most context {context}; nearest {context}", most))
@@ -79,16 +74,15 @@ class AdaptiveSpanConfig(OfQueriesAndKeys, StrictModel):
             raise ConfigError(*problems)
 
     def most(self, network: NetworkConfig) -> int:
-        """The longest span, in positions."""
+        """Return the longest span, in positions."""
         return self.limit or network.context
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """Which positions each head may read with its longest span."""
+        """Return which positions each head may read with the longest span."""
         reach = self.most(network) + self.ramp
         return (Local(reach) if reach < network.context else Dense(),) * network.heads
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> AdaptiveSpan:
-        """The module."""
         return AdaptiveSpan(network, self, rotary)
 
 
@@ -109,13 +103,12 @@ class AdaptiveSpan(Attention):
         nn.init.constant_(self.spans, self.config.initial / self.limit)
 
     def positions_read(self) -> Tensor:
-        """The span z of each head, (H,) in positions, fp32 (fp64 for fp64)."""
+        """Return the span z of each head, (H,) in positions, fp32 (fp64 for fp64)."""
         return Bounded.apply(self.spans.to(wide_of(self.spans))) * self.limit
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
     ) -> MixerOutput:
-        """q (B, H, N, D), k and v (B, K, N, ·) to (B, H, N, Dv); in training with the penalty."""
         spans = self.division.alike(self.positions_read())  # which way they lead says the gradient of the whole
         out = span_attention(q, k, v, spans[heads], self.config.ramp, self.limit, self.backend)
         if not (self.training and self.config.penalty):
@@ -123,24 +116,21 @@ class AdaptiveSpan(Attention):
         return MixerOutput(out, self.config.penalty * spans.mean())
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RecentKeyValues:
-        """Empty keys and values with room for ``length`` positions."""
         keys, values = self.empty_rows(batch, length, device, dtype)
         spans = self.positions_read().detach()
         return RecentKeyValues(keys, values, spans, self.config.ramp, self.limit, self.backend)
 
     def num_pairs(self, positions: int) -> int:
-        """Pairs of a query and a key with the present spans; with the longest, where there are no weights yet."""
+        """Count pairs of a query and a key with the present spans; on the meta device, with the longest."""
         if self.spans.is_meta:
             return super().num_pairs(positions)
         return sum(num_pairs(Local(reach), positions) for reach in reaches(self.positions_read(), self.config.ramp))
 
     def work(self, positions: int, batch: int) -> Work:
-        """Of these pairs, its projections, and its convolution."""
         bound = f"spans of at most {self.limit:,} positions" if self.spans.is_meta else ""
         return replace(super().work(positions, batch), bound=bound)
 
     def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
-        """Which positions a head reads in one context, q and k (1, H, N, D): queries (P,) int64 to (P, N) bool."""
         positions, ramp = torch.arange(k.shape[2], device=k.device), self.config.ramp
         span = self.positions_read()[head].detach()
 
@@ -151,16 +141,15 @@ class AdaptiveSpan(Attention):
         return of_queries
 
     def weigh(self, scores: Tensor, queries: Tensor, head: int) -> Tensor:
-        """Scores (P, N) of queries (P,), -inf where they read nothing, to weights."""
         span = self.positions_read()[head].detach()
         distance = queries[:, None] - torch.arange(scores.shape[1], device=scores.device)
         return torch.softmax(scores + ramp_of(distance, span, self.config.ramp).log(), -1)
 
 
 class Bounded(torch.autograd.Function):
-    """Shares, cut to 0 … 1. A share at an end, or beyond it, has a gradient only where a step along it leads back.
+    """Clamp shares to 0 … 1. A share at or beyond an end has a gradient only if a step along it leads back.
 
-    The gradient of a plain cut is 0 there: a span that an optimiser has once moved beyond an end would stay for ever.
+    The gradient of a plain clamp is 0 there: a span that an optimiser once moved beyond an end would stay forever.
     """
 
     @staticmethod
@@ -176,29 +165,29 @@ class Bounded(torch.autograd.Function):
 
 
 def ramp_of(distance: Tensor, span: Tensor, ramp: int) -> Tensor:
-    """m of distances x ≥ 0 and spans z, which broadcast; in the spans' precision."""
+    """Compute m of distances x ≥ 0 and spans z, which broadcast, in the spans' precision."""
     return ((ramp + span - distance) / ramp).clamp(0, 1)
 
 
 def reaches(spans: Tensor, ramp: int) -> list[int]:
-    """How many keys each head reads at most, ⌈z + R⌉: those at smaller distances have a weight."""
+    """Return how many keys each head reads at most, ⌈z + R⌉: those at smaller distances have a weight."""
     return [math.ceil(span + ramp) for span in spans.tolist()]
 
 
 def span_attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, ramp: int, limit: int, backend: str = "auto"
 ) -> Tensor:
-    """Attention over the span of each head; differentiable in q, k, v and the spans.
+    """Attend over the span of each head; differentiable in q, k, v and the spans.
 
-    At a whole span, m has a corner at both ends of its ramp. The gradient there is that of growing, but for the key
-    whose weight is 0 so far.
+    At a whole span, m has a corner at both ends of its ramp. The gradient there is that of growing, except for the key
+    whose weight is still 0.
 
     Args:
         q: (B, H, N, D).
-        k, v: (B, K, N, D) and (B, K, N, Dv); a head of them serves H / K heads of q.
+        k, v: (B, K, N, D) and (B, K, N, Dv); each head serves H / K heads of q.
         spans: (H,) z, from 0 to ``limit``; fp32 (fp64 for fp64).
         ramp: R.
-        limit: the most that a span can be.
+        limit: the longest span.
         backend: of attention.
 
     Returns:
@@ -215,11 +204,11 @@ def span_attention(
 
 
 class WithRamp(torch.autograd.Function):
-    """Attention to the fully read keys, joined with that to the keys on the ramp.
+    """Attention to the fully read keys, merged with attention to the keys on the ramp.
 
-    It takes q, k, v, the spans, and output and logsumexp over the fully read keys; each query reads itself among these.
-    It saves them with its own output and logsumexp, and computes scores again in the backward pass, so many blocks at a
-    time. Sums are in fp32 (fp64 for fp64).
+    Takes q, k, v, the spans, and output and logsumexp over the fully read keys, among which each query reads itself. It
+    saves them with its own output and logsumexp. The backward pass computes scores again, a number of blocks at a time.
+    Sums are fp32 (fp64 for fp64).
     """
 
     @staticmethod
@@ -274,7 +263,7 @@ class WithRamp(torch.autograd.Function):
 class Band:
     """The keys on every head's ramp, in blocks: T blocks of C queries each read two of T + 1 blocks of C keys.
 
-    A head's keys are moved by its span, so that these are the same blocks for all heads.
+    A head's keys are shifted by its span, so that these are the same blocks for all heads.
     """
 
     context: int  # N
@@ -286,38 +275,38 @@ class Band:
 
     @classmethod
     def of(cls, context: int, spans: Tensor, ramp: int) -> Band:
-        """Of spans (H,)."""
+        """Lay out the keys of spans (H,)."""
         size = max(ramp, LEAST_BLOCK)
-        whole = spans.floor()
-        first = whole.long()[:, None] + size  # where position 0 stands
+        full = spans.floor()
+        first = full.long()[:, None] + size  # where position 0 stands
         places = torch.arange((-(-context // size) + 1) * size, device=spans.device)
         row, column = places[:size, None], places[: 2 * size]
         step = size + row - column  # distance beyond the fully read keys, from 1 on
-        weight = ((spans - whole)[:, None, None] + (ramp - step)).div_(ramp)
+        weight = ((spans - full)[:, None, None] + (ramp - step)).div_(ramp)
         weight = torch.where((step >= 1) & (weight > 0), weight, 0.0)
         slope = torch.where(weight > 0, 1 / (weight * ramp), 0.0)
         return cls(context, size, places - first, places[:context] + first, weight.log(), slope)
 
     def pieces(self, q: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Rows of whole blocks of queries, and of their blocks of keys, so many that their scores fit in work."""
+        """Yield slices of whole blocks of queries, and of their blocks of keys, whose scores fit in work memory."""
         count = max(1, SCORES_IN_WORK // (q.shape[0] * q.shape[1] * 2 * self.size**2)) * self.size
         for start in range(0, self.context, count):
             stop = min(start + count, self.context)
             yield slice(start, stop), slice(start, start + (-(-(stop - start) // self.size) + 1) * self.size)
 
     def split(self, x: Tensor) -> Tensor:
-        """(B, H, n, …) to blocks (B, H, t, C, …); the last is filled up with zeros."""
+        """Split (B, H, n, …) into blocks (B, H, t, C, …); the last is padded with zeros."""
         missing = -x.shape[2] % self.size
         if missing:
             x = torch.cat([x, x.new_zeros(*x.shape[:2], missing, *x.shape[3:])], 2)
         return x.unflatten(2, (-1, self.size))
 
     def joined(self, x: Tensor, rows: slice) -> Tensor:
-        """The blocks of some rows to (B, H, n, …)."""
+        """Join the blocks of some rows to (B, H, n, …)."""
         return x.flatten(2, 3)[:, :, : rows.stop - rows.start]
 
     def scores(self, q: Tensor, keys: Tensor, rows: slice, columns: slice) -> Tensor:
-        """(B, H, t, C, 2C): scaled products with log m added, of some queries and their moved keys."""
+        """Compute scaled products plus log m of some queries and their shifted keys: (B, H, t, C, 2C)."""
         wide = self.bias.dtype
         scores = self.split(q[:, :, rows].to(wide)) @ windows(keys[:, :, columns].to(wide), self.size).mT
         missing = windows((self.keys[None, :, columns] < 0)[..., None], self.size).mT
@@ -325,7 +314,7 @@ class Band:
 
 
 def windows(x: Tensor, size: int) -> Tensor:
-    """(B, H, (t + 1)·C, D) to (B, H, t, 2C, D): each block and the next."""
+    """Concatenate each block and the next: (B, H, (t + 1)·C, D) to (B, H, t, 2C, D)."""
     blocks = x.unflatten(2, (-1, size))
     return torch.cat([blocks[:, :, :-1], blocks[:, :, 1:]], 3)
 
@@ -338,21 +327,21 @@ def add_windows(total: Tensor, x: Tensor) -> None:
 
 
 def rows_at(x: Tensor, places: Tensor) -> Tensor:
-    """Rows of x (B, K, N, D) at places (H, M) of each head of queries: (B, H, M, D), 0 where a place is outside."""
+    """Gather rows of x (B, K, N, D) at places (H, M) of each head of queries: (B, H, M, D), 0 for places outside."""
     inside = (places >= 0) & (places < x.shape[2])
     index = places.clamp(0, x.shape[2] - 1)[None, :, :, None].unflatten(1, (x.shape[1], -1))
     return x[:, :, None].take_along_dim(index, 3).flatten(1, 2).masked_fill_(~inside[..., None], 0.0)
 
 
-class RecentKeyValues(KeptRows):
-    """Keys (B, K, N, D) and values (B, K, N, Dv) of which a step reads those within each head's span and ramp.
+class RecentKeyValues(RowCache):
+    """A cache whose steps read the keys within each head's span and ramp.
 
-    Heads of queries of about the same span are read together, as far back as the longest. So where each has keys of its
-    own, heads are kept in the order of their spans.
+    Heads of queries with similar spans are read together, as far back as the longest. If each has its own keys, heads
+    are stored in the order of their spans.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, spans: Tensor, ramp: int, limit: int, backend: str) -> None:
-        """An empty cache in this memory, of spans (H,) that no longer change."""
+        """Make an empty cache in this memory, for spans (H,) that no longer change."""
         self.keys, self.values, self.spans = keys, values, spans
         self.ramp, self.limit, self.backend = ramp, limit, backend
         self.order = spans.argsort()
@@ -368,24 +357,21 @@ class RecentKeyValues(KeptRows):
             self.groups.append((slice(heads[0], heads[-1] + 1), bias))
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the first n rows, (B, K, n, ·), and return what they read, (B, H, n, Dv)."""
-        self._write(slice(k.shape[2]), k, v)
+        self.write(slice(k.shape[2]), k, v)
         return span_attention(q, k, v, self.spans, self.ramp, self.limit, self.backend)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-        """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
-        self._write(position, k, v)
+        self.write(position, k, v)
         ordered, wide = q[:, self.order, None].to(self.spans.dtype) * q.shape[-1] ** -0.5, self.spans.dtype
         out = []
         for heads, bias in self.groups:
             read = slice(max(0, position + 1 - bias.shape[1]), position + 1)
-            kept = heads if self.shared is None else self.shared[heads]
-            keys, values = (x[:, :, read][:, kept].to(wide) for x in (self.keys, self.values))
+            key_heads = heads if self.shared is None else self.shared[heads]
+            keys, values = (x[:, :, read][:, key_heads].to(wide) for x in (self.keys, self.values))
             weights = (ordered[:, heads] @ keys.mT + bias[:, None, read.start - read.stop :]).softmax(-1)
             out.append(weights @ values)
         return torch.cat(out, 1)[:, self.back].squeeze(2).to(q.dtype)
 
-    def _write(self, rows: int | slice, k: Tensor, v: Tensor) -> None:
-        """Set rows of all heads, (B, K, ·) or (B, K, n, ·)."""
+    def write(self, place: int | slice, k: Tensor, v: Tensor) -> None:
         order = self.order if self.shared is None else slice(None)
-        self.keys[:, :, rows], self.values[:, :, rows] = k[:, order], v[:, order]
+        super().write(place, k[:, order], v[:, order])

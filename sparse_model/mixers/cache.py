@@ -1,4 +1,4 @@
-"""Keys and values kept for later positions, and attention that adds to them.
+"""Caches of an attention for generation: keys and values, and the members of clusters.
 
 Letters: B batch, H heads of queries, K heads of keys and values, N positions of the cache, n new positions, D width of
 q and k, Dv width of v.
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from longstride.kernels import CachedAttention, sparse_attention
 from longstride.kernels.patterns import Pattern
@@ -19,47 +20,56 @@ FEWEST_AT_ONCE = 64  # queries; fewer take longer in one call than one after ano
 
 
 class Cache(Protocol):
-    """What an attention keeps of earlier positions, and how more of them read it."""
+    """Earlier positions of one attention, and how later ones read them."""
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the first n rows, (B, K, n, ·), and return what they read, (B, H, n, Dv)."""
+        """Write the first n rows, (B, K, n, ·), and return their outputs, (B, H, n, Dv)."""
         ...
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-        """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
+        """Write one row, (B, K, ·), and return its output, (B, H, Dv); all rows before it are written."""
         ...
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
-        """Write n rows from position ``first`` on, (B, K, n, ·), and return what they read, (B, H, n, Dv): by steps."""
+        """Write n rows from position ``first`` on, (B, K, n, ·), and return their outputs, (B, H, n, Dv), by steps."""
         steps = [self.step(q[:, :, n], k[:, :, n], v[:, :, n], first + n) for n in range(q.shape[2])]
         return torch.stack(steps, 2)
 
-    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
-        """Contexts ``into`` become copies of contexts ``order`` of such a cache or this one, in ``known`` rows."""
+    def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
+        """Overwrite contexts ``into`` with copies of contexts ``order`` of such a cache, in ``length`` rows."""
         ...
 
     def truncate(self, length: int) -> None:
-        """Forget all rows but the first ``length``, which is no more than there are."""
+        """Forget all rows but the first ``length``, which is at most the present number."""
         ...
 
 
-class KeptRows(Cache):
-    """Keys (B, K, N, D) and values (B, K, N, Dv), each row at its position, and nothing else that earlier rows left."""
+class Rows:
+    """Keys (B, K, N, D) and values (B, K, N, Dv) by position; rows that are not written yet are undefined."""
 
-    keys: Tensor
-    values: Tensor
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
 
-    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
-        """Contexts ``into`` become copies of contexts ``order`` of such a cache or this one, in ``known`` rows."""
+    def write(self, place: int | slice, k: Tensor, v: Tensor) -> None:
+        """Set one row, (B, K, ·), or the rows of a slice, (B, K, n, ·)."""
+        self.keys[:, :, place] = k
+        self.values[:, :, place] = v
+
+    def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
+        """Overwrite contexts ``into`` with copies of contexts ``order`` of ``source``, in ``length`` rows."""
         for rows, of_source in ((self.keys, source.keys), (self.values, source.values)):
-            rows[into, :, :known] = of_source[order, :, :known]
+            rows[into, :, :length] = of_source[order, :, :length]
 
     def truncate(self, length: int) -> None:
-        """Nothing: steps write later rows again before any is read."""
+        """Do nothing: steps overwrite later rows before any is read."""
 
 
-class KeyValues(KeptRows):
-    """Keys (B, K, N, D) and values (B, K, N, Dv) of one attention; rows that are not written yet hold anything."""
+class RowCache(Rows, Cache):
+    """A cache of keys and values, and of nothing else that depends on earlier rows."""
+
+
+class KeyValues(RowCache):
+    """Keys (B, K, N, D) and values (B, K, N, Dv) of attention over patterns."""
 
     def __init__(
         self,
@@ -69,70 +79,111 @@ class KeyValues(KeptRows):
         backend: str = "auto",
         scale: float | None = None,
     ) -> None:
-        """An empty cache.
+        """Make an empty cache.
 
         Args:
             keys, values: the memory to write to.
-            patterns: one a head of queries.
+            patterns: one for each head of queries.
             backend: of attention. For "flex", which has no single queries, those run on "auto".
-            scale: factor of the scores; 1/sqrt(D) where None.
+            scale: factor of the scores; None: 1/sqrt(D).
 
         Raises:
             ConfigError: the backend cannot run here.
         """
-        self.keys, self.values, self.patterns, self.backend, self.scale = keys, values, patterns, backend, scale
+        super().__init__(keys, values)
+        self.patterns, self.backend, self.scale = patterns, backend, scale
         self._key_rows, self._value_rows = (x.permute(2, 0, 1, 3) for x in (keys, values))
         single = "auto" if backend == "flex" else backend
         self._attend_one = CachedAttention(keys, values, patterns, heads=len(patterns), scale=scale, backend=single)
 
     def __reduce__(self) -> tuple[type[KeyValues], tuple[Any, ...]]:
-        """A copy has its own memory, and makes its own views of it."""
+        """Give a copy its own memory and views of it."""
         return KeyValues, (self.keys, self.values, self.patterns, self.backend, self.scale)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the first n rows and return their ``sparse_attention``.
-
-        Args:
-            q: (B, H, n, D).
-            k, v: (B, K, n, D) and (B, K, n, Dv).
-
-        Returns:
-            (B, H, n, Dv).
-        """
-        rows = q.shape[2]
-        self.keys[:, :, :rows] = k
-        self.values[:, :, :rows] = v
+        self.write(slice(q.shape[2]), k, v)
         self._attend_one.forget()
         return sparse_attention(q, k, v, self.patterns, scale=self.scale, backend=self.backend)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-        """Write one row and return its row of ``sparse_attention``, from the keys that its pattern allows.
-
-        Args:
-            q: (B, H, D).
-            k, v: (B, K, D) and (B, K, Dv).
-            position: of the row; all rows before it are written.
-
-        Returns:
-            (B, H, Dv).
-        """
         self._key_rows[position] = k
         self._value_rows[position] = v
         return self._attend_one(q, position)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
-        """Write n rows from position ``first`` on, and return what they read: many at once, few by steps."""
+        """Write n rows from position ``first`` on, and return their outputs: many at once, few by steps."""
         if q.shape[2] < FEWEST_AT_ONCE:
             return super().extend(q, k, v, first)
         last = first + q.shape[2]
-        self.keys[:, :, first:last], self.values[:, :, first:last] = k, v
+        self.write(slice(first, last), k, v)
         self._attend_one.forget()
         keys, values = self.keys[:, :, :last], self.values[:, :, :last]
         return sparse_attention(
             q, keys, values, self.patterns, scale=self.scale, backend=self.backend, first_query=first
         )
 
-    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
-        """As all kept rows are taken."""
-        super().take(source, order, known, into)
+    def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
+        super().take(source, order, length, into)
         self._attend_one.forget()
+
+
+class RecentMembers:
+    """The last ``size`` positions of each cluster, which a later query of the cluster reads.
+
+    Member m of a cluster is stored at m modulo ``size``. Adding a position twice changes nothing, so an interrupted
+    step can be repeated. The cluster of every position is stored too, for ``truncate``.
+    """
+
+    def __init__(self, shape: tuple[int, ...], clusters: int, size: int, length: int, device: torch.device) -> None:
+        """Make empty lists for each index of the leading axes ``shape``, for positions below ``length``."""
+        self.size = size
+        self.clusters = torch.zeros(*shape, length, dtype=torch.int64, device=device)  # of each position
+        self.counts = torch.zeros(*shape, clusters, dtype=torch.int64, device=device)  # members so far
+        self.positions = torch.zeros(*shape, clusters * size, dtype=torch.int64, device=device)
+
+    def begin(self, clusters: Tensor) -> None:
+        """Replace all lists by those of the first n positions, which have these clusters (…, n)."""
+        self.clusters[..., : clusters.shape[-1]] = clusters
+        self.counts.zero_().scatter_add_(-1, clusters, torch.ones_like(clusters))
+        by_cluster, position = clusters.sort(dim=-1, stable=True)
+        first = (self.counts.cumsum(-1) - self.counts).gather(-1, by_cluster)
+        member = torch.arange(clusters.shape[-1], device=clusters.device) - first
+        stays = member >= self.counts.gather(-1, by_cluster) - self.size
+        # One more place at the end collects those that do not stay.
+        place = torch.where(stays, by_cluster * self.size + member % self.size, self.positions.shape[-1])
+        self.positions.copy_(F.pad(self.positions, (0, 1)).scatter_(-1, place, position)[..., :-1])
+
+    def add(self, cluster: Tensor, position: int) -> None:
+        """Add a position, greater than all before, to its cluster (…, 1)."""
+        count = self._count_before(cluster, position)
+        self.positions.scatter_(-1, cluster * self.size + count % self.size, position)
+        self.counts.scatter_(-1, cluster, count + 1)
+        self.clusters[..., position : position + 1] = cluster
+
+    def before(self, cluster: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the members of a cluster (…, 1) before a position, which is at least the last one.
+
+        Returns:
+            Positions (…, size) in any order; the number of each as a member, below 0 for none; and how many members
+            there are, (…, 1).
+        """
+        count = self._count_before(cluster, position)
+        slots = torch.arange(self.size, device=cluster.device)
+        number = count - 1 - (count - 1 - slots) % self.size
+        return self.positions.gather(-1, cluster * self.size + slots), number, count
+
+    def take(self, source: RecentMembers, order: Tensor, into: slice) -> None:
+        """Overwrite lists ``into`` of the first axis with copies of lists ``order`` of ``source``."""
+        self.counts[into] = source.counts[order]
+        self.positions[into] = source.positions[order]
+        self.clusters[into] = source.clusters[order]
+
+    def truncate(self, length: int) -> None:
+        """Keep only the first ``length`` positions, which are sorted again."""
+        self.begin(self.clusters[..., :length])
+
+    def _count_before(self, cluster: Tensor, position: int) -> Tensor:
+        """Count the members of a cluster without this position, which can only be the last one."""
+        count = self.counts.gather(-1, cluster)
+        last = self.positions.gather(-1, cluster * self.size + (count - 1) % self.size)
+        return count - ((count > 0) & (last == position)).long()

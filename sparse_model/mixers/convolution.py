@@ -13,9 +13,9 @@ from longstride.sparse_model.tiles import tiles, wide_of
 
 
 class CausalConvolution(Part):
-    """x_i + Σ_j w_j · x_(i-j) for j from 0 to k - 1, channel by channel (So et al. 2021; Gu & Dao 2023).
+    """x_i + Σ_j w_j · x_(i-j) for j from 0 to k - 1, for each channel (So et al. 2021; Gu & Dao 2023).
 
-    The weights begin at 0, where it changes nothing.
+    The weights begin at 0, so that it changes nothing at first.
     """
 
     part, trained_as = "convolutions", "vectors"
@@ -27,9 +27,9 @@ class CausalConvolution(Part):
     def forward(
         self, h: Tensor, state: RecentRows | None = None, first: int = 0, places: Tensor | None = None
     ) -> Tensor:
-        """(B, N, C) to (B, N, C). With a state: of the positions from ``first`` on, which read the kept ones too.
+        """Convolve (B, N, C). With a state: positions from ``first`` on, which also read the cached rows.
 
-        With the place of each row in its document (B, N): no row reads one before its document.
+        ``places`` (B, N) is each row's place in its document: no row reads one before its document.
         """
         if state is not None:
             if h.shape[1] == 1:
@@ -46,7 +46,7 @@ class CausalConvolution(Part):
         return ShiftedSum.apply(h, self.weight, places)[:, earlier:]
 
     def new_state(self, batch: int, length: int, device: torch.device, back: int) -> RecentRows:
-        """Room for the rows that a step reads, and that one reads after ``back`` of ``length`` are taken back."""
+        """Make room for the rows that a step reads, also after ``back`` of ``length`` rows were forgotten."""
         weight = self.weight.detach().to(wide_of(self.weight))
         weight = torch.cat([weight[:1] + 1, weight[1:]])  # the row itself is added
         blocks = min(max(1, -(-length // len(weight))), 2 - -back // len(weight))
@@ -58,38 +58,34 @@ class CausalConvolution(Part):
         return RecentRows(rows, weights[:, :, None, None])
 
     def work(self, positions: int, batch: int) -> Work:
-        """Its products."""
         return Work(linear=2 * positions * self.weight.numel())
 
 
 class RecentRows:
-    """The last rows of a context in blocks of k, in each of which a step finds the last k, at their positions modulo k.
+    """The last rows of a context in blocks of k, in which a step finds the last k rows at their positions modulo k.
 
-    A block begins as a copy of the one before, the first of all as zeros. So a step that is taken again writes what it
-    wrote before, and nothing that it reads; and rows are taken back where the block of the new end, and the one before
-    it, are still there. Of R blocks, block b of the context lies at b % R.
+    A block begins as a copy of the block before, the first one as zeros. So a repeated step writes what it wrote before
+    and nothing that it reads. Rows can be forgotten as long as the block of the new end and the block before it are
+    still there. With room for R blocks, block b of the context is stored at b % R.
     """
 
     def __init__(self, rows: Tensor, weights: Tensor) -> None:
-        """Rows (R, k, B, 1, C), and their weights (k, k, 1, 1, C) at each position modulo k.
-
-        Weights are fp32 (fp64 for fp64).
-        """
+        """Take rows (R, k, B, 1, C), and weights (k, k, 1, 1, C) in fp32 (fp64 for fp64), one set for each place."""
         self.rows, self.weights = rows, weights
 
     def begin(self, h: Tensor) -> None:
-        """Keep the first n rows, (B, n, C), as far as there is room."""
-        (kept, size), count = self.rows.shape[:2], h.shape[1]
+        """Store the first n rows, (B, n, C), as far as there is room."""
+        (room, size), count = self.rows.shape[:2], h.shape[1]
         blocks = -(-count // size)
-        for block in range(max(0, blocks - kept), blocks) if kept < blocks else ():
+        for block in range(max(0, blocks - room), blocks) if room < blocks else ():
             rows = h[:, block * size : (block + 1) * size].transpose(0, 1)
-            self.rows[block % kept, : len(rows)] = rows[:, :, None]
-        if blocks <= kept:  # all at once
+            self.rows[block % room, : len(rows)] = rows[:, :, None]
+        if blocks <= room:  # all at once
             self.rows.flatten(0, 1)[:count] = h.transpose(0, 1)[:, :, None]
         self.truncate(count)
 
     def step(self, h: Tensor, position: int) -> Tensor:
-        """Keep one row (B, 1, C), and return its row of the convolution."""
+        """Store one row (B, 1, C), and return its row of the convolution."""
         block, place = divmod(position, len(self.weights))
         rows = self.rows[block % len(self.rows)]
         if place == 0:
@@ -97,9 +93,9 @@ class RecentRows:
         rows[place] = h
         return (rows * self.weights[place]).sum(0).to(h.dtype)
 
-    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
-        """Contexts ``into`` become copies of contexts ``order`` of such rows in its first ``known`` ones."""
-        blocks = -(-known // len(self.weights))  # of a context that is longer, all that are kept
+    def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
+        """Overwrite contexts ``into`` with copies of contexts ``order`` of ``source``, in ``length`` rows."""
+        blocks = -(-length // len(self.weights))  # of a context that is longer, all that are kept
         self.rows[:blocks, :, into] = source.rows[:blocks, :, order]
 
     def truncate(self, length: int) -> None:
@@ -109,7 +105,7 @@ class RecentRows:
             self._begin_block(block, place)
 
     def _begin_block(self, block: int, place: int) -> None:
-        """In its rows from ``place`` on, a block has those of the block before."""
+        """Copy a block's rows from ``place`` on from the block before."""
         rows = self.rows[block % len(self.rows), place:]
         if block:
             rows.copy_(self.rows[(block - 1) % len(self.rows), place:])
@@ -118,10 +114,10 @@ class RecentRows:
 
 
 class ShiftedSum(torch.autograd.Function):
-    """The convolution as sums of shifted rows: of so few positions, faster on a CPU than torch's own.
+    """The convolution as a sum of shifted rows: for so few positions, faster on a CPU than torch's own.
 
-    It takes x (B, N, C), the weights (k, C), and places in documents (B, N) or None, and saves them. Sums are in fp32
-    (fp64 for fp64).
+    Takes and saves x (B, N, C), the weights (k, C), and places in documents (B, N) or None. Sums are fp32 (fp64 for
+    fp64).
     """
 
     @staticmethod
@@ -160,5 +156,5 @@ class ShiftedSum(torch.autograd.Function):
 
 
 def _within(rows: Tensor, places: Tensor | None, batch: slice, j: int) -> Tensor:
-    """What is of pairs j positions apart, (b, N - j, C): 0 where the earlier one is of another document."""
+    """Return pairs j positions apart, (b, N - j, C), with 0 if the earlier position is of another document."""
     return rows if places is None or j == 0 else rows.masked_fill(places[batch, j:, None] < j, 0.0)

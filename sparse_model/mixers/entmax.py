@@ -1,4 +1,4 @@
-"""Attention whose weights are exactly zero where scores are low, as each head has learned (Correia et al. 2019).
+"""Attention whose weights are exactly zero for low scores, to a degree that each head learns (Correia et al. 2019).
 
 Letters: B batch, H heads of queries, K heads of keys and values, N positions, D head width of queries and keys, Dv of
 values, P pairs of a context and a head, n rows of a piece, W keys of a row; of a part of a pattern T blocks of C rows,
@@ -10,13 +10,13 @@ The weights of a row with scores s are α-entmax of them (Peters et al. 2019):
 
 which is softmax as α → 1, and sparsemax at α = 2. A head's α is 1 + σ(a), with a learned a.
 
-With β = 1 / (α - 1) this is p = [1 + x/β]₊^β with x = s + t: the exponential function as β grows, and then t is minus
-the logsumexp. So t is what is sought: by Newton's method on the β-norm of 1 + x/β, which is convex in t, and nearly
-linear at both ends. From the greatest t that can be it never goes too far.
+With β = 1 / (α - 1) this is p = [1 + x/β]₊^β with x = s + t. As β grows this becomes the exponential function, with t
+minus the logsumexp. Newton's method finds t as the root of the β-norm of 1 + x/β minus 1, which is convex in t, and
+nearly linear at both ends. Beginning with the greatest possible t it never overshoots.
 
-τ belongs to all keys of a row together, so that no kernel can merge one part of a row with another. Rows are therefore
-computed whole, and must be short: ``MOST_KEYS``. Their scores are products of blocks of rows that follow each other in
-an order of the pattern, and of all keys that these read.
+τ depends on all keys of a row, so a kernel cannot merge parts of a row. Rows are therefore computed whole, and must be
+short: ``MOST_KEYS``. Their scores are products of blocks of rows that are adjacent in an order of the pattern, and of
+all keys that these read.
 """
 
 from __future__ import annotations
@@ -35,16 +35,10 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, allowed_keys
 from longstride.kernels.patterns import Pattern, pattern_from_json, pattern_to_json
 from longstride.kernels.selections import pattern_parts
-from longstride.sparse_model.mixers.attention import (
-    ALL_HEADS,
-    KEY_VALUE_HEADS,
-    Attention,
-    OfQueriesAndKeys,
-    check_key_value_heads,
-)
-from longstride.sparse_model.mixers.cache import KeptRows
+from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, AttentionConfig, KeyValueHeads
+from longstride.sparse_model.mixers.cache import RowCache
 from longstride.sparse_model.mixers.synthesizer import PATTERN_SCHEMA, one_pattern
-from longstride.sparse_model.network import POSITIVE, NetworkConfig
+from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.part import HeadWidths, MixerOutput
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
@@ -59,18 +53,18 @@ STEPS = 16  # of Newton's method at most; 9 were the most seen
 LEAST_EXCESS = 2.0**-20  # of α over 1: nearer to softmax than fp32 tells
 
 
-class EntmaxConfig(OfQueriesAndKeys, StrictModel):
-    """Adaptively sparse attention as the configuration asks for it."""
+class EntmaxConfig(AttentionConfig, StrictModel):
+    """Adaptively sparse attention over a pattern."""
 
     type: Literal["entmax"] = Field(description="adaptively sparse attention: α-entmax in the place of softmax")
     pattern: Annotated[Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA)] = Field(
         description="what may be read: a pattern, its factors merged"
     )
-    key_value_heads: Annotated[int, POSITIVE] | None = Field(default=None, description=KEY_VALUE_HEADS)
+    key_value_heads: KeyValueHeads = None
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError where the pattern does not fit the context, its rows are long, or heads do not fit."""
-        check_key_value_heads(self.key_value_heads, network)
+        """Raise ConfigError if the pattern does not fit the context, its rows are long, or heads do not fit."""
+        super().check(network, context)
         try:
             self.pattern.check(context)
         except ConfigError as error:
@@ -86,20 +80,17 @@ class EntmaxConfig(OfQueriesAndKeys, StrictModel):
             raise ConfigError.at("pattern.type", pattern_to_json(self.pattern)["type"], f"{rule}; {near}")
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """Which positions each head may read."""
         return tuple(self.pattern.for_head(head) for head in range(network.heads))
 
     def head_widths(self, network: NetworkConfig) -> HeadWidths:
-        """Each head's share of both widths, which no kernel reads."""
         return super().head_widths(network)._replace(in_kernels=False)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> EntmaxAttention:
-        """The module."""
         return EntmaxAttention(network, self.head_patterns(network), rotary, key_value_heads=self.key_value_heads)
 
 
 class EntmaxAttention(Attention):
-    """Attention over a pattern, with α-entmax in the place of softmax. By operations of torch on every device."""
+    """Attention over a pattern, with α-entmax instead of softmax, by torch operations on every device."""
 
     part = "entmax"
 
@@ -119,48 +110,43 @@ class EntmaxAttention(Attention):
         nn.init.zeros_(self.excess_logits)
 
     def excess(self) -> Tensor:
-        """α - 1 of each head, (H,) fp32 (fp64 for fp64)."""
+        """Return α - 1 of each head, (H,) fp32 (fp64 for fp64)."""
         return self.excess_logits.to(wide_of(self.excess_logits)).sigmoid().clamp_min(LEAST_EXCESS)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
     ) -> MixerOutput:
-        """q (B, H, N, D), k and v (B, K, N, ·) to (B, H, N, Dv)."""
         return MixerOutput(entmax_attention(q, k, v, self.excess()[heads], self.patterns[heads]))
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> EntmaxKeyValues:
-        """Empty keys and values with room for ``length`` positions."""
         keys, values = self.empty_rows(batch, length, device, dtype)
         return EntmaxKeyValues(keys, values, self.patterns, self.excess().detach())
 
     def weigh(self, scores: Tensor, queries: Tensor, head: int) -> Tensor:
-        """Scores (P, N) of queries (P,), -inf where they do not read, to weights."""
         return entmax(scores, self.excess()[head].detach().to(scores.dtype))
 
 
-class EntmaxKeyValues(KeptRows):
-    """Keys (B, K, N, D) and values (B, K, N, Dv) of which a step reads those that its pattern allows."""
+class EntmaxKeyValues(RowCache):
+    """A cache whose steps read the keys that the pattern allows."""
 
     def __init__(self, keys: Tensor, values: Tensor, patterns: tuple[Pattern, ...], excess: Tensor) -> None:
-        """An empty cache in this memory, of heads with these patterns and α - 1, (H,)."""
+        """Make an empty cache in this memory, for heads with these patterns and α - 1, (H,)."""
         self.keys, self.values, self.patterns, self.excess = keys, values, patterns, excess
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the first n rows, (B, K, n, ·), and return what they read, (B, H, n, Dv)."""
-        self.keys[:, :, : k.shape[2]], self.values[:, :, : v.shape[2]] = k, v
+        self.write(slice(k.shape[2]), k, v)
         return entmax_attention(q, k, v, self.excess, self.patterns)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-        """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
-        self.keys[:, :, position], self.values[:, :, position] = k, v
+        self.write(position, k, v)
         out, wide = q.new_zeros(*q.shape[:2], v.shape[2]), self.excess.dtype
         group = q.shape[1] // k.shape[1]
         shared = None if group == 1 else torch.arange(q.shape[1], device=q.device) // group
         for pattern, heads in alike(self.patterns):
             read = allowed_keys(pattern, position, self.keys.shape[2]).to(q.device)
             if len(read):  # else there is nothing to add up
-                kept = heads if shared is None else shared[heads]
-                keys, values = (x[:, :, read][:, kept].to(wide) for x in (self.keys, self.values))
+                key_heads = heads if shared is None else shared[heads]
+                keys, values = (x[:, :, read][:, key_heads].to(wide) for x in (self.keys, self.values))
                 scores = (keys @ q[:, heads, :, None].to(wide)).squeeze(-1).mul_(q.shape[-1] ** -0.5)
                 weights = entmax(scores, self.excess[heads])
                 out[:, heads] = (weights[:, :, None] @ values).squeeze(2).to(q.dtype)
@@ -168,17 +154,17 @@ class EntmaxKeyValues(KeptRows):
 
 
 def alike(patterns: Sequence[Pattern]) -> Iterator[tuple[Pattern, Any]]:
-    """Each pattern, and the heads that have it: a slice where these are all."""
+    """Yield each pattern and the heads that have it: a slice if these are all."""
     for pattern in dict.fromkeys(patterns):
-        heads = [head for head, each in enumerate(patterns) if each == pattern]
+        heads = [head for head, candidate in enumerate(patterns) if candidate == pattern]
         yield pattern, slice(None) if len(heads) == len(patterns) else heads
 
 
 def entmax(scores: Tensor, excess: Tensor) -> Tensor:
-    """α-entmax over the last axis.
+    """Apply α-entmax over the last axis.
 
     Args:
-        scores: (…, W), fp32 or fp64; -inf where there is no key.
+        scores: (…, W), fp32 or fp64; -inf for no key.
         excess: α - 1, above 0 and at most 1; broadcasts with all axes but the last.
 
     Returns:
@@ -189,7 +175,7 @@ def entmax(scores: Tensor, excess: Tensor) -> Tensor:
 
 
 class Weights(NamedTuple):
-    """Of rows of keys, with β = 1 / (α - 1)."""
+    """Weights of rows of keys and their derivatives, with β = 1 / (α - 1)."""
 
     weights: Tensor  # p = [1 + x/β]₊^β, made to sum to 1 exactly
     slopes: Tensor  # dp/dx = [1 + x/β]₊^(β - 1), 0 where p is
@@ -198,7 +184,7 @@ class Weights(NamedTuple):
 
 
 def weights_of(scores: Tensor, shift: Tensor, power: Tensor) -> Weights:
-    """Of scores (…, W), t (…, 1) and β, which broadcasts with them."""
+    """Compute weights of scores (…, W) from t (…, 1) and β, which broadcasts with them."""
     ratio = (scores + shift).div_(power).clamp_min_(-1)
     weights = ratio.log1p().mul_(power).exp_()
     slopes = weights / (1 + ratio).clamp_min_(torch.finfo(ratio.dtype).tiny)
@@ -208,33 +194,33 @@ def weights_of(scores: Tensor, shift: Tensor, power: Tensor) -> Weights:
 
 
 def threshold(scores: Tensor, power: Tensor) -> Tensor:
-    """t of each row (…, W), (…, 1): x = s + t; 0 where it has no keys."""
+    """Find t of each row (…, W), (…, 1), with x = s + t; 0 for a row without keys."""
     greatest = scores.amax(-1, keepdim=True)
     sought = greatest > -math.inf
     shift = -greatest.masked_fill(~sought, 0.0)  # the greatest that t can be: one key has all
     rounding = 4 * torch.finfo(scores.dtype).eps
     for _ in range(STEPS):
-        found = weights_of(scores, shift, power)
+        trial = weights_of(scores, shift, power)
         # The β-norm is sums^(1/β). Written so, a step is exact at α → 1, where that is nearly 1 everywhere.
-        rise = found.slopes.sum(-1, keepdim=True)
-        step = -torch.expm1(-found.sums.log() / power) * power * found.sums / rise
-        # A row that is found stays, so that no bit of it depends on how long others take, which may be later ones.
+        rise = trial.slopes.sum(-1, keepdim=True)
+        step = -torch.expm1(-trial.sums.log() / power) * power * trial.sums / rise
+        # A converged row stays, so that none of its bits depends on how long other rows take, which may be later ones.
         step = torch.where(sought, step, 0.0)
         shift = shift - step
         sought = step.abs() > rounding * (1 + shift.abs())
-        if sought.device.type == "cpu" and not bool(sought.any()):  # elsewhere to look at it would wait for the device
+        if sought.device.type == "cpu" and not bool(sought.any()):  # on a device this would synchronise
             break
     return shift
 
 
 def entmax_attention(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: Sequence[Pattern]) -> Tensor:
-    """Attention by α-entmax of the keys that a pattern allows; differentiable in q, k, v and α.
+    """Attend by α-entmax over the keys that a pattern allows; differentiable in q, k, v and α.
 
-    Scores and sums are in fp32 (fp64 for fp64), so many rows at a time, and are computed again in the backward pass.
+    Scores and sums are fp32 (fp64 for fp64), a number of rows at a time, and are computed again in the backward pass.
 
     Args:
         q: (B, H, N, D).
-        k, v: (B, K, N, D) and (B, K, N, Dv); a head of them serves H / K heads of q.
+        k, v: (B, K, N, D) and (B, K, N, Dv); each head serves H / K heads of q.
         excess: α - 1 of each head, (H,), above 0 and at most 1, in the precision of sums.
         patterns: of each head.
 
@@ -250,10 +236,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: str) -
     out, shift = _empty_out(q, v), excess.new_empty(q.shape[:3])
     for some in _pieces(q, k, v, excess, patterns):
         scores = some.scores(q.shape[-1] ** -0.5)
-        found = threshold(scores, some.power)
-        weights = weights_of(scores, found, some.power).weights
-        some.write(out, some.weigh(weights))
-        some.write(shift, found.squeeze(-1))
+        thresholds = threshold(scores, some.power)
+        some.write(out, some.weigh(weights_of(scores, thresholds, some.power).weights))
+        some.write(shift, thresholds.squeeze(-1))
     return out, shift
 
 
@@ -263,7 +248,7 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: s
 
 
 def _empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """(B, H, N, Dv); where K is H, in the order of v in memory, else with the heads of a position side by side."""
+    """Allocate (B, H, N, Dv): in v's memory order if K is H, otherwise with the heads of a position side by side."""
     if q.shape[1] == v.shape[1]:
         return torch.empty_like(v)
     return v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
@@ -274,9 +259,10 @@ def _attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, excess: Tensor, shift: Tensor, patterns: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide, scale = excess.dtype, q.shape[-1] ** -0.5
-    own = q.shape[1] == k.shape[1]  # each head of q has keys and values of its own; else gradients are by head of q
+    is_shared = q.shape[1] != k.shape[1]  # several heads of q share keys and values; gradients are by head of q first
     grad_q, grad_k, grad_v = (
-        torch.zeros_like(x, dtype=wide) if own else q.new_zeros(*q.shape[:3], x.shape[3], dtype=wide) for x in (q, k, v)
+        q.new_zeros(*q.shape[:3], x.shape[3], dtype=wide) if is_shared else torch.zeros_like(x, dtype=wide)
+        for x in (q, k, v)
     )
     grad_power = excess.new_zeros(q.shape[:2])
     for some in _pieces(q, k, v, excess, patterns):
@@ -291,7 +277,7 @@ def _attention_backward(
         some.add_sums(grad_power, by_power.mul_(grad_weights))
         some.add_gradients(grad_weights.mul_(slopes), weights, grad, scale, (grad_q, grad_k, grad_v))
     dk, dv = (
-        total.to(x.dtype) if own else torch.empty_like(x).copy_(total.unflatten(1, (x.shape[1], -1)).sum(2))
+        torch.empty_like(x).copy_(total.unflatten(1, (x.shape[1], -1)).sum(2)) if is_shared else total.to(x.dtype)
         for total, x in ((grad_k, k), (grad_v, v))
     )
     # β = 1 / (α - 1).
@@ -322,7 +308,7 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 
 class Blocks(NamedTuple):
-    """What one part of a pattern has of some rows: T blocks of C of them, each with the U columns that they read."""
+    """One part of a pattern for some rows: T blocks of C of them, each with the U columns that they read."""
 
     rows: Tensor  # (n,) int64, in the part's order, counted from the first of these rows; the last block may be short
     back: Tensor  # (n,) int64, the place of each row in that order
@@ -330,16 +316,16 @@ class Blocks(NamedTuple):
     allowed: Tensor  # (T, C, U) bool
 
     def split(self, x: Tensor) -> Tensor:
-        """Rows (P, n, ·) to blocks (P, T, C, ·), the last filled up with zeros."""
+        """Split rows (P, n, ·) into blocks (P, T, C, ·), the last padded with zeros."""
         blocks, size = self.allowed.shape[:2]
         return nn.functional.pad(x[:, self.rows], (0, 0, 0, blocks * size - len(self.rows))).unflatten(1, (-1, size))
 
     def joined(self, x: Tensor) -> Tensor:
-        """Blocks (P, T, C, ·) to rows (P, n, ·)."""
+        """Join blocks (P, T, C, ·) to rows (P, n, ·)."""
         return x.flatten(1, 2)[:, self.back]
 
     def add_columns(self, total: Tensor, x: Tensor) -> None:
-        """Add what is for the keys of blocks, (P, T, U, ·), to all keys, (P, N, ·)."""
+        """Add values for the keys of blocks, (P, T, U, ·), to all keys, (P, N, ·)."""
         columns, x = self.columns.flatten(), x.flatten(1, 2)
         if x.device.type == "cpu":
             total.index_add_(1, columns, x)
@@ -349,7 +335,7 @@ class Blocks(NamedTuple):
 
 @lru_cache(maxsize=64)
 def most_keys(pattern: Pattern, context: int) -> int:
-    """The most keys that a query of a head's pattern reads, all parts together."""
+    """Return the most keys that a query of a head's pattern reads in all parts together."""
     with torch.device("cpu"):  # models are made without memory too
         lengths = torch.zeros(context, dtype=torch.int64)
         for query_order, _, low, high in pattern_parts(pattern, context):
@@ -360,7 +346,7 @@ def most_keys(pattern: Pattern, context: int) -> int:
 
 @lru_cache(maxsize=64)  # as plans of patterns are: heads that differ have one each
 def _layout(pattern: Pattern, context: int, device: torch.device) -> tuple[tuple[slice, tuple[Blocks, ...]], ...]:
-    """All rows in pieces that follow each other, and what each part of the pattern has of them."""
+    """Split all rows into consecutive pieces, each with its part of every part of the pattern."""
     count = max(BLOCK_ROWS[0], SCORES_IN_WORK // max(1, most_keys(pattern, context)))
     pieces = []
     for start in range(0, context, count):
@@ -376,7 +362,7 @@ def _layout(pattern: Pattern, context: int, device: torch.device) -> tuple[tuple
 
 
 def _blocks(rows: Tensor, keys: Tensor, low: Tensor, high: Tensor) -> Blocks:
-    """Of rows in an order in which neither bound of their columns decreases, in the blocks that cost least."""
+    """Choose the cheapest blocks for rows in an order in which neither bound of their columns decreases."""
 
     def columns_of(size: int) -> int:
         last = torch.arange(0, len(rows), size).add(size - 1).clamp_max(len(rows) - 1)
@@ -396,8 +382,8 @@ def _blocks(rows: Tensor, keys: Tensor, low: Tensor, high: Tensor) -> Blocks:
 
 
 def _pieces(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: str) -> Iterator[Piece]:
-    """All rows of all contexts and heads, so many at a time that their scores fit in work."""
-    for pattern, heads in alike([pattern_from_json(each) for each in ast.literal_eval(patterns)]):
+    """Yield all rows of all contexts and heads, as many at a time as have their scores fit in work memory."""
+    for pattern, heads in alike([pattern_from_json(pattern) for pattern in ast.literal_eval(patterns)]):
         numbers = torch.arange(q.shape[1])[heads].repeat(len(q))
         contexts = torch.arange(len(q)).repeat_interleave(len(numbers) // len(q))
         for rows, parts in _layout(pattern, q.shape[2], q.device):
@@ -423,7 +409,7 @@ class Piece:
     power: Tensor  # (P, 1, 1), β
 
     def read(self, x: Tensor) -> Tensor:
-        """These rows of (B, H, N, …), (P, n, …)."""
+        """Return these rows of (B, H, N, …): (P, n, …)."""
         return x[self.contexts, self.heads, self.rows].to(self.power.dtype)
 
     def write(self, x: Tensor, rows: Tensor) -> None:
@@ -435,30 +421,29 @@ class Piece:
         total[self.contexts, self.heads] += x.sum((1, 2))
 
     def scores(self, scale: float) -> Tensor:
-        """(P, n, W): of all parts side by side, -inf where a row does not read a column."""
-        q, found = self.q[:, self.rows].to(self.power.dtype), []
+        """Compute scores (P, n, W) of all parts side by side, -inf where a row does not read a column."""
+        q, scores = self.q[:, self.rows].to(self.power.dtype), []
         for part in self.parts:
             products = (part.split(q) @ self._columns(self.k, part).mT).mul_(scale)
-            found.append(part.joined(products.masked_fill_(~part.allowed, -math.inf)))
-        return torch.cat(found, -1)
+            scores.append(part.joined(products.masked_fill_(~part.allowed, -math.inf)))
+        return torch.cat(scores, -1)
 
     def weigh(self, weights: Tensor) -> Tensor:
-        """Weights (P, n, W) times the values that they are of, (P, n, Dv)."""
-        found = [
+        """Multiply weights (P, n, W) by their values: (P, n, Dv)."""
+        outs = [
             part.joined(part.split(some) @ self._columns(self.v, part))
             for part, some in zip(self.parts, self._by_part(weights), strict=True)
         ]
-        return sum(found[1:], found[0])
+        return sum(outs[1:], outs[0])
 
     def gradients_of_weights(self, grad: Tensor) -> Tensor:
-        """(P, n, W) from that of the output, (P, n, Dv)."""
-        found = [part.joined(part.split(grad) @ self._columns(self.v, part).mT) for part in self.parts]
-        return torch.cat(found, -1)
+        """Compute the gradients of weights (P, n, W) from those of the output, (P, n, Dv)."""
+        return torch.cat([part.joined(part.split(grad) @ self._columns(self.v, part).mT) for part in self.parts], -1)
 
     def add_gradients(
         self, grad_scores: Tensor, weights: Tensor, grad: Tensor, scale: float, totals: tuple[Tensor, ...]
     ) -> None:
-        """Add those of q, k and v to (B, H, N, ·), from those of scores (P, n, W) and of the output (P, n, Dv)."""
+        """Add gradients of q, k and v to (B, H, N, ·), from those of scores (P, n, W) and of the output (P, n, Dv)."""
         q = self.q[:, self.rows].to(grad.dtype)
         grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=grad.dtype) for x in (q, self.k, self.v))
         of_scores, of_weights = self._by_part(grad_scores), self._by_part(weights)
@@ -471,7 +456,7 @@ class Piece:
             total[self.contexts, self.heads, first : first + rows.shape[1]] += rows
 
     def _columns(self, x: Tensor, part: Blocks) -> Tensor:
-        """Rows of x (P, N, ·) that the blocks of a part read, (P, T, U, ·)."""
+        """Gather the rows of x (P, N, ·) that the blocks of a part read, (P, T, U, ·)."""
         return x[:, part.columns].to(self.power.dtype)
 
     def _by_part(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -4,32 +4,32 @@ Letters: B batch, H heads, L of them local, R routed, N positions of a context, 
 keys of a window, D head width of queries and keys, Dv of values.
 
 Queries and keys of routed heads go through a layer norm without weights, which puts them on a sphere of radius √D.
-There each belongs to the cluster whose centroid has the greatest product with it, after a balance. A query reads the
-most recent w earlier keys of its cluster. (The authors fill each cluster with the N/k positions that fit it best. Which
-those are depends on later positions, and so do their rows.) Scores are divided by √D as ever: they lie between -√D and
-√D.
+There each belongs to the cluster whose centroid has the greatest product with it, plus a balance term. A query reads
+the most recent w earlier keys of its cluster. (The authors fill each cluster with the N/k positions that fit it best.
+These depend on later positions, so the model is not causal.) Scores are divided by √D as usual: they lie between -√D
+and √D.
 
-In causal models the paper has queries serve as keys (its algorithm 1). A position would then agree with itself before
-all others; so it reads itself only where it is the first of its cluster (Kitaev et al. 2020, section 2).
+In causal models the paper has queries serve as keys (its algorithm 1). A position would then match itself best. So it
+reads itself only if it is the first of its cluster (Kitaev et al. 2020, section 2).
 
-Where queries are not the keys, both begin with equal weights, and queries go where their products with the keys'
-centroids are greatest. (The paper moves centroids by both. In a causal model queries and keys then ended in clusters
-apart, where no query has a key.)
+If queries are not the keys, both begin with equal weights, and queries go to the cluster whose key centroid has the
+greatest product with them. (The paper moves centroids by both. In a causal model queries and keys then ended in
+different clusters, where no query has a key.)
 
-Centroids are no parameters. After a step that is taken, each goes a little towards the mean direction of its keys in
-that step: c ← λc + (1 - λ)m, m of length 1. One without keys stays.
+Centroids are buffers. After each step, each centroid moves a little towards the mean direction of its keys in that
+step: c ← λc + (1 - λ)m, m of length 1. A centroid without keys stays.
 
-The authors' clusters are all of one size, by taking N/k positions each. Here a number for each cluster is added to its
-products, which grows while the cluster is smaller than the mean of all and falls while it is larger (Wang et al. 2024,
-of experts): b ← b + (1 - λ)√D·(1 - s), s the cluster's size over the mean size, at most 2.
+The authors' clusters all have one size, by taking N/k positions each. Here a bias for each cluster is added to its
+products. It grows while the cluster is smaller than the mean of all and falls while it is larger (Wang et al. 2024, for
+experts): b ← b + (1 - λ)√D·(1 - s), s the cluster's size over the mean size, at most 2.
 
-Rotary positions turn queries and keys after clusters are chosen. So clusters know what is there, and not where.
+Rotary positions rotate queries and keys after clusters are chosen. So clusters depend on content and not on position.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -41,9 +41,8 @@ from torch.nn import functional as F
 from longstride.kernels import ConfigError, Problem, attend_listed, empty_cache, selected_attention, sparse_attention
 from longstride.kernels.patterns import Local, Pattern
 from longstride.kernels.selections import Selection, recent_members, selection_mask
-from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys
-from longstride.sparse_model.mixers.cache import KeptRows, KeyValues
-from longstride.sparse_model.mixers.members import RecentMembers
+from longstride.sparse_model.mixers.attention import ALL_HEADS, NOT_FLEX, Attention, AttentionConfig
+from longstride.sparse_model.mixers.cache import KeyValues, RecentMembers, RowCache
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import MixerOutput, Work
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
@@ -55,14 +54,14 @@ _MASK = (1 << 32) - 1  # of hashes
 
 
 class LocalHeads(StrictModel):
-    """Heads beside the routed ones that read the last positions."""
+    """Local heads that read the last positions; the other heads are routed."""
 
     heads: Annotated[int, POSITIVE] = Field(description="that read the last positions; the others are routed")
     window: Annotated[int, POSITIVE] = Field(description="keys, the query itself among them")
 
 
-class RoutingConfig(OfQueriesAndKeys, StrictModel):
-    """Routing attention as the configuration asks for it."""
+class RoutingConfig(AttentionConfig, StrictModel):
+    """Attention among positions of one cluster."""
 
     type: Literal["routing"] = Field(description="attention among positions of one cluster, which content decides")
     clusters: Annotated[int, POSITIVE] = Field(description="of positions; about the root of the context; the paper's k")
@@ -77,25 +76,23 @@ class RoutingConfig(OfQueriesAndKeys, StrictModel):
     shared_query_key: bool = Field(default=True, description="queries of routed heads are their keys")
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError where the heads or the network's options do not go together."""
-        if problems := list(self._problems(network)):
-            raise ConfigError(*problems)
-
-    def _problems(self, network: NetworkConfig) -> Iterator[Problem]:
+        """Raise ConfigError if the heads or the network's options contradict each other."""
+        problems = []
         if self.local is not None and self.local.heads >= network.heads:
             rule = f"must leave heads={network.heads} some that are routed; nearest {network.heads - 1}"
             if network.heads == 1:
                 rule = "must leave heads=1 one that is routed; leave local out"
-            yield Problem("local.heads", rule, self.local.heads)
+            problems.append(Problem("local.heads", rule, self.local.heads))
         if network.backend == "flex":
-            yield Problem("type", 'needs another backend than "flex"; nearest "auto"', self.type)
+            problems.append(Problem("type", NOT_FLEX, self.type))
+        if problems:
+            raise ConfigError(*problems)
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """Of the local heads, which come first."""
+        """Return the patterns of the local heads, which come first."""
         return () if self.local is None else (Local(self.local.window),) * self.local.heads
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> ClusteredAttention:
-        """The module."""
         kind = Routing if self.keys == "routed" else RandomKeys
         return kind(network, self, rotary)
 
@@ -103,9 +100,9 @@ class RoutingConfig(OfQueriesAndKeys, StrictModel):
 class ClusteredAttention(Attention):
     """Local heads first, and then heads whose queries read the recent keys of their own cluster.
 
-    What projections give is, in this order: queries and keys of local heads, queries and keys of routed heads (keys
-    only where they are not the queries), values of all. Between ``heads_of`` and attention, queries and keys of routed
-    heads are normalised and not turned yet.
+    The projection consists of, in this order: queries and keys of local heads, queries and keys of routed heads (keys
+    only if they are not the queries), values of all. Between ``heads_of`` and attention, queries and keys of routed
+    heads are normalised but not yet rotated.
     """
 
     def __init__(self, network: NetworkConfig, config: RoutingConfig, rotary: Rotary | None) -> None:
@@ -122,7 +119,7 @@ class ClusteredAttention(Attention):
         self.head_width = width
 
     def initialize(self) -> None:
-        """Set its linear layers. Routed queries and keys begin equal: those alike begin in one cluster."""
+        """Set the linear layers. Routed queries and keys begin equal, so that similar ones begin in one cluster."""
         super().initialize()
         if not self.config.shared_query_key:
             with torch.no_grad():
@@ -131,19 +128,18 @@ class ClusteredAttention(Attention):
 
     @abstractmethod
     def clusters(self, x: Tensor, first: int = 0, routed: slice = ALL_HEADS) -> Tensor:
-        """The cluster of each position from ``first`` on, x (B, r, n, D) of some routed heads: (B, r, n) int64."""
+        """Return the clusters (B, r, n) int64 of positions from ``first`` on, for x (B, r, n, D) of routed heads."""
 
     def statistics(self, keys: Tensor, clusters: Tensor, routed: slice) -> tuple[Tensor, ...]:
-        """In training, what ``observe`` gets, of the keys (B, r, N, D) of some routed heads in clusters (B, r, N).
+        """Compute what ``observe`` gets in training, from keys (B, r, N, D) of some routed heads in clusters (B, r, N).
 
-        A key of cluster -1 is padding, and counts nowhere.
+        A key of cluster -1 is padding and is not counted.
         """
         return ()
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
     ) -> MixerOutput:
-        """q, k and v (B, H, N, D) of whole contexts to (B, H, N, Dv), with statistics of real rows in training."""
         outs, patterns = [], self.patterns[heads]
         local = len(patterns)
         if local:
@@ -162,12 +158,12 @@ class ClusteredAttention(Attention):
         return MixerOutput(out, statistics=self.statistics(counted, clusters, routed) if self.training else ())
 
     def assigned(self, q: Tensor, k: Tensor, first: int = 0, routed: slice = ALL_HEADS) -> tuple[Tensor, Tensor | None]:
-        """The clusters of queries and keys (B, r, n, D) of some routed heads; None for keys that are the queries."""
+        """Return the clusters of queries and of keys (B, r, n, D); None for keys that are the queries."""
         queries = self.clusters(q, first, routed)
         return queries, None if self.config.shared_query_key else self.clusters(k, first, routed)
 
     def attend_routed(self, q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
-        """Of routed heads: q, k and v (B, R, N, ·) in clusters (B, R, N) to (B, R, N, Dv)."""
+        """Attend in routed heads: q, k and v (B, R, N, ·) in clusters (B, R, N) to (B, R, N, Dv)."""
         selection = self.selection(queries, keys)
         turned = self.turned(q)
         return selected_attention(
@@ -175,14 +171,14 @@ class ClusteredAttention(Attention):
         )
 
     def selection(self, queries: Tensor, keys: Tensor | None) -> Selection:
-        """Who reads whom, by the clusters (B, R, N) of queries and of keys."""
+        """Return which keys each query reads, from the clusters (B, R, N) of queries and of keys."""
         part = recent_members(queries, keys, window=self.config.window, itself=keys is not None)
         if keys is None:  # a cluster's first position stands where its interval begins, which is empty
             part = part._replace(high=torch.maximum(part.high, part.low + 1))
         return Selection((part,), min(self.config.window, queries.shape[-1]))
 
     def turned(self, x: Tensor, first: int = 0) -> Tensor:
-        """Queries or keys of routed heads (B, R, n, D), turned by their positions where the model has them turned."""
+        """Rotate queries or keys of routed heads (B, R, n, D) by their positions, if the model has rotary positions."""
         if self.rotary is None:
             return x
         table = self.rotary.table(x.device)[first : first + x.shape[2]]
@@ -191,47 +187,42 @@ class ClusteredAttention(Attention):
         return rows.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def heads_of(self, rows: Tensor, places: Tensor | slice | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v (B, H, N, D), from what ``query_key_value`` gives, (B, N, channels)."""
         if self.local and not self.as_projected:
-            own = slice(rows.shape[1]) if places is None else places
-            table = None if self.rotary is None else self.rotary.table(rows.device)[own]
+            places = slice(rows.shape[1]) if places is None else places
+            table = None if self.rotary is None else self.rotary.table(rows.device)[places]
             channels = 2 * self.local * self.head_width
             rows = PreparedHeads.apply(rows, channels, self.head_width, self.normed, table)
         q, k, v = (x.transpose(1, 2) for x in self._parts(rows))
         return q, k, v
 
     def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys (B, H, N, D) of ``heads_of`` as scores are made of them."""
         local = self.local
         q, k = (torch.cat([x[:, :local], self.turned(x[:, local:])], 1) for x in (q, k))
         return q, k
 
     def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
-        """Which positions a head reads in one context, q and k (1, H, N, D): queries (P,) int64 to (P, N) bool."""
         if head < self.local:
             return super().allowed(q, k, head)
-        routed = head - self.local
         queries, keys = self.assigned(q[:, self.local :], k[:, self.local :])
-        own = slice(routed, routed + 1)
-        selection = self.selection(queries[:, own], None if keys is None else keys[:, own])
+        routed = slice(head - self.local, head - self.local + 1)
+        selection = self.selection(queries[:, routed], None if keys is None else keys[:, routed])
         return lambda some: selection_mask(selection, k.shape[2], some)[0, 0]
 
     def num_pairs(self, positions: int) -> int:
-        """Of local heads, and the most that routed heads can have: each query reads as many keys as it may."""
+        """Count local heads, and bound routed heads: each query reads as many keys as it may."""
         window, most = self.config.window, min(self.config.window, positions)
         ramp = most * (most + 1) // 2 + (positions - most) * most  # a query of its own position and those before it
         if self.config.shared_query_key:  # its own only where it is the first
-            beside = min(window, positions - 1)
-            ramp = 1 + beside * (beside + 1) // 2 + (positions - 1 - beside) * beside
+            most = min(window, positions - 1)
+            ramp = 1 + most * (most + 1) // 2 + (positions - 1 - most) * most
         return super().num_pairs(positions) + self.routed * ramp
 
     def work(self, positions: int, batch: int) -> Work:
-        """Of the most pairs that its heads can read, its projections, and its convolution."""
         bound = f"at most {self.config.window} keys a query of {self.routed} routed heads"
         return replace(super().work(positions, batch), bound=bound)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RoutedCache:
-        """Empty keys and values with room for ``length`` positions, and lists of each cluster's last positions."""
+        """Make an empty cache that lists each cluster's last positions."""
         local = None
         if self.local:
             keys, values = (
@@ -242,7 +233,7 @@ class ClusteredAttention(Attention):
         return RoutedCache(self, local, batch, length, device, dtype)
 
     def _parts(self, rows: Tensor) -> Sequence[Tensor]:
-        """q, k and v (B, N, H, ·) of projected rows, those of routed heads normalised."""
+        """Split projected rows into q, k and v (B, N, H, ·), those of routed heads normalised."""
         *parts, values = rows.split(self.widths, -1)
         width, shared = self.head_width, self.config.shared_query_key
         local_q, local_k, q, k = (part.unflatten(-1, (part.shape[-1] // width, width)) for part in parts)
@@ -252,8 +243,7 @@ class ClusteredAttention(Attention):
             q, k = torch.cat([local_q, q], 2), torch.cat([local_k, k], 2)
         return q, k, values.unflatten(-1, (self.heads, -1))
 
-    def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
-        """q, k and v (B, H, D) of one position, (B, 1, ·)."""
+    def heads_of_row(self, row: Tensor, position: int) -> Sequence[Tensor]:
         q, k, v = (x.squeeze(1) for x in self._parts(row))
         local = self.local
         if local and not self.as_projected:
@@ -275,28 +265,28 @@ class Routing(ClusteredAttention):
         self.register_buffer("balance", torch.zeros(self.routed, config.clusters))
 
     def initialize(self) -> None:
-        """Set its linear layers, and its centroids to random directions."""
+        """Set the linear layers, and the centroids to random directions."""
         super().initialize()
         nn.init.normal_(self.centroids)
         self.centroids.copy_(F.normalize(self.centroids, dim=-1))
 
     def clusters(self, x: Tensor, first: int = 0, routed: slice = ALL_HEADS) -> Tensor:
-        """The centroid that each position agrees with most, after ``balance``; of equal ones the first."""
+        """Return the centroid with the greatest product plus ``balance``; of equal ones the first."""
         with torch.no_grad():
-            centroids, balance = (each[routed].to(wide_of(x)) for each in (self.centroids, self.balance))
+            centroids, balance = (buffer[routed].to(wide_of(x)) for buffer in (self.centroids, self.balance))
             centroids, balance = centroids.mT, balance[:, None]
             return torch.cat([(some @ centroids + balance).argmax(-1) for some in self._cut(x.detach())], 2)
 
     def statistics(self, keys: Tensor, clusters: Tensor, routed: slice) -> tuple[Tensor, ...]:
-        """The sum of each cluster's keys in all contexts, and behind it their number: (R, k, D + 1), 0 of other heads.
+        """Sum each cluster's keys in all contexts, followed by their number: (R, k, D + 1), 0 for other heads.
 
-        So of a divided context, the sum over its processes is that of all heads.
+        With sequence parallelism the sum over processes covers all heads.
         """
         every = torch.arange(self.config.clusters, device=keys.device)
         total = self.centroids.new_zeros(self.routed, len(every), self.head_width + 1)
         with torch.no_grad():
             pieces = self._cut(keys.detach())
-            for some, of_some in zip(pieces, clusters.split([each.shape[2] for each in pieces], 2), strict=True):
+            for some, of_some in zip(pieces, clusters.split([piece.shape[2] for piece in pieces], 2), strict=True):
                 # A product with zeros and ones: a sum that is the same every time, on a card too.
                 member = (of_some[..., None] == every).to(some.dtype)
                 total[routed] += (member.mT @ F.pad(some, (0, 1), value=1.0)).sum(0)
@@ -312,12 +302,12 @@ class Routing(ClusteredAttention):
         self.balance += ((1 - decay) * self.head_width**0.5 * (1 - size).clamp_min(-1)).to(self.balance.dtype)
 
     def work(self, positions: int, batch: int) -> Work:
-        """Products with centroids too, which have no backward pass."""
+        """Count products with centroids too, which have no backward pass."""
         sides = 1 if self.config.shared_query_key else 2
         return super().work(positions, batch) + Work(choosing=2 * sides * positions * self.centroids.numel())
 
     def _cut(self, x: Tensor) -> Sequence[Tensor]:
-        """Rows (B, R, n, D) by runs of positions, so that their products with all centroids are never too many."""
+        """Split rows (B, R, n, D) by positions, to bound the memory of their products with all centroids."""
         if torch.compiler.is_exporting():  # whose batch and length are of any size
             return [x.to(wide_of(x))]
         rows = max(1, MOST_PRODUCTS // (len(x) * self.routed * self.config.clusters))
@@ -325,10 +315,10 @@ class Routing(ClusteredAttention):
 
 
 class RandomKeys(ClusteredAttention):
-    """Clusters by the position and the head alone, as far from any order as a hash is: the control of the paper."""
+    """Clusters by a hash of the position and the head: the control of the paper."""
 
     def clusters(self, x: Tensor, first: int = 0, routed: slice = ALL_HEADS) -> Tensor:
-        """The same for all contexts, and for all models of so many clusters."""
+        """Return the same clusters for all contexts, and for all models with as many clusters."""
         batch, _, count, _ = x.shape
         heads = torch.arange(1, self.routed + 1, device=x.device)[routed, None]
         position = torch.arange(first, first + count, device=x.device)
@@ -338,11 +328,8 @@ class RandomKeys(ClusteredAttention):
         return ((mixed ^ mixed >> 15) % self.config.clusters).expand(batch, -1, -1)
 
 
-class RoutedCache(KeptRows):
-    """Keys and values of earlier positions, and the last positions of each cluster, by which one more query reads.
-
-    Keys (B, R, N, D) are turned.
-    """
+class RoutedCache(RowCache):
+    """A cache of keys and values, and of the last positions of each cluster. Keys (B, R, N, D) are rotated."""
 
     def __init__(
         self,
@@ -353,7 +340,7 @@ class RoutedCache(KeptRows):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Empty, of ``length`` positions; ``local`` is of the local heads."""
+        """Make an empty cache of ``length`` positions; ``local`` is that of the local heads."""
         self.mixer, self.local, config = mixer, local, mixer.config
         self.window = min(config.window, length)
         of_all = (batch, mixer.routed, length)
@@ -365,20 +352,17 @@ class RoutedCache(KeptRows):
         self.members = RecentMembers(of_all[:2], config.clusters, self.window + 1, length, device)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
-        local, outs, rows = self.mixer.local, [], q.shape[2]
+        local, outs = self.mixer.local, []
         if self.local is not None:
             outs.append(self.local.begin(q[:, :local], k[:, :local], v[:, :local]))
         q, k, v = (x[:, local:] for x in (q, k, v))
         queries, keys = self.mixer.assigned(q, k)
         outs.append(self.mixer.attend_routed(q, k, v, queries, keys))
-        self.keys[:, :, :rows] = self.mixer.turned(k)
-        self.values[:, :, :rows] = v
+        self.write(slice(q.shape[2]), self.mixer.turned(k), v)
         self.members.begin(queries if keys is None else keys)
         return torch.cat(outs, 1)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-        """Write one row, (B, H, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
         mixer, local, outs = self.mixer, self.mixer.local, []
         if self.local is not None:
             outs.append(self.local.step(q[:, :local], k[:, :local], v[:, :local], position))
@@ -388,24 +372,23 @@ class RoutedCache(KeptRows):
             turns = mixer.rotary.table(q.device)[position]
             q = prepared_row(q.contiguous(), False, turns)
             k = q if keys is None else prepared_row(k.contiguous(), False, turns)
-        self.keys[:, :, position], self.values[:, :, position] = k, v
+        self.write(position, k, v)
         if keys is not None:
             self.members.add(keys, position)
-        found, number, count = self.members.before(queries, position if keys is None else position + 1)
-        reads = found.where((number >= 0) & (number >= count - self.window), -1)
+        members, number, count = self.members.before(queries, position if keys is None else position + 1)
+        reads = members.where((number >= 0) & (number >= count - self.window), -1)
         if keys is None:  # the query is its own key, which it reads only where there is no other
             reads[..., 0] = reads[..., 0].where(count[..., 0] > 0, position)
             self.members.add(queries, position)
         outs.append(attend_listed(q, self.keys, self.values, reads))
         return torch.cat(outs, 1)
 
-    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
-        """As all kept rows are taken, those of local heads, and members."""
-        super().take(source, order, known, into)
+    def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
+        super().take(source, order, length, into)
         if self.local is not None:
-            self.local.take(source.local, order, known, into)
+            self.local.take(source.local, order, length, into)
         self.members.take(source.members, order, into)
 
     def truncate(self, length: int) -> None:
-        """Forget all rows but the first ``length``, whose members are listed anew."""
+        """Keep the first ``length`` positions and list their members again."""
         self.members.truncate(length)

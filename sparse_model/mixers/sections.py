@@ -1,9 +1,9 @@
-"""Attention over patterns where queries stay with their section of a context, and the keys that they read travel.
+"""Sequence parallelism by exchanging keys: queries stay in their section, and the keys that they read are sent.
 
 Letters: B batch, H heads of queries, K of keys and values, n rows of a section, D and Dv widths, L rows of a piece.
 
-What a section reads of itself, and of each run of received keys, are disjoint: each is attended to alone, by the same
-kernels as whole contexts are, and all are merged by their logsumexps, which is exact.
+The keys of the section itself and of each run of received keys are disjoint. Each set is attended to separately by the
+usual kernels, and the results are merged exactly by their logsumexps.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from longstride.sparse_model.division import Division
 def section_attention(
     q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], division: Division, backend: str
 ) -> Tensor:
-    """Attention of the queries of this process's section; all processes that share the context call it.
+    """Attend from the queries of this process's section; all processes that share the context must call it.
 
     Args:
         q: (B, H, n, D).
         k, v: (B, K, n, D) and (B, K, n, Dv); K divides H.
         patterns: of each head, over whole contexts.
         division: of the contexts.
-        backend: as ``sparse_attention`` takes it.
+        backend: as for ``sparse_attention``.
 
     Returns:
         (B, H, n, Dv).
@@ -58,20 +58,20 @@ def section_attention(
     for piece, run, of_piece in zip(reads.pieces, queries, by_piece.split(counts), strict=True):
         both = of_piece.unflatten(0, (key_heads, piece.count)).movedim(2, 0)  # (B, K, M, D + Dv)
         keys, values = both.split([k.shape[3], v.shape[3]], -1)
-        run, keys, values = (_filled(each, piece.length) for each in (run, keys, values))
+        run, keys, values = (_padded(x, piece.length) for x in (run, keys, values))
         selection = _of_batch(piece.selection, len(q))
         parts += selected_attention(run, keys, values, selection, backend=backend, return_lse=True)
     merged: Tensor = _Merged.apply([slice(0, rows), *places], *parts)
     return merged
 
 
-def _filled(x: Tensor, length: int) -> Tensor:
-    """With rows of zeros behind (B, H, ·, D), so that there are as many as asked for."""
+def _padded(x: Tensor, length: int) -> Tensor:
+    """Pad (B, H, ·, D) with rows of zeros to ``length``."""
     return F.pad(x, (0, 0, 0, length - x.shape[2])) if x.shape[2] < length else x
 
 
 def _of_batch(selection: Selection, batch: int) -> Selection:
-    """One of a single context, for all contexts of a batch."""
+    """Expand the selection of a single context to a batch."""
 
     def expanded(part: Part) -> Part:
         return Part(*(None if tensor is None else tensor.expand(batch, -1, -1) for tensor in part))  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def _of_batch(selection: Selection, batch: int) -> Selection:
 
 
 class _Runs(torch.autograd.Function):
-    """Rows (B, H, n, D), and some runs of them: their gradients, added to one tensor and not each filled up to it."""
+    """Rows (B, H, n, D), and some slices of them. The gradients are added to one tensor, without padding each."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: list[slice]) -> tuple[Tensor, ...]:
@@ -97,9 +97,9 @@ class _Runs(torch.autograd.Function):
 
 
 class _Merged(torch.autograd.Function):
-    """Outputs and logsumexps over disjoint keys, in turn, to the output over all: (B, H, n, Dv).
+    """Merge outputs and logsumexps over disjoint keys to the output over all: (B, H, n, Dv).
 
-    The first are of all rows; each other of those at its place, the first rows that it has.
+    The first pair covers all rows, each of the others the first rows that it has at its place.
     """
 
     @staticmethod
@@ -107,18 +107,18 @@ class _Merged(torch.autograd.Function):
         outs, lses = parts[::2], parts[1::2]
         top = lses[0].clone()
         for place, lse in zip(places, lses, strict=True):
-            here = top[:, :, place]
-            torch.maximum(here, lse[:, :, : here.shape[2]], out=here)
+            rows = top[:, :, place]
+            torch.maximum(rows, lse[:, :, : rows.shape[2]], out=rows)
         top.clamp_min_(torch.finfo(top.dtype).min)  # of rows without keys, whose weights are 0
         total = torch.zeros_like(top)
         for place, lse in zip(places, lses, strict=True):
-            here = total[:, :, place]
-            here += (lse[:, :, : here.shape[2]] - top[:, :, place]).exp()
+            rows = total[:, :, place]
+            rows += (lse[:, :, : rows.shape[2]] - top[:, :, place]).exp()
         merged = top + total.log()
         out = torch.zeros_like(outs[0], dtype=top.dtype)
         for place, part, lse in zip(places, outs, lses, strict=True):
-            here = out[:, :, place]
-            here += part[:, :, : here.shape[2]] * _weights(lse, merged, place)
+            rows = out[:, :, place]
+            rows += part[:, :, : rows.shape[2]] * _weights(lse, merged, place)
         out = out.to(outs[0].dtype)
         ctx.places = places
         ctx.save_for_backward(out, merged, *parts)
@@ -130,16 +130,16 @@ class _Merged(torch.autograd.Function):
         out, merged, *parts = ctx.saved_tensors
         grads: list[Tensor | None] = []
         for place, part, lse in zip(ctx.places, parts[::2], parts[1::2], strict=True):
-            here, length = grad[:, :, place], part.shape[2]
+            rows, length = grad[:, :, place], part.shape[2]
             weights = _weights(lse, merged, place)
-            of_part = (here * weights).to(part.dtype)
-            changes = part[:, :, : here.shape[2]].to(merged.dtype) - out[:, :, place]
-            of_lse = (here * changes).sum(-1, keepdim=True) * weights
-            grads += [_filled(of_part, length), _filled(of_lse, length).squeeze(-1)]
+            of_part = (rows * weights).to(part.dtype)
+            changes = part[:, :, : rows.shape[2]].to(merged.dtype) - out[:, :, place]
+            of_lse = (rows * changes).sum(-1, keepdim=True) * weights
+            grads += [_padded(of_part, length), _padded(of_lse, length).squeeze(-1)]
         return None, *grads
 
 
 def _weights(lse: Tensor, merged: Tensor, place: slice) -> Tensor:
-    """What a part counts in the merged rows at its place, (B, H, ·, 1); 0 where it has no key."""
+    """Return a part's weights in the merged rows at its place, (B, H, ·, 1); 0 where it has no key."""
     merged = merged[:, :, place].clamp_min(torch.finfo(merged.dtype).min)
     return (lse[:, :, : merged.shape[2]] - merged).exp().unsqueeze(-1)

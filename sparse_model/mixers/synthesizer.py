@@ -3,31 +3,31 @@
 Letters: B batch, H heads, N positions of the model's context, n of what is computed, C width, D channels of queries and
 keys, Dv of values, k rank, a·b = N.
 
-The scores of a head, which a softmax over the allowed keys follows as in attention:
+The scores of a head, followed by a softmax over the allowed keys as in attention:
 
 - random: a learned table S[i, j] (H, N, N), the same for every input.
 - factorized_random: S[i, j] = R1[i] · R2[j], two learned tables (H, N, k).
-- dense: S[i, j] = relu(W1 x_i) · W2[j]: from the row alone that reads, with a learned table W2 (H, N, hidden).
-- factorized_dense: S[i, j] = A_i[j // b] · B_i[j mod b], where A_i and B_i, of a and b numbers, are each such a dense
-  product. The paper repeats both vectors to N columns and multiplies them. One is repeated number by number and the
-  other as a whole, so that every column has a pair of its own.
+- dense: S[i, j] = relu(W1 x_i) · W2[j]: from the reading row alone, with a learned table W2 (H, N, hidden).
+- factorized_dense: S[i, j] = A_i[j // b] · B_i[j mod b], where A_i and B_i, of a and b numbers, are such dense
+  products. The paper repeats both vectors to N columns and multiplies them. One is repeated element by element and the
+  other as a whole, so that every column has its own pair.
 - attention: products of queries and keys, divided by √D.
 
-Several are mixed: S = Σ α_s S_s, with α a learned softmax, one number a kind and layer, which begins even.
+Several can be mixed: S = Σ α_s S_s, with α a learned softmax over the kinds of a layer, which begins uniform.
 
-Tables have N rows, and N is the model's context. Shorter contexts use their first rows and columns.
+Tables have N rows, the model's context. Shorter contexts use their first rows and columns.
 
-All but random and factorized_dense are attention with learned keys or queries, and a mixture of them is attention whose
-channels stand side by side. So they cost what their pattern costs in time and memory: O(N·√N) with strided and fixed
-patterns. The other two hold N² scores a head (random in its weights too) under any pattern, which only masks them.
+All but random and factorized_dense are attention with learned keys or queries, and a mixture of them is attention with
+concatenated channels. So they cost what their pattern costs in time and memory: O(N·√N) with strided and fixed
+patterns. The other two hold N² scores for each head (random in its weights too) under any pattern, which only masks
+them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -40,8 +40,8 @@ from longstride.kernels.patterns import PATTERNS, Dense, Pattern, pattern_from_j
 from longstride.kernels.registry import foreign_schema
 from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.mixers.attention import AttentionState
-from longstride.sparse_model.mixers.cache import KeyValues
-from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
+from longstride.sparse_model.mixers.cache import KeyValues, Rows
+from longstride.sparse_model.mixers.convolution import CausalConvolution
 from longstride.sparse_model.network import POSITIVE, NetworkConfig, nearest_divisor
 from longstride.sparse_model.part import (
     PLAIN,
@@ -72,7 +72,7 @@ OF_KINDS = {
 
 
 def _kinds(value: Any) -> tuple[Kind, ...]:
-    """One kind, or a list of those that are mixed."""
+    """Parse one kind, or a list of kinds to mix."""
     kinds = value if isinstance(value, list) else [value]
     for kind in kinds:
         if kind not in KINDS:
@@ -85,7 +85,7 @@ def _kinds(value: Any) -> tuple[Kind, ...]:
 
 
 def one_pattern(value: Any) -> Pattern:
-    """Of `pattern`, which all heads of a mixer have; null is dense."""
+    """Parse `pattern`, which all heads of a mixer share; null is dense."""
     if isinstance(value, dict) and "index" in value:
         raise ConfigError.at("index", value["index"], "must be left out: it follows from the number of the head")
     return Dense() if value is None else pattern_from_json(value)
@@ -109,7 +109,7 @@ PATTERN_SCHEMA: dict[str, Any] = {
 
 
 class SynthesizerConfig(MixerConfig, StrictModel):
-    """A synthesizer as the configuration asks for it."""
+    """Attention with synthesized scores."""
 
     supports: ClassVar = frozenset({"convolution", "padding", "reversible", "sections"})
     type: Literal["synthesizer"] = Field(description="scores without products of queries and keys (Tay et al. 2020)")
@@ -131,87 +131,54 @@ class SynthesizerConfig(MixerConfig, StrictModel):
 
     @property
     def has_queries(self) -> bool:
-        """Whether attention is among its kinds."""
+        """Whether attention is among the kinds."""
         return "attention" in self.kind
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError where the kinds, the network's options or this context do not go together."""
-        if problems := list(self._problems(network)):
+        """Raise ConfigError if the kinds, the network's options or this context contradict each other."""
+        problems = []
+        for key, kinds in OF_KINDS.items():
+            value = getattr(self, key)
+            if value not in (None, False) and not set(kinds) & set(self.kind):
+                kind = self.kind[0] if len(self.kind) == 1 else list(self.kind)
+                rule = f"only applies to {' and '.join(kinds)}, and kind is {kind}; leave it out"
+                problems.append(Problem(key, rule, value))
+        if "factorized_dense" in self.kind and network.context % (self.blocks or 1):
+            near = nearest_divisor(network.context, self.blocks or 1)
+            problems.append(Problem("blocks", f"must divide context {network.context}; nearest {near}", self.blocks))
+        if problems:
             raise ConfigError(*problems)
         try:
             self.pattern.check(context)
         except ConfigError as error:
             raise error.under("pattern") from None
 
-    def _problems(self, network: NetworkConfig) -> Iterator[Problem]:
-        given = self.kind[0] if len(self.kind) == 1 else list(self.kind)
-        for key, kinds in OF_KINDS.items():
-            value = getattr(self, key)
-            if value not in (None, False) and not set(kinds) & set(self.kind):
-                yield Problem(key, f"is of {' and '.join(kinds)}, and kind is {given}; leave it out", value)
-        if "factorized_dense" in self.kind and network.context % (self.blocks or 1):
-            near = nearest_divisor(network.context, self.blocks or 1)
-            yield Problem("blocks", f"must divide context {network.context}; nearest {near}", self.blocks)
-
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """Which positions each head may read."""
         return tuple(self.pattern.for_head(head) for head in range(network.heads))
 
     def head_widths(self, network: NetworkConfig) -> HeadWidths:
-        """Channels of all kinds that are products, side by side; beside kinds that are none, no kernel reads them."""
+        """Concatenate the channels of all kinds that are products. With any other kind, no kernel computes them."""
         value = network.width // network.heads
         products = {
             "attention": network.query_key_width // network.heads,
             "factorized_random": self.rank or RANK,
             "dense": self.hidden or value,
         }
-        whole = any(kind in WHOLE_SCORES for kind in self.kind)
-        return HeadWidths(sum(products.get(kind, 0) for kind in self.kind), value, in_kernels=not whole)
+        in_kernels = not any(kind in WHOLE_SCORES for kind in self.kind)
+        return HeadWidths(sum(products.get(kind, 0) for kind in self.kind), value, in_kernels)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> Synthesizer:
-        """The module."""
         return Synthesizer(network, self, rotary)
 
 
 class Heads(NamedTuple):
-    """What the rows of some positions give to some heads."""
+    """Parts of the projected rows of some positions, for some heads."""
 
     values: Tensor  # (B, H, n, Dv)
     queries: Tensor | None  # (B, H, n, D), scaled; None where no kind is a product
     keys: Tensor | None  # (B, H, n, D)
     blocks: Tensor | None  # (B, H, n, a): A_i, scaled; None where no kind is factorized_dense
     places: Tensor | None  # (B, H, n, b): B_i
-
-
-@dataclass(slots=True)
-class ScoredState:
-    """What a synthesizer that computes all scores knows of earlier positions."""
-
-    values: Tensor  # (B, H, N, Dv)
-    keys: Tensor | None  # (B, H, N, D)
-    recent: RecentRows | None  # what its convolution reads
-
-    def add(self, values: Tensor, keys: Tensor | None, first: int) -> tuple[Tensor, Tensor | None]:
-        """Write the rows of positions from ``first`` on, and return all rows up to the last of them."""
-        last = first + values.shape[2]
-        self.values[:, :, first:last] = values
-        if self.keys is None or keys is None:
-            return self.values[:, :, :last], None
-        self.keys[:, :, first:last] = keys
-        return self.values[:, :, :last], self.keys[:, :, :last]
-
-    def take(self, source: ScoredState, order: Tensor, known: int, into: slice) -> None:
-        """Contexts ``into`` become copies of contexts ``order`` of such a state in its first ``known`` rows."""
-        for rows, of_source in ((self.values, source.values), (self.keys, source.keys)):
-            if rows is not None and of_source is not None:
-                rows[into, :, :known] = of_source[order, :, :known]
-        if self.recent is not None:
-            self.recent.take(source.recent, order, known, into)
-
-    def truncate(self, length: int) -> None:
-        """Forget all rows but the first ``length``."""
-        if self.recent is not None:
-            self.recent.truncate(length)
 
 
 class Synthesizer(Mixer):
@@ -265,7 +232,7 @@ class Synthesizer(Mixer):
             self._add_table("place_keys", (context // self.blocks, hidden), hidden)
 
     def _add_table(self, name: str, shape: tuple[int, int], fan_in: int, fixed: bool = False) -> None:
-        """A table for each head. Scores begin small, so that each query begins near the mean of its values."""
+        """Add a table for each head. Scores begin small, so that each output begins near the mean of the values."""
         self.tables[name] = fan_in
         table = torch.empty(self.heads, *shape)
         if fixed:
@@ -274,25 +241,26 @@ class Synthesizer(Mixer):
             setattr(self, name, nn.Parameter(table))
 
     def initialize(self) -> None:
-        """Set its linear layers and tables; mixtures begin even."""
+        """Set the linear layers and tables; mixtures begin uniform."""
         draw_linear(self.rows, self.network)
         draw_linear(self.projection, self.network, into_stream=True)
         for name, fan_in in self.tables.items():
             draw(getattr(self, name), self.network, fan_in)
 
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
-        """(B, N, C) to (B, N, C). With a state: of the positions from ``first`` on, which read the kept ones too."""
         state: Any = context.state
         first = context.first
         if self.convolution is not None:
             h = self.convolution(h, None if state is None else state.recent, first)
-        given = self.heads_of(self.rows(h), first)
+        head_rows = self.heads_of(self.rows(h), first)
         heads = self.division.heads(self.heads)
-        values, queries, keys, *_ = given
+        values, queries, keys, *_ = head_rows
         if self.whole_scores:
             if state is not None:
-                values, keys = state.add(values, keys, first)
-            out = self._weigh(given, keys, values, first, heads)
+                cache, last = state.keys_values, first + values.shape[2]
+                cache.write(slice(first, last), values[..., :0] if keys is None else keys, values)
+                keys, values = cache.keys[:, :, :last], cache.values[:, :, :last]
+            out = self._weigh(head_rows, keys, values, first, heads)
         else:
             assert queries is not None and keys is not None
             if state is None:
@@ -305,9 +273,10 @@ class Synthesizer(Mixer):
         return MixerOutput(self.projection(out.transpose(1, 2).flatten(2)))
 
     def heads_of(self, rows: Tensor, first: int = 0) -> Heads:
-        """What the projected rows (B, n, channels) of positions from ``first`` on give to their heads.
+        """Split projected rows (B, n, channels) of positions from ``first`` on into the parts of their heads.
 
-        Of a divided context, what the rows of all processes give to the heads of this one. Learned tables stay.
+        With sequence parallelism, the result covers the rows of all processes and the heads of this one. Learned tables
+        are not sent.
         """
         division, heads = self.division, self.division.heads(self.heads)
         begin = first + division.positions(rows.shape[1]).start
@@ -345,29 +314,28 @@ class Synthesizer(Mixer):
         return Heads(part["values"], q, k, blocks, places)
 
     def traffic(self, division: Division, context: int, apart: bool = False) -> Traffic:
-        """What it sends in a forward pass over one context of so many positions, where this is how it is divided."""
         channels = sum(self.widths.values()) + self.network.width
         sent = (division.size - 1) * context // division.size * channels // division.size
         return Traffic("heads", 2 * (division.size > 1), (sent,) * division.size)
 
     def shares(self) -> Any:
-        """α of each kind: () tensors, or 1.0 where there is one kind."""
+        """Return α of each kind: () tensors, or 1.0 if there is one kind."""
         return [1.0] if self.mixing is None else self.mixing.to(wide_of(self.mixing)).softmax(0).unbind()
 
-    def _weigh(self, given: Heads, keys: Tensor | None, values: Tensor, first: int, heads: slice) -> Tensor:
-        """The weighed values (B, H, n, Dv) of rows from ``first`` on, which read the first m positions.
+    def _weigh(self, head_rows: Heads, keys: Tensor | None, values: Tensor, first: int, heads: slice) -> Tensor:
+        """Weigh values for rows from ``first`` on, which read the first m positions: (B, H, n, Dv).
 
         Args:
-            given: of the rows.
+            head_rows: of the rows.
             keys, values: (B, H, m, ·).
             first: position of the first row.
-            heads: that these are of.
+            heads: the heads of ``head_rows``.
         """
-        rows, reads = given.values.shape[2], values.shape[2]
+        rows, reads = head_rows.values.shape[2], values.shape[2]
         place = torch.arange(first, first + rows, device=values.device)
         random = self.random[heads, first : first + rows, :reads] if "random" in self.kinds else None
         allowed = self._allowed(self.patterns[heads], place, reads)
-        scores = self._scores(given, keys, random, reads)
+        scores = self._scores(head_rows, keys, random, reads)
         # Not -inf, so that a query without keys has no NaN; what it reads becomes 0 below.
         weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1).to(values.dtype)
         if len(weights) == 1 < len(values):  # alike for all contexts: one product for them together
@@ -377,58 +345,46 @@ class Synthesizer(Mixer):
             out = weights @ values
         return out.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
 
-    def _scores(self, given: Heads, keys: Tensor | None, random: Tensor | None, reads: int) -> Tensor:
-        """(B, H, n, m) in fp32 (fp64 for fp64), or (1, H, n, m) where no input has a part in them.
+    def _scores(self, head_rows: Heads, keys: Tensor | None, random: Tensor | None, reads: int) -> Tensor:
+        """Compute scores (B, H, n, m) in fp32 (fp64 for fp64), or (1, H, n, m) if they do not depend on the input.
 
         Args:
-            given: of n rows.
+            head_rows: of n rows.
             keys: (B, H, m, D).
             random: rows and columns (H, n, m) of the random table.
             reads: m.
         """
-        wide = wide_of(given.values)
+        _, queries, _, blocks, places = head_rows
+        wide = wide_of(head_rows.values)
         parts = []
         if random is not None:
             parts.append(random[None].to(wide) * self.shares()[self.kinds.index("random")])
-        if given.queries is not None and keys is not None:
-            parts.append(given.queries.to(wide) @ keys.to(wide).mT)
-        if given.blocks is not None and given.places is not None:
-            some = given.blocks[..., : -(-reads // given.places.shape[-1]), None].to(wide)
-            parts.append((some * given.places[..., None, :].to(wide)).flatten(-2)[..., :reads])
+        if queries is not None and keys is not None:
+            parts.append(queries.to(wide) @ keys.to(wide).mT)
+        if blocks is not None and places is not None:
+            some = blocks[..., : -(-reads // places.shape[-1]), None].to(wide)
+            parts.append((some * places[..., None, :].to(wide)).flatten(-2)[..., :reads])
         return sum(parts[1:], parts[0])
 
     def _allowed(self, patterns: tuple[Pattern, ...], queries: Tensor, reads: int) -> Tensor:
-        """Which of the first m positions some queries (n,) may read: (H, n, m) bool, or (1, n, m) for all heads."""
+        """Return which of the first m positions queries (n,) may read: (H, n, m) bool, or (1, n, m) for all heads."""
         keys = torch.arange(reads, device=queries.device)
         distinct = {pattern: pattern.mask(queries[:, None], keys) for pattern in dict.fromkeys(patterns)}
         return torch.stack([distinct[pattern] for pattern in (patterns if len(distinct) > 1 else patterns[:1])])
 
-    def new_state(
-        self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int
-    ) -> AttentionState | ScoredState:
-        """An empty state with room for ``length`` positions, of which ``back`` may be forgotten again.
-
-        Raises:
-            ConfigError: the backend cannot run here.
-        """
-        value_width = self.network.width // self.heads
-        recent = None
-        if self.convolution is not None:
-            recent = self.convolution.new_state(batch, length, device, back)
+    def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int) -> AttentionState:
+        recent = None if self.convolution is None else self.convolution.new_state(batch, length, device, back)
+        widths = self.product_width, self.network.width // self.heads
         if self.whole_scores:
-            values, keys = (
-                torch.empty(batch, self.heads, length, width, device=device, dtype=dtype)
-                for width in (value_width, self.product_width)
-            )
-            return ScoredState(values, keys if self.product_width else None, recent)
+            rows = (torch.empty(batch, self.heads, length, width, device=device, dtype=dtype) for width in widths)
+            return AttentionState(Rows(*rows), recent)
         keys, values = (
-            empty_cache(batch, self.heads, length, width, self.patterns, device=device, dtype=dtype)
-            for width in (self.product_width, value_width)
+            empty_cache(batch, self.heads, length, width, self.patterns, device=device, dtype=dtype) for width in widths
         )
         return AttentionState(KeyValues(keys, values, self.patterns, self.backend, scale=1.0), recent)
 
     def work(self, positions: int, batch: int) -> Work:
-        """Of its projections, and of the pairs that its patterns allow; of all pairs where it computes all scores."""
+        """Count the projections and the pairs that the patterns allow; all pairs if all scores are computed."""
         pairs = sum(count * num_pairs(pattern, positions) for pattern, count in Counter(self.patterns).items())
         linear = 2 * positions * (self.rows.weight.numel() + self.projection.weight.numel())
         value_width = self.network.width // self.heads
@@ -436,32 +392,23 @@ class Synthesizer(Mixer):
             every = self.heads * positions**2
             if self.blocks:
                 linear += 2 * positions * (self.block_keys.numel() + self.place_keys.numel())
-            own = Work(pairs, linear + 2 * every * self.product_width, 0, 2 * every * value_width)
+            work = Work(pairs, linear + 2 * every * self.product_width, 0, 2 * every * value_width)
         else:
-            own = Work(pairs, linear, 2 * pairs * self.product_width, 2 * pairs * value_width)
-        return own if self.convolution is None else own + self.convolution.work(positions, batch)
+            work = Work(pairs, linear, 2 * pairs * self.product_width, 2 * pairs * value_width)
+        return work if self.convolution is None else work + self.convolution.work(positions, batch)
 
     def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
-        """How its heads weigh the positions of one context, for pictures.
-
-        Args:
-            h: (1, N, C), as ``forward`` takes it.
-
-        Returns:
-            A function of queries (P,) int64 and the number of a head, to (P, N) float64: the softmax over the keys that
-            the head's pattern allows. A row sums to 1, or to 0 where a query has no key.
-        """
-        given = self.heads_of(self.rows(h if self.convolution is None else self.convolution(h)))
+        head_rows = self.heads_of(self.rows(h if self.convolution is None else self.convolution(h)))
         context = h.shape[1]
 
         def of_rows(x: Any, head: int, queries: Any = slice(None)) -> Any:
             return None if x is None else x[:, head : head + 1, queries].double()
 
         def of_head(queries: Tensor, head: int) -> Tensor:
-            some = Heads(*(of_rows(each, head, queries) for each in given))
+            some = Heads(*(of_rows(x, head, queries) for x in head_rows))
             random = self.random[head : head + 1, queries, :context] if "random" in self.kinds else None
             allowed = self._allowed(self.patterns[head : head + 1], queries, context)[0]
-            scores = self._scores(some, of_rows(given.keys, head), random, context)[0, 0]
+            scores = self._scores(some, of_rows(head_rows.keys, head), random, context)[0, 0]
             weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
             return weights.masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN
 
