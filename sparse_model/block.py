@@ -53,8 +53,8 @@ class ResidualBlock(Part):
         """Return the feed-forward's output for a stream (B, N, C), with dropout and without the residual."""
         assert self.feed_forward is not None
         if context.real is not None and self.is_divided:
-            own = self.division.positions_of(h.shape[1], context.columns, h.device)
-            context = context._replace(real=context.real[:, own])
+            positions = self.division.positions_of(h.shape[1], context.columns, h.device)
+            context = context._replace(real=context.real[:, positions])
         return self._dropped(self.feed_forward(self.feed_forward_norm(h), context), context.columns)
 
     def work(self, positions: int, batch: int) -> Work:
@@ -63,7 +63,7 @@ class ResidualBlock(Part):
         return sum((part.work(positions, batch) for part in parts), Work())
 
     def _dropped(self, output: MixerOutput, columns: int) -> MixerOutput:
-        # Tested here and not in the module: for a single row, calling it takes longer than an addition.
+        # Tested here: for a single row, calling the module takes longer than an addition.
         if not self.dropout.training:
             return output
         if self.is_divided and self.dropout.p:

@@ -122,8 +122,8 @@ class NgramTables(StrictModel):
 def _with_defaults(value: Any) -> Any:
     """Fill in the defaults of `model.feed_forward`; an invalid value is returned unchanged."""
     with suppress(ConfigError):
-        whole = [each.model_dump(mode="json") for each in feed_forwards_from_json(value)]
-        return whole if isinstance(value, list) else whole[0]
+        complete = [config.model_dump(mode="json") for config in feed_forwards_from_json(value)]
+        return complete if isinstance(value, list) else complete[0]
     return value
 
 
@@ -208,16 +208,15 @@ class ModelConfig(NetworkConfig):
         """Return all residual blocks: each mixer (s of the order) with the feed-forward (f) after it, if any."""
         mixers = itertools.cycle(self.mixers)
         feed_forwards = itertools.cycle(self.feed_forwards)
-        made = []
-        for block in re.findall("sf|s|f", self.sublayers):
-            mixer = next(mixers) if "s" in block else None
-            made.append(BlockConfig(mixer, next(feed_forwards) if "f" in block else None))
-        return tuple(made)
+        return tuple(
+            BlockConfig(next(mixers) if "s" in block else None, next(feed_forwards) if "f" in block else None)
+            for block in re.findall("sf|s|f", self.sublayers)
+        )
 
     @staticmethod
     def foreign_types(model: Mapping[str, Any]) -> list[str]:
         """List the types in a model's JSON that other packages define: parsing it would import their code."""
-        own = {"patterns", *PATTERNS, *MIXERS, *FEED_FORWARDS}
+        known_types = {"patterns", *PATTERNS, *MIXERS, *FEED_FORWARDS}
         kinds, unread = [], [model.get("attention"), model.get("feed_forward")]
         while unread:
             value = unread.pop(0)
@@ -226,7 +225,7 @@ class ModelConfig(NetworkConfig):
                 unread += value.values()
             elif isinstance(value, list):
                 unread += value
-        return list(dict.fromkeys(kind for kind in kinds if isinstance(kind, str) and kind not in own))
+        return list(dict.fromkeys(kind for kind in kinds if isinstance(kind, str) and kind not in known_types))
 
     def foreign_code(self) -> dict[str, str]:
         """Map the import path of each class that another package defines to its package and source."""

@@ -30,11 +30,11 @@ from torch.distributed import ProcessGroup
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import SectionReads, rows_sent
 
-WORDS = 1 << 16  # of random bits that are made together: on a CPU they stay in the cache; a card wants more to do
+WORDS = 1 << 16  # of random bits at a time: on a CPU they stay in the cache; a GPU needs more work
 WORDS_ON_CARDS = 1 << 22
 _STEP, _MIXERS = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
-Exchange = Literal["heads", "keys"]  # of which attention takes one
+Exchange = Literal["heads", "keys"]  # what attention sends
 Exchanger = Callable[..., tuple[Tensor, ...]]
 
 
@@ -43,7 +43,7 @@ class Traffic(NamedTuple):
 
     exchange: Exchange
     calls: int
-    sent: tuple[int, ...]  # numbers that each process sends to others: times their bytes, and the contexts of a batch
+    sent: tuple[int, ...]  # numbers sent by each process, for one context
 
 
 class Division:
@@ -82,7 +82,7 @@ class Division:
 
     def positions_of(self, rows: int, stride: int, device: torch.device) -> Tensor:
         """Return the ascending positions (n,) int64 of n = ``rows`` divided by columns of a stride; 0: by sections."""
-        row = torch.arange(rows, device=device)  # made there: to bring it would wait for the device
+        row = torch.arange(rows, device=device)  # made on the device: a copy would synchronise
         if not stride:
             return row + self.rank * rows
         width = stride // self.size
@@ -191,8 +191,8 @@ class Division:
 
         ``columns``: the stride of the columns by which the rows are divided; 0: by sections.
         """
-        kept = 1 - _of_bits(share) / (1 << 16)
-        return (rows * (1 / kept)).masked_fill_(self.dropped(rows, share, columns), 0.0)
+        remaining = 1 - _of_bits(share) / (1 << 16)
+        return (rows * (1 / remaining)).masked_fill_(self.dropped(rows, share, columns), 0.0)
 
     def dropped(self, rows: Tensor, share: float, columns: int = 0) -> Tensor:
         """Return the mask (B, n, C) bool of what ``drop`` removes from rows, with probability ``share`` to 16 bits.
@@ -214,7 +214,7 @@ class Division:
             torch.add(some[:, None], channels, out=bits)
             for shift, factor in _MIXERS:
                 torch.bitwise_right_shift(bits, shift, out=shifted)
-                bits.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))  # without the sign's copies
+                bits.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))  # clear the copies of the sign
                 if factor > 1:
                     bits.mul_(_signed(factor))
             drawn = bits.view(torch.int16).view(len(some), batch, -1)[..., :width]
@@ -234,7 +234,7 @@ class Division:
         ``received[u]``.
         """
         counts = sent or [1] * self.size, received or [1] * self.size
-        # As bytes, which every backend takes.
+        # As bytes, which every backend supports.
         width = math.prod(values.shape[1:]) * values.element_size()
         out = values.new_empty(sum(counts[1]), *values.shape[1:])
         splits = [[count * width for count in side] for side in counts]
@@ -256,14 +256,14 @@ class Division:
 
         sent = parts[0].new_empty(self.size, sum(widths))
         for there, part in zip(by_part(sent), parts, strict=True):
-            there.copy_(part)  # once: to flatten a part copies it already
+            there.copy_(part)  # a single copy; flattening would make another
         return list(by_part(self.swap(sent)))
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _traffic(
     size: int,
-    asked: str,
+    exchange: str,
     context: int,
     heads: int,
     key_heads: int,
@@ -271,14 +271,14 @@ def _traffic(
     patterns: tuple[Pattern, ...] | None,
 ) -> Traffic:
     elsewhere = (size - 1) * context // size
-    # Each process has as many heads of keys as of others' positions, so they are copied where they are few.
+    # If U does not divide the heads of keys, they are copied until it does.
     there = heads * widths[0] + math.lcm(key_heads, size) * sum(widths)
     by_heads = Traffic("heads", 2 * (size > 1), (elsewhere * (there + heads * widths[1]) // size,) * size)
-    if patterns is None or asked == "heads" or size == 1:
+    if patterns is None or exchange == "heads" or size == 1:
         return by_heads
     rows = rows_sent(patterns, key_heads, context, size).sum(1)
     by_keys = Traffic("keys", int(rows.any()), tuple((rows * sum(widths)).tolist()))
-    if asked == "keys" or heads % size:
+    if exchange == "keys" or heads % size:
         return by_keys
     return min(by_heads, by_keys, key=lambda traffic: sum(traffic.sent))
 
@@ -365,7 +365,7 @@ def _to_next(division: Division, count: int) -> tuple[list[int], list[int]]:
 
 
 class _Fetched(torch.autograd.Function):
-    # It hands on k and v, so that every process goes through its backward pass: also one that receives nothing.
+    # Returns k and v too, so that every process runs the backward pass, even one that receives nothing.
     @staticmethod
     def forward(ctx: Any, division: Division, reads: SectionReads, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         ctx.division, ctx.reads = division, reads
@@ -378,10 +378,10 @@ class _Fetched(torch.autograd.Function):
         back = ctx.division.swap(grad_rows, list(reads.received), list(reads.sent)).transpose(0, 1)
         by_part = back.split([grad_k.shape[-1], grad_v.shape[-1]], -1)
         totals = []
-        for own, rows in zip((grad_k, grad_v), by_part, strict=True):
-            total = own.clone()
+        for grad, rows in zip((grad_k, grad_v), by_part, strict=True):
+            total = grad.clone()
             places = zip(reads.sent_heads.split(reads.sent), reads.sent_rows.split(reads.sent), strict=True)
-            # Section after section: none reads a row twice, so nothing is added to one place in an open order.
+            # One section at a time: none reads a row twice, so the order of additions is fixed.
             for (heads, places_in), added in zip(places, rows.split(reads.sent, 1), strict=True):
                 total[:, heads, places_in] += added
             totals.append(total)

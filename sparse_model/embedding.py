@@ -64,11 +64,11 @@ class Embedding(Part):
             embedded: (B, N - 1, C), replaces the rows of the token table; only without sequence parallelism.
             real: (B, N) bool, False where a row is padding.
         """
-        own = self.division.section(tokens.shape[1])
-        before = tokens[:, max(0, own.start - self.reach) : own.stop - 1].long()
-        before = F.pad(before, (own.stop - own.start + self.reach - 1 - before.shape[1], 0), value=NO_TOKEN)
-        positions = torch.arange(own.start, own.stop, device=tokens.device)
-        places = None if places is None else places[:, own]
+        section = self.division.section(tokens.shape[1])
+        before = tokens[:, max(0, section.start - self.reach) : section.stop - 1].long()
+        before = F.pad(before, (section.stop - section.start + self.reach - 1 - before.shape[1], 0), value=NO_TOKEN)
+        positions = torch.arange(section.start, section.stop, device=tokens.device)
+        places = None if places is None else places[:, section]
         if self.division.size == 1:
             start = self.start.expand(tokens.shape[0], 1, -1)
             h = torch.cat([start, self.tokens(before[:, self.reach :]) if embedded is None else embedded], dim=1)
@@ -78,7 +78,7 @@ class Embedding(Part):
         if places is not None:
             h = torch.where((places == 0)[..., None], self.start, h)
         if self.ngrams is not None:
-            h = self.ngrams(h, before, places, None if real is None else real[:, own])
+            h = self.ngrams(h, before, places, None if real is None else real[:, section])
         for table, index in self._places(positions if places is None else places):
             h = h + table(index)
         return h

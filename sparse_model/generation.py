@@ -59,14 +59,14 @@ def generate(
     if session is not None and (session.batch, session.position) != prompt.shape:
         raise ValueError(f"session of {session.position} tokens: must hold the prompt {tuple(prompt.shape)}")
 
-    def choice(logits: Tensor, left: Sequence[int]) -> Tensor:
-        own = [generator[row] for row in left] if isinstance(generator, Sequence) else generator
-        return choose(logits if adjust is None else adjust(logits), temperature, top_k, top_p, own)
+    def choice(logits: Tensor, contexts: Sequence[int]) -> Tensor:
+        generators = [generator[row] for row in contexts] if isinstance(generator, Sequence) else generator
+        return choose(logits if adjust is None else adjust(logits), temperature, top_k, top_p, generators)
 
     return _sample(model, prompt.long(), num_tokens, choice, session)
 
 
-def window_start(config: ModelConfig, known: int) -> int:
+def window_start(config: ModelConfig, length: int) -> int:
     """Return where the context begins among ``length`` tokens, if contexts slide.
 
     When a context is full its older half is dropped, in whole rows of the position tables, so that the remaining tokens
@@ -74,7 +74,7 @@ def window_start(config: ModelConfig, known: int) -> int:
     """
     rows, *row = config.embedding.table_sizes(config.context) or (config.context,)
     dropped = -(-rows // 2) * math.prod(row) if rows > 1 else -(-config.context // 2)
-    return 0 if known < config.context else ((known - config.context) // dropped + 1) * dropped
+    return 0 if length < config.context else ((length - config.context) // dropped + 1) * dropped
 
 
 def choose(
@@ -119,14 +119,14 @@ def _draw(share: Tensor, generator: torch.Generator | Sequence[torch.Generator] 
     never drawn. (torch.multinomial checks more, which takes longer than the draw.)
     """
     sums = share.cumsum(-1)
-    whole = sums[:, -1]
-    _require_finite(whole)
+    totals = sums[:, -1]
+    _require_finite(totals)
     if isinstance(generator, Sequence):
-        draws = [torch.rand(1, dtype=share.dtype, device=share.device, generator=each) for each in generator]
+        draws = [torch.rand(1, dtype=share.dtype, device=share.device, generator=g) for g in generator]
         part = torch.cat(draws)
     else:
         part = torch.rand(len(share), dtype=share.dtype, device=share.device, generator=generator)
-    return torch.searchsorted(sums, part.mul_(whole)[:, None], right=True)
+    return torch.searchsorted(sums, part.mul_(totals)[:, None], right=True)
 
 
 def _require_finite(values: Tensor) -> None:
@@ -143,30 +143,30 @@ def _sample(
     session: Session | None,
 ) -> Generator[Tensor, Sequence[int] | None, None]:
     """Yield the tokens one by one."""
-    batch, known = prompt.shape
+    batch, length = prompt.shape
     if batch == 0:
         yield from (prompt.new_empty(0) for _ in range(num_tokens))
         return
-    start = window_start(model.config, known)
+    start = window_start(model.config, length)
     window = [prompt[:, start:]]  # what the context holds
-    left = list(range(batch))  # of the contexts
+    contexts = list(range(batch))  # those that continue
     if session is None:
-        slides = known + num_tokens > model.config.context
-        session = Session(model, batch, None if slides else known + num_tokens, back=0)
+        slides = length + num_tokens > model.config.context
+        session = Session(model, batch, None if slides else length + num_tokens, back=0)
         session.prefill(window[0])
     for number in range(num_tokens):
         with torch.no_grad():
-            chosen = choice(session.logits, left)
+            chosen = choice(session.logits, contexts)
         rows = yield chosen
-        known += 1
+        length += 1
         if number + 1 == num_tokens:
             return
         if rows is not None:
             order = torch.tensor(rows, device=chosen.device)
-            left, session = [left[row] for row in rows], session.selected(order)
+            contexts, session = [contexts[row] for row in rows], session.selected(order)
             window, chosen = [torch.cat(window, 1)[order]], chosen[order]
         window.append(chosen[:, None])
-        dropped = window_start(model.config, known) - start
+        dropped = window_start(model.config, length) - start
         if dropped:
             start += dropped
             window = [torch.cat(window, 1)[:, dropped:]]

@@ -17,17 +17,17 @@ from longstride.kernels import ConfigError, Problem
 from longstride.kernels.patterns import divisors
 from longstride.sparse_model.strict import StrictModel
 
-# Bounds far above every network that there is: what is beyond them is a slip, or means harm.
+# Bounds far above every existing network: a larger value is a mistake or an attack.
 MOST_POSITIONS = 1 << 30
 MOST_LAYERS = 10_000
 MOST_HEADS = 1 << 12
 MOST_HEADS_IN_ALL = 1 << 18  # of all layers: each has a pattern
 MOST_WIDTH = 1 << 20
 MOST_CONVOLVED = 1 << 10
-MOST_CHANNELS = 1 << 24  # that a ratio makes of the width
+MOST_CHANNELS = 1 << 24  # ratio times width
 MOST_TOKENS = 1 << 24  # of a vocabulary: as many as colours of 24 bits
 POSITIVE = Field(gt=0, le=MOST_POSITIONS)
-WHOLE = 1e-6  # how far ratio x width may be from a whole number of channels: in binary 2.3 x 100 is not 230
+WHOLE = 1e-6  # tolerance of ratio x width to a whole number of channels: in binary 2.3 x 100 is not 230
 MOST_SUBLAYERS = 2 * MOST_LAYERS
 
 
@@ -72,7 +72,7 @@ class NetworkConfig(StrictModel):
         default="auto",
         description="what computes attention; auto: triton on GPUs, cpu on CPUs; one that cannot run is an error",
     )
-    # What follows came later than the paper. Each is off where it is left out.
+    # Options that are newer than the paper. Each is off by default.
     order: str | None = Field(
         default=None,
         description="of mixers (s) and feed-forwards (f), such as s6 (sf)10 f6; null: (sf), as often as layers says",
@@ -177,35 +177,32 @@ class NetworkConfig(StrictModel):
         Raises:
             ConfigError: ``order`` cannot be read.
         """
-        return "sf" * self.layers if self.order is None else _sublayers(self.order)
+        if self.order is None:
+            return "sf" * self.layers
+        wrong = "must be letters s and f, and groups of them, each with a number or none; such as s6 (sf)10 f6"
+        groups = [""]  # a stack: the sequence itself, then the open groups
+        last = ""  # the letter or group that a number repeats
+        tokens = re.findall(r"[sf()]|[0-9]+|\S", self.order)
+        for token, before in zip(tokens, ["(", *tokens], strict=False):
+            if token == "(":
+                groups.append("")
+            elif token in ("s", "f"):
+                last = token
+                groups[-1] += token
+            elif token == ")" and len(groups) > 1 and groups[-1]:
+                last = groups.pop()
+                groups[-1] += last
+            elif token.isdecimal() and before in ("s", "f", ")") and token.strip("0"):
+                if len(token) > len(str(MOST_SUBLAYERS)) or len(groups[-1]) + len(last) * int(token) > MOST_SUBLAYERS:
+                    raise ConfigError.at("order", self.order, f"has more than {MOST_SUBLAYERS:,} sub-layers")
+                groups[-1] += last * (int(token) - 1)
+            else:
+                raise ConfigError.at("order", self.order, wrong)
+        if len(groups) > 1 or not groups[0]:
+            raise ConfigError.at("order", self.order, wrong)
+        return groups[0]
 
 
-def _sublayers(order: str) -> str:
-    """Expand an order such as "s6 (sf)10 f6" to one letter for each sub-layer."""
-    wrong = "must be letters s and f, and groups of them, each with a number or none; such as s6 (sf)10 f6"
-    groups = [""]  # those that are open, the whole first
-    last = ""  # what a number repeats
-    tokens = re.findall(r"[sf()]|[0-9]+|\S", order)
-    for token, before in zip(tokens, ["(", *tokens], strict=False):
-        if token == "(":
-            groups.append("")
-        elif token in ("s", "f"):
-            last = token
-            groups[-1] += token
-        elif token == ")" and len(groups) > 1 and groups[-1]:
-            last = groups.pop()
-            groups[-1] += last
-        elif token.isdecimal() and before in ("s", "f", ")") and token.strip("0"):
-            if len(token) > len(str(MOST_SUBLAYERS)) or len(groups[-1]) + len(last) * int(token) > MOST_SUBLAYERS:
-                raise ConfigError.at("order", order, f"has more than {MOST_SUBLAYERS:,} sub-layers")
-            groups[-1] += last * (int(token) - 1)
-        else:
-            raise ConfigError.at("order", order, wrong)
-    if len(groups) > 1 or not groups[0]:
-        raise ConfigError.at("order", order, wrong)
-    return groups[0]
-
-
-def nearest_divisor(size: int, wanted: float) -> int:
+def nearest_divisor(size: int, target: float) -> int:
     """Return the divisor of ``size`` nearest to ``target``; the smaller of two."""
-    return min(divisors(size), key=lambda d: abs(d - wanted))
+    return min(divisors(size), key=lambda d: abs(d - target))

@@ -62,10 +62,10 @@ class CrossEntropyInChunks(torch.autograd.Function):
         grad_h = torch.empty_like(h)
         grad_weight = torch.zeros_like(weight, dtype=grad_nats.dtype)
         pieces = zip(*(x.split(ctx.rows) for x in (h, targets, grad_nats, grad_h)), strict=True)
-        for chunk, wanted, grad, target in pieces:
+        for chunk, labels, grad, target in pieces:
             # d nats / d logits = softmax - one-hot
             slope = F.linear(chunk, weight).to(grad.dtype).softmax(1)
-            slope.scatter_add_(1, wanted[:, None], torch.full_like(slope[:, :1], -1))
+            slope.scatter_add_(1, labels[:, None], torch.full_like(slope[:, :1], -1))
             slope = slope.mul_(grad[:, None]).to(h.dtype)
             target.copy_(slope @ weight)
             grad_weight.add_(slope.t() @ chunk)

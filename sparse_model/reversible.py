@@ -81,12 +81,13 @@ class ReversibleBlock(ResidualBlock):
     ) -> MixerOutput:
         """Map streams (2, B, N, C) to streams; ``starts`` collects the random states before each sub-layer."""
         assert not context.columns, "streams are divided by sections"
+        norm: Any = self.feed_forward_norm if self.attention is None else self.attention_norm
         before, written = h.unbind()
         output = MixerOutput(h)
         for sublayer in self.sublayers():
             if starts is not None:
                 starts.append(RandomStates.now(h))
-            output = sublayer(written.to(self._dtype), context).after(output)
+            output = sublayer(written.to(norm.weight.dtype), context).after(output)
             before, written = written, before + OnGrid.apply(output.rows)
         return output._replace(rows=torch.stack([before, written]))
 
@@ -94,12 +95,6 @@ class ReversibleBlock(ResidualBlock):
         """Return the mixer and the feed-forward. Each maps a stream (B, N, C) to what is added to the other stream."""
         parts = (self.attention, self.mix), (self.feed_forward, self.feed)
         return [sublayer for part, sublayer in parts if part is not None]
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        norm: Any = self.feed_forward_norm if self.attention is None else self.attention_norm
-        dtype: torch.dtype = norm.weight.dtype
-        return dtype
 
 
 class Reversible(torch.autograd.Function):

@@ -33,7 +33,7 @@ class Rotary:
     def table(self, device: torch.device) -> Tensor:
         """Return cosine and sine of every position's angles: (context, 1, D/2, 2) fp32."""
         if self._table is None or self._table.device != device:
-            with torch.inference_mode(False), torch.no_grad():  # training may use what a session has made
+            with torch.inference_mode(False), torch.no_grad():  # training may use a table that a session made
                 slowing = self.base ** -(torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
                 angles = torch.arange(self.context, dtype=torch.float64)[:, None, None] * slowing
                 self._table = torch.stack([angles.cos(), angles.sin()], -1).float().to(device)
@@ -42,8 +42,8 @@ class Rotary:
 
 def turn(x: Tensor, table: Tensor, out: Tensor, *, back: bool = False) -> Tensor:
     """Rotate pairs of channels of x (…, N, H, D) by a table's angles (N, 1, D/2, 2), or back, into ``out``."""
-    x, turned = (each.unflatten(-1, (-1, 2)) for each in (x, out))
-    if torch.compiler.is_compiling():  # which knows no complex numbers
+    x, turned = (rows.unflatten(-1, (-1, 2)) for rows in (x, out))
+    if torch.compiler.is_compiling():  # the compiler supports no complex numbers
         (a, b), (cosines, sines) = x.unbind(-1), table.unbind(-1)
         sines = -sines if back else sines
         turned[..., 0], turned[..., 1] = a * cosines - b * sines, a * sines + b * cosines
@@ -84,14 +84,14 @@ class PreparedHeads(torch.autograd.Function):
         grad_rows = torch.empty_like(grad_out)
         grad_rows[..., channels:] = grad_out[..., channels:]
         source, target = (x[..., :channels].unflatten(-1, (-1, width)) for x in (grad_out, grad_rows))
-        for place, (grad, x, other) in tiles(source, 1, scratch=3):
+        for place, (grad, x, work) in tiles(source, 1, scratch=3):
             grad.copy_(source[:, place])
             if scales is not None:
-                # What is along a normalised head does not change it, and turning both keeps the angle between them.
+                # Only the part orthogonal to the normalised head has a gradient, and rotating both keeps their angle.
                 x.copy_(out[:, place, :channels].unflatten(-1, (-1, width)))
-                along = torch.mul(grad, x, out=other).sum(-1, keepdim=True).div_(-width)
+                along = torch.mul(grad, x, out=work).sum(-1, keepdim=True).div_(-width)
                 grad.addcmul_(x, along).mul_(scales[:, place])
-            target[:, place] = grad if table is None else turn(grad, table[..., place, :, :, :], other, back=True)
+            target[:, place] = grad if table is None else turn(grad, table[..., place, :, :, :], work, back=True)
         return grad_rows, None, None, None, None
 
 

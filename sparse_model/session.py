@@ -74,7 +74,7 @@ class Session:
         self._autocast = _autocast(start)
         with torch.inference_mode():
             self.states = model.new_states(batch, self.length, start.device, self._autocast or start.dtype, back)
-        # All tokens, behind those that are none where the first row looks for some: (B, reach + N).
+        # All tokens, after NO_TOKEN for those before the beginning that the first rows look up: (B, reach + N).
         self._tokens = torch.full((batch, model.embedding.reach + self.length), NO_TOKEN, device=start.device)
         self._logits: Tensor | None = None  # of `position`, once its row is computed
 
@@ -108,7 +108,7 @@ class Session:
         if tokens.shape != (self.batch,):
             raise ValueError(f"tokens {tuple(tokens.shape)} must be ({self.batch},), one for each context")
         self._require_room(1)
-        assert self.logits is not None  # computes the row of this position, whose keys and values later rows read
+        assert self.logits is not None  # computes this position's row, so that its keys and values are cached
         self._add(tokens[:, None])
 
     def prefill(self, tokens: Tensor) -> None:
@@ -157,14 +157,13 @@ class Session:
         count = tokens.shape[1]
         self._require_room(count)
         self._require_autocast()
-        # Of the last row that is known, keys and values are read by those behind it.
+        # The row of the last token is computed here unless the logits after it, and so its keys, are known.
         first = self.position + (self.position > 0 and self._logits is not None)
         model, full = self._bare, self.position + count == self.length
         with torch.inference_mode():
             if self.position:
-                known = torch.cat([self._tokens[:, first : self.position + model.embedding.reach], tokens], 1)
-                known = known[:, : known.shape[1] - full]
-                h = model.embedding.rows(known, first)
+                before = torch.cat([self._tokens[:, first : self.position + model.embedding.reach], tokens], 1)
+                h = model.embedding.rows(before[:, : before.shape[1] - full], first)
             else:
                 h = model.embedding(tokens if full else nn.functional.pad(tokens.long(), (0, 1)))
             if h.shape[1]:
@@ -202,9 +201,9 @@ class Session:
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """Copy the session but not its model."""
         memo |= {id(module): module for module in self.model.modules()}
-        other: Session = object.__new__(type(self))
-        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return other
+        session: Session = object.__new__(type(self))
+        session.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return session
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the bare model, which a copy makes from its own model."""
@@ -238,10 +237,10 @@ class Session:
             ValueError: no contexts, or this session began under another autocast.
         """
         self._require_autocast()
-        other = Session(self.model, len(order), self.length, back=self._back)
-        other.position = self.position
-        other._take(self, order)
-        return other
+        session = Session(self.model, len(order), self.length, back=self._back)
+        session.position = self.position
+        session._take(self, order)
+        return session
 
     def _take(self, source: Session, order: Tensor) -> None:
         """Copy contexts of a session with as many tokens."""
@@ -305,17 +304,17 @@ def bare(module: Module) -> Module:
     return _bare(module, {})
 
 
-def _bare(module: Any, known: dict[int, Any]) -> Any:
+def _bare(module: Any, twins: dict[int, Any]) -> Any:
     """Make the bare module; ``twins`` maps ids of originals to theirs, as a submodule may occur several times."""
-    if module is None or id(module) in known:
-        return known.get(id(module))
+    if module is None or id(module) in twins:
+        return twins.get(id(module))
     attributes, kind = vars(module), module.__class__
     hooks = (attributes["_forward_hooks"], attributes["_forward_pre_hooks"], every._global_forward_hooks)
     if any((*hooks, every._global_forward_pre_hooks, module._compiled_call_impl, "forward" in attributes)):
-        known[id(module)] = module
+        twins[id(module)] = module
         return module
-    children = {name: _bare(child, known) for name, child in attributes["_modules"].items()}
-    known[id(module)] = twin = object.__new__(_called_by(kind, kind.forward))
+    children = {name: _bare(child, twins) for name, child in attributes["_modules"].items()}
+    twins[id(module)] = twin = object.__new__(_called_by(kind, kind.forward))
     # Plain attributes are found without nn.Module.__getattr__.
     vars(twin).update(attributes | attributes["_parameters"] | attributes["_buffers"] | children, _modules=children)
     return twin

@@ -22,7 +22,7 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    # Fields that came later: without them at their default, what is saved stays what it was, byte for byte.
+    # Newer fields: leaving them out at their default keeps saved configurations byte for byte as before.
     left_out_at_default: ClassVar[tuple[str, ...]] = ()
 
     @model_serializer(mode="wrap")
@@ -42,7 +42,7 @@ class StrictModel(BaseModel):
         try:
             return super().model_validate(obj)
         except ValidationError as error:
-            # From None: pydantic's text would only repeat ours at length.
+            # From None, as pydantic's text only repeats ours at length.
             raise config_error(cls, obj, error) from None
 
 
@@ -51,7 +51,7 @@ def config_error(model: type[BaseModel], data: object, error: ValidationError) -
     by_path: dict[tuple[str, int], list[Problem]] = {}
     for number, detail in enumerate(error.errors(include_url=False)):
         for problem in _problems(model, data, detail):
-            # A union reports one finding for each member, all at the same path: one problem.
+            # A union reports one error for each member at the same path: join them to one problem.
             in_union = _follow(data, detail["loc"]).ends_in_member
             key = (problem.path, 0 if in_union else number + 1)
             by_path.setdefault(key, []).append(problem)
@@ -67,8 +67,8 @@ def _problems(model: type[BaseModel], data: object, detail: Any) -> list[Problem
     path, value, _ = _follow(data, detail["loc"])
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        known = _known_keys(model, detail["loc"][:-1])
-        return [Problem(path, f"unknown key; {nearest(str(detail['loc'][-1]), known)}")]
+        keys = _known_keys(model, detail["loc"][:-1])
+        return [Problem(path, f"unknown key; {nearest(str(detail['loc'][-1]), keys)}")]
     if kind == "missing":
         last = detail["loc"][-1]
         place = f"{path}[{last}]" if isinstance(last, int) else join_paths(path, last)
@@ -76,9 +76,9 @@ def _problems(model: type[BaseModel], data: object, detail: Any) -> list[Problem
     if kind == "union_tag_not_found":
         return [Problem(join_paths(path, context["discriminator"].strip("'")), "required, and missing")]
     if kind == "union_tag_invalid":
-        known = [tag.strip("'") for tag in context["expected_tags"].split(", ")]
+        tags = [tag.strip("'") for tag in context["expected_tags"].split(", ")]
         tag_path = join_paths(path, context["discriminator"].strip("'"))
-        return [Problem(tag_path, f"not known; {nearest(str(context['tag']), known)}", context["tag"])]
+        return [Problem(tag_path, f"not known; {nearest(str(context['tag']), tags)}", context["tag"])]
     cause = context.get("error")
     if isinstance(cause, ConfigError):
         return list(cause.under(path).problems)
@@ -87,7 +87,7 @@ def _problems(model: type[BaseModel], data: object, detail: Any) -> list[Problem
     rule = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").replace("Input", "it")
     if kind == "finite_number":
         rule = "must be a finite number"
-    # Without a value that is an object: the rule alone is easier to read.
+    # A value that is an object is left out, for a shorter message.
     return [Problem(path, rule) if isinstance(value, Mapping) else Problem(path, rule, value)]
 
 
@@ -120,19 +120,18 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list
         fields = [candidate.model_fields[part] for candidate in candidates if part in candidate.model_fields]
         if fields:
             candidates = [model for field in fields for model in _models_in(field.annotation)]
-        else:  # a list position, or the name of a union member: keep that member alone where the name identifies it
-            candidates = [candidate for candidate in candidates if _is_member(candidate, part)] or candidates
+        else:  # a list position, or a union member's name: the class, or a literal that distinguishes the members
+            members = [model for model in candidates if part == model.__name__ or part in _literals_of(model)]
+            candidates = members or candidates
     return list(dict.fromkeys(key for candidate in candidates for key in candidate.model_fields))
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """List every configuration class named in an annotation such as ``list[A | B] | None``."""
-    if arguments := typing.get_args(annotation):  # first: Python 3.10 takes list[int] for a class
+    if arguments := typing.get_args(annotation):  # first: for Python 3.10 list[int] is a class
         return [model for argument in arguments for model in _models_in(argument)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
 
 
-def _is_member(model: type[BaseModel], name: int | str) -> bool:
-    """Whether a union member has this name: its class, or a literal that distinguishes the members."""
-    literals = [typing.get_args(field.annotation) for field in model.model_fields.values()]
-    return name == model.__name__ or any(name in values for values in literals)
+def _literals_of(model: type[BaseModel]) -> list[Any]:
+    return [value for field in model.model_fields.values() for value in typing.get_args(field.annotation)]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-TILE = 1 << 18  # numbers: in fp32 about a core's second cache, and enough that calling an operation takes little of it
-EPS = 1e-6  # added to a mean square, where a configuration says nothing else
+TILE = 1 << 18  # numbers: in fp32 about a core's L2 cache, and enough that the calls take little of the time
+EPS = 1e-6  # default of what is added to a mean square
 
 
 def wide_of(x: Tensor) -> torch.dtype:
@@ -30,17 +30,17 @@ def tiles(x: Tensor, axis: int, scratch: int) -> Iterator[tuple[slice, list[Tens
         scratch: how many tiles of memory to yield, uninitialised, in ``wide_of(x)``.
     """
     shape = list(x.shape)
-    whole = x.device.type != "cpu" or torch.compiler.is_compiling()  # whose sizes may be symbols, which no range takes
-    count = shape[axis] if whole else max(1, TILE * max(1, shape[axis]) // max(1, x.numel()))
-    if not whole:
+    single = x.device.type != "cpu" or torch.compiler.is_compiling()  # sizes may be symbols, which range() rejects
+    count = shape[axis] if single else max(1, TILE * max(1, shape[axis]) // max(1, x.numel()))
+    if not single:
         shape[axis] = min(count, shape[axis])
     memory = [torch.empty(shape, dtype=wide_of(x), device=x.device) for _ in range(scratch)]
-    if whole:
+    if single:
         yield slice(0, count), memory
         return
     for start in range(0, x.shape[axis], count):
         place = slice(start, min(start + count, x.shape[axis]))
-        yield place, [each.narrow(axis, 0, place.stop - place.start) for each in memory]
+        yield place, [tile.narrow(axis, 0, place.stop - place.start) for tile in memory]
 
 
 def inverse_rms(x: Tensor, out: Tensor | None = None, eps: float = EPS) -> Tensor:

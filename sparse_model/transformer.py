@@ -54,13 +54,13 @@ class SparseTransformer(Part):
         self.embedding = Embedding(config)
         rotary = Rotary.of(config)
         kind = ReversibleBlock if config.reversible else ResidualBlock
-        made = (kind(config, block, rotary) for block in (config.blocks() if blocks is None else blocks))
-        self.blocks = cast("Sequence[ResidualBlock]", nn.ModuleList(made))
+        modules = (kind(config, block, rotary) for block in (config.blocks() if blocks is None else blocks))
+        self.blocks = cast("Sequence[ResidualBlock]", nn.ModuleList(modules))
         self.norm = norm_of(config)
         self.logits = Logits(config.width, config.vocabulary, bias=False)
-        self.activation_checkpoint: Recompute | None = None  # where set, to recompute activations in the backward pass
-        self._supported: set[str] = set()  # what all parts are known to support
-        if initialize:  # after all modules are made, so that published models keep their draws
+        self.activation_checkpoint: Recompute | None = None  # set to recompute activations
+        self._supported: set[str] = set()  # abilities that have been checked
+        if initialize:  # after making all modules, so that published models keep their random values
             for part in self.parts():
                 part.initialize()
 
@@ -159,7 +159,7 @@ class SparseTransformer(Part):
         output, columns = self.residual(
             lambda: self.embedding(tokens, places, real=real), contexts, self.activation_checkpoint
         )
-        if return_nats:  # targets and nats travel, which are less than rows
+        if return_nats:  # exchange targets and nats, which are smaller than rows
             rows = self.norm(output.rows)
             targets = self.division.divided_anew(tokens[:, section, None], 0, columns)[..., 0].long()
             nats = self.logits(rows, targets)
@@ -212,11 +212,24 @@ class SparseTransformer(Part):
         Raises:
             ConfigError: a part does not support documents, or padding.
         """
+        contexts = []
         if real is not None:
             self._require("padding")
         if places is not None:
-            return self._within_documents(places, real)
-        contexts, columns = [], 0
+            self._require("documents")
+            starts = torch.arange(places.shape[1], device=places.device) - places
+            local_places = places[:, self.division.section(places.shape[1])]
+            selections: dict[tuple[Pattern, ...], Selection] = {}  # shared by layers with the same patterns
+            for block in self.blocks:
+                selection = None
+                if block.attention is not None:
+                    patterns = block.attention.patterns
+                    if patterns not in selections:
+                        selections[patterns] = within_documents(patterns, starts)
+                    selection = selections[patterns]
+                contexts.append(BlockContext(documents=Documents(local_places, selection), real=real))
+            return contexts
+        columns = 0
         for block in self.blocks:
             in_sections = block.feed_forward is not None and block.feed_forward.in_sections
             if self.division.size == 1 or self.config.reversible or in_sections:
@@ -226,24 +239,8 @@ class SparseTransformer(Part):
             contexts.append(BlockContext(columns=columns, real=real))
         return contexts
 
-    def _within_documents(self, places: Tensor, real: Tensor | None) -> list[BlockContext]:
-        self._require("documents")
-        starts = torch.arange(places.shape[1], device=places.device) - places
-        local_places = places[:, self.division.section(places.shape[1])]
-        selections: dict[tuple[Pattern, ...], Selection] = {}  # layers of the same patterns share theirs
-        contexts = []
-        for block in self.blocks:
-            selection = None
-            if block.attention is not None:
-                patterns = block.attention.patterns
-                if patterns not in selections:
-                    selections[patterns] = within_documents(patterns, starts)
-                selection = selections[patterns]
-            contexts.append(BlockContext(documents=Documents(local_places, selection), real=real))
-        return contexts
-
     def _require(self, ability: Literal["documents", "padding"]) -> None:
-        if ability not in self._supported:  # which is asked in every step
+        if ability not in self._supported:  # called in every step
             self.config.require(ability)
             self._supported.add(ability)
 
@@ -262,9 +259,9 @@ class SparseTransformer(Part):
         Raises:
             ConfigError: a mixer cannot generate, or the model's backend cannot run here.
         """
-        room = batch, length, device, dtype, length if back is None else back
+        back = length if back is None else back
         mixers = (block.attention for block in self.blocks)
-        return [None if mixer is None else mixer.new_state(*room) for mixer in mixers]
+        return [None if mixer is None else mixer.new_state(batch, length, device, dtype, back) for mixer in mixers]
 
     def forward_cached(self, h: Tensor, states: Sequence[State | None], first: int) -> Tensor:
         """Run all residual blocks for positions after those in the states.

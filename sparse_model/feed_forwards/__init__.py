@@ -35,7 +35,7 @@ def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:
     if listed and len(value) > MOST_SUBLAYERS:
         rule = f"{len(value):,} objects; at most {MOST_SUBLAYERS:,}, one for each feed-forward"
         raise ConfigError(Problem("feed_forward", rule))
-    made, errors = [], []
+    configs, errors = [], []
     for number, entry in enumerate(value if listed else [value]):
         try:
             if not isinstance(entry, dict):
@@ -47,15 +47,15 @@ def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:
                 raise ConfigError.at("type", kind, f"not known; {near}")
             if not issubclass(config, FeedForwardConfig):
                 raise ConfigError.at("type", kind, f"must name a FeedForwardConfig, and {import_path(config)} is none")
-            made.append(config.model_validate(entry))
+            configs.append(config.model_validate(entry))
         except ConfigError as error:
             errors.append(error.under(f"feed_forward[{number}]" if listed else "feed_forward"))
     if errors:
         raise ConfigError.joined(errors)
-    return tuple(made)
+    return tuple(configs)
 
 
 def feed_forward_schema() -> dict[str, Any]:
     """Return the JSON schema of `model.feed_forward`."""
-    choices = [*(each.model_json_schema() for each in FEED_FORWARDS.values()), foreign_schema(GROUP)]
+    choices = [*(config.model_json_schema() for config in FEED_FORWARDS.values()), foreign_schema(GROUP)]
     return {"anyOf": [*choices, {"type": "array", "items": {"anyOf": choices}, "minItems": 1}]}

@@ -20,8 +20,8 @@ from longstride.sparse_model.part import (
     draw_linear,
 )
 
-LONG_ROWS = 1 << 17  # above so many rows, the backward pass computes the inner activations again
-CHUNK_ROWS = 1 << 14  # rows at a time, then
+LONG_ROWS = 1 << 17  # with more rows, the backward pass computes the inner activations again
+CHUNK_ROWS = 1 << 14  # rows at a time in that case
 
 
 def sigmoid_gelu(x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class SquaredReLU(torch.autograd.Function):
         return torch.addcmul(positive.new_zeros(()), grad_out, positive, value=2)
 
 
-# An activation, and one that gives its derivative too.
+# Each activation, and a function that also returns its derivative.
 ACTIVATIONS = {
     "sigmoid_gelu": (sigmoid_gelu, sigmoid_gelu_and_slope),
     "squared_relu": (squared_relu, squared_relu_and_slope),
@@ -101,7 +101,7 @@ class DenseFeedForward(FeedForward):
 
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
         """Map (B, N, C) to (B, N, C). Padding is computed like any row: rows that nothing reads give no gradient."""
-        plain = isinstance(self.expand, nn.Linear) and isinstance(self.contract, nn.Linear)  # and no adapters of others
+        plain = isinstance(self.expand, nn.Linear) and isinstance(self.contract, nn.Linear)  # not replaced by adapters
         if torch.compiler.is_exporting() or h.shape[:-1].numel() <= LONG_ROWS or not plain:
             return MixerOutput(self.contract(self.activation(self.expand(h))))
         parameters = (self.expand.weight, self.expand.bias, self.contract.weight, self.contract.bias)
@@ -148,7 +148,7 @@ class FeedForwardInChunks(torch.autograd.Function):
         expand, expand_bias, contract, _ = parameters
         _, activation_and_slope = ACTIVATIONS[ctx.kind]
         wide = torch.promote_types(h.dtype, torch.float32)
-        totals = [None if each is None else torch.zeros_like(each, dtype=wide) for each in parameters]
+        totals = [None if x is None else torch.zeros_like(x, dtype=wide) for x in parameters]
         grad_h = torch.empty_like(h)
         chunks = (x.split(ctx.rows) for x in (h, grad_out, grad_h))
         for chunk, grad, target in zip(*chunks, strict=True):

@@ -147,15 +147,15 @@ class Experts(FeedForward):
         probabilities = logits.softmax(-1)
         chosen = logits.topk(config.top).indices
         gates = probabilities.gather(-1, chosen)
-        auxiliary, kept = None, None if real is None else real.reshape(-1, 1)
+        auxiliary, fits = None, None if real is None else real.reshape(-1, 1)
         if self.training and config.balance:
             first = chosen[:, :1] == torch.arange(self.count, device=h.device)
-            first, mean = self._means(kept, first.to(wide), probabilities)
-            auxiliary = config.balance * self.count * (first * mean).sum()
+            shares, means = self._means(fits, first.to(wide), probabilities)
+            auxiliary = config.balance * self.count * (shares * means).sum()
         if self.training and config.capacity is not None:
-            kept = self._within_capacity(chosen.view(len(h), -1), real)
-        if kept is not None:
-            gates, chosen = torch.where(kept, gates, 0.0), torch.where(kept, chosen, self.count)
+            fits = self._within_capacity(chosen.view(len(h), -1), real)
+        if fits is not None:
+            gates, chosen = torch.where(fits, gates, 0.0), torch.where(fits, chosen, self.count)
         if config.top > 1:
             gates = gates / gates.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).eps)
         return gates, chosen, auxiliary
@@ -164,7 +164,7 @@ class Experts(FeedForward):
         """Count the router and the experts of each row. For long inputs the first half is computed again."""
         top = self.config.top
         weights = (self.router.weight, self.expand, self.contract)
-        router, expand, contract = (2 * positions * each.numel() for each in weights)
+        router, expand, contract = (2 * positions * weight.numel() for weight in weights)
         expand, contract = top * expand // self.count, top * contract // self.count
         long = batch * positions * top // self.division.size > dense.LONG_ROWS
         return Work(linear=router + expand + contract, again=expand if long else 0)
@@ -195,9 +195,9 @@ class Experts(FeedForward):
             room = (capacity * self.division.sum(counted.sum(1, keepdim=True)).double() / self.count).ceil()
         arrivals = arrive.cumsum(1)
         earlier = self.division.sum_before(arrivals[:, -1:]).expand_as(arrivals)  # of sections before this one
-        before, within = (each.gather(-1, chosen[..., None]) for each in (earlier, arrivals))
-        kept = before + within <= room
-        return (kept if real is None else kept & counted).view(-1, top)
+        before, within = (counts.gather(-1, chosen[..., None]) for counts in (earlier, arrivals))
+        fits = before + within <= room
+        return (fits if real is None else fits & counted).view(-1, top)
 
     def _by_all_experts(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """Compute all rows by each expert, for traced programs, whose shapes must not depend on the choice."""
@@ -218,12 +218,12 @@ class Experts(FeedForward):
         ]
         rows = []
         for row, weights, experts in zip(h, gates.to(h.dtype), chosen.tolist(), strict=True):
-            given = []
+            terms = []
             for weight, expert in zip(weights, experts, strict=True):
                 expand, contract = (None if bias is None else bias[expert] for bias in biases)
                 inner = self.activation(F.linear(row, self.expand[expert], expand))
-                given.append(F.linear(inner, self.contract[expert], contract) * weight)
-            rows.append(sum(given[1:], given[0]))
+                terms.append(F.linear(inner, self.contract[expert], contract) * weight)
+            rows.append(sum(terms[1:], terms[0]))
         return torch.stack(rows)
 
 
@@ -250,29 +250,29 @@ class SortedExperts(torch.autograd.Function):
         rows: int | None,
     ) -> Tensor:
         activation, _ = ACTIVATIONS[kind]
-        pieces, kept = [], None
-        for x, gate, experts in zip(*(each.split(rows or len(h)) for each in (h, gates, chosen)), strict=True):
+        pieces, saved = [], None
+        for x, gate, experts in zip(*(x.split(rows or len(h)) for x in (h, gates, chosen)), strict=True):
             order, ends = _sorted(experts, len(expand))
             before = linear_of_groups(x.index_select(0, order // chosen.shape[1]), expand.mT, expand_bias, ends)
             out = linear_of_groups(activation(before), contract.mT, contract_bias, ends)
             pieces.append(_summed(out.mul_(gate.flatten()[order, None]), order, chosen.shape[1]))
-            kept = None if rows else before
-        ctx.save_for_backward(h, gates, chosen, expand, expand_bias, contract, contract_bias, kept)
+            saved = None if rows else before
+        ctx.save_for_backward(h, gates, chosen, expand, expand_bias, contract, contract_bias, saved)
         ctx.kind, ctx.rows = kind, rows
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        h, gates, chosen, expand, expand_bias, contract, contract_bias, kept = ctx.saved_tensors
+        h, gates, chosen, expand, expand_bias, contract, contract_bias, saved = ctx.saved_tensors
         _, activation_and_slope = ACTIVATIONS[ctx.kind]
         count, top = len(expand), chosen.shape[1]
         totals: list[Tensor] = []
         grads_h, grads_gates = [], []
-        chunks = (each.split(ctx.rows or len(h)) for each in (h, gates, chosen, grad_out))
+        chunks = (x.split(ctx.rows or len(h)) for x in (h, gates, chosen, grad_out))
         for chunk, gate, experts, grad_chunk in zip(*chunks, strict=True):
             order, ends = _sorted(experts, count)
-            x, grad = (each.index_select(0, order // top) for each in (chunk, grad_chunk))
-            before = linear_of_groups(x, expand.mT, expand_bias, ends) if kept is None else kept
+            x, grad = (rows.index_select(0, order // top) for rows in (chunk, grad_chunk))
+            before = linear_of_groups(x, expand.mT, expand_bias, ends) if saved is None else saved
             inner, slope = activation_and_slope(before)
             grad_inner = linear_of_groups(grad, contract, None, ends)  # for a weight of 1
             grad_gate = (grad_inner * inner).sum(-1, dtype=gates.dtype)
@@ -285,11 +285,11 @@ class SortedExperts(torch.autograd.Function):
                 *gradients_of_groups(grad_before, x, ends, count),
                 *gradients_of_groups(grad.mul_(weights), inner, ends, count),
             ]
-            wide = [each if ctx.rows is None else each.to(gates.dtype) for each in gradients]
-            totals = [total.add_(each) for total, each in zip(totals, wide, strict=True)] if totals else wide
+            wide = [x if ctx.rows is None else x.to(gates.dtype) for x in gradients]
+            totals = [total.add_(x) for total, x in zip(totals, wide, strict=True)] if totals else wide
             grads_h.append(_summed(linear_of_groups(grad_before, expand, None, ends), order, top))
             grads_gates.append(torch.empty_like(grad_gate).scatter_(0, order, grad_gate).view(-1, top))
-        grad_expand, grad_expand_bias, grad_contract, grad_contract_bias = (each.to(h.dtype) for each in totals)
+        grad_expand, grad_expand_bias, grad_contract, grad_contract_bias = (total.to(h.dtype) for total in totals)
         return (
             torch.cat(grads_h),
             torch.cat(grads_gates),
@@ -318,8 +318,8 @@ def _summed(rows: Tensor, order: Tensor, top: int) -> Tensor:
     return out
 
 
-# Two operations of torch's own dispatcher, as how many rows an expert has is known only when they run: torch.compile
-# and the rehearsal of a plan see their shapes. All that lies between them is visible to both.
+# Custom operations, because the number of rows of an expert depends on the data: torch.compile and a dry run need fixed
+# shapes.
 
 
 @torch.library.custom_op("longstride::linear_of_groups", mutates_args=())
@@ -334,7 +334,7 @@ def linear_of_groups(x: Tensor, weights: Tensor, bias: Tensor | None, ends: Tens
         out = F.grouped_mm(x, weights, offs=ends)
         if bias is not None:
             out += bias[torch.searchsorted(ends, group[:, 0], right=True).clamp_max(len(weights) - 1)]
-        return out.masked_fill_(group >= ends[-1], 0.0)  # what lies there is not set
+        return out.masked_fill_(group >= ends[-1], 0.0)  # grouped_mm leaves those rows undefined
     out, groups = x.new_empty(len(x), weights.shape[2]), _slices(ends)
     out[groups[-1].stop :] = 0
     for expert, rows in enumerate(groups):
@@ -383,4 +383,4 @@ def _fits_grouped_kernel(*matrices: Tensor) -> bool:
 
     Otherwise each group is a separate product, for which the host has to wait for ``ends``.
     """
-    return all(each.is_cuda and each.dtype == torch.bfloat16 and each.shape[-1] % 8 == 0 for each in matrices)
+    return all(x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 for x in matrices)

@@ -67,14 +67,14 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
     errors = []
     for number, entry in enumerate(value if listed else [value]):
         try:
-            made = _from_entry(entry, network, listed)
-            for mixer in made:
+            mixers = _from_entry(entry, network, listed)
+            for mixer in mixers:
                 mixer.check(network, network.context)
-            cycle += made
+            cycle += mixers
         except ConfigError as error:
             errors.append(error.under(f"attention[{number}]" if listed else "attention"))
     if not errors and not any(mixer.has_queries for mixer in cycle[: network.layers]):
-        rule = "is of queries and keys, and no layer has any; leave it out, or mix attention in"
+        rule = "only applies to attention, and no layer uses attention; remove it or add an attention layer"
         options = {"rotary": network.rotary, "query_key_norm": network.query_key_norm}
         errors = [ConfigError(Problem(name, rule)) for name, value in options.items() if value]
         if network.query_key_ratio != 1:
@@ -102,8 +102,8 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
     entry = {key: value for key, value in entry.items() if key != SHARED}
     if "heads" in entry:
         return [HeadPatterns(_patterns_of_groups(entry, network), shared)]
-    others = ["heads", *MIXERS, *registered_names(GROUP)]
-    pattern, combine = _pattern_and_combination(entry, network.context, beside=[SHARED], others=others)
+    alternatives = ["heads", *MIXERS, *registered_names(GROUP)]
+    pattern, combine = _pattern_and_combination(entry, network.context, extra_keys=[SHARED], alternatives=alternatives)
     factors = pattern.factors()
     if combine == "merged":
         return [HeadPatterns(_split([pattern], range(network.heads)), shared)]
@@ -129,9 +129,9 @@ def _mixer_class(kind: object) -> type[StrictModel] | None:
 
 def _patterns_of_groups(entry: dict[str, Any], network: NetworkConfig) -> tuple[Pattern, ...]:
     """Return a pattern for each head from an object with ``heads``, one group of heads after the other."""
-    if more := [str(key) for key in entry if key != "heads"]:
+    if extra := [str(key) for key in entry if key != "heads"]:
         raise ConfigError(
-            *(Problem(key, "stands beside heads, whose entries say all; move it into them") for key in more)
+            *(Problem(key, "stands beside heads, whose entries say all; move it into them") for key in extra)
         )
     groups = entry["heads"]
     if not isinstance(groups, list) or not groups:
@@ -167,8 +167,8 @@ def _patterns_of_group(group: Any, first: int, context: int) -> tuple[Pattern, .
         raise ConfigError.at("count", count, "must be an integer of at least 1")
     if first + count > MOST_HEADS:  # before so many patterns are made
         raise ConfigError.at("count", count, f"with those before it must be at most {MOST_HEADS:,} heads")
-    own = {key: value for key, value in group.items() if key != "count"}
-    pattern, combine = _pattern_and_combination(own, context, beside=["count"])
+    pattern_keys = {key: value for key, value in group.items() if key != "count"}
+    pattern, combine = _pattern_and_combination(pattern_keys, context, extra_keys=["count"])
     if combine == "interleaved":
         raise ConfigError.at(
             "combine", combine, "takes turns by layer, and this is a group of heads; give merged or multihead"
@@ -178,7 +178,7 @@ def _patterns_of_group(group: Any, first: int, context: int) -> tuple[Pattern, .
 
 
 def _pattern_and_combination(
-    entry: dict[str, Any], context: int, *, beside: Sequence[str] = (), others: Sequence[str] = ()
+    entry: dict[str, Any], context: int, *, extra_keys: Sequence[str] = (), alternatives: Sequence[str] = ()
 ) -> tuple[Pattern, str]:
     """Parse a pattern object and how its factors are combined.
 
@@ -187,8 +187,8 @@ def _pattern_and_combination(
     combine = entry.get("combine", "merged")
     if combine not in COMBINATIONS:
         raise ConfigError.at("combine", combine, f"must be one of {', '.join(COMBINATIONS)}")
-    own = {key: value for key, value in entry.items() if key != "combine"}
-    pattern = pattern_from_json(own, beside=["combine", *beside], others=others)
+    pattern_keys = {key: value for key, value in entry.items() if key != "combine"}
+    pattern = pattern_from_json(pattern_keys, beside=["combine", *extra_keys], others=alternatives)
     for key in RESOLVED_BY_HEAD:
         if key in entry:
             raise ConfigError.at(key, entry[key], "must be left out: it follows from the number of the head")
@@ -214,33 +214,33 @@ def attention_schema() -> dict[str, Any]:
     groups = {"type": "array", "items": items, "minItems": 1, "description": "a pattern for some heads each"}
     properties = {"heads": groups, **shared}
     by_head = {"type": "object", "properties": properties, "required": ["heads"], "additionalProperties": False}
-    mixers = [_whole(mixer.model_json_schema()) for mixer in MIXERS.values()]
+    mixers = [_inlined(mixer.model_json_schema()) for mixer in MIXERS.values()]
     choices = [*_pattern_schemas(combine | shared), *mixers, by_head, foreign_schema(PATTERN_GROUP, GROUP)]
     return {"anyOf": [*choices, {"type": "array", "items": {"anyOf": choices}, "minItems": 1}]}
 
 
-def _whole(schema: dict[str, Any]) -> dict[str, Any]:
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     """Inline a schema's definitions, as references would not resolve inside another schema."""
     definitions = schema.pop("$defs", {})
 
     def filled(part: Any) -> Any:
         if isinstance(part, dict):
-            found = definitions[part["$ref"].rpartition("/")[2]] if "$ref" in part else part
-            return {key: filled(value) for key, value in found.items()}
-        return [filled(each) for each in part] if isinstance(part, list) else part
+            definition = definitions[part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+            return {key: filled(value) for key, value in definition.items()}
+        return [filled(value) for value in part] if isinstance(part, list) else part
 
-    whole: dict[str, Any] = filled(schema)
-    return whole
+    complete: dict[str, Any] = filled(schema)
+    return complete
 
 
-def _pattern_schemas(more: dict[str, Any], *required: str) -> list[dict[str, Any]]:
+def _pattern_schemas(extra: dict[str, Any], *required: str) -> list[dict[str, Any]]:
     """Build the JSON schema of each pattern's object, with extra properties, some of them required."""
     kinds = {int: {"type": "integer"}, bool: {"type": "boolean"}, str: {"type": "string"}}
     schemas = []
     for kind, cls in PATTERNS.items():
-        hints, told_hints = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
-        told = (cls.__doc__ or kind).partition("\n")[0].rstrip(".").replace("`", "")
-        properties: dict[str, Any] = {"type": {"const": kind, "description": told}, **more}
+        hints, annotations = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
+        summary = (cls.__doc__ or kind).partition("\n")[0].rstrip(".").replace("`", "")
+        properties: dict[str, Any] = {"type": {"const": kind, "description": summary}, **extra}
         needed = ["type", *required]
         for field in dataclasses.fields(cls):
             if field.name in RESOLVED_BY_HEAD:
@@ -253,7 +253,7 @@ def _pattern_schemas(more: dict[str, Any], *required: str) -> list[dict[str, Any
                     t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None)
                 ]
                 entry = {"enum": options} if isinstance(options[0], str) else dict(kinds[options[0]])
-            for note in getattr(told_hints[field.name], "__metadata__", ()):
+            for note in getattr(annotations[field.name], "__metadata__", ()):
                 if isinstance(note, Doc):
                     entry["description"] = note.documentation
             if field.default is dataclasses.MISSING:

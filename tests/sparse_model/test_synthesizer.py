@@ -189,10 +189,19 @@ def test_operations_are_those_that_torch_counts() -> None:
         ({"kind": "attention"}, 'attention.kind="attention": is attention without a synthesizer: give '),
         ({}, "attention.kind: required, and missing"),
         ({"kind": "random", "rnk": 3}, "attention.rnk: unknown key; nearest rank"),
-        ({"kind": "random", "rank": 3}, "attention.rank=3: only applies to factorized_random, and kind is random; leave it out"),
+        (
+            {"kind": "random", "rank": 3},
+            "attention.rank=3: only applies to factorized_random, and kind is random; leave it out",
+        ),
         ({"kind": "factorized_random", "rank": 0}, "attention.rank=0: must be greater than 0"),
-        ({"kind": "random", "hidden": 3}, "attention.hidden=3: only applies to dense and factorized_dense, and kind is random"),
-        ({"kind": "dense", "fixed": True}, "attention.fixed=true: only applies to random and factorized_random, and kind is"),
+        (
+            {"kind": "random", "hidden": 3},
+            "attention.hidden=3: only applies to dense and factorized_dense, and kind is random",
+        ),
+        (
+            {"kind": "dense", "fixed": True},
+            "attention.fixed=true: only applies to random and factorized_random, and kind is",
+        ),
         ({"kind": "factorized_dense", "blocks": 7}, "attention.blocks=7: must divide context 40; nearest 8"),
         ({"kind": "dense", "pattern": {"type": "loca", "window": 3}}, 'attention.pattern.type="loca": must be a '),
         ({"kind": "dense", "pattern": {"type": "fixed", "index": 1}}, "attention.pattern.index=1: must be left out"),
@@ -200,9 +209,9 @@ def test_operations_are_those_that_torch_counts() -> None:
             {"kind": "dense", "pattern": {"type": "fixed", "stride": 7, "summary": 1}},
             "attention.pattern.stride=7: must divide context 40; nearest 5, 8",
         ),
-        ({"kind": "dense", "rotary": {}}, "rotary: is of queries and keys, and no layer has any; leave it out, or "),
-        ({"kind": "random", "query_key_norm": True}, "query_key_norm: is of queries and keys, and no layer has any; "),
-        ({"kind": "random", "query_key_ratio": 0.5}, "query_key_ratio=0.5: is of queries and keys, and no layer has "),
+        ({"kind": "dense", "rotary": {}}, "rotary: only applies to attention, and no layer uses attention; remove it "),
+        ({"kind": "random", "query_key_norm": True}, "query_key_norm: only applies to attention, and no layer "),
+        ({"kind": "random", "query_key_ratio": 0.5}, "query_key_ratio=0.5: only applies to attention, and no layer "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_in_one_line(changes: dict[str, Any], line: str) -> None:
