@@ -1,16 +1,33 @@
 """Residual blocks: a mixer and a feed-forward, each behind a norm (Child et al. 2019, section 5.2).
 
 Letters: B batch, N positions, C width.
+
+A reversible block's input is recomputed from its output (Gomez et al. 2017; Kitaev et al. 2020). Two streams (a, b)
+both begin as the embedding. A sub-layer f turns them into (b, a + f(b)), so that the mixer and the feed-forward of a
+block write to one stream each: y1 = x1 + attention(x2), y2 = x2 + ff(y1). The output is their mean, so that every
+tensor has the shape that it has without a second stream. (The paper does not say how the streams end. Its authors' code
+concatenates them; others take the mean.)
+
+Subtraction does not undo a rounded addition. A stream that came back slightly off could change who reads whom, since
+hashes, routers and clusters have thresholds. Therefore the streams are fp64 multiples of 2^-36. Their sums are exact
+below 65,536, about fp16's largest number, and going back restores the very bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from longstride.sparse_model.config import BlockConfig, ModelConfig
 from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.part import PLAIN, BlockContext, FeedForward, Mixer, MixerOutput, Part, Work
 from longstride.sparse_model.rotary import Rotary
+
+STEP = 2.0**-36  # of the grid; a sum of its multiples is exact in fp64 up to 2^53 of them
 
 
 class ResidualBlock(Part):
@@ -69,3 +86,118 @@ class ResidualBlock(Part):
         if self.is_divided and self.dropout.p:
             return output._replace(rows=self.division.drop(output.rows, self.dropout.p, columns))
         return output._replace(rows=self.dropout(output.rows))
+
+
+class OnGrid(torch.autograd.Function):
+    """Rows (…, C) rounded to multiples of ``STEP``, in fp64. The gradient is that of no rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.dtype = rows.dtype
+        return on_grid(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Tensor:
+        return grad_out.to(ctx.dtype)
+
+
+def on_grid(rows: Tensor) -> Tensor:
+    """Round as ``OnGrid`` does, without a gradient."""
+    return rows.to(torch.float64, copy=True).div_(STEP).round_().mul_(STEP)
+
+
+def opened(h: Tensor) -> Tensor:
+    """Make the streams before the first block, (2, B, N, C) fp64, from embedded positions (B, N, C)."""
+    rows = OnGrid.apply(h)
+    return torch.stack([rows, rows])
+
+
+def closed(streams: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the output of the last block, (B, N, C) in ``dtype``, from streams (2, B, N, C)."""
+    return streams.mean(0).to(dtype)
+
+
+class RandomStates(NamedTuple):
+    """States of the random generators from which a sub-layer's dropout draws."""
+
+    cpu: Tensor
+    devices: tuple[list[int], list[Tensor]]
+
+    @classmethod
+    def now(cls, like: Tensor) -> RandomStates:
+        """Record the generators of the CPU and of the device of ``like``."""
+        return cls(torch.get_rng_state(), get_device_states(like))
+
+    def restore(self) -> None:
+        """Set the generators back, so that they draw the same again."""
+        torch.set_rng_state(self.cpu)
+        set_device_states(*self.devices)
+
+
+class ReversibleBlock(ResidualBlock):
+    """A residual block on two streams: (a, b) becomes (b, a + f(b)), for f the mixer and then the feed-forward."""
+
+    def forward(
+        self, h: Tensor, context: BlockContext = PLAIN, starts: list[RandomStates] | None = None
+    ) -> MixerOutput:
+        """Map streams (2, B, N, C) to streams; ``starts`` collects the random states before each sub-layer."""
+        assert not context.columns, "streams are divided by sections"
+        norm: Any = self.feed_forward_norm if self.attention is None else self.attention_norm
+        before, written = h.unbind()
+        output = MixerOutput(h)
+        for sublayer in self.sublayers():
+            if starts is not None:
+                starts.append(RandomStates.now(h))
+            output = sublayer(written.to(norm.weight.dtype), context).after(output)
+            before, written = written, before + OnGrid.apply(output.rows)
+        return output._replace(rows=torch.stack([before, written]))
+
+    def sublayers(self) -> list[Callable[[Tensor, BlockContext], MixerOutput]]:
+        """Return the mixer and the feed-forward. Each maps a stream (B, N, C) to what is added to the other stream."""
+        parts = (self.attention, self.mix), (self.feed_forward, self.feed)
+        return [sublayer for part, sublayer in parts if part is not None]
+
+
+class Reversible(torch.autograd.Function):
+    """All residual blocks, storing only the streams after the last one.
+
+    Takes embedded positions h (B, N, C), the blocks, and the context of each. Returns rows (B, N, C), the sum of the
+    auxiliary losses or None, and the statistics. The backward pass visits the sub-layers from last to first. Running
+    one again gives its gradients and the stream before it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, blocks: Sequence[ReversibleBlock], contexts: Sequence[BlockContext]
+    ) -> tuple[Any, ...]:
+        output = MixerOutput(opened(h))
+        starts: list[RandomStates] = []
+        for block, context in zip(blocks, contexts, strict=True):
+            output = block(output.rows, context, starts=starts).after(output)
+        ctx.save_for_backward(output.rows)
+        ctx.starts, ctx.dtype = starts, h.dtype
+        ctx.sublayers = [
+            (part, context) for block, context in zip(blocks, contexts, strict=True) for part in block.sublayers()
+        ]
+        ctx.mark_non_differentiable(*output.statistics)
+        ctx.set_materialize_grads(False)
+        return closed(output.rows, h.dtype), output.auxiliary_loss, *output.statistics
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor, grad_auxiliary: Tensor | None, *_: None) -> tuple[Any, ...]:
+        (streams,) = ctx.saved_tensors
+        before, written = streams.unbind()  # written in place: torch detects a second backward pass
+        grad_before, grad_written = grad_rows.double() / 2, grad_rows.double() / 2
+        for (part, context), start in zip(reversed(ctx.sublayers), reversed(ctx.starts), strict=True):
+            with torch.enable_grad(), torch.random.fork_rng(devices=start.devices[0]):
+                start.restore()
+                read = before.to(ctx.dtype).detach().requires_grad_()
+                again = part(read, context)
+            outputs, grads = [again.rows], [grad_written.to(again.rows.dtype)]
+            if again.auxiliary_loss is not None and grad_auxiliary is not None:
+                outputs.append(again.auxiliary_loss)
+                grads.append(grad_auxiliary)
+            torch.autograd.backward(outputs, grads)
+            before, written = written.sub_(on_grid(again.rows.detach())), before
+            grad_before, grad_written = grad_written, grad_before.add_(read.grad)
+        return grad_before.add_(grad_written).to(ctx.dtype), None, None

@@ -26,13 +26,20 @@ from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, Problem
 from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import Selection
 from longstride.sparse_model.division import Division, Traffic
-from longstride.sparse_model.documents import Documents
 from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 
 Ability = Literal["convolution", "documents", "keys", "padding", "reversible", "sections"]
+
+
+class Documents(NamedTuple):
+    """How documents lie in the contexts of a batch, as one block needs it."""
+
+    places: Tensor  # (B, n) int64, the place of each row in its document, from 0; of a divided context its own rows
+    selection: Selection | None  # which positions each head of the block's mixer reads, of all; None: it has no mixer
 
 
 class BlockContext(NamedTuple):
@@ -48,6 +55,15 @@ class BlockContext(NamedTuple):
 
 
 PLAIN = BlockContext()
+
+
+def places_of(begins: Tensor) -> Tensor:
+    """Return each position's place in its document, (B, N) int64, from a mask that is True where a document begins.
+
+    Position 0 always begins one.
+    """
+    positions = torch.arange(begins.shape[1], device=begins.device)
+    return positions - torch.where(begins, positions, 0).cummax(-1).values
 
 
 class MixerOutput(NamedTuple):

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Selection, within_documents
-from longstride.sparse_model.block import ResidualBlock
+from longstride.sparse_model.block import ResidualBlock, Reversible, ReversibleBlock, closed, opened
 from longstride.sparse_model.config import BlockConfig, ModelConfig
-from longstride.sparse_model.documents import Documents, places_of
 from longstride.sparse_model.embedding import Embedding
 from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.output import Logits
-from longstride.sparse_model.part import BlockContext, Mixer, MixerOutput, Part, State
-from longstride.sparse_model.reversible import Reversible, ReversibleBlock, closed, opened
+from longstride.sparse_model.part import BlockContext, Documents, Mixer, MixerOutput, Part, State, places_of
 from longstride.sparse_model.rotary import Rotary
 
 # Called as (block, rows, context) in place of a block; returns what the block does, or the same as a plain tuple.
