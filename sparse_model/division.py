@@ -39,7 +39,7 @@ Exchanger = Callable[..., tuple[Tensor, ...]]
 
 
 class Traffic(NamedTuple):
-    """What one attention sends in a forward pass over one context. The backward pass sends as much."""
+    """Numbers that one attention sends in a forward pass over one context. The backward pass sends as many."""
 
     exchange: Exchange
     calls: int
@@ -93,7 +93,10 @@ class Division:
         return self.size > 1 and stride > 0 and stride % self.size == 0 and context % (self.size * stride) == 0
 
     def divided_anew(self, rows: Tensor, before: int, after: int) -> Tensor:
-        """Redistribute rows (B, n, ·) from columns of stride ``before`` to columns of stride ``after``; 0: sections."""
+        """Exchange rows (B, n, ·) in columns of stride ``before`` for rows in columns of stride ``after``.
+
+        A stride of 0 means sections.
+        """
         if before == after:
             return rows
         for stride, there, back in ((before, _section, _columns), (after, _columns, _section)):

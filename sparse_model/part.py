@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
 
@@ -85,13 +85,13 @@ class State(Protocol):
     """The cache of one mixer for generation."""
 
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
-        """Overwrite contexts ``into`` with copies of contexts ``order`` of ``source``, in their first ``length`` rows.
+        """Replace contexts ``into`` by copies of contexts ``order`` of ``source``, in their first ``length`` rows.
 
         Args:
             source: a state of the same part with any number of contexts, or this one.
             order: (b,) integers, one for each context in ``into``.
             length: rows to copy.
-            into: contexts to overwrite.
+            into: contexts to replace.
         """
         ...
 
@@ -301,8 +301,15 @@ class Work:
     bound: str = ""  # how the pairs are bounded, where the data decide and these are the most there can be
 
     def __add__(self, term: Work) -> Work:
-        *sums, _ = (x + y for x, y in zip(astuple(self), astuple(term), strict=True))
-        return Work(*sums, "; ".join(dict.fromkeys(filter(None, (self.bound, term.bound)))))
+        return Work(
+            self.pairs + term.pairs,
+            self.linear + term.linear,
+            self.scores + term.scores,
+            self.values + term.values,
+            self.again + term.again,
+            self.choosing + term.choosing,
+            "; ".join(dict.fromkeys(filter(None, (self.bound, term.bound)))),
+        )
 
     @property
     def forward(self) -> int:

@@ -23,8 +23,8 @@ ORDER = {
         "selected", "decoding",
     ],
     "sparse_model": [
-        "strict", "network", "tiles", "division", "documents", "rotary", "part", "norm", "mixers", "feed_forwards",
-        "config", "ngrams", "embedding", "output", "block", "reversible", "transformer", "session", "generation",
+        "strict", "network", "tiles", "division", "rotary", "part", "norm", "mixers", "feed_forwards",
+        "config", "ngrams", "embedding", "output", "block", "transformer", "session", "generation",
     ],
     "data_pipelines": [
         "errors", "plain_files", "formats", "records", "settings", "durable", "palette", "modalities", "stores",

@@ -220,7 +220,7 @@ def attention_schema() -> dict[str, Any]:
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Inline a schema's definitions, as references would not resolve inside another schema."""
+    """Replace a schema's references by their definitions, as they would not resolve inside another schema."""
     definitions = schema.pop("$defs", {})
 
     def filled(part: Any) -> Any:

@@ -275,7 +275,7 @@ class Band:
 
     @classmethod
     def of(cls, context: int, spans: Tensor, ramp: int) -> Band:
-        """Lay out the keys of spans (H,)."""
+        """Arrange the keys of spans (H,)."""
         size = max(ramp, LEAST_BLOCK)
         full = spans.floor()
         first = full.long()[:, None] + size  # where position 0 stands

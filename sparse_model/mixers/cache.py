@@ -36,7 +36,7 @@ class Cache(Protocol):
         return torch.stack(steps, 2)
 
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
-        """Overwrite contexts ``into`` with copies of contexts ``order`` of such a cache, in ``length`` rows."""
+        """Replace contexts ``into`` by copies of contexts ``order`` of such a cache, in ``length`` rows."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -56,7 +56,7 @@ class Rows:
         self.values[:, :, place] = v
 
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
-        """Overwrite contexts ``into`` with copies of contexts ``order`` of ``source``, in ``length`` rows."""
+        """Replace contexts ``into`` by copies of contexts ``order`` of ``source``, in ``length`` rows."""
         for rows, of_source in ((self.keys, source.keys), (self.values, source.values)):
             rows[into, :, :length] = of_source[order, :, :length]
 
@@ -173,7 +173,7 @@ class RecentMembers:
         return self.positions.gather(-1, cluster * self.size + slots), number, count
 
     def take(self, source: RecentMembers, order: Tensor, into: slice) -> None:
-        """Overwrite lists ``into`` of the first axis with copies of lists ``order`` of ``source``."""
+        """Replace lists ``into`` of the first axis by copies of lists ``order`` of ``source``."""
         self.counts[into] = source.counts[order]
         self.positions[into] = source.positions[order]
         self.clusters[into] = source.clusters[order]

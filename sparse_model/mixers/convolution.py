@@ -27,7 +27,9 @@ class CausalConvolution(Part):
     def forward(
         self, h: Tensor, state: RecentRows | None = None, first: int = 0, places: Tensor | None = None
     ) -> Tensor:
-        """Convolve (B, N, C). With a state: positions from ``first`` on, which also read the cached rows.
+        """Apply the convolution to (B, N, C).
+
+        With a state: positions from ``first`` on, which also read the cached rows.
 
         ``places`` (B, N) is each row's place in its document: no row reads one before its document.
         """
@@ -94,7 +96,7 @@ class RecentRows:
         return (rows * self.weights[place]).sum(0).to(h.dtype)
 
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
-        """Overwrite contexts ``into`` with copies of contexts ``order`` of ``source``, in ``length`` rows."""
+        """Replace contexts ``into`` by copies of contexts ``order`` of ``source``, in ``length`` rows."""
         blocks = -(-length // len(self.weights))  # of a context that is longer, all that are kept
         self.rows[:blocks, :, into] = source.rows[:blocks, :, order]
 

@@ -35,7 +35,7 @@ PROBE = "probe"
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code: 1 if tests fail under a setting."""
+    """Run the tests under each arithmetic. Return the exit code: 1 if tests fail under a setting."""
     if arguments == [PROBE]:
         print(digest())
         return 0

@@ -1,4 +1,4 @@
-"""Backends as tests are parametrised over them, each with its device and its own marks."""
+"""Backends as parameters of tests, each with its device and marks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIXES: tuple[list[Pattern], ...] = (
 
 
 def on(backend: str, *values: Any, marks: Iterable[Any] = ()) -> Any:
-    """One case of a test whose first parameter is the backend, skipped where that cannot run."""
+    """Make a test case whose first parameter is the backend, skipped if that backend cannot run."""
     own = [WITH_TRITON] if backend == "triton" else []
     if backend == "triton" and torch.float64 in values:
         own.append(IN_THE_INTERPRETER)
@@ -34,16 +34,16 @@ def on(backend: str, *values: Any, marks: Iterable[Any] = ()) -> Any:
 
 
 def repeats(number: int) -> list[pytest.MarkDecorator]:
-    """Marks of case ``number`` of a grid in the slow interpreter: 0 and every second one run by default.
+    """Return marks of case ``number`` of a grid in the slow interpreter: 0 and every second case run by default.
 
-    With ``i + j`` of two axes for a number, each value of either axis is held by default; pairs are held by
-    ``make campaign``.
+    With ``i + j`` of two axes for a number, each value of either axis runs by default; all pairs run in ``make
+    campaign``.
     """
     return [pytest.mark.campaign] if number % 2 else []
 
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: int | None) -> None:
-    """Have the interpreter use these edges, and serve closed runs of up to ``closed`` rows at once, or not at all."""
+    """Make the interpreter use these tile edges, and serve closed runs of up to ``closed`` rows at once, or none."""
     from longstride.kernels.backends.triton import configurations, launch
     from longstride.kernels.cache import BoundedCache
 
@@ -55,7 +55,7 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: i
 
 
 def use_configuration(monkeypatch: pytest.MonkeyPatch, kernel: str, one: Any) -> None:
-    """Have one kernel use this configuration alone, on whatever runs here; general ones serve closed runs as well."""
+    """Make one kernel use only this configuration on any device; general kernels serve closed runs as well."""
     from longstride.kernels.backends.triton import launch, launch_plan
     from longstride.kernels.cache import BoundedCache
 

@@ -1,4 +1,4 @@
-"""A real browser, driven over its own DevTools protocol as a person drives it: by mouse and keys."""
+"""A real browser, driven over its DevTools protocol by mouse and keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_SECONDS = 60.0
 
 
 def browser_path() -> str:
-    """$CHROMIUM, or the first that is installed."""
+    """Return $CHROMIUM, or the first installed browser."""
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     assert found, "no browser: apt-get install chromium, or name one in $CHROMIUM"
     return found
@@ -38,7 +38,7 @@ class Page:
         self.asked: list[str] = []  # URLs that the page went to
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command, and its result."""
+        """Send one command and return its result."""
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         while True:
@@ -54,27 +54,27 @@ class Page:
                 self.asked.append(message["params"]["request"]["url"])
 
     async def value(self, expression: str) -> Any:
-        """What an expression is in the page; a promise is waited for."""
+        """Evaluate an expression in the page and await a promise."""
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     async def until(self, expression: str, seconds: float = 30.0) -> None:
-        """Waits until it is true."""
+        """Wait until an expression is true."""
         end = time.monotonic() + seconds
         while not await self.value(f"Boolean({expression})"):
             assert time.monotonic() < end, f"{expression} did not come; the page: {await self.value(_TEXT)}"
             await asyncio.sleep(0.05)
 
     async def open(self, url: str) -> None:
-        """Goes there."""
+        """Open a URL and wait until the page is ready."""
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
         await self.call("Page.navigate", url=url)
         await self.until("document.body && document.body.dataset.ready")
 
     async def click(self, selector: str) -> None:
-        """In the middle of an element."""
+        """Send a mouse click to the middle of an element."""
         box = await self.value(
             f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
             "const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
@@ -84,13 +84,13 @@ class Page:
             await self.call("Input.dispatchMouseEvent", type=kind, **where)
 
     async def type(self, selector: str, text: str) -> None:
-        """Into a field, in place of what stands there."""
+        """Replace the text of a field."""
         await self.click(selector)
         await self.value(f"document.querySelector({selector!r}).select()")
         await self.call("Input.insertText", text=text)
 
     async def screenshot(self, path: Path) -> None:
-        """As a PNG file."""
+        """Write a PNG file."""
         path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"]))
 
 
@@ -99,7 +99,7 @@ _TEXT = "document.body.innerText"
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Page]:
-    """A browser without a window, with one empty page and a profile of its own."""
+    """Start a headless browser with an empty page and a temporary profile."""
     profile = Path(tempfile.mkdtemp(prefix="chromium-"))
     command = [browser_path(), "--headless=new", "--remote-debugging-port=0", f"--user-data-dir={profile}"]
     command += ["--no-first-run", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=900,800"]
@@ -125,7 +125,7 @@ async def browser() -> AsyncIterator[Page]:
 
 
 async def _port(profile: Path, process: subprocess.Popen[bytes]) -> int:
-    """Which the browser took, as it writes it down."""
+    """Return the port that the browser has written to its profile."""
     end = time.monotonic() + START_SECONDS
     while True:
         assert process.poll() is None and time.monotonic() < end, "the browser did not start"

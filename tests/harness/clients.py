@@ -1,8 +1,8 @@
-"""Rows of docs/clients.md: what a test against a real package holds, and, as a plugin of pytest, the table of all.
+"""Rows of docs/clients.md: each test against a real package is a row; a pytest plugin makes the table.
 
-``make clients`` loads this plugin. Once every such test has passed, the table is made of the tests that ran. If the
-page has another one, the page is written anew and the run fails, so that no table is committed that tests did not make.
-A run that failed, or that was asked for a part of the tests, leaves the page alone.
+``make clients`` loads this plugin. If all such tests pass, the table is made from the tests that ran. If the page has a
+different table, the page is rewritten and the run fails, so that every committed table comes from tests. A run that
+failed, or that selected some of the tests, leaves the page alone.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def client(package: str, what: str, result: str) -> Callable[[Test], Test]:
-    """Marks a test as one of `make clients`, and names the row of docs/clients.md that it stands for.
+    """Mark a test as one of `make clients`, and name its row of docs/clients.md.
 
     Args:
-        package: as it is installed, such as "peft".
+        package: as installed, such as "peft".
         what: is done with it, in a few words.
-        result: what comes out, which the test holds: "works" says too little.
+        result: what the test asserts; "works" is too little.
     """
     return lambda test: pytest.mark.clients(package, what, result)(test)
 
 
 class Table:
-    """Gathers rows from reports, which workers of xdist send to the process that has the page."""
+    """Collects rows from reports, which workers of xdist send to the main process."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str, str], bool] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A row holds where every part of every case of its test passed."""
+        """Record whether every part of every case of a row's test passed."""
         for name, row in report.user_properties:
             if name == "client":
                 self.rows[tuple(row)] = self.rows.get(tuple(row), True) and report.passed
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Holds the page to what was found."""
+        """Compare the page with the table, and rewrite it if they differ."""
         config = session.config
         is_part = config.option.keyword or config.option.collectonly or config.option.lf
         is_part = is_part or config.args_source is not pytest.Config.ArgsSource.TESTPATHS
@@ -60,7 +60,7 @@ class Table:
 
 
 def table(rows: dict[tuple[str, str, str], bool]) -> str:
-    """The rows that hold, as Markdown, by package, with the versions that `make clients` installs."""
+    """Format the rows that passed as Markdown, by package, with the versions that `make clients` installs."""
     pinned = dict(re.findall(r'"(\w+)(?:\[\w+\])?==([\d.]+)"', (PAGE.parents[1] / "setup.py").read_text()))
     lines = ["| client | what | result |", "|---|---|---|"]
     last = None
@@ -72,12 +72,12 @@ def table(rows: dict[tuple[str, str, str], bool]) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has the table follow the run."""
+    """Register the table as a plugin."""
     config.pluginmanager.register(Table(), "clients-table")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts a test's row where its reports carry it."""
+    """Attach each test's row to its reports."""
     for item in items:
         for mark in item.iter_markers("clients"):
             if mark.args:

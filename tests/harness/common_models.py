@@ -1,6 +1,6 @@
-"""transformers' own common tests of models, for ours: tests/clients/test_common_models.py runs this file.
+"""transformers' common tests of models, applied to ours; tests/clients/test_common_models.py runs this file.
 
-``transformers_tests`` is what that one took out of the source package of transformers.
+That test extracts ``transformers_tests`` from the source package of transformers.
 """
 
 import re
@@ -51,7 +51,7 @@ NOT_APPLICABLE = {
 
 
 class Tester:
-    """What the tests ask about a model."""
+    """Configurations and inputs for the common tests."""
 
     __test__ = False
     batch_size, seq_length, is_training = 3, 7, True
@@ -71,7 +71,7 @@ class Tester:
 
 
 class CommonModelTest(ModelTesterMixin, unittest.TestCase):
-    """All of them; a test that skips itself is a failure of the one that runs this."""
+    """All common tests. A test that skips itself is a failure of the test that runs this file."""
 
     all_model_classes = (LongstrideForCausalLM,)
     has_attentions = False

@@ -1,8 +1,8 @@
-"""Compiles the kernels of one query for cards that need not be there, and prints what they use, as ``compile_triton``.
+"""Compile the kernels of one query for GPUs that need not be present, and print their resources, as ``compile_triton``.
 
 Run as a program, in a process without TRITON_INTERPRET: ``python compile_decode.py sm_90:decode:bfloat16:64:merged …``.
-The kernel is decode, split (several programs a head) or merge; the next field is how each part is read, in SHAPES. With
-``stored`` at the end, the position is read on the device.
+The kernel is decode, split (several programs for a head) or merge. The next field is how each part is read, in SHAPES.
+With ``stored`` at the end, the position is read on the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPES = {  # (row of a position, positions of keys, intervals) of each part
 
 
 def compile_kernel(case: str) -> dict[str, Any]:
-    """Registers, spilled bytes and shared memory of ``architecture:kernel:dtype:width:shape``."""
+    """Return registers, spilled bytes and shared memory of ``architecture:kernel:dtype:width:shape``."""
     architecture, name, dtype, width_text, shape, *stored = case.split(":")
     width = int(width_text)
     rows, columns, bounds = zip(*SHAPES[shape], strict=True)

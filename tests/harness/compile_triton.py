@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for cards that need not be there, and prints what they use, as JSON, one kernel a line.
+"""Compile the Triton kernels for GPUs that need not be present, and print their resources as JSON, one kernel a line.
 
 Run as a program, in a process without TRITON_INTERPRET: ``python compile_triton.py sm_90:forward:bfloat16:64 …``.
 Further fields: ``block_q,block_k,num_warps,num_stages`` (and ``,maxnreg``) for other tiles than the first candidate, a
@@ -55,7 +55,7 @@ SHAPES = {
 
 
 def compiled_kernel(case: str) -> Callable[[], dict[str, Any]]:
-    """Compiles ``architecture:kernel:dtype:width[:…]``; the function reads what it uses, and what its visits do."""
+    """Compile ``architecture:kernel:dtype:width[:…]``; the returned function reads its resources and visits."""
     architecture, name, dtype, width_text, *further = case.split(":")
     width, tiles = int(width_text), [field for field in further if "," in field]
     chosen = (
@@ -89,13 +89,13 @@ def compiled_kernel(case: str) -> Callable[[], dict[str, Any]]:
 
 
 def configuration_of(text: str) -> Configuration:
-    """``block_q,block_k,num_warps,num_stages[,maxnreg]``."""
+    """Parse ``block_q,block_k,num_warps,num_stages[,maxnreg]``."""
     *sizes, most = [*map(int, text.split(",")), 0][:5]
     return Configuration(*sizes, maxnreg=most or None)
 
 
 def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration, width: int) -> dict[str, Any]:
-    """Read an NVIDIA card's machine code; ``visits`` are the loops in which tiles are visited, in their order."""
+    """Read an NVIDIA GPU's machine code; ``visits`` are the loops that visit tiles, in order."""
     code = read(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps)
     found = {
         "registers": code.registers,
@@ -118,7 +118,7 @@ def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration,
 
 
 def _constants(name: str, chosen: Configuration, width: int, further: list[str]) -> dict[str, Any]:
-    """The kernel's compile-time parameters."""
+    """Return the kernel's compile-time parameters."""
     segments = SHAPES[next((field for field in further if field in SHAPES), "natural")]
     queries, keys, bounds = zip(*segments, strict=True)
     by_key = name in ("dkdv", "closed", "closed_forward")

@@ -192,7 +192,7 @@ SYSTEMS |= {
 
 
 def model_json(**changes: Any) -> dict[str, Any]:
-    """The `model` object of a small run, with some keys changed."""
+    """Return the `model` object of a small run, with some keys changed."""
     return {
         "context": 40,
         "layers": 3,
@@ -205,5 +205,5 @@ def model_json(**changes: Any) -> dict[str, Any]:
 
 
 def small(**changes: Any) -> ModelConfig:
-    """A small model configuration, with some keys changed."""
+    """Return a small model configuration, with some keys changed."""
     return ModelConfig.model_validate(model_json(**changes))

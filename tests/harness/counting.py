@@ -1,4 +1,4 @@
-"""A feed-forward that counts the real rows it has seen in training, in a buffer: what buffers have to go through."""
+"""A feed-forward that counts the real rows of training in a buffer, for tests of buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "counting"
 
 
 class CountingConfig(FeedForwardConfig):
-    """Dense, and counting."""
+    """A dense feed-forward that counts."""
 
     supports: ClassVar = frozenset({"padding", "reversible", "sections"})
     type: Literal["counting"]
@@ -26,7 +26,7 @@ class CountingConfig(FeedForwardConfig):
 
 
 class Counting(DenseFeedForward):
-    """The buffer holds the rows of all taken steps, and how often they were told."""
+    """The buffer holds the number of rows of all steps, and the number of calls of ``observe``."""
 
     seen: Tensor
 
@@ -44,5 +44,5 @@ class Counting(DenseFeedForward):
 
 
 def register() -> None:
-    """As a line in the registry does."""
+    """Add the feed-forward to the registry."""
     FEED_FORWARDS[NAME] = CountingConfig

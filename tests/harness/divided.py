@@ -27,7 +27,7 @@ SECONDS = 120.0  # that an exchange, or an answer, may take
 
 @dataclass(frozen=True)
 class Pass:
-    """What every process computes of its own."""
+    """A pass that every process computes separately."""
 
     changes: dict[str, Any] = field(default_factory=dict)  # of the small configuration
     dtype: torch.dtype = torch.float64
@@ -39,7 +39,7 @@ class Pass:
 
 
 class Passed(NamedTuple):
-    """What a process has of it."""
+    """A process's results of a pass."""
 
     nats: Tensor  # (B, n)
     auxiliary: Tensor | None
@@ -49,9 +49,9 @@ class Passed(NamedTuple):
 
 
 def one_pass(asked: Pass, division: Division | None) -> Passed:
-    """A forward and backward pass of a model in training whose every weight matters.
+    """Run a forward and backward pass of a model in training in which every weight matters.
 
-    It is not shown a token that it need not know.
+    Tokens that this process must not depend on are overwritten.
     """
     torch.manual_seed(0)
     model = SparseTransformer(small(**asked.changes)).to(asked.dtype)
@@ -82,7 +82,7 @@ def one_pass(asked: Pass, division: Division | None) -> Passed:
 
 
 def divided(asked: Pass, size: int) -> list[Passed]:
-    """The pass of each of so many processes, at most ``MOST``."""
+    """Run the pass in ``size`` processes, at most ``MOST``."""
     processes = _processes()[:size]
     for process in processes:
         process.send((asked, size))
@@ -96,7 +96,7 @@ def divided(asked: Pass, size: int) -> list[Passed]:
 
 
 def joined(found: list[Passed]) -> Passed:
-    """What the processes have together: their rows side by side, and sums of all that adds up."""
+    """Join the results of the processes: concatenate their rows, and add up sums."""
     gradients: dict[str, Tensor | None] = {}
     for name in found[0].gradients:
         shares = [each.gradients[name] for each in found]
@@ -114,7 +114,7 @@ def joined(found: list[Passed]) -> Passed:
 
 @functools.cache
 def _processes() -> list[Connection]:
-    """A connection to each process. They end with this one."""
+    """Return a connection to each process. The processes end with this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torch._dynamo"])  # which operations of our own import for seconds
     folder = tempfile.TemporaryDirectory()
@@ -136,7 +136,7 @@ def _processes() -> list[Connection]:
 
 
 def _serve(requests: Connection, rank: int, meeting_place: Path) -> None:
-    """Answers until the other end is closed; what went wrong as text."""
+    """Serve requests until the connection closes; errors are returned as text."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", meeting_place.as_uri(), timedelta(seconds=SECONDS), rank=rank, world_size=MOST

@@ -1,6 +1,7 @@
-"""What whole calls compile and launch on a card that is not there, as JSON.
+"""What whole calls compile and launch on a GPU that is not present, as JSON.
 
-Run as a program, in a process without TRITON_INTERPRET. Nothing is compiled: a kernel counts where triton would.
+Run as a program, in a process without TRITON_INTERPRET. Nothing is compiled: a kernel counts when triton would compile
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ STRIDED = [Local(128), Column(128)] * 4
 
 
 def inputs_of(batch: int, context: int, heads: int = 8, width: int = 64) -> Inputs:
-    """As a model has them: q, k and v cut from one product, heads side by side."""
+    """Make inputs as in a model: q, k and v are views of one product, with heads side by side."""
     q, k, v = (
         x.unflatten(-1, (heads, width)).transpose(1, 2)
         for x in torch.empty(batch, context, 3 * heads * width, dtype=torch.bfloat16).chunk(3, -1)
@@ -39,7 +40,7 @@ def inputs_of(batch: int, context: int, heads: int = 8, width: int = 64) -> Inpu
 
 
 def step(inputs: Inputs, pattern: Pattern | list[Pattern]) -> Inputs:
-    """A forward and a backward pass."""
+    """Run a forward and a backward pass."""
     *leaves, grad_out = inputs
     leaves = q, k, v = [leaf.detach().requires_grad_() for leaf in leaves]
     out = sparse_attention(q, k, v, pattern, backend="triton")
@@ -47,7 +48,7 @@ def step(inputs: Inputs, pattern: Pattern | list[Pattern]) -> Inputs:
 
 
 def told(launches: list[tuple[Any, ...]], inputs: Inputs) -> list[Any]:
-    """Launches in words that do not depend on addresses: of tables their content, of other tensors when they came."""
+    """Describe launches without addresses: tables by their content, other tensors by their order of appearance."""
     names = {tensor.data_ptr(): f"input {number}" for number, tensor in enumerate(inputs)}
 
     def of(argument: Any) -> Any:
@@ -62,7 +63,7 @@ def told(launches: list[tuple[Any, ...]], inputs: Inputs) -> list[Any]:
 
 
 def python_calls(call: Callable[[], object]) -> dict[str, int]:
-    """How many Python functions a call enters, of ours and of triton's."""
+    """Count the Python functions of ours and of triton's that a call enters."""
     counts = {"longstride": 0, "triton": 0}
     roots = {str(ROOT / "kernels"): "longstride", str(Path(triton.__file__).parent): "triton"}
 
@@ -80,7 +81,7 @@ def python_calls(call: Callable[[], object]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print how many kernels come with each batch and context, whether calls made again launch the same."""
+    """Print how many kernels each batch and context adds, and whether repeated calls launch the same."""
     card = DryCard("sm_90", compiles=False).install()
     compiled, launched = card.compiled, card.launched
     counts = {}

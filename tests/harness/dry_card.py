@@ -1,6 +1,6 @@
-"""A card that is not there: kernels compile for it through the project's own launch path, and no launch does anything.
+"""A simulated GPU: kernels compile for it through the project's own launch path, and launches do nothing.
 
-Tensors stay on the CPU. For processes of their own, without TRITON_INTERPRET: what is put in place here stays.
+Tensors stay on the CPU. Use it in separate processes without TRITON_INTERPRET, as its patches are permanent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132}
 
 
 class DryCard:
-    """What triton asks of a driver. ``launched`` has the name and the metadata of each launch, in order.
+    """A driver for triton. ``launched`` has the name and the metadata of each launch, in order.
 
-    With ``compiles=False`` no kernel is compiled either: ``compiled`` has the names of those that would be, and
-    ``launched`` the name, the grid and the arguments of each launch. ``binaries`` has the machine code of each compiled
-    kernel that was launched, by its hash in the metadata.
+    With ``compiles=False`` no kernel is compiled: ``compiled`` has the names of those that would be, and ``launched``
+    the name, the grid and the arguments of each launch. ``binaries`` has the machine code of each compiled kernel that
+    was launched, by its hash in the metadata.
     """
 
     def __init__(self, architecture: str, *, compiles: bool = True) -> None:
@@ -37,7 +37,7 @@ class DryCard:
         self.utils = self  # triton asks it for what follows
 
     def install(self) -> DryCard:
-        """Put the card in place, for the rest of the process."""
+        """Install the card for the rest of the process."""
         triton.runtime.driver.set_active(self)
         if not self.compiles:
             self._stand_in_for_compiled_kernels()
@@ -82,7 +82,7 @@ class DryCard:
         return torch.device("cpu")
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """What launches one kernel: it is noted, and nothing else happens."""
+        """Return a launcher of one kernel that only records the launch."""
 
         def note(*arguments: Any) -> None:
             self.launched.append((source.name, metadata))
@@ -94,12 +94,12 @@ class DryCard:
     # Its utilities
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[None, object, int, int, int]:
-        """A module, a function, its registers, what it spills, and the most threads that it may have."""
+        """Return a module, a function, its registers, its spills, and its maximum number of threads."""
         self._loaded = binary
         return None, object(), 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """As much as triton asks for."""
+        """Return the properties that triton reads."""
         return {
             "max_shared_mem": SHARED_BYTES[self.architecture],
             "multiprocessor_count": PROCESSORS[self.architecture],

@@ -1,7 +1,7 @@
-"""Longstride as people have it: a wheel, an editable install, or a bare checkout. Each gets a Python of its own.
+"""Longstride as users install it: a wheel, an editable install, or a bare checkout, each in a separate Python.
 
-The packages that Longstride needs are those of the tests' own environment, reached by a path. That environment's own
-``longstride`` stays out: Python reads no ``.pth`` files of a folder that is reached by a path.
+The packages that Longstride needs are those of the tests' environment, reached by a path. That environment's own
+``longstride`` is not visible: Python reads no ``.pth`` files of a folder that is reached by a path.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if "WATCHED" in os.environ:
 
 @dataclass(frozen=True)
 class Installation:
-    """A Python that has Longstride in some way, and the folder in which its programs are started."""
+    """A Python that has Longstride in some way, and the folder in which its programs start."""
 
     prefix: Path
     folder: Path
@@ -57,17 +57,17 @@ class Installation:
 
     @property
     def packages(self) -> Path:
-        """Its site-packages."""
+        """The path of its site-packages."""
         (found,) = self.prefix.glob("lib/python*/site-packages")
         return found
 
     def environment(self) -> dict[str, str]:
-        """What its programs find in their environment: itself first, and nothing of the tests' own."""
+        """Return the environment of its programs, with its own PATH and without the tests' PYTHONPATH."""
         kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
         return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{self.prefix / 'bin'}:{os.environ['PATH']}"}
 
     def run(self, *command: object, **variables: str) -> bytes:
-        """Standard output of a program, which must succeed."""
+        """Run a program, which must succeed, and return its standard output."""
         environment = {**self.environment(), **variables}
         words = [str(word) for word in command]
         done = subprocess.run(words, cwd=self.folder, env=environment, capture_output=True, timeout=300)
@@ -75,14 +75,14 @@ class Installation:
         return done.stdout
 
     def pip(self, verb: str, *words: object) -> None:
-        """What ``pip VERB`` does with these words, whatever the tests' own environment has."""
+        """Run ``pip VERB`` with these words, whatever the tests' environment has."""
         alone = ["--no-deps", "--ignore-installed", "--no-build-isolation"] if verb == "install" else ["--yes"]
         self.run(self.python, "-m", "pip", verb, "--quiet", *alone, *words)
 
 
 @dataclass(frozen=True)
 class Process:
-    """What a process had imported when it ended."""
+    """The modules that a process had imported when it ended."""
 
     argv: list[str]
     files: dict[str, list[str]]  # of Longstride: by file, the names of its modules
@@ -90,7 +90,7 @@ class Process:
 
 
 def watch(installation: Installation, folder: Path) -> Callable[[], list[Process]]:
-    """From now on its processes import ``kernels`` first; returns a function that lists those that have ended.
+    """Make the installation's processes import ``kernels`` first; return a function that lists those that have ended.
 
     The variable ``WATCHED`` of the processes must name ``folder``.
     """
@@ -101,7 +101,7 @@ def watch(installation: Installation, folder: Path) -> Callable[[], list[Process
 
 
 def bare(prefix: Path, folder: Path) -> Installation:
-    """A Python that has what the tests' own has, but Longstride only where ``folder`` is its checkout."""
+    """Make a Python with the packages of the tests' Python, but Longstride only if ``folder`` is its checkout."""
     venv.create(prefix, symlinks=True)
     made = Installation(prefix, folder)
     others = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
@@ -110,7 +110,7 @@ def bare(prefix: Path, folder: Path) -> Installation:
 
 
 def copy_checkout(target: Path) -> Path:
-    """What a build reads, without what earlier builds and imports left."""
+    """Copy what a build reads, without the products of earlier builds and imports."""
     target.mkdir()
     left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in (*ROOMS, "longstride"):
@@ -121,7 +121,7 @@ def copy_checkout(target: Path) -> Path:
 
 
 def built(hook: str, source: Path, target: Path) -> Path:
-    """The one file that a build hook of the project (PEP 517) makes."""
+    """Run a build hook of the project (PEP 517), and return the one file that it makes."""
     target.mkdir(exist_ok=True)
     subprocess.run([sys.executable, "-W", "ignore", "-c", BUILD, hook, str(target)], cwd=source, check=True)
     (made,) = (path for path in target.iterdir() if path.is_file())
@@ -129,7 +129,7 @@ def built(hook: str, source: Path, target: Path) -> Path:
 
 
 def foreign_kernels(packages: Path) -> None:
-    """A stand-in of the registry's package of that name, which has a ``kernels.backends`` as ours has."""
+    """Write a stand-in of the registry's package ``kernels``, which has a ``kernels.backends`` like ours."""
     package = packages / "kernels"
     package.mkdir()
     (package / "__init__.py").write_text("from kernels.backends import FOREIGN\n")

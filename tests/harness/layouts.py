@@ -1,4 +1,4 @@
-"""A run that goes on in other layouts, beside one that stays on a single process."""
+"""A run that continues in other layouts, compared with one that stays on a single process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Leg = tuple[int, tuple[str, ...]]  # processes, and what they change in the conf
 
 
 def losses_of(config_file: Path, run: Path, steps: int, processes: int, *changes: str) -> list[float]:
-    """Begin a run, or go on with it, up to so many steps; the losses of all of them."""
+    """Begin or resume a run up to ``steps`` steps; return the losses of all of them."""
     common = ["train.schedule=constant", "train.warmup_steps=0", "train.checkpoint_every=2", "train.evaluate_every=0"]
     arguments = ["--config", str(config_file), "--resume", "auto", f"train.output={run}", f"train.steps={steps}"]
     ended = spawn([*arguments, *common, *changes], processes)
@@ -28,10 +28,10 @@ def losses_of(config_file: Path, run: Path, steps: int, processes: int, *changes
 def train_through(
     config_file: Path, run: Path, model: Sequence[str], legs: Sequence[Leg], exact: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Train two steps a leg; assert that it learns, and in the first ``exact`` legs as one process in fp32 does.
+    """Train two steps in each leg; assert that it learns, and that the first ``exact`` legs match one process in fp32.
 
     Returns:
-        The last weights and buffers, and those with which it began.
+        The last weights and buffers, and the initial ones.
     """
     wanted = losses_of(config_file, run.with_name("whole"), 2 * exact, 1, *model, "deepspeed=zero0_fp32")
     found: list[float] = []

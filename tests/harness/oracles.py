@@ -79,7 +79,7 @@ class Shape(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What attention and its gradient are computed from; the gradient of lse may be None."""
+    """The inputs of attention and of its gradient; the gradient of lse may be None."""
 
     q: Tensor  # (B, H, N, D)
     k: Tensor  # (B, K, N, D)
@@ -89,7 +89,7 @@ class Inputs(NamedTuple):
 
 
 def example_of(kind: str, cls: Any) -> dict[str, Any]:
-    """JSON of a registered class: its required fields with values of their names."""
+    """Return JSON of a registered class: its required fields, with values by name."""
     if dataclasses.is_dataclass(cls):
         required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
     else:
@@ -99,24 +99,24 @@ def example_of(kind: str, cls: Any) -> dict[str, Any]:
 
 
 def example_patterns() -> list[Pattern]:
-    """One pattern of every registered type, found through the registry, and the variants."""
+    """Return one pattern of every registered type, and the variants."""
     examples = [pattern_from_json(example_of(kind, cls)) for kind, cls in PATTERNS.items()]
     return examples + [pattern_from_json(variant) for variant in VARIANTS]
 
 
 def heads_to_see(pattern: Pattern) -> int:
-    """How many heads the slow interpreter is given of a pattern: 1 where all read alike."""
+    """Return how many heads of a pattern to test in the slow interpreter: 1 if all heads read alike."""
     return 1 if pattern.for_head(0) == pattern.for_head(1) else 2
 
 
 def mask_of(pattern: Pattern, context: int) -> Tensor:
-    """(N, N) bool: the definition."""
+    """Return the definition of a pattern as a mask, (N, N) bool."""
     position = torch.arange(context)
     return pattern.mask(position[:, None], position[None, :])
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, grad_lse: bool = False) -> Inputs:
-    """Normal inputs, the same on every machine."""
+    """Draw normal inputs, the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -132,7 +132,7 @@ def make_inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, grad_lse: bo
 def attention_and_gradients(
     attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """out, lse, dq, dk and dv of ``attend(q, k, v) -> (out, lse)`` on a device; results are on the CPU."""
+    """Compute out, lse, dq, dk and dv of ``attend(q, k, v) -> (out, lse)`` on a device; results are on the CPU."""
     inputs = Inputs(*(t if t is None else t.to(device) for t in inputs))  # type: ignore[arg-type]
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     out, lse = attend(*leaves)
@@ -144,7 +144,7 @@ def attention_and_gradients(
 
 
 def exact(inputs: Inputs, reads: Reads, scale: float | None = None) -> dict[str, Tensor]:
-    """All results by the specification in fp64."""
+    """Compute all results by the specification in fp64."""
     wide = Inputs(*(t if t is None else t.double() for t in inputs))  # type: ignore[arg-type]
     if isinstance(reads, Selection):
         attend: Callable[..., Any] = selected_attention
@@ -156,7 +156,7 @@ def exact(inputs: Inputs, reads: Reads, scale: float | None = None) -> dict[str,
 
 
 def allowed_by(reads: Reads, heads: int, context: int) -> Tensor:
-    """The mask (H, N, N) or (B, H, N, N) of a pattern, one a head, or a selection."""
+    """Return the mask (H, N, N) or (B, H, N, N) of a pattern, of patterns by head, or of a selection."""
     if isinstance(reads, Selection):
         return selection_mask(reads, context)
     return pattern_mask(head_patterns(reads, heads), context, torch.device("cpu"))
@@ -174,7 +174,11 @@ def check_against_reference(
     inputs: Inputs | None = None,
     device: str = "cpu",
 ) -> dict[str, float]:
-    """Assert that a backend's forward, logsumexp and gradients pass; the largest share of its bound for each."""
+    """Assert that a backend's forward, logsumexp and gradients are within their bounds.
+
+    Returns:
+        The largest share of its bound for each result.
+    """
     inputs = make_inputs(shape, dtype, seed=seed, grad_lse=grad_lse) if inputs is None else inputs
     found = attention_and_gradients(
         lambda q, k, v: sparse_attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=True),
@@ -187,24 +191,24 @@ def check_against_reference(
 def assert_within_precision(
     found: dict[str, Tensor], inputs: Inputs, reads: Reads | Mask, scale: float | None = None
 ) -> dict[str, float]:
-    """Assert that rounding explains how far results are from fp64; the largest share of its bound for each."""
+    """Assert that rounding explains how far results are from fp64; return the largest share of its bound for each."""
     wanted = expected(inputs, reads, scale)
     return {name: assert_explained(name, found[name], wanted[name], reads) for name in RESULTS}
 
 
 class Expected(NamedTuple):
-    """A result as it should be, and how far rounding may take it from there."""
+    """An exact result, and how far rounding may take it from there."""
 
     exact: Tensor  # fp64
     bound: Tensor  # fp64, of each number
     dtype: torch.dtype
 
     def at(self, rows: Any) -> Expected:
-        """Some rows alone."""
+        """Select some rows."""
         return self._replace(exact=self.exact[:, :, rows], bound=self.bound[:, :, rows])
 
     def share(self, found: Tensor) -> float:
-        """How much of its bound the error of a number takes at most; inf for NaN, or another inf than the exact one."""
+        """Return the largest ratio of an error to its bound; inf for NaN or a wrong infinity."""
         found, infinite = found.to(self.exact.device).double(), self.exact.isinf()
         error = (found - self.exact)[~infinite].abs()
         if error.isnan().any() or not torch.equal(found[infinite], self.exact[infinite]):
@@ -213,7 +217,7 @@ class Expected(NamedTuple):
 
 
 def assert_explained(name: str, found: Tensor, wanted: Expected, reads: Reads | Mask) -> float:
-    """Assert that rounding explains how far each number of a result is from fp64; the largest share of its bound."""
+    """Assert that rounding explains how far each number is from fp64; return the largest share of its bound."""
     assert found.dtype == wanted.dtype, f"{name} is {found.dtype}, not {wanted.dtype}"
     assert found.shape == wanted.exact.shape, f"{name} is {tuple(found.shape)}"
     share = wanted.share(found)

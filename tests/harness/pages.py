@@ -40,7 +40,7 @@ class Block:
     ends: str | None = None
 
     def commands(self) -> Iterator[tuple[str, list[str]]]:
-        """Each command of the block, with the lines under it."""
+        """Yield each command of the block, with the output lines below it."""
         command = ""
         printed: list[str] = []
         for line in self.text.splitlines():
@@ -57,7 +57,7 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """Every fenced block of a page."""
+    """Return every fenced block of a page."""
     found = []
     for match in _BLOCK.finditer(text):
         asked = {match["key"]: match["value"]} if match["key"] else {}
@@ -66,7 +66,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def run_page(page: Path, folder: Path, environment: dict[str, str], *, seconds: float = 900) -> None:
-    """Runs a page's blocks in a folder; AssertionError, with the line of the page, where one does otherwise."""
+    """Run a page's blocks in a folder; AssertionError, with the line of the page, if a result differs."""
     for block in blocks(page.read_text()):
         where = f"{page.name}:{block.line}"
         if block.needs is not None:
@@ -90,7 +90,7 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], *, seconds: 
 def execute(
     command: str, folder: Path, environment: dict[str, str], where: str, seconds: float, given: str | None = None
 ) -> str:
-    """What a command prints, errors among it; AssertionError where it fails."""
+    """Run a command and return its output with standard error; AssertionError if it fails."""
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
@@ -108,7 +108,7 @@ def execute(
 
 
 def execute_until_stopped(command: str, folder: Path, environment: dict[str, str], where: str) -> None:
-    """Stops a command by Ctrl-C once it has said something; AssertionError where it ends otherwise than by that."""
+    """Stop a command by Ctrl-C once it has printed a line; AssertionError if it ends in another way."""
     words = {"cwd": folder, "env": environment, "text": True}
     with subprocess.Popen(
         ["bash", "-c", f"exec {command}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **words
@@ -123,7 +123,7 @@ def execute_until_stopped(command: str, folder: Path, environment: dict[str, str
 
 
 def first_difference(expected: list[str], printed: list[str]) -> str | None:
-    """Where what is printed is not what the page shows; None where it is."""
+    """Describe the first difference between a command's output and the page; None if there is none."""
     expected, printed = [line.rstrip() for line in expected], [line.rstrip() for line in printed]
     while expected and not expected[-1]:
         expected.pop()
@@ -153,13 +153,13 @@ def first_difference(expected: list[str], printed: list[str]) -> str | None:
 
 
 def _num_agreeing(shown: list[str], printed: list[str]) -> int:
-    """How many of the first lines agree."""
+    """Count the first lines that agree."""
     pairs = itertools.zip_longest(shown, printed[: len(shown)])
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[1] is not None and agree(*pair), pairs))
 
 
 def agree(shown: str, printed: str) -> bool:
-    """Whether a line is the one that the page shows."""
+    """Whether a printed line matches the line that the page shows."""
     pattern = ".*".join(
         _NUMBER.pattern.join(re.escape(part) for part in _NUMBER.split(piece)) for piece in shown.split("…")
     )

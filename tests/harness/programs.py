@@ -1,4 +1,4 @@
-"""Programs of a cluster that is not there: small scripts on PATH, which note how they were called."""
+"""Stand-ins for a cluster's programs: small scripts on PATH, which record how they were called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 class Programs:
-    """A folder in front of everything else on PATH, or alone on it."""
+    """A folder at the front of PATH, or the only one."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, alone: bool = False) -> None:
         self.folder = folder
@@ -17,13 +17,13 @@ class Programs:
         monkeypatch.setenv("PATH", str(folder) if alone else f"{folder}:{os.environ['PATH']}")
 
     def add(self, name: str, script: str = "") -> Path:
-        """A program of that name; what it does is shell."""
+        """Add a program with this name and this shell script."""
         path = self.folder / name
         path.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >> "{self.folder}/{name}.calls"\n{script}\n')
         path.chmod(0o755)
         return path
 
     def calls(self, name: str) -> list[str]:
-        """The words of each call, in turn."""
+        """Return the words of each call, in order."""
         path = self.folder / f"{name}.calls"
         return path.read_text().splitlines() if path.exists() else []

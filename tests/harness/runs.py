@@ -24,7 +24,7 @@ UNEQUAL = ("seconds", "tokens_per_second", "mfu", "mfu_dense_equivalent", "peak_
 
 
 def configuration(data: Path, output: Path) -> dict[str, Any]:
-    """A run of eight steps that takes a second, dropout included."""
+    """Return the configuration of a run of eight steps that takes a second, with dropout."""
     return {
         "model": {
             "context": 64,
@@ -64,7 +64,7 @@ class Ended:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher tells a rank."""
+    """Return the variables that a launcher sets for a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -75,7 +75,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def plain_environment() -> dict[str, str]:
-    """This process's environment without a launcher's variables, one thread a rank."""
+    """Return this process's environment without a launcher's variables, with one thread for each rank."""
     named = rank_environment(0, 1, 0)
     return {key: value for key, value in os.environ.items() if key not in named} | {"OMP_NUM_THREADS": "1"}
 
@@ -86,7 +86,7 @@ class Rank:
     def __init__(
         self, arguments: list[str], environment: dict[str, str], outputs: tuple[int | None, int | None] = (None, None)
     ) -> None:
-        """``outputs``: files for its standard output and standard error; None: one that ``end`` reads."""
+        """Start the process. ``outputs``: files for standard output and error; None: a file that ``end`` reads."""
         self._own = [given is None for given in outputs]
         self._files = [nameless_file() if given is None else os.dup(given) for given in outputs]
         self._status, status = os.pipe()
@@ -98,14 +98,14 @@ class Rank:
         self.returncode: int | None = None
 
     def wait(self, seconds: float) -> int:
-        """Its exit code, negative for a signal; subprocess.TimeoutExpired where it takes longer."""
+        """Return its exit code, negative for a signal; subprocess.TimeoutExpired if it takes longer."""
         if self.returncode is None:
             self.returncode = int(self._line(seconds))
             os.close(self._status)
         return self.returncode
 
     def end(self) -> tuple[str, str]:
-        """Ends it, if it has not ended, and returns what it has written to standard output and standard error."""
+        """Kill it, if it still runs, and return its standard output and standard error."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -130,12 +130,12 @@ class Rank:
 
 
 def hear_hangups() -> None:
-    """Lets SIGHUP end the process again: tests started by nohup would pass on that it is ignored."""
+    """Let SIGHUP end the process again: tests started by nohup would inherit that it is ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def nameless_file() -> int:
-    """The descriptor of a file that is gone once it is closed."""
+    """Return the descriptor of a file that is deleted once it is closed."""
     file, name = tempfile.mkstemp()
     Path(name).unlink()
     return file
@@ -143,7 +143,7 @@ def nameless_file() -> int:
 
 @functools.cache
 def _rank_server() -> socket.socket:
-    """A connection to rank_server.py, which ends with this process."""
+    """Return a connection to rank_server.py, which ends with this process."""
     connection, served = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, str(ROOT / "tests/harness/processes/rank_server.py"), str(served.fileno())]
     server = subprocess.Popen(command, env=plain_environment(), pass_fds=[served.fileno()], stderr=subprocess.DEVNULL)
@@ -153,7 +153,10 @@ def _rank_server() -> socket.socket:
 
 
 def spawn(arguments: list[str], world_size: int, extra: dict[str, str] | None = None, first: bool = False) -> Ended:
-    """Runs worker.py as so many ranks (1: without any launcher's variables); waits for all, or for the first alone."""
+    """Run worker.py as ``world_size`` ranks; wait for all, or only for the first.
+
+    A single rank has none of a launcher's variables.
+    """
     ranks = start_ranks(arguments, world_size, extra)
     try:
         for rank in ranks[:1] if first else ranks:
@@ -165,7 +168,7 @@ def spawn(arguments: list[str], world_size: int, extra: dict[str, str] | None = 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is started with."""
+    """The arguments of a run."""
 
     arguments: list[str]
     world_size: int = 2
@@ -173,12 +176,12 @@ class Run:
 
 
 def spawn_series(runs: list[Run]) -> list[Ended]:
-    """Runs them in order; returns how each ended."""
+    """Run them in order; return how each ended."""
     return [spawn(run.arguments, run.world_size, run.extra) for run in runs]
 
 
 def start_ranks(arguments: list[str], world_size: int, extra: dict[str, str] | None = None) -> list[Rank]:
-    """As many processes that run worker.py as one run's ranks."""
+    """Start ``world_size`` processes that run worker.py as one run's ranks."""
     port = free_port()
     shared = plain_environment() | (extra or {})
     places = [rank_environment(rank, world_size, port) if world_size > 1 else {} for rank in range(world_size)]
@@ -186,14 +189,14 @@ def start_ranks(arguments: list[str], world_size: int, extra: dict[str, str] | N
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return a port that nothing listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def files_under(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file with its size and time of change."""
+    """Return every file with its size and time of change."""
     return {
         str(path): (path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
@@ -202,13 +205,13 @@ def files_under(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, without what differs between equal runs."""
+    """Return the lines of a run's metrics.jsonl, without what differs between equal runs."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in UNEQUAL} for line in lines]
 
 
 def timeouts() -> list[timedelta]:
-    """Of all process groups of this process, and of the store at which they meet."""
+    """Return the time-outs of all process groups of this process and of their store."""
     import torch
 
     torch_groups = torch.distributed.distributed_c10d

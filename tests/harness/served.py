@@ -1,4 +1,4 @@
-"""A server in a thread of this process, for clients that block."""
+"""A server in a thread of this process, for blocking clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longstride.launcher.serving.serve import described, listening
 
 @contextmanager
 def served(folder: Path, shared: bool = False, **changes: Any) -> Iterator[str]:
-    """The URL of an export's server, which ends with the block; ``changes`` of its limits, and ``--shared``."""
+    """Serve an export and yield its URL; ``changes`` are to its limits, ``shared`` is ``--shared``."""
     exported, model = Exported(folder), load_model(folder)
     limits = Limits(**{"max_bytes": exported.config.context, "waiting": 8, "seconds": 60.0, "contexts": 8} | changes)
     sampler = Sampler(model, "cpu", limits.waiting, limits.contexts, shared)

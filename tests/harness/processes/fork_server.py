@@ -1,12 +1,19 @@
-"""Runs for campaigns of many: a process that has everything imported forks the ranks of each, in a second.
+"""Runs for large campaigns: a process that has everything imported forks the ranks of each, in a second.
 
-A case is a line of JSON on standard input: `arguments`, `world_size`, `port`, `folder` for the ranks' output; and, or
-null, `chunk_rows` of a model that works in chunks; `traced` {rank, work, last}: the rank's operations on files in its
-first `save`, in one in the `background`, or while it does `prepare` its folder are logged to `folder`/operations, and
-it is killed at the number `last` of them, or behind them all; `failing` {rank, steps, bytes, folder, stop}: in the
-saves of these steps the rank can write no file longer than that, and null has the folder removed; in step `stop` it
-gets SIGTERM; `fault` {rank, folder, kind, number}: of tests/hostile/generators/faults.py, from the start on, and null
-stands for all ranks; `spoil`, as worker.py has it. The answer is a line: the exit codes.
+A case is a line of JSON on standard input with these keys:
+
+- `arguments`, `world_size`, `port`, and `folder` for the ranks' output.
+- `chunk_rows`, or null: of a model that works in chunks.
+- `traced` {rank, work, last}, or null: operations on files are logged to `folder`/operations, for the rank's first
+  `save`, for one in the `background`, or while it does `prepare` its folder. The rank is killed at operation `last`, or
+  after all.
+- `failing` {rank, steps, bytes, folder, stop}, or null: in the saves of these steps the rank can write no longer file,
+  and null for `bytes` removes the folder. In step `stop` it gets SIGTERM.
+- `fault` {rank, folder, kind, number}, or null: of tests/hostile/generators/faults.py, from the start on; rank null is
+  all.
+- `spoil`, as in worker.py.
+
+The answer is a line: the exit codes.
 """
 
 from __future__ import annotations
@@ -45,7 +52,7 @@ ALONE_SECONDS = 10.0  # that ranks may go on after one has died, until a launche
 
 
 def trace(work: str, last: int, log: Path) -> None:
-    """Has the first call of a piece of work traced, and this process killed in it or behind it."""
+    """Trace the first call of a piece of work, and kill this process during or after it."""
     owner, name = (training, "prepare_folder") if work == "prepare" else (saving.Saver, "save")
     original, finish = getattr(owner, name), saving.Saver.finish
 
@@ -68,7 +75,7 @@ def trace(work: str, last: int, log: Path) -> None:
 
 
 def fail_saves(rank: int, steps: list[int], most_bytes: int | None, folder: Path) -> None:
-    """Has the saves of some steps fail on this rank as on a full disk: EFBIG needs no disk of its own."""
+    """Make the saves of some steps fail on this rank as on a full disk: EFBIG needs no separate disk."""
     save, finish = saving.Saver.save, saving.Saver.finish
 
     def limited(self: Any, *arguments: Any) -> None:
@@ -90,7 +97,7 @@ def fail_saves(rank: int, steps: list[int], most_bytes: int | None, folder: Path
 
 
 def signal_in_step(step: int) -> None:
-    """Has this rank get SIGTERM while it computes a step."""
+    """Send SIGTERM to this rank while it computes a step."""
     train_step = loop.train_step
 
     def signalled(engine: Any, *arguments: Any) -> Any:
@@ -102,7 +109,7 @@ def signal_in_step(step: int) -> None:
 
 
 def run_rank(case: dict[str, Any], rank: int) -> NoReturn:
-    """What a forked process does."""
+    """Run one rank in a forked process."""
     folder, world_size = Path(case["folder"]), case["world_size"]
     os.environ.update(rank_environment(rank, world_size, case["port"]))
     for name, stream in (("stdout", 1), ("stderr", 2)):
@@ -133,7 +140,7 @@ def run_rank(case: dict[str, Any], rank: int) -> NoReturn:
 
 
 def run(case: dict[str, Any]) -> list[int]:
-    """The exit codes of a case's ranks: minus the signal for what was killed."""
+    """Return the exit codes of a case's ranks: negative for a signal."""
     (Path(case["folder"]) / "operations").unlink(missing_ok=True)
     pids = []
     for rank in range(case["world_size"]):

@@ -1,4 +1,4 @@
-"""Many small runs from one process: see fork_server.py. Linux and a C compiler are needed for the traced ones."""
+"""Many small runs from one process (fork_server.py). Traced runs need Linux and a C compiler."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class ForkServer(Asked):
         fault: dict[str, Any] | None = None,
         spoil: str | None = None,
     ) -> list[int]:
-        """The exit codes of a run's ranks."""
+        """Return the exit codes of a run's ranks."""
         case = {"arguments": arguments, "world_size": world_size, "port": free_port(), "folder": str(self._folder)}
         case |= {"traced": traced, "failing": failing, "chunk_rows": chunk_rows, "fault": fault, "spoil": spoil}
         return self.ask(case)
 
     def stderr(self, rank: int = 0) -> str:
-        """What a rank of the last run told."""
+        """Return the standard error of a rank of the last run."""
         return (self._folder / f"stderr-{rank}").read_text()
 
     def operations(self) -> list[str]:
-        """What the traced rank of the last run did to files, the one that killed it included."""
+        """Return what the traced rank of the last run did to files, including the operation that killed it."""
         return [str(each) for each in self.log()]

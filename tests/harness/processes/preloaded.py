@@ -1,4 +1,4 @@
-"""What every rank imports for seconds: imported here before ranks of tests are forked."""
+"""Slow imports of every rank, done once before ranks of tests are forked."""
 
 # ruff: noqa: F401
 

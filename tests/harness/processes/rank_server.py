@@ -1,7 +1,7 @@
-"""Starts ranks of tests by forking: what every rank imports for seconds is imported once.
+"""Starts ranks of tests by forking, so that slow imports happen once.
 
-Run as a process of its own, with one end of a socket as its only argument. Each request is a rank's arguments and
-environment, with three files: its standard output, its standard error, and one that learns its id and how it ended.
+Run as a separate process, with one end of a socket as its only argument. Each request is a rank's arguments and
+environment, with three files: standard output, standard error, and one that receives its id and exit code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LARGEST_REQUEST = 1 << 20
 
 
 def serve(requests: socket.socket) -> None:
-    """Forks until the other end is closed."""
+    """Fork ranks until the other end is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for ranks
     while True:
         text, files, *_ = socket.recv_fds(requests, LARGEST_REQUEST, 3)
@@ -38,7 +38,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def watch(request: dict, output: int, errors: int, status: int) -> None:
-    """Forks a rank and tells its id and, once it has ended, its exit code (negative: the signal)."""
+    """Fork a rank and report its id and, once it has ended, its exit code (negative: the signal)."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     rank = os.fork()
     if rank == 0:

@@ -22,12 +22,12 @@ from longstride.launcher.stops.stop_flag import end_now  # noqa: E402
 
 
 def command(role: str, folder: Path, *words: str) -> list[str]:
-    """The command line that starts a role."""
+    """Return the command line that starts a role."""
     return [sys.executable, __file__, role, str(folder), *words]
 
 
 def parent(folder: Path) -> int:
-    """As `longstride train`."""
+    """Play `longstride train`."""
     from longstride.launcher.cluster.supervisor import Launch, StopRequest, supervise
 
     launch = Launch(command("runner", folder, "deepspeed.launcher.runner"), dict(os.environ), folder / ".stop-token")
@@ -38,12 +38,12 @@ def parent(folder: Path) -> int:
 
 
 def runner(folder: Path) -> int:
-    """As DeepSpeed's runner: it exits by 0 where launch was killed."""
+    """Play DeepSpeed's runner: it exits with 0 if launch was killed."""
     return max(0, subprocess.Popen(command("launch", folder, "deepspeed.launcher.launch")).wait())
 
 
 def launch(folder: Path) -> int:
-    """As DeepSpeed's launch: once a rank fails it kills the others and exits by that rank's code."""
+    """Play DeepSpeed's launch: once a rank fails, kill the others and exit with that rank's code."""
     ranks = [subprocess.Popen(command("rank", folder), env={**os.environ, "RANK": str(rank)}) for rank in range(2)]
     while any(rank.poll() is None for rank in ranks):
         failed = [rank.returncode for rank in ranks if rank.returncode]
@@ -58,7 +58,7 @@ def launch(folder: Path) -> int:
 
 
 def rank(folder: Path) -> int:
-    """As launcher/train.py: a loop that a stop ends, then a save of SAVE_SECONDS."""
+    """Play launcher/train.py: a loop that a stop ends, then a save that takes SAVE_SECONDS."""
     stop = StopFlag()
     stop.listen()
     stop.add_source(LauncherGone(os.environ))
@@ -83,7 +83,7 @@ def rank(folder: Path) -> int:
 
 
 def worker(folder: Path) -> int:
-    """As a loader worker: it ignores the signals that ask for a stop."""
+    """Play a loader worker: ignore the signals that request a stop."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     print("x", flush=True)

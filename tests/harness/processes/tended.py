@@ -1,4 +1,4 @@
-"""Runs that tests stop or kill: a launcher starts them, they leave marks, and a token finds all their processes."""
+"""Runs that tests stop or kill: a launcher starts them, they write marks, and a token identifies their processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATIENCE_SECONDS = 240.0
 
 
 def longstride(arguments: list[str], processes: int = 2) -> list[str]:
-    """`longstride train` on so many processes."""
+    """Return the command of `longstride train` on ``processes`` processes."""
     return [
         sys.executable,
         str(ROOT / "tests/harness/processes/supervised.py"),
@@ -31,13 +31,13 @@ def longstride(arguments: list[str], processes: int = 2) -> list[str]:
 
 
 def deepspeed(arguments: list[str]) -> list[str]:
-    """`deepspeed launcher/train.py` on two processes."""
+    """Return the command of `deepspeed launcher/train.py` on two processes."""
     program = str(Path(sys.executable).with_name("deepspeed"))
     return [sys.executable, program, "--num_gpus", "2", f"--master_port={free_port()}", str(_WORKER), *arguments]
 
 
 class Tended:
-    """A run under a launcher, in a session of its own; a token in the environment marks its processes."""
+    """A run under a launcher, in a separate session; a token in the environment marks its processes."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class Tended:
 
     @property
     def output(self) -> str:
-        """What the run has printed."""
+        """The output of the run so far."""
         return self._output.read_text()
 
     def processes(self) -> dict[int, str]:
-        """The command line of every living process of the run, by its pid."""
+        """Return the command line of every living process of the run, by its pid."""
         lines = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdecimal():
@@ -85,39 +85,39 @@ class Tended:
         return lines
 
     def named(self, *words: str) -> list[int]:
-        """The processes with one of the words in their command line, before the script of the ranks."""
+        """Return the processes with one of the words in their command line, before the script of the ranks."""
         lines = {pid: line.partition(str(_WORKER))[0] for pid, line in self.processes().items()}
         return [pid for pid, line in lines.items() if any(word in line for word in words)]
 
     def ranks(self) -> list[int]:
-        """The ranks, without their loader workers."""
+        """Return the ranks, without their loader workers."""
         lines = {
             pid: line for pid, line in self.processes().items() if f"-u {_WORKER}" in line and "world_info" not in line
         }
         return [pid for pid in sorted(lines) if _parent(pid) not in lines]
 
     def marks(self) -> list[str]:
-        """What the run has begun so far: begin, steps, evaluations, saves."""
+        """Return what the run has begun so far: begin, steps, evaluations, saves."""
         return self._marks.read_text().splitlines() if self._marks.exists() else []
 
     def wait_for(self, number: int) -> bool:
-        """Waits until there are so many marks; returns whether the run still lives."""
+        """Wait until there are ``number`` marks; return whether the run still lives."""
         return self._until(lambda: len(self.marks()) >= number or self.process.poll() is not None) and (
             self.process.poll() is None
         )
 
     def wait_for_new(self, word: str) -> bool:
-        """Waits for one more mark of a kind; returns whether the run still lives."""
+        """Wait for another mark of this kind; return whether the run still lives."""
         before = self.marks().count(word)
         self._until(lambda: self.marks().count(word) > before or self.process.poll() is not None)
         return self.process.poll() is None
 
     def end(self) -> int:
-        """Waits for the end of the run; returns its exit code."""
+        """Wait for the end of the run; return its exit code."""
         return self.process.wait(_PATIENCE_SECONDS)
 
     def all_ended(self, seconds: float) -> bool:
-        """Whether all processes of the run end within so many seconds."""
+        """Whether all processes of the run end within ``seconds``."""
         return self._until(lambda: not self.processes(), seconds)
 
     def _until(self, holds: Callable[[], bool], seconds: float = _PATIENCE_SECONDS) -> bool:
@@ -137,7 +137,7 @@ def tended(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> Iterator[Tended]:
-    """A run; whatever the test does, none of its processes outlives the block.
+    """Start a run; none of its processes outlives the block, whatever the test does.
 
     ``stdout``, ``stderr``: files that it writes to; None: one that ``Tended.output`` reads.
     """

@@ -1,4 +1,4 @@
-"""A rank of a test's run: launcher/train.py itself, with something more done as the environment asks."""
+"""A rank of a test's run: launcher/train.py itself, with changes that the environment requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.hostile.generators.lost_workers import lose_worker
 
 
 def dump_buffers(folder: Path) -> None:
-    """Saves what each rank has in its buffers before its first step and after every one: ``rank-R.pt``, a list."""
+    """Save the buffers of each rank before its first step and after every step: ``rank-R.pt``, a list."""
     import longstride.launcher.training.loop as loop
 
     train_step = loop.train_step
@@ -52,7 +52,7 @@ def dump_buffers(folder: Path) -> None:
 
 
 def fill_padding(byte: int) -> None:
-    """Puts a byte behind the end of every short context of a batch."""
+    """Put a byte after the end of every short context of a batch."""
     import longstride.launcher.training.loop as loop
 
     score = loop.score
@@ -65,7 +65,7 @@ def fill_padding(byte: int) -> None:
 
 
 def dump_master_weights(path: str) -> None:
-    """Saves the fp32 master weights as they are in the engine after each step, by DeepSpeed's own debugging calls."""
+    """Save the engine's fp32 master weights after each step, with DeepSpeed's debugging calls."""
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -100,7 +100,7 @@ def dump_master_weights(path: str) -> None:
 
 
 def dump_logits(path: str) -> None:
-    """Saves the logits of the engine at its last checkpoint, and the tokens that they are of."""
+    """Save the logits of the engine at its last checkpoint, and their tokens."""
     import longstride.launcher.checkpoints.saving as saving
 
     take_probe = saving.take_probe
@@ -119,7 +119,7 @@ def dump_logits(path: str) -> None:
 
 
 def tell_flushes(log: Path) -> None:
-    """Writes a line for what is brought to the disk, with its size, and for what is renamed, in their order."""
+    """Log each fsync, with the size of the file, and each rename, in order."""
     fsync, rename = os.fsync, Path.rename
 
     def tell(*words: object) -> None:
@@ -138,7 +138,7 @@ def tell_flushes(log: Path) -> None:
 
 
 def work_in_chunks(rows: int) -> None:
-    """Lets the model take even short contexts as it takes long ones: so many rows at a time."""
+    """Make the model treat short contexts like long ones: ``rows`` rows at a time."""
     import longstride.sparse_model.feed_forwards.dense as dense
     import longstride.sparse_model.output as output
 
@@ -146,7 +146,7 @@ def work_in_chunks(rows: int) -> None:
 
 
 def remove_after_step_2(path: str) -> None:
-    """Lets a file vanish under the run."""
+    """Remove a file during the run."""
     import longstride.launcher.training.loop as loop
 
     train_step = loop.train_step
@@ -161,7 +161,7 @@ def remove_after_step_2(path: str) -> None:
 
 
 def fail_evaluation(step: int) -> None:
-    """Lets the evaluation after a step fail."""
+    """Make the evaluation after a step fail."""
     import longstride.launcher.training.loop as loop
 
     evaluate = loop.evaluate_split
@@ -175,7 +175,7 @@ def fail_evaluation(step: int) -> None:
 
 
 def give_scores(scores: dict[str, float]) -> None:
-    """Has the evaluations of some steps come out as is told here, in bits per byte."""
+    """Replace the bits per byte of the evaluations of some steps."""
     import longstride.launcher.training.loop as loop
 
     evaluate = loop.evaluate_split
@@ -188,7 +188,7 @@ def give_scores(scores: dict[str, float]) -> None:
 
 
 def signal_rank_1(number: int, step: int, where: str) -> None:
-    """Has the second rank get a signal while it computes a step, or the evaluation behind it."""
+    """Send a signal to the second rank while it computes a step, or the evaluation after it."""
     import longstride.launcher.training.loop as loop
 
     name = {"step": "train_step", "evaluation": "evaluate_split"}[where]
@@ -203,9 +203,9 @@ def signal_rank_1(number: int, step: int, where: str) -> None:
 
 
 def halt(where: str, step: int, how: str) -> None:
-    """Has the last rank, at a step, stop as a debugger does it, die, go on for ever, fail, or lose a network interface.
+    """Make the last rank stop at a step: as in a debugger, dead, in an endless loop, failing, or without its network.
 
-    In the first exchange of a forward or backward pass, where it shares contexts with other ranks.
+    If it shares contexts with other ranks, it stops in the first exchange of a forward or backward pass.
     """
     import longstride.launcher.training.loop as loop
     from longstride.launcher.checkpoints.saving import Saver
@@ -245,7 +245,7 @@ def halt(where: str, step: int, how: str) -> None:
 
 
 def mark_moments(path: Path, seconds: float) -> None:
-    """Has rank 0 write a line at the beginning of whatever a run does, and every rank take its time over it."""
+    """Make rank 0 write a line at the beginning of each activity of a run, and make every rank slow."""
     import longstride.launcher.checkpoints.saving as saving
     import longstride.launcher.evaluation.evaluate as evaluate
     import longstride.launcher.training.loop as loop
@@ -281,7 +281,7 @@ def mark_moments(path: Path, seconds: float) -> None:
 
 
 class _SpoiltGradient(torch.autograd.Function):
-    """A loss as it is, whose gradients are no numbers."""
+    """Return the loss unchanged, with NaN as gradients."""
 
     @staticmethod
     def forward(_: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -300,7 +300,10 @@ _SPOILS = {
 
 
 def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
-    """Spoils the last micro-batch of one rank at some steps, so many times in all; each rank tells its verdicts."""
+    """Change the last micro-batch of one rank at some steps, and print each rank's verdicts.
+
+    ``how_often``: in how many steps at most.
+    """
     import longstride.launcher.training.loop as loop
 
     score = loop.score
@@ -328,13 +331,13 @@ def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
 
 
 def tell_versions(told: dict[str, str]) -> None:
-    """Has packages installed in other versions, as far as this rank can tell."""
+    """Make this rank see other versions of installed packages."""
     version = importlib.metadata.version
     importlib.metadata.version = lambda name: told.get(name) or version(name)
 
 
 def spoil_after_load() -> None:
-    """Lets what is loaded from a universal form be a little off."""
+    """Make the weights that are loaded from a universal form slightly wrong."""
     import torch
 
     import longstride.launcher.checkpoints.restoring as restoring
@@ -351,7 +354,7 @@ def spoil_after_load() -> None:
 
 
 def convert_and_at(number: int, then: Any) -> None:
-    """Has something happen when the so-manieth tensor is converted."""
+    """Call ``then`` when tensor ``number`` is converted."""
     import longstride.launcher.checkpoints.saved_state as saved_state
 
     tensor = saved_state.SavedState.tensor
@@ -367,7 +370,7 @@ def convert_and_at(number: int, then: Any) -> None:
 
 
 def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
-    """The whole rank, as its environment asks; ends the process. ``stop`` may listen already."""
+    """Run the whole rank, as its environment requests, and end the process. ``stop`` may listen already."""
     if "VERSIONS" in os.environ:
         tell_versions(json.loads(os.environ["VERSIONS"]))
     if "SPOIL_AFTER_LOAD" in os.environ:
@@ -416,7 +419,7 @@ def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
 
 
 def run(arguments: list[str], stop: StopFlag | None) -> int:
-    """Exit code of launcher/train.py, or of a verb; 1 with a traceback for what it does not foresee, as Python ends."""
+    """Return the exit code of launcher/train.py, or of a verb; print the traceback of any other exception."""
     try:
         return cli.main(arguments) if "VERB" in os.environ else entry.main(arguments, stop)
     except SystemExit as end:
