@@ -1,8 +1,8 @@
-"""What a build reads: documents, how files are found, and the file that stays open between two reads.
+"""The inputs of a build: documents, the search for files, and the file that stays open between two reads.
 
-A document is a row of bytes that can be read in pieces: a file of the input (``FileDocument``), a record of one
-(``RecordDocument``), a part of one of these (``DocumentPart``), or an excerpt of a published dataset
-(``datasets/excerpts.py``).
+A document is a sequence of bytes that can be read in pieces. It is a file of the input (``FileDocument``), a record of
+a file (``RecordDocument``), a part of one of these (``DocumentPart``), or an excerpt of a published dataset
+(``datasets/dataset.py``).
 """
 
 import hashlib
@@ -21,18 +21,18 @@ from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.records import RecordReader, Records, find_records, record_reader
 
 T = TypeVar("T")
-FOLDERS, NOTHING = "folders", "nothing"  # that links lead to
+FOLDERS, NOTHING = "folders", "nothing"  # targets of links
 _TAIL_BYTES = 16  # more than any modality's ``cut_reach``
 
 
 class OpenInput:
-    """What one process has open: the input that it read last, so that reading on does not open it again."""
+    """The open input of one process: the one that was read last, so that a sequential read does not reopen it."""
 
     def __init__(self) -> None:
         self._key: Hashable = None
         self._opened: Any = None
         self._stack = ExitStack()
-        self._tail: tuple[Any, int, bytes] = None, 0, b""  # of the document that was read last: where it was left
+        self._tail: tuple[Any, int, bytes] = None, 0, b""  # last document, byte offset, and bytes from there on
 
     def __enter__(self) -> "OpenInput":
         return self
@@ -41,9 +41,9 @@ class OpenInput:
         self.close()
 
     def get(self, key: Hashable, open_it: Callable[[ExitStack], T]) -> T:
-        """What ``open_it`` returned for this key if that was the last key; else ``open_it`` is called now.
+        """Return what ``open_it`` returned for the key, and call it only if the last key was another.
 
-        ``open_it`` gives the stack whatever has to be closed.
+        ``open_it`` registers everything to be closed with the stack.
         """
         if key != self._key:
             self.close()
@@ -52,68 +52,66 @@ class OpenInput:
         return self._opened
 
     def read_on(self, document: "Document", modality: Modality, properties: Properties, start: int, stop: int) -> bytes:
-        """Content bytes ``[start, stop)`` of a document. A few that were read last are not read again.
+        """Return content bytes ``[start, stop)`` of a document; the last bytes of the previous read are buffered.
 
-        What is unpacked or decoded would begin anew for them.
+        Going back by a few bytes would restart a decompressor or a decoder.
         """
-        last, place, held = self._tail
-        held = held[start - place : stop - place] if last == document and place <= start <= place + len(held) else b""
-        content = held + document.read(self, modality, properties, start + len(held), stop - start - len(held))
-        kept = min(len(content), _TAIL_BYTES)
-        self._tail = document, stop - kept, content[len(content) - kept :]
+        last, place, tail = self._tail
+        tail = tail[start - place : stop - place] if last == document and place <= start <= place + len(tail) else b""
+        content = tail + document.read(self, modality, properties, start + len(tail), stop - start - len(tail))
+        self._tail = document, max(start, stop - _TAIL_BYTES), content[-_TAIL_BYTES:]
         return content
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Close the open input."""
         self._key, self._opened = None, None
         self._stack.close()
 
 
 class Document(Protocol):
-    """Bytes of one split, of a size that is known before they are read. It can be pickled."""
+    """Bytes of one split. Their number is known before they are read. It can be pickled."""
 
     @property
     def size(self) -> int:
-        """Content bytes."""
+        """The number of content bytes."""
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Strings and integers that differ for another document, and after a change; the same wherever it lies."""
+        """Strings and integers that differ between documents and change with the content, wherever the input lies."""
 
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
-        """Content bytes ``[offset, offset + size)``. Raises DataError where the input has changed."""
+        """Return content bytes ``[offset, offset + size)``. Raises DataError if the input has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileDocument:
-    """A file of the input. There may be millions: a folder is one string that all its documents share."""
+    """A file of the input. There may be millions, so all documents of a folder share one string."""
 
-    folder: str  # the input, or the folder that holds it where the input is a file
-    relative: bytes  # path under its input, with slashes: its identity, wherever the input lies
+    folder: str  # the input, or its parent folder if the input is a file
+    relative: bytes  # path under the input, with slashes: the identity, wherever the input lies
     occurrence: int  # how many earlier inputs hold the same relative path
     size: int  # content bytes
     file_bytes: int
-    modified_ns: int  # with file_bytes: tells whether the file has changed
+    modified_ns: int  # shows with file_bytes whether the file has changed
 
     @property
     def path(self) -> Path:
-        """Where the file lies."""
+        """The path of the file."""
         return Path(self.folder, os.fsdecode(self.relative))
 
     @property
     def source(self) -> str:
-        """What a person calls it: its path under the input."""
+        """The path under the input, for messages and lists."""
         return self.relative.decode("utf-8", "backslashreplace")
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Path under the input, sizes and time of change."""
+        """Path under the input, sizes, and modification time."""
         return self.relative.hex(), self.occurrence, self.size, self.file_bytes, self.modified_ns
 
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
-        """A piece of the content. Raises DataError where the file has changed since it was found."""
-
-        path = self.path  # once: a Path is dearer to make than a small file is to read
+        """Read a part of the content. Raises DataError if the file has changed since the search."""
+        path = self.path  # once: creating a Path costs more than reading a small file
 
         def open_file(stack: ExitStack) -> tuple[BinaryIO, Content]:
             file = stack.enter_context(open_plain(path))
@@ -129,17 +127,17 @@ class FileDocument:
         return piece
 
     def hashed(self, seed: int, use: str) -> int:
-        """64 bits of SHA-256 over the seed, what the number is for, and the path under the input."""
+        """Hash the seed, the purpose of the hash and the path under the input to 64 bits of SHA-256."""
         return int.from_bytes(hashlib.sha256(f"{seed}\0{use}\0".encode() + self.relative).digest()[:8], "big")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordDocument:
-    """A record of a file of the input: a line of JSON Lines, or a row of a Parquet file."""
+    """A record of an input file: a line of JSON Lines, or a row of a Parquet file."""
 
-    file: FileDocument  # of size 0, as the file is no document
-    field: str  # that holds the content
-    number: int  # of the line or row, from 1 on
+    file: FileDocument  # with size 0, as the file itself is no document
+    field: str  # the field with the content
+    number: int  # line or row, counted from 1
     start: int  # see ``Records``
     length: int
     size: int
@@ -151,24 +149,24 @@ class RecordDocument:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The file's, the record's number and its size."""
+        """Identity of the file, number and size of the record."""
         return *self.file.identity, self.number, self.size
 
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
-        """A piece of the content. Raises DataError where the file has changed since it was found."""
-        found = self.file
+        """Read a part of the content. Raises DataError if the file has changed since the search."""
+        source = self.file
 
         def open_file(stack: ExitStack) -> tuple[Path, BinaryIO, RecordReader]:
-            path = found.path
+            path = source.path
             with as_data_error(path):
                 file = stack.enter_context(open_plain(path))
-                check_unchanged(path, file, found.file_bytes, found.modified_ns)
+                check_unchanged(path, file, source.file_bytes, source.modified_ns)
                 return path, file, record_reader(path, file, self.field)
 
-        path, file, reader = open_input.get((found, self.field), open_file)
+        path, file, reader = open_input.get((source, self.field), open_file)
         with as_data_error(path):
             content = reader.content(self.start, self.length)
-            check_unchanged(path, file, found.file_bytes, found.modified_ns)
+            check_unchanged(path, file, source.file_bytes, source.modified_ns)
         if len(content) != self.size:
             raise changed(path)
         return content[offset : offset + size]
@@ -179,7 +177,7 @@ WholeDocument = FileDocument | RecordDocument
 
 @dataclass(frozen=True, slots=True)
 class DocumentPart:
-    """The beginning or the end of a document that is cut between two splits."""
+    """The beginning or the end of a document that is divided between two splits."""
 
     document: WholeDocument
     offset: int  # content bytes of the document before the part
@@ -187,22 +185,22 @@ class DocumentPart:
 
     @property
     def source(self) -> str:
-        """What a person calls the document."""
+        """The source of the document."""
         return self.document.source
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The document's, and which part this is."""
+        """Identity of the document, offset and size of the part."""
         return *self.document.identity, self.offset, self.size
 
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
-        """A piece of the part. Raises DataError where the file has changed since it was found."""
+        """Read a piece of the part. Raises DataError if the file has changed since the search."""
         return self.document.read(open_input, modality, properties, self.offset + offset, size)
 
 
 @dataclass(frozen=True)
 class RecordDocuments(Sequence[RecordDocument]):
-    """Records of files, in order: made one at a time, as there may be millions."""
+    """Records of files, in order. There may be millions, so documents are created one at a time."""
 
     field: str
     files: Sequence[tuple[FileDocument, Records]]
@@ -228,44 +226,44 @@ class RecordDocuments(Sequence[RecordDocument]):
 
 
 def mix(documents: list[FileDocument], seed: int) -> None:
-    """Sorts documents by a hash of (seed, path): each shard becomes a mixture of all folders."""
+    """Sort documents by a hash of (seed, path), so that each shard becomes a mixture of all folders."""
     documents.sort(key=lambda document: document.hashed(seed, f"order {document.occurrence}"))
 
 
 def check_unchanged(path: Path | str, file: BinaryIO, file_bytes: int, modified_ns: int) -> None:
-    """Raises DataError for an open file that has changed since it was found."""
+    """Raise DataError if an open file has changed since the search."""
     status = os.fstat(file.fileno())
     if (status.st_size, status.st_mtime_ns) != (file_bytes, modified_ns):
         raise changed(path)
 
 
 def changed(path: Path | str) -> DataError:
-    """The error for a file that has changed since it was found."""
+    """Return the error for a file that has changed since the search."""
     return DataError(f"{path}: changed since the build began")
 
 
 @dataclass(slots=True)
 class LeftOut:
-    """How much a search left out."""
+    """Counts of what a search left out."""
 
-    empty: int = 0  # files
-    links: Counter[str] = field(default_factory=Counter)  # by what they lead to
+    empty: int = 0  # empty files
+    links: Counter[str] = field(default_factory=Counter)  # by the kind of their targets
     no_files: int = 0  # pipes, sockets and devices
-    records: dict[str, int] | None = None  # that are null or empty; None: the documents are no records
-    # For messages alone: the data folder stays what it is where files of other kinds lie beside those it is made of.
-    endings: Counter[str] = field(default_factory=Counter)  # files whose names were not asked for, by suffix
-    looked_at: int = 0  # files of folders, those among them
-    followed: Counter[str] = field(default_factory=Counter)  # links to files that were taken, by the files' folders
+    records: dict[str, int] | None = None  # null and empty records; None if documents are not records
+    # These are for messages only: files of other kinds must not change the data folder.
+    endings: Counter[str] = field(default_factory=Counter)  # files with other suffixes, by suffix
+    looked_at: int = 0  # all files of folders
+    followed: Counter[str] = field(default_factory=Counter)  # followed links to files, by the targets' folders
 
 
 def find_documents(
-    inputs: Sequence[Path], suffixes: tuple[str, ...], exclude: tuple[str, ...], modality: Modality, wanted: Properties
+    inputs: Sequence[Path], suffixes: tuple[str, ...], exclude: tuple[str, ...], modality: Modality, target: Properties
 ) -> tuple[list[FileDocument], dict[str, int], LeftOut]:
-    """The documents of the inputs that are not empty, their common properties, and what was left out.
+    """Find the documents of the inputs that are not empty, with their common properties and what was left out.
 
-    Documents are sorted by relative path within each input: the file system's own order does not count. ``wanted``
-    are properties that the documents are converted to. Raises DataError for an input that is missing or unreadable,
-    for a document that does not fit the others, and where none is found.
+    Documents are sorted by relative path within each input, whatever the order of the file system. ``requested`` are
+    properties to convert the documents to. Raises DataError for an input that is missing or unreadable, for a document
+    that does not fit the others, and if there are no documents.
     """
     left_out = LeftOut()
     documents: list[FileDocument] = []
@@ -274,7 +272,7 @@ def find_documents(
     for file in _files(inputs, suffixes, exclude, left_out):
         if properties is None:
             with as_data_error(file.path), open_plain(file.path) as opened:
-                properties = modality.settle(file.path, opened, wanted)
+                properties = modality.settle(file.path, opened, target)
         with as_data_error(file.path):
             size = modality.measure(file.path, properties)
         if size == 0:
@@ -291,14 +289,14 @@ def find_documents(
 def find_record_files(
     inputs: Sequence[Path], suffixes: tuple[str, ...], exclude: tuple[str, ...], field: str
 ) -> tuple[list[tuple[FileDocument, Records]], LeftOut]:
-    """The files of the inputs whose records are documents, the records that hold anything, and what was left out.
+    """Find the files whose records are documents, with the records that are not empty and what was left out.
 
-    Raises DataError as ``find_documents`` does, and for records without the field (see ``find_records``).
+    Raises DataError like ``find_documents``, and for records without the field (see ``find_records``).
     """
     left_out = LeftOut(records={"null_records": 0, "empty_records": 0})
     counts = left_out.records
     assert counts is not None
-    found: list[tuple[FileDocument, Records]] = []
+    files: list[tuple[FileDocument, Records]] = []
     occurrences: dict[bytes, int] = {}
     for file in _files(inputs, suffixes, exclude, left_out):
         with as_data_error(file.path), open_plain(file.path) as opened:
@@ -306,15 +304,15 @@ def find_record_files(
         counts["null_records"] += records.null
         counts["empty_records"] += records.empty
         occurrence = occurrences.get(file.relative, 0)
-        found.append((replace(file, occurrence=occurrence), records))
+        files.append((replace(file, occurrence=occurrence), records))
         occurrences[file.relative] = occurrence + 1
-    if not any(len(records) for _, records in found):
+    if not any(len(records) for _, records in files):
         raise _nothing_found(inputs, suffixes, "text", left_out)
-    return found, left_out
+    return files, left_out
 
 
 def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], modality: str, left_out: LeftOut) -> DataError:
-    endings = {ending or "names without a suffix" for ending in left_out.endings}
+    present = {ending or "names without a suffix" for ending in left_out.endings}
     counts = {"empty": left_out.empty, "pipes, sockets or devices": left_out.no_files}
     counts |= {f"links to {what}": count for what, count in left_out.links.items()}
     counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items()}
@@ -324,34 +322,34 @@ def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], modality: 
         rule = "fetch or copy again the files that links name"
     elif FOLDERS in left_out.links:
         rule = "name the folders that links lead to"
-    if endings:
-        rule = "name those to take by --suffix" if endings != {"names without a suffix"} else "take all by --all-files"
+    if present:
+        rule = "name those to take by --suffix" if present != {"names without a suffix"} else "take all by --all-files"
         for name, kind in MODALITIES.items():
-            if name != modality and endings & set(kind.suffixes):
+            if name != modality and present & set(kind.suffixes):
                 rule = f"take {kind.words} by --modality {name}, or name those to take by --suffix"
-        if left_out.records is None and endings & set(RECORD_SUFFIXES):
+        if left_out.records is None and present & set(RECORD_SUFFIXES):
             rule = "name what holds the text of their records by --field, or those to take as they are by --suffix"
-        rule = f"there are {', '.join(sorted(endings)[:9])}: {rule}"
-    left = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        rule = f"there are {', '.join(sorted(present)[:9])}: {rule}"
+    counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     return DataError(
         f"{', '.join(map(str, inputs))}: no file to take (suffixes: {' '.join(suffixes) or 'any'}"
-        f"{'; left out: ' if left else ''}{left}); {rule}"
+        f"{'; left out: ' if counted else ''}{counted}); {rule}"
     )
 
 
 def _files(
     inputs: Sequence[Path], suffixes: tuple[str, ...], exclude: tuple[str, ...], left_out: LeftOut
 ) -> Iterator[FileDocument]:
-    """Files with any bytes, not yet measured. Raises DataError for an input that is missing or unreadable."""
+    """Yield the files with any bytes, not yet measured. Raises DataError for an input that is missing or unreadable."""
     if not inputs:
         raise DataError("inputs: none given; name at least one folder or file")
-    found = [_files_of(given, suffixes, exclude, left_out) for given in inputs]
-    taken: set[str] = set()  # where files lie that links could lead to: a file is taken once, by its own name first
-    if any(links for _, _, links in found):
-        for folder, names, links in found:
+    searches = [_files_of(root, suffixes, exclude, left_out) for root in inputs]
+    taken: set[str] = set()  # real paths: a file is read once, preferably by its own name rather than by a link
+    if any(links for _, _, links in searches):
+        for folder, names, links in searches:
             place = os.path.realpath(folder)
             taken.update(str(Path(place, os.fsdecode(name))) for name in names if name not in links)
-    for folder, names, links in found:
+    for folder, names, links in searches:
         for relative in names:
             path = Path(folder, os.fsdecode(relative))
             if relative in links:
@@ -371,35 +369,35 @@ def _files(
 
 
 def _files_of(
-    given: Path, suffixes: tuple[str, ...], exclude: tuple[str, ...], left_out: LeftOut
+    root: Path, suffixes: tuple[str, ...], exclude: tuple[str, ...], left_out: LeftOut
 ) -> tuple[str, list[bytes], set[bytes]]:
-    """The folder of an input, the sorted paths of its files under that folder, and those that are links."""
+    """Return the folder of an input, the sorted paths of its files under that folder, and those that are links."""
     try:
-        is_file, is_folder = given.is_file(), given.is_dir()
+        is_file, is_folder = root.is_file(), root.is_dir()
     except OSError as error:
-        raise DataError(f"{given}: cannot be looked at ({error.strerror}); allow reading the folders above") from error
+        raise DataError(f"{root}: cannot be accessed ({error.strerror}); allow reading the folders above") from error
     if is_file:
-        names = [os.fsencode(given.name)]
-        return str(given.parent), names, set(names) if given.is_symlink() else set()
+        names = [os.fsencode(root.name)]
+        return str(root.parent), names, set(names) if root.is_symlink() else set()
     if not is_folder:
-        with as_data_error(given), suppress(FileNotFoundError):
-            plain_status(given)  # a pipe or a device is told by its name
-        what = "a link to nothing" if given.is_symlink() else "no such file or folder"
-        raise DataError(f"{given}: {what}; name an input that exists")
+        with as_data_error(root), suppress(FileNotFoundError):
+            plain_status(root)  # raises for a pipe or a device
+        what = "a link to nothing" if root.is_symlink() else "no such file or folder"
+        raise DataError(f"{root}: {what}; name an input that exists")
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: the folder cannot be read ({error.strerror}); allow reading or exclude it")
 
-    passed_over = {"__pycache__", *exclude}
+    excluded = {"__pycache__", *exclude}
     paths, links = [], set()
-    for folder, folders, files in os.walk(given, onerror=refuse):
-        visible = [name for name in folders if not name.startswith(".") and name not in passed_over]
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        visible = [name for name in folders if not name.startswith(".") and name not in excluded]
         folders[:] = [name for name in visible if not Path(folder, name).is_symlink()]
         if len(visible) > len(folders):
             left_out.links[FOLDERS] += len(visible) - len(folders)
-        under = PurePath(folder).relative_to(given)
+        under = PurePath(folder).relative_to(root)
         for name in files:
-            if name.startswith(".") or name in passed_over:
+            if name.startswith(".") or name in excluded:
                 continue
             path = Path(folder, name)
             left_out.looked_at += 1
@@ -416,4 +414,4 @@ def _files_of(
                     left_out.links["pipes, sockets or devices" if path.exists() else NOTHING] += 1
                 else:
                     left_out.no_files += 1
-    return str(given), sorted(paths), links
+    return str(root), sorted(paths), links

@@ -1,4 +1,4 @@
-"""Files and folders that are on the disk, not only in the system's memory, before anything says that they are there."""
+"""Files and folders that appear only after they are flushed to the disk."""
 
 import errno
 import fcntl
@@ -12,15 +12,15 @@ from typing import BinaryIO
 
 from longstride.data_pipelines.errors import as_data_error
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # from file systems that have none
-_FILES_ONLY = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # from file systems that cannot flush a folder
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without locks raise these
+_FILES_ONLY = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems that cannot flush a folder raise these
 
 
 @contextmanager
 def durable_file(target: Path, aside: Path) -> Iterator[BinaryIO]:
-    """A file to write. It appears as ``target``, flushed to the disk, if the code inside ends well, else never.
+    """Open a file that appears as ``target``, flushed to the disk, only if the block ends without an error.
 
-    Until then it lies in the folder ``aside``, on the same file system. Raises DataError where it cannot be written.
+    Until then it is in the folder ``aside``, on the same file system. Raises DataError if it cannot be written.
     """
     # A random name: a process of a killed build may still write when the next build has begun.
     temporary = aside / f"{target.name}.{secrets.token_hex(4)}"
@@ -39,10 +39,9 @@ def durable_file(target: Path, aside: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def whole_folder(output: Path) -> Iterator[Path]:
-    """A folder to fill. It appears as ``output``, flushed to the disk, if the code inside ends well, else never.
+    """Create a folder that appears as ``output``, flushed to the disk, only if the block ends without an error.
 
-    Until then it is ``.NAME.partial`` beside it. Raises OSError; FileExistsError or ENOTEMPTY where something has the
-    name by now.
+    Until then it is ``.NAME.partial`` next to it. Raises OSError; FileExistsError or ENOTEMPTY if the name is taken.
     """
     missing = _missing_folders(output.parent)
     make_folders(output.parent)
@@ -53,66 +52,66 @@ def whole_folder(output: Path) -> Iterator[Path]:
             folder.rename(output)
             flush_folder(output.parent)
     except BaseException:
-        with suppress(OSError):  # something else has come to lie there
-            for each in missing:
-                each.rmdir()
+        with suppress(OSError):  # they may hold something by now
+            for parent in missing:
+                parent.rmdir()
         raise
 
 
 @contextmanager
 def working_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder for as long as the code inside runs; what a killed process has left of one is removed.
+    """Provide an empty folder while the block runs; what a killed process left in it is removed.
 
-    Raises OSError: EBUSY where another process works in it.
+    Raises OSError: EBUSY if another process works in it.
     """
-    held = _locked_folder(folder)
+    lock = _lock_folder(folder)
     try:
         for path in folder.iterdir():
             path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
         yield folder
     finally:
-        with suppress(OSError):  # by another name it is whole, and this one may be another process's
-            if os.path.samestat(os.fstat(held), folder.stat()):
+        with suppress(OSError):  # after a rename, this name may belong to another process
+            if os.path.samestat(os.fstat(lock), folder.stat()):
                 shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
+        os.close(lock)
 
 
-def _locked_folder(folder: Path) -> int:
-    """A descriptor that holds the lock of a folder, which is made where there is none."""
+def _lock_folder(folder: Path) -> int:
+    """Return a descriptor that holds the lock of a folder, which is created if it is missing."""
     while True:
         folder.mkdir(exist_ok=True)
         try:
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # whoever worked in it has just ended
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # another process has just removed it
             continue
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in NO_LOCKS:
-                os.close(held)
+                os.close(lock)
                 reason = "another process works in it; wait for its end"
                 raise OSError(errno.EBUSY, reason, str(folder)) from error
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(held), folder.stat()):
-                return held
-        os.close(held)
+            if os.path.samestat(os.fstat(lock), folder.stat()):
+                return lock
+        os.close(lock)
 
 
 def make_folders(folder: Path) -> None:
-    """Makes a folder and those above it that are missing, and flushes their names to the disk."""
+    """Create a folder and its missing parents, and flush their names to the disk."""
     missing = _missing_folders(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        flush_folder(each.parent)
+    for path in missing:
+        flush_folder(path.parent)
 
 
 def _missing_folders(folder: Path) -> list[Path]:
-    """A folder and those above it that are not there, from the inside out."""
-    return [each for each in (folder, *folder.parents) if not each.exists()]
+    """Return those of a folder and its parents that do not exist, innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def flush_tree(folder: Path) -> None:
-    """Flushes all that lies in a folder to the disk, its own names last. Raises OSError."""
+    """Flush all content of a folder to the disk, its own names last. Raises OSError."""
     for path in folder.rglob("*"):
         if path.is_dir():
             flush_folder(path)
@@ -123,10 +122,10 @@ def flush_tree(folder: Path) -> None:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Writes a file that appears whole, flushed to the disk, and never over another.
+    """Write a file that appears complete, flushed to the disk, and never over another file.
 
-    A process that is killed may leave a hidden file beside it, ``.….partial``. Raises OSError: FileExistsError where
-    something has the name by now.
+    A process that is killed may leave a hidden file ``.….partial`` next to it. Raises OSError: FileExistsError if the
+    name is taken.
     """
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
@@ -136,7 +135,7 @@ def write_new(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         try:
             os.link(partial, path)  # unlike a rename, it fails where a file is
-        except OSError:  # it is there, or the file system has no hard links
+        except OSError:  # the name is taken, or the file system has no hard links
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
             partial.rename(path)
@@ -147,11 +146,11 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def write_over(path: Path, content: bytes) -> None:
-    """Writes a file that holds the old content or the new, never a part; OSError where it cannot."""
+    """Replace a file, which always holds either the old content or the new. Raises OSError on failure."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     try:
-        with naming(path, partial), partial.open("xb") as file:  # not into what a link there leads to
+        with naming(path, partial), partial.open("xb") as file:  # never into the target of a link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -164,7 +163,7 @@ def write_over(path: Path, content: bytes) -> None:
 
 @contextmanager
 def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
-    """Puts a name into an OSError that has none, as those of writing and flushing have, or that of a hidden file."""
+    """Put ``path`` into an OSError that names no file, as those of writing and flushing, or that names ``partial``."""
     try:
         yield
     except OSError as error:
@@ -174,9 +173,9 @@ def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flushes the names in a folder to the disk, a rename included, where the file system can.
+    """Flush the names in a folder to the disk, a rename included, if the file system supports it.
 
-    Raises OSError, naming the folder.
+    Raises OSError, with the name of the folder.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

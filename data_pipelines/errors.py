@@ -1,12 +1,12 @@
-"""The one error family of the data room."""
+"""``DataError``, the error of this package, and how other errors become one."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 READ = "cannot be read"
-_MOST_CHARACTERS, _LAST = 900, 300  # of a message, and of its end, which says what to do
-# Ends of lines, control characters of terminals (C1 as well), and marks that reverse the order of letters.
+_MOST_CHARACTERS, _LAST = 900, 300  # lengths of a message, and of its end, which says what to do
+# Line ends, control characters of terminals (C1 as well), and marks that reverse the order of letters.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -14,7 +14,7 @@ class DataError(ValueError):
     """A folder, shard or state that cannot be used: one line with the path, the value, the rule and what to do."""
 
     def __init__(self, message: str) -> None:
-        # A file's name may hold line ends and control characters, and what a file says of itself any number of letters.
+        # File names may hold line ends and control characters, and text from a file may have any length.
         message = _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), message)
         if len(message) > _MOST_CHARACTERS:
             message = f"{message[: _MOST_CHARACTERS - _LAST]} … {message[-_LAST:]}"
@@ -30,14 +30,14 @@ def as_data_error(
     damage: tuple[type[Exception], ...] = (),
     damaged: str = "is damaged or cut short",
 ) -> Iterator[None]:
-    """Raise DataError for an OSError inside, and for what a library raises about a damaged file.
+    """Raise DataError for an OSError in the block, and for a library's exceptions about a damaged file.
 
     Args:
-        where: what the message begins with.
-        what: what fails; None if the system's reason says it. Then the file that the system names comes first.
-        mend: what to do about it; a missing permission to read has its own advice.
+        where: the beginning of the message.
+        what: the failed action; None to begin with the file that the system names, followed by its reason.
+        mend: advice; a missing permission to read has its own.
         damage: the library's exceptions.
-        damaged: what they mean.
+        damaged: their meaning.
     """
     caught: tuple[type[Exception], ...] = (OSError, *damage)
     try:
@@ -45,7 +45,7 @@ def as_data_error(
     except DataError:
         raise
     except caught as error:
-        if damage and not (isinstance(error, OSError) and error.errno is not None):  # gzip's have no number
+        if damage and not (isinstance(error, OSError) and error.errno is not None):  # gzip's OSErrors have no number
             words = " ".join(str(error).split()) or type(error).__name__
             raise DataError(f"{where}: {damaged} ({words}); fetch it again") from error
         assert isinstance(error, OSError), error

@@ -1,8 +1,8 @@
-"""What a file is by its first bytes, and what compressed files hold.
+"""File formats by their first bytes, and decompression.
 
-A byte of any file can be trained on, so nothing downstream notices that a text was an archive: files are looked at here
-before they are taken for text. The standard library reads gzip, bzip2 and xz; zstandard is imported where a file needs
-it.
+The bytes of any file can be trained on, so nothing downstream would notice that a text is an archive. Files are
+therefore checked here before they are read as text. The standard library reads gzip, bzip2 and xz; zstandard is
+imported only for files that need it.
 """
 
 import gzip
@@ -18,49 +18,49 @@ from typing import Any, BinaryIO, cast
 from longstride.data_pipelines.errors import DataError, as_data_error
 
 TAR = "a tar archive"
-PARQUET = "a Parquet file"  # the one format, of those that are not compressed, that a build can read
-HEAD_BYTES = 512  # of a file, which tell its format: a tar says what it is at byte 257
-_BLOCK_BYTES = 2**18  # unpacked at once
-_ZSTD_INPUT_BYTES = 2**11  # at once: they may hold 64 MiB, which zstandard gives in one
-_WINDOW_BYTES = 2**29  # at most, which a decoder looks back: as `zstd --long=29` and `xz -9` write
-# A few bytes may hold any number. No text that is worth training on holds as many for each of its own.
+PARQUET = "a Parquet file"  # the one format that a build can read without being compressed
+HEAD_BYTES = 512  # identify the format: the magic number of a tar is at byte 257
+_BLOCK_BYTES = 2**18  # decompressed at once
+_ZSTD_INPUT_BYTES = 2**11  # they may expand to 64 MiB, which zstandard returns in one piece
+_WINDOW_BYTES = 2**29  # largest window of a decoder, as written by `zstd --long=29` and `xz -9`
+# A few bytes can expand to any number. No text that is worth training on is compressed so well.
 _MOST_RATIO, _FREE_BYTES = 200, 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class FileFormat:
-    """A kind of file that is no text."""
+    """A kind of file that is not text."""
 
-    name: str  # as messages call it, with its article: "a PDF file"
-    pattern: re.Pattern[bytes]  # at its beginning
-    unpack: Callable[[BinaryIO], Iterator[bytes]] | None = None  # blocks of what it holds, where it is compressed
-    program: str = ""  # that unpacks it, with its options
-    modality: str = ""  # whose builds read it, where they do
+    name: str  # for messages, such as "a PDF file"
+    pattern: re.Pattern[bytes]  # matches the first bytes
+    unpack: Callable[[BinaryIO], Iterator[bytes]] | None = None  # yields decompressed blocks, if a build reads it
+    program: str = ""  # the command that unpacks it
+    modality: str = ""  # the modality that reads it, if any
 
 
 def file_format(head: bytes) -> FileFormat | None:
-    """What a file is by its first ``HEAD_BYTES`` bytes, or all of a shorter one. None: a text, for all that they say.
+    """Identify a file by its first ``HEAD_BYTES`` bytes, or by all of a shorter one. None: it may be text.
 
-    Only marks that no text has are known: control characters, or bytes that are no UTF-8, belong to nearly all of them.
+    Only marks that cannot begin a text are listed: nearly all have control characters or bytes that are not UTF-8.
     """
     return next((kind for kind in _FORMATS if kind.pattern.match(head)), None) if _ANY.match(head) else None
 
 
 def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[bytes, None, None]:
-    """Blocks of what a compressed file holds, from where it is open on; several parts laid end to end are one.
+    """Decompress a file from its current position on, and yield blocks. Concatenated streams are read as one.
 
-    ``path`` is for messages. Raises DataError for a file that is damaged or cut short, for one of more than a GiB that
-    holds more than 200 times its own bytes, and for a library that is missing.
+    ``path`` is for messages. Raises DataError for a file that is damaged or cut short, for more than a GiB that is
+    also more than 200 times the compressed size, and for a missing library.
     """
     assert kind.unpack is not None
-    packed = _Counted(file)
-    held = 0
+    packed = _CountedFile(file)
+    size = 0
     damage = (EOFError, ValueError, zlib.error)
     try:
         with as_data_error(path, damage=damage, damaged=f"is {kind.name}, and damaged or cut short"):
             for block in kind.unpack(cast("BinaryIO", packed)):
-                held += len(block)
-                if held > _FREE_BYTES + _MOST_RATIO * packed.count:
+                size += len(block)
+                if size > _FREE_BYTES + _MOST_RATIO * packed.count:
                     raise DataError(
                         f"{path}: is {kind.name}, and holds more than {_MOST_RATIO} times its own bytes; unpack it "
                         f"first, such as with `{kind.program} FILE`, if there is room"
@@ -75,8 +75,8 @@ def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[by
         ) from error
 
 
-class _Counted(io.RawIOBase):
-    """A file that is read on, and how many bytes of it have been."""
+class _CountedFile(io.RawIOBase):
+    """A file that counts the bytes that were read from it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.count = file, 0
@@ -85,42 +85,47 @@ class _Counted(io.RawIOBase):
         return True
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes, fewer at the end."""
         content = self._file.read(size)
         self.count += len(content)
         return content
 
 
-class UnpackedContent:
-    """The content of a compressed file: read from its beginning on, and never held whole. Going back begins anew."""
+class StreamContent:
+    """Content that can only be decoded from its beginning: ``begin`` yields it in blocks. Going back starts again."""
 
-    def __init__(self, path: Path | str, file: BinaryIO, kind: FileFormat) -> None:
-        """``file`` stays open as long as this is read; ``path`` is for messages."""
-        self._path, self._file, self._kind = path, file, kind
-        self._blocks: Iterator[bytes] = iter(())
-        self._position, self._block = 0, memoryview(b"")  # of the next byte, and what is unpacked from there on
-        self._begin()
+    def __init__(self, begin: Callable[[], Iterator[bytes]]) -> None:
+        self._begin = begin
+        self._start()
 
     def read(self, offset: int, size: int) -> bytes:
-        """Content bytes ``[offset, offset + size)``; fewer where there are fewer. Raises DataError as ``unpacked``."""
-        if offset < self._position:
-            self._begin()
+        """Return content bytes ``[offset, offset + size)``, fewer at the end. Raises the errors of ``begin``."""
+        if offset < self.position:
+            self._start()
         end, pieces = offset + size, []
-        while self._position < end:
+        while self.position < end:
             if not self._block:
                 self._block = memoryview(next(self._blocks, b""))
                 if not self._block:
                     break
-            taken = min(end - self._position, len(self._block))
-            pieces.append(self._block[max(offset - self._position, 0) : taken])
-            self._position += taken
+            taken = min(end - self.position, len(self._block))
+            pieces.append(self._block[max(offset - self.position, 0) : taken])
+            self.position += taken
             self._block = self._block[taken:]
         return b"".join(pieces)
 
-    def _begin(self) -> None:
-        self._file.seek(0)
-        self._position, self._block = 0, memoryview(b"")
-        self._blocks = unpacked(self._path, self._file, self._kind)
+    def _start(self) -> None:
+        self.position, self._block = 0, memoryview(b"")  # offset of the next byte, and the block from there on
+        self._blocks = self._begin()
+
+
+def unpacked_content(path: Path | str, file: BinaryIO, kind: FileFormat) -> StreamContent:
+    """Return the content of a compressed file, which must stay open. Reading raises DataError like ``unpacked``."""
+
+    def begin() -> Iterator[bytes]:
+        file.seek(0)
+        return unpacked(path, file, kind)
+
+    return StreamContent(begin)
 
 
 def _gzip(file: BinaryIO) -> Iterator[bytes]:
@@ -132,54 +137,55 @@ def _gzip(file: BinaryIO) -> Iterator[bytes]:
 def _bzip2(file: BinaryIO) -> Iterator[bytes]:
     import bz2
 
-    yield from _joined(file, bz2.BZ2Decompressor)
+    yield from _decompress(file, bz2.BZ2Decompressor)
 
 
 def _xz(file: BinaryIO) -> Iterator[bytes]:
     import lzma
 
     try:
-        yield from _joined(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, 2 * _WINDOW_BYTES))
+        yield from _decompress(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, 2 * _WINDOW_BYTES))
     except lzma.LZMAError as error:
         raise ValueError(str(error)) from error
 
 
-def _joined(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:
-    """Streams laid end to end, with zeros behind them. Python's own files would take a later one that is damaged for
-    the end.
+def _decompress(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:
+    """Decompress concatenated streams, padded with zeros.
+
+    The file classes of bz2 and lzma would silently stop at a damaged later stream.
     """
-    stream, given = None, b""
-    while given or (stream is not None and not stream.needs_input) or (given := file.read(_BLOCK_BYTES)):
+    stream, packed = None, b""
+    while packed or (stream is not None and not stream.needs_input) or (packed := file.read(_BLOCK_BYTES)):
         if stream is None:
-            given = given.lstrip(b"\0")
-            if not given:
+            packed = packed.lstrip(b"\0")
+            if not packed:
                 continue
             stream = begin()
-        block = stream.decompress(given, _BLOCK_BYTES)
+        block = stream.decompress(packed, _BLOCK_BYTES)
         if block:
             yield block
-        given = stream.unused_data if stream.eof else b""
+        packed = stream.unused_data if stream.eof else b""
         stream = None if stream.eof else stream
     if stream is not None:
         raise EOFError("it ends within a stream")
 
 
 def _zstd(file: BinaryIO) -> Iterator[bytes]:
-    """zstandard's own stream would end a file that is cut short without a word."""
+    """Decompress frames. zstandard's own reader would silently accept a file that is cut short."""
     import zstandard
 
     frame = None
-    while given := file.read(_ZSTD_INPUT_BYTES):
-        while given:
+    while packed := file.read(_ZSTD_INPUT_BYTES):
+        while packed:
             if frame is None:
                 frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
             try:
-                block = frame.decompress(given)
+                block = frame.decompress(packed)
             except zstandard.ZstdError as error:
                 raise ValueError(str(error)) from error
             for place in range(0, len(block), _BLOCK_BYTES):
                 yield block[place : place + _BLOCK_BYTES]
-            given = frame.unused_data if frame.eof else b""
+            packed = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("it ends within a frame")
@@ -227,4 +233,4 @@ _FORMATS = (
     FileFormat("WebAssembly", _mark(rb"\0asm\x01\0")),
     FileFormat("a GGUF model", _mark(rb"GGUF[\x01-\x09]\0")),
 )
-_ANY = _mark(b"|".join(kind.pattern.pattern for kind in _FORMATS))  # one look at most files, of which there are many
+_ANY = _mark(b"|".join(kind.pattern.pattern for kind in _FORMATS))  # one match suffices for most files

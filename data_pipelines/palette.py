@@ -1,7 +1,7 @@
-"""A palette: K colours, and pictures as one token a pixel, the number of the colour that is nearest to it.
+"""Palettes: K colours. A pixel becomes one token, the index of the nearest colour.
 
-Image GPT's "9-bit colour" (Chen et al. 2020, section 3.1) is a palette of 512 colours, found by k-means. All of the
-arithmetic here is in whole numbers: the same pixels give the same palette, and the same tokens, on any machine.
+Image GPT's "9-bit colour" (Chen et al. 2020, section 3.1) is a palette of 512 colours, found by k-means. All
+arithmetic is in integers: the same pixels give the same palette and the same tokens on any machine.
 """
 
 import heapq
@@ -15,25 +15,25 @@ from longstride.data_pipelines.errors import DataError
 
 LEAST_COLOURS, MOST_COLOURS = 2, 2**16
 CHANNELS = 3  # red, green, blue
-_EDGE = 8  # of a cell: the cube of colours is looked up cell by cell
-_CELLS = 256 // _EDGE
-_ROUNDS = 40  # of k-means, at most
-_LEAST_GAIN = 1000  # a round that lowers the error by less than one part of so many is the last
-_MOST_DISTANCES = 2**29  # computed one by one; beyond, looking up is quicker
+_EDGE = 8  # edge of a cell of the colour cube, for look-ups
+_CELLS = 256 // _EDGE  # cells along an axis
+_ROUNDS = 40  # most rounds of k-means
+_LEAST_GAIN = 1000  # k-means stops when a round lowers the error by less than 1/_LEAST_GAIN
+_MOST_DISTANCES = 2**29  # for more distances than this, a table is faster
 _DISTANCES = 2**20  # in memory at once
 
 
 class Palette:
-    """K colours, each another one. ``dtype`` is the smallest type of torch's that holds their numbers.
+    """K different colours. ``dtype`` is the smallest integer type of torch that holds their indexes.
 
-    Raises DataError where there are fewer than 2, or more than 65,536.
+    Raises DataError for fewer than 2 colours, more than 65,536, or a repeated one.
     """
 
     FILE_NAME = "palette.ppm"  # in a data folder: a picture of one row, in which pixel k is colour k
-    unit = "pixel"  # what a token stands for
+    unit = "pixel"  # of a token
 
     def __init__(self, colours: np.ndarray) -> None:
-        """``colours``: (K, 3) uint8, red, green and blue."""
+        """Store ``colours``, (K, 3) uint8: red, green and blue."""
         self.colours = np.ascontiguousarray(colours, dtype=np.uint8)
         check_count(len(self))
         if len(np.unique(self.colours, axis=0)) != len(self):
@@ -50,12 +50,12 @@ class Palette:
         return hash(self.colours.tobytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Palette, (self.colours,)  # without the table, which another process fills by itself
+        return Palette, (self.colours,)  # without the table, which every process fills itself
 
     def tokens(self, content: np.ndarray) -> np.ndarray:
-        """(3n,) uint8, red, green and blue in turn -> (n,) ``dtype``: the nearest colours; the lower of two as near.
+        """Map pixels, (3n,) uint8, to the nearest colours, (n,) ``dtype``; a tie goes to the lower index.
 
-        Distances are Euclidean in red, green and blue. Raises DataError for bytes that are no whole pixels.
+        Distances are Euclidean in red, green and blue. Raises DataError if the bytes are not whole pixels.
         """
         if content.size % CHANNELS:
             raise DataError(f"{content.size} bytes: a pixel has {CHANNELS}, red, green and blue")
@@ -69,47 +69,47 @@ class Palette:
         return table[cells, places].astype(self.dtype)
 
     def content(self, tokens: np.ndarray) -> np.ndarray:
-        """(…, n) integers 0 to K - 1 -> (…, 3n) uint8: their colours."""
+        """Map tokens, (..., n) integers from 0 to K - 1, to their colours, (..., 3n) uint8."""
         return self.colours[tokens].reshape(*tokens.shape[:-1], -1)
 
     def to_ppm(self) -> bytes:
-        """A picture of one row, as a binary PPM file."""
+        """Return a picture of one row as a binary PPM file."""
         return f"P6\n{len(self)} 1\n255\n".encode() + self.colours.tobytes()
 
     @classmethod
     def from_ppm(cls, content: bytes) -> "Palette":
-        """The palette in a file that ``to_ppm`` wrote. Raises DataError for any other file."""
+        """Read a palette from a file that ``to_ppm`` wrote. Raises DataError for any other file."""
         head = re.match(rb"P6\n(\d{1,5}) 1\n255\n", content)
         if head is None or len(content) != head.end() + CHANNELS * int(head[1]):
             raise DataError("is no PPM picture of one row")
         return cls(np.frombuffer(content, dtype=np.uint8, offset=head.end()).reshape(-1, CHANNELS))
 
     def to_text(self) -> str:
-        """The colours as hexadecimal numbers, one after another: 1a2b3c ffffff."""
+        """Return the colours as hexadecimal numbers, separated by spaces: 1a2b3c ffffff."""
         return self.colours.tobytes().hex(" ", CHANNELS)
 
     @classmethod
     def from_text(cls, text: Any) -> "Palette":
-        """The palette in a text that ``to_text`` gave. Raises DataError for anything else."""
+        """Read a palette from a text that ``to_text`` returned. Raises DataError for anything else."""
         if not isinstance(text, str) or not re.fullmatch(r"[0-9a-f]{6}( [0-9a-f]{6})*", text):
             raise DataError("must be colours as hexadecimal numbers, such as 1a2b3c ffffff")
         return cls(np.frombuffer(bytes.fromhex(text), dtype=np.uint8).reshape(-1, CHANNELS))
 
     @cached_property
     def _table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each cell the nearest colour of every colour in it, (cells, 512) uint16, and whether it is filled.
+        """Nearest palette colour for every colour of each cell, (cells, 512) uint16, and which cells are filled.
 
-        The system takes memory for cells that are filled alone: pictures have few of the 16 million colours.
+        The system only allocates memory for filled cells: pictures have few of the 16 million colours.
         """
         return np.empty((_CELLS**3, _EDGE**3), dtype=np.uint16), np.zeros(_CELLS**3, dtype=bool)
 
     def _nearest_in(self, cell: int) -> np.ndarray:
-        """(512,) integers: the number of the nearest colour for every colour of a cell, red slowest."""
+        """Return the index of the nearest palette colour for every colour of a cell, (512,) integers, red slowest."""
         first = np.array(np.unravel_index(cell, (_CELLS,) * CHANNELS), dtype=np.int32) * _EDGE
         below, above = first - self.colours, self.colours - (first + _EDGE - 1)  # (K, 3) int32
         nearest = (np.maximum(np.maximum(below, above), 0) ** 2).sum(1)  # from the cell's nearest corner
         farthest = (np.maximum(np.abs(below), np.abs(above)) ** 2).sum(1)
-        # A colour that is further from all of the cell than another one from any of it is nearest to nothing there.
+        # A colour cannot be nearest if another one is closer even to the farthest corner of the cell.
         candidates = np.flatnonzero(nearest <= farthest.min())
         along = (first[:, None] + np.arange(_EDGE) - self.colours[candidates][:, :, None].astype(np.int32)) ** 2
         red, green, blue = along.transpose(1, 2, 0)  # (8, candidates) each
@@ -118,7 +118,7 @@ class Palette:
 
 
 def check_count(count: int) -> None:
-    """Raises DataError unless a palette may have so many colours."""
+    """Raise DataError unless a palette may have ``count`` colours."""
     if not LEAST_COLOURS <= count <= MOST_COLOURS:
         nearest = min(max(count, LEAST_COLOURS), MOST_COLOURS)
         rule = f"must be {LEAST_COLOURS} to {MOST_COLOURS:,} colours"
@@ -126,11 +126,11 @@ def check_count(count: int) -> None:
 
 
 def make_palette(pixels: np.ndarray, count: int) -> Palette:
-    """``count`` colours for pixels (M, 3) uint8 by k-means in red, green and blue (Lloyd 1982).
+    """Find ``count`` colours for pixels, (M, 3) uint8, by k-means in red, green and blue (Lloyd 1982).
 
-    It begins with a cut of the colours into boxes, and so needs no random numbers. Centres are rounded in every round;
-    those that fall together or lose all pixels move to the pixels that are represented worst. Raises DataError where
-    there are fewer different pixels.
+    The first centres come from splitting the colours into boxes, so no random numbers are needed. Centres are rounded
+    in every round. Centres that coincide or lose all pixels move to the colours with the largest errors. Raises
+    DataError if there are fewer different pixels.
     """
     check_count(count)
     packed, weights = np.unique(pixels.astype(np.int64) @ np.array([1 << 16, 1 << 8, 1]), return_counts=True)
@@ -143,11 +143,16 @@ def make_palette(pixels: np.ndarray, count: int) -> Palette:
     for _ in range(_ROUNDS):
         totals = np.bincount(members, weights, minlength=count).astype(np.int64)  # floats hold these sums exactly
         sums = np.stack([np.bincount(members, weights * channel, minlength=count) for channel in colours.T], axis=1)
-        kept = totals > 0
-        doubled = 2 * totals[kept, None]
-        centres = np.unique((2 * sums[kept].astype(np.int64) + totals[kept, None]) // doubled, axis=0)
-        if len(centres) < count:
-            centres = _filled_up(centres, colours, weights, count)
+        used = totals > 0
+        doubled = 2 * totals[used, None]
+        centres = np.unique((2 * sums[used].astype(np.int64) + totals[used, None]) // doubled, axis=0)
+        if len(centres) == 1:  # no palette
+            centres = colours[np.argsort(-weights, kind="stable")[:count]]
+        elif len(centres) < count:
+            coarse = Palette(centres)
+            errors = _errors(coarse, _members(coarse, colours), colours, weights)
+            worst = np.argsort(-errors, kind="stable")  # none of them is a centre
+            centres = np.unique(np.concatenate([centres, colours[worst[: count - len(centres)]]]), axis=0)
         palette = Palette(centres)
         members = _members(palette, colours)
         error = int(_errors(palette, members, colours, weights).sum())
@@ -162,12 +167,12 @@ def make_palette(pixels: np.ndarray, count: int) -> Palette:
 
 
 def _boxes(colours: np.ndarray, weights: np.ndarray, count: int) -> np.ndarray:
-    """(n,) the number of each colour's box, of ``count``: the worst box is cut at its mean along its longest axis."""
+    """Assign colours to ``count`` boxes, (n,) int64: repeatedly split the worst box at the mean of its longest axis."""
 
     def box(members: np.ndarray) -> tuple[float, int, int, int, np.ndarray]:
         of_box, values = weights[members], colours[members]
         total, sums = int(of_box.sum()), of_box @ values
-        spread = (of_box @ values**2) * total - sums**2  # of each channel, times the total; whole numbers
+        spread = (of_box @ values**2) * total - sums**2  # per channel, times the total; integers
         axis = int(spread.argmax())
         return -float(spread.sum()) / total, int(members[0]), axis, int(sums[axis]) // total, members
 
@@ -183,21 +188,11 @@ def _boxes(colours: np.ndarray, weights: np.ndarray, count: int) -> np.ndarray:
     return numbers
 
 
-def _filled_up(centres: np.ndarray, colours: np.ndarray, weights: np.ndarray, count: int) -> np.ndarray:
-    """(count, 3): the centres, and those of the colours that they represent worst."""
-    if len(centres) < LEAST_COLOURS:
-        return colours[np.argsort(-weights, kind="stable")[:count]]
-    palette = Palette(centres)
-    errors = _errors(palette, _members(palette, colours), colours, weights)
-    worst = np.argsort(-errors, kind="stable")  # none of them is a centre
-    return np.unique(np.concatenate([centres, colours[worst[: count - len(centres)]]]), axis=0)
-
-
 def _members(palette: Palette, colours: np.ndarray) -> np.ndarray:
-    """(n,) integers: as ``Palette.tokens``, of colours (n, 3)."""
+    """Return the nearest palette colour of colours (n, 3), (n,) integers, like ``Palette.tokens``."""
     if len(colours) * len(palette) > _MOST_DISTANCES:
         return palette.tokens(colours.astype(np.uint8).reshape(-1))
-    centres = palette.colours.astype(np.float32)  # whole numbers below 2**24, which fp32 adds without rounding
+    centres = palette.colours.astype(np.float32)  # fp32 adds integers below 2**24 without rounding
     lengths, doubled = (centres**2).sum(1), 2 * centres.T
     rows = max(1, _DISTANCES // len(palette))
     parts = (colours[first : first + rows].astype(np.float32) for first in range(0, len(colours), rows))
@@ -205,5 +200,5 @@ def _members(palette: Palette, colours: np.ndarray) -> np.ndarray:
 
 
 def _errors(palette: Palette, members: np.ndarray, colours: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """(n,) int64: each colour's squared distance to its own in the palette, times its weight."""
+    """Return the squared distance of each colour to its palette colour, times its weight, (n,) int64."""
     return weights * ((colours - palette.colours[members]) ** 2).sum(1)

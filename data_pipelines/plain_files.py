@@ -1,8 +1,7 @@
-"""Files that anybody may have made, read with care: plain ones alone, no longer than they may be; and bounded JSON.
+"""Reading untrusted files: plain files only, up to a size, and bounded JSON.
 
-What a file says of itself is not believed before it is held against what is there. A pipe, a socket or a device has no
-end that is known, and may never answer: it is refused before a byte is read. Errors are OSErrors that name the file,
-and ``JSONError``; rooms make their own one-line errors of both.
+Pipes, sockets and devices have no known end and may block, so they are rejected before a byte is read. Errors are
+OSErrors with the file's name, and ``JSONError``; callers turn both into their own one-line errors.
 """
 
 import errno
@@ -17,10 +16,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 MOST_JSON_BYTES = 2**26  # a manifest of 100,000 shards has half of it
-_MOST_JSON_VALUES = 4_000_000  # about 100 bytes of memory each; such a manifest has a quarter of them
-_DEEPEST = 64  # objects and lists within each other
-_MOST_DIGITS = 39  # of an integer: 128 bits
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")  # as a shell replaces it
+_MOST_JSON_VALUES = 4_000_000  # about 100 bytes of memory per value; that manifest has a quarter of them
+_DEEPEST = 64  # levels of nested objects and lists
+_MOST_DIGITS = 39  # of a 128-bit integer
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")  # a variable of a shell
 _KINDS = (
     (stat.S_ISDIR, errno.EISDIR, "is a folder, not a plain file"),
     (stat.S_ISLNK, errno.ELOOP, "is a link, not a plain file"),
@@ -32,7 +31,7 @@ _KINDS = (
 
 
 class JSONError(ValueError):
-    """A text that is no JSON, or more than is taken, worded to follow a file's name; ``line`` and ``column`` from 1."""
+    """A text is not JSON or exceeds a bound. The message follows a file's name; ``line`` and ``column`` start at 1."""
 
     def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(message)
@@ -40,18 +39,18 @@ class JSONError(ValueError):
 
 
 class RepeatedKeyError(JSONError):
-    """A key stands twice in one object."""
+    """A key occurs twice in one object."""
 
 
 def expand_path(text: str) -> str:
-    """Return a path with its leading ``~`` or ``~name`` replaced by that home folder; a URL and ``./~`` as they are.
+    """Replace a leading ``~`` or ``~name`` of a path by the home folder; a URL and ``./~`` stay unchanged.
 
-    Shells leave ``~`` alone behind ``=``, and JSON always does. Variables are never replaced: a run would depend on the
-    environment of whoever reads its configuration.
+    Shells do not expand ``~`` after ``=``, and nothing does in JSON. Variables are never replaced, because a run would
+    then depend on the environment of the reader of its configuration.
 
     Raises:
-        ValueError: there is no such home folder, or the path names a variable; worded to follow ``path=text: ``.
-            A name that is there, letter by letter, is taken as it is.
+        ValueError: there is no such home folder, or the path contains a variable and does not exist literally. The
+            message follows ``path=text: ``.
     """
     if "://" in text:
         return text
@@ -68,16 +67,16 @@ def expand_path(text: str) -> str:
     end = expanded.find("/", variable.start())
     if os.path.lexists(expanded if end < 0 else expanded[:end]):
         return expanded
-    meant = _VARIABLE.sub(lambda each: os.environ.get(each[1] or each[2], each[0]), expanded)
+    meant = _VARIABLE.sub(lambda match: os.environ.get(match[1] or match[2], match[0]), expanded)
     good = f"{variable[0]} is not set here; write the path" if _VARIABLE.search(meant) else f"write {meant}"
     raise ValueError(f"variables are not replaced here; {good}")
 
 
 def plain_status(path: Path) -> os.stat_result:
-    """The size and times of a plain file, links followed; nothing is opened.
+    """Return size and times of a plain file without opening it; links are followed.
 
     Raises:
-        OSError: there is none, or it is no plain file; with the file's name.
+        OSError: the file does not exist or is not plain; with the file's name.
     """
     status = path.stat()
     _refuse_kind(path, status.st_mode)
@@ -85,18 +84,17 @@ def plain_status(path: Path) -> os.stat_result:
 
 
 def open_plain(path: Path, mode: str = "rb", *, follow_links: bool = True) -> BinaryIO:
-    """Open a plain file without a buffer, or with one from which nothing has been read yet.
-
-    Links to plain files are followed unless ``follow_links`` is False: a hub's cache and many data folders are made of
-    them, a run folder and a checkpoint have none.
+    """Open a plain file. Nothing is read into a buffer yet.
 
     Args:
-        mode: "rb"; or "ab" and "a+b", which append to a file and make one where there is none, without a buffer.
+        mode: "rb"; or "ab" and "a+b", which append without a buffer and create the file if it is missing.
+        follow_links: whether to follow links to plain files. Hub caches and many data folders consist of links; run
+            folders and checkpoints have none.
 
     Raises:
-        OSError: there is none, it cannot be opened, or it is no plain file; with the file's name.
+        OSError: the file does not exist, cannot be opened, or is not plain; with the file's name.
     """
-    # Without O_NONBLOCK opening a pipe waits for whoever writes to it. It does nothing to a plain file.
+    # Without O_NONBLOCK, opening a pipe waits for a writer. It has no effect on a plain file.
     flags = {"rb": os.O_RDONLY}.get(mode, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     try:
@@ -106,7 +104,7 @@ def open_plain(path: Path, mode: str = "rb", *, follow_links: bool = True) -> Bi
     except ValueError as error:  # a zero byte in the name
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     try:
-        _refuse_kind(path, os.fstat(descriptor).st_mode)  # of what was opened: the name may lead elsewhere by now
+        _refuse_kind(path, os.fstat(descriptor).st_mode)  # the path may have been replaced before it was opened
         return cast(BinaryIO, os.fdopen(descriptor, mode, buffering=-1 if mode == "rb" else 0))
     except BaseException:
         os.close(descriptor)
@@ -114,15 +112,15 @@ def open_plain(path: Path, mode: str = "rb", *, follow_links: bool = True) -> Bi
 
 
 def read_plain(path: Path, at_most: int, *, follow_links: bool = True) -> bytes:
-    """The content of a plain file of ``at_most`` so many bytes.
+    """Read a plain file of ``at_most`` so many bytes.
 
     Raises:
-        OSError: as ``open_plain``, or the file is longer, which is seen before it is read.
+        OSError: as ``open_plain``; or the file is longer, which is checked before reading.
     """
     with open_plain(path, follow_links=follow_links) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= at_most:
-            content = file.read(at_most + 1)  # it may grow meanwhile; and files of /proc say that they are empty
+            content = file.read(at_most + 1)  # the file may grow, and files in /proc report a size of 0
             size = len(content)
         if size > at_most:
             raise OSError(errno.EFBIG, f"has {size:,} bytes, where {at_most:,} are the most", str(path))
@@ -130,13 +128,13 @@ def read_plain(path: Path, at_most: int, *, follow_links: bool = True) -> bytes:
 
 
 def parse_json(text: str | bytes, *, keys_once: bool = False) -> Any:
-    """The value of a JSON text: numbers are finite, integers fit 128 bits, and it is neither larger nor deeper than
-    a manifest may be.
+    """Parse JSON with finite numbers, integers up to 128 bits, and bounds on the number of values and on nesting.
 
-    Where a key stands twice in an object its last value counts, unless ``keys_once`` refuses it.
+    The last value of a repeated key counts, unless ``keys_once`` rejects repeated keys.
 
     Raises:
-        JSONError: it is not; ``line`` is known where it is no JSON at all. RepeatedKeyError where a key is refused.
+        JSONError: the text breaks one of these rules, or is not JSON; then ``line`` and ``column`` are set.
+        RepeatedKeyError: a key is repeated and ``keys_once`` is set.
     """
     if isinstance(text, bytes):
         try:
@@ -154,7 +152,11 @@ def parse_json(text: str | bytes, *, keys_once: bool = False) -> Any:
                 parse_float=_number,
                 object_pairs_hook=_distinct if keys_once else None,
             )
-            is_too_deep = _is_deeper(value, _DEEPEST)
+            level = [value] if type(value) in (dict, list) else []
+            for _ in range(_DEEPEST):
+                items = (item for parent in level for item in (parent.values() if type(parent) is dict else parent))
+                level = [item for item in items if type(item) in (dict, list)]
+            is_too_deep = bool(level)
     except json.JSONDecodeError as error:
         raise JSONError(f"not JSON: {error.msg}", error.lineno, error.colno) from None
     except RecursionError:
@@ -166,7 +168,7 @@ def parse_json(text: str | bytes, *, keys_once: bool = False) -> Any:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Makes many objects in a fraction of the time: Python would look for cycles among them over and over."""
+    """Pause garbage collection: creating many objects would trigger it again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -174,15 +176,6 @@ def collection_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _is_deeper(value: Any, most: int) -> bool:
-    """Whether objects and lists lie within each other more than ``most`` deep."""
-    level = [value] if type(value) in (dict, list) else []
-    for _ in range(most):
-        inside = (each.values() if type(each) is dict else each for each in level)
-        level = [item for items in inside for item in items if type(item) in (dict, list)]
-    return bool(level)
 
 
 def _refuse_kind(path: Path, mode: int) -> None:

@@ -1,7 +1,7 @@
-"""Documents inside one file: the lines of JSON Lines, compressed or not, or the rows of a Parquet file, by one field.
+"""Documents in one file: one field of the lines of JSON Lines, compressed or not, or of the rows of a Parquet file.
 
-Both are gone through once to measure what each record holds, and then read forwards, a record at a time. A Parquet file
-is read by groups of rows, so that reading can begin in its middle. pyarrow is imported where a file needs it.
+A first pass measures all records; then they are read one by one in order. A Parquet file is read by row groups, so
+reading can start in the middle. pyarrow is imported only for files that need it.
 """
 
 import json
@@ -15,59 +15,58 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError, as_data_error
-from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, UnpackedContent, file_format, unpacked
+from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, file_format, unpacked, unpacked_content
 from longstride.data_pipelines.plain_files import collection_paused
 
 SUFFIXES = (".jsonl", ".jsonl.bz2", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet")  # of files with records
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some programs put before the first line
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8; some programs write it before the first line
 _BLOCK_BYTES = 2**18
-_MOST_LINE_BYTES = 2**25  # a line is held whole, lists in it take twenty times their bytes, and a file without line
-# ends would be one
-_BATCH_ROWS = 64  # of a Parquet file, held at once
+_MOST_LINE_BYTES = 2**25  # lists of a line take twenty times their bytes, and a file without line ends is one line
+_BATCH_ROWS = 64  # rows of a Parquet file in memory at once
 _BUFFER_BYTES = 2**20
-# Numbers are passed over: they would take memory, and int() refuses those of many digits.
+# Numbers are ignored: they would take memory, and int() rejects those of many digits.
 _JSON = json.JSONDecoder(parse_int=lambda _: 0, parse_float=lambda _: 0.0)
 _KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a file that hold anything, in order. (n,) int64 each."""
+    """The records of a file that are not empty, in order; arrays are (n,) int64."""
 
-    numbers: np.ndarray  # of the line or row, from 1 on
-    starts: np.ndarray  # of a line: its first byte in what is unpacked; of a row: its number from 0 on
-    lengths: np.ndarray  # bytes of the line; 0 of a row
+    numbers: np.ndarray  # line or row, counted from 1
+    starts: np.ndarray  # decompressed byte offset of a line; index of a row from 0
+    lengths: np.ndarray  # bytes of the line; 0 for a row
     sizes: np.ndarray  # content bytes
-    null: int  # records that hold null
-    empty: int  # records that hold an empty text
+    null: int  # number of null records
+    empty: int  # number of empty texts
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def of(self, chosen: np.ndarray) -> "Records":
-        """Those that are chosen, (n,) bool."""
-        kept = [column[chosen] for column in (self.numbers, self.starts, self.lengths, self.sizes)]
-        return Records(kept[0], kept[1], kept[2], kept[3], self.null, self.empty)
+    def of(self, mask: np.ndarray) -> "Records":
+        """Select records by a mask, (n,) bool."""
+        columns = (self.numbers[mask], self.starts[mask], self.lengths[mask], self.sizes[mask])
+        return Records(*columns, self.null, self.empty)
 
 
 class RecordReader(Protocol):
     """Reads records of an open file."""
 
     def content(self, start: int, length: int) -> bytes:
-        """What the field of a record holds. Reading on is cheap. Raises DataError where it holds none."""
+        """Return the content of a record. Sequential reads are cheap. Raises DataError if it has none."""
 
 
 def find_records(path: Path, file: BinaryIO, field: str) -> Records:
-    """The records of an open file that is not empty.
+    """Measure the records of an open file that is not empty.
 
-    ``field`` is a name, or names behind each other with dots between them where objects lie in objects. Raises
-    DataError, with the line, for what is no JSON Lines and no Parquet, for a record without the field, and for one
-    that holds anything but text (in Parquet: or bytes) or null there.
+    ``field`` is a name, or names joined by dots for nested objects. Raises DataError, with the line, for a file that is
+    neither JSON Lines nor Parquet, and for a record without the field. The field must hold text (in Parquet also bytes)
+    or null.
     """
     kind = _format(file)
-    found = _parquet_rows(path, file, field) if _is_parquet(kind) else _lines_found(path, file, kind, field)
+    measured = _measure_rows(path, file, field) if _is_parquet(kind) else _measure_lines(path, file, kind, field)
     rows, null, empty = array("q"), 0, 0  # there may be millions
-    for *place, size in found:
+    for *place, size in measured:
         if size is None:
             null += 1
         elif size == 0:
@@ -79,7 +78,7 @@ def find_records(path: Path, file: BinaryIO, field: str) -> Records:
 
 
 def record_reader(path: Path, file: BinaryIO, field: str) -> RecordReader:
-    """Reads the records of an open file, which stays open as long."""
+    """Return a reader of the records of an open file, which must stay open."""
     kind = _format(file)
     return _RowReader(path, file, field) if _is_parquet(kind) else _LineReader(path, file, kind, field)
 
@@ -98,10 +97,10 @@ def _is_parquet(kind: FileFormat | None) -> bool:
 # JSON Lines.
 
 
-def _lines_found(
+def _measure_lines(
     path: Path, file: BinaryIO, kind: FileFormat | None, field: str
 ) -> Iterator[tuple[int, int, int, int | None]]:
-    """(number, start, length, content bytes) of each line that is not blank."""
+    """Yield (number, start, length, content bytes) of each line that is not blank."""
     if kind is not None and kind.unpack is None:
         raise DataError(f"{path}: is {kind.name}; --field reads JSON Lines and Parquet: leave it out, or unpack it")
     blocks = iter(lambda: file.read(_BLOCK_BYTES), b"") if kind is None else unpacked(path, file, kind)
@@ -115,25 +114,25 @@ def _lines_found(
 
 
 def _lines(path: Path, blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines with their ends. In time that is linear in the bytes, however long a line is."""
+    """Split blocks into lines with their ends, in linear time however long a line is."""
     parts: list[bytes] = []
-    held = number = 0
+    size = number = 0
     for block in blocks:
-        first, *rest = block.split(b"\n")
+        first, *following = block.split(b"\n")
         parts.append(first)
-        held += len(first)
-        if held > _MOST_LINE_BYTES:
+        size += len(first)
+        if size > _MOST_LINE_BYTES:
             raise DataError(f"{path}:{number + 1}: a line of more than {_MOST_LINE_BYTES:,} bytes; is it JSON Lines?")
-        for part in rest:
+        for part in following:
             number += 1
             yield b"".join(parts) + b"\n"
-            parts, held = [part], len(part)
-    if held:
+            parts, size = [part], len(part)
+    if size:
         yield b"".join(parts)
 
 
 def _line_content(where: str, line: bytes, field: str) -> bytes | None:
-    """What the field of a line holds; None: null."""
+    """Return the content of a line's field; None for null."""
     try:
         with collection_paused():
             record = _JSON.decode(line.decode())
@@ -157,22 +156,19 @@ def _line_content(where: str, line: bytes, field: str) -> bytes | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        texts = [name for name, each in record.items() if isinstance(each, str)]
-        good = f"; of texts it has {', '.join(texts[:9])}" if texts else ""
+        texts = [name for name, item in record.items() if isinstance(item, str)]
+        good = f"; its texts are {', '.join(texts[:9])}" if texts else ""
         raise DataError(f"{where}: field {field!r} is {_KINDS[type(value)]}, and must be text{good}")
     try:
         return value.encode()
     except UnicodeEncodeError:
-        rule = f"holds half a character (\\u{ord(value[_lone(value)]):04x} alone)"
-        raise DataError(f"{where}: field {field!r} {rule}, which no bytes stand for; mend the line") from None
-
-
-def _lone(text: str) -> int:
-    return next(place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff")
+        lone = next(letter for letter in value if "\ud800" <= letter <= "\udfff")
+        rule = f"holds half a character (\\u{ord(lone):04x} alone)"
+        raise DataError(f"{where}: field {field!r} {rule}, which has no UTF-8 encoding; correct the line") from None
 
 
 def _json_fields(record: dict[str, Any]) -> list[str]:
-    """Names of a record, and of objects in it, as --field takes them."""
+    """List the names of a record and of its nested objects, in the form of --field."""
     names = []
     for name, value in list(record.items())[:20]:
         names += [f"{name}.{inner}" for inner in list(value)[:20]] if isinstance(value, dict) else [name]
@@ -180,31 +176,31 @@ def _json_fields(record: dict[str, Any]) -> list[str]:
 
 
 class _LineReader:
-    """Of a file with a record a line."""
+    """Reads the records of JSON Lines."""
 
     def __init__(self, path: Path, file: BinaryIO, kind: FileFormat | None, field: str) -> None:
         self._path, self._file, self._field = path, file, field
-        self._unpacked = None if kind is None else UnpackedContent(path, file, kind)
-        self._held = -1, b""  # the start and the content of the last line
+        self._unpacked = None if kind is None else unpacked_content(path, file, kind)
+        self._last = -1, b""  # start and content of the last line
 
     def content(self, start: int, length: int) -> bytes:
-        """See ``RecordReader``."""
-        if self._held[0] != start:
+        """Read a line; see ``RecordReader``."""
+        if self._last[0] != start:
             if self._unpacked is None:
                 self._file.seek(start)
                 line = self._file.read(length)
             else:
                 line = self._unpacked.read(start, length)
             where = f"{self._path}: line at byte {start}"
-            self._held = start, _line_content(where, line.removeprefix(_BYTE_ORDER_MARK), self._field) or b""
-        return self._held[1]
+            self._last = start, _line_content(where, line.removeprefix(_BYTE_ORDER_MARK), self._field) or b""
+        return self._last[1]
 
 
 # Parquet.
 
 
 def parquet_fields(path: Path, file: BinaryIO) -> list[str] | None:
-    """The columns of an open Parquet file that hold text or bytes, as --field takes them; None without pyarrow."""
+    """List the text and bytes columns of an open Parquet file, in the form of --field; None without pyarrow."""
     try:
         import pyarrow  # noqa: F401
     except ImportError:
@@ -214,7 +210,7 @@ def parquet_fields(path: Path, file: BinaryIO) -> list[str] | None:
 
 
 def _parquet_errors(path: Path) -> AbstractContextManager[None]:
-    """Raise DataError for what pyarrow says of a file that it cannot read, or where pyarrow is missing."""
+    """Raise DataError for pyarrow's errors about a file, or if pyarrow is missing."""
     try:
         from pyarrow import ArrowException
     except ImportError as error:
@@ -235,40 +231,24 @@ def _parquet(file: BinaryIO) -> Any:
 
 
 def _columns(schema: Any) -> list[str]:
-    """Names of columns of text or bytes, also inside structs."""
-    import pyarrow
-
-    def named(prefix: str, fields: Any) -> Iterator[str]:
-        for field in fields:
-            if pyarrow.types.is_struct(field.type):
-                yield from named(f"{prefix}{field.name}.", (field.type.field(n) for n in range(field.type.num_fields)))
-            elif _holds_bytes(field.type):
-                yield prefix + field.name
-
-    return list(named("", schema))
-
-
-def _holds_bytes(kind: Any) -> bool:
+    """List the names of text and bytes columns, also inside structs."""
     from pyarrow import types
 
-    kind = kind.value_type if types.is_dictionary(kind) else kind
     tests = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-    return any(test(kind) for test in tests) or str(kind) in ("string_view", "binary_view")
 
+    def names(prefix: str, fields: Any) -> Iterator[str]:
+        for field in fields:
+            kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+            if types.is_struct(kind):
+                yield from names(f"{prefix}{field.name}.", (kind.field(n) for n in range(kind.num_fields)))
+            elif any(test(kind) for test in tests) or str(kind) in ("string_view", "binary_view"):
+                yield prefix + field.name
 
-def _check_column(path: Path, schema: Any, field: str) -> None:
-    """Raises DataError for a column that is not there, or holds neither text nor bytes."""
-    fields = _columns(schema)
-    if fields.count(field) == 1:
-        return
-    rule = "holds neither text nor bytes" if field in schema.names else "is no column of it"
-    rule = "is the name of several columns" if field in fields else rule
-    good = f"; those of text are {', '.join(fields)}" if fields else "; it has none of text"
-    raise DataError(f"{path}: field {field!r} {rule}{good}")
+    return list(names("", schema))
 
 
 def _batches(table: Any, group: int, field: str) -> Iterator[Any]:
-    """Arrays of bytes, ``large_binary``: what the column holds in a group of rows."""
+    """Yield a column of a row group as arrays of bytes, ``large_binary``."""
     import pyarrow
     import pyarrow.compute
 
@@ -282,13 +262,18 @@ def _batches(table: Any, group: int, field: str) -> Iterator[Any]:
         yield values.cast(pyarrow.large_binary())
 
 
-def _parquet_rows(path: Path, file: BinaryIO, field: str) -> Iterator[tuple[int, int, int, int | None]]:
-    """(number, number from 0 on, 0, content bytes) of each row."""
+def _measure_rows(path: Path, file: BinaryIO, field: str) -> Iterator[tuple[int, int, int, int | None]]:
+    """Yield (number from 1, index from 0, 0, content bytes) of each row. Raises DataError for an unusable column."""
     with _parquet_errors(path):
         table = _parquet(file)
         from pyarrow import compute
 
-        _check_column(path, table.schema_arrow, field)
+        fields = _columns(table.schema_arrow)
+        if fields.count(field) != 1:
+            rule = "holds neither text nor bytes" if field in table.schema_arrow.names else "is no column of it"
+            rule = "is the name of several columns" if field in fields else rule
+            good = f"; those of text are {', '.join(fields)}" if fields else "; it has none of text"
+            raise DataError(f"{path}: field {field!r} {rule}{good}")
         row = 0
         for group in range(table.num_row_groups):
             for values in _batches(table, group, field):
@@ -298,20 +283,20 @@ def _parquet_rows(path: Path, file: BinaryIO, field: str) -> Iterator[tuple[int,
 
 
 class _RowReader:
-    """Of a Parquet file."""
+    """Reads the records of a Parquet file."""
 
     def __init__(self, path: Path, file: BinaryIO, field: str) -> None:
         self._path, self._file, self._field = path, file, field
         with _parquet_errors(path):
             self._table = table = _parquet(file)
             rows = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
-        self._ends = np.cumsum(rows, dtype=np.int64)  # of the groups
-        self._group, self._first = -1, 0  # the group that is being read, and the row that ``values`` begin with
+        self._ends = np.cumsum(rows, dtype=np.int64)  # of the row groups
+        self._group, self._first = -1, 0  # the current group, and the row of the first of ``_values``
         self._values: Any = ()
         self._batches: Iterator[Any] = iter(())
 
     def content(self, start: int, length: int) -> bytes:
-        """See ``RecordReader``."""
+        """Read a row; see ``RecordReader``."""
         with _parquet_errors(self._path):
             group = int(np.searchsorted(self._ends, start, side="right"))
             if group != self._group or start < self._first:

@@ -1,4 +1,4 @@
-"""Settings of the data room that a run's configuration names. It imports nothing of the room but what is as light."""
+"""Data settings of a run's configuration. This module only imports light modules of the package."""
 
 import os
 from dataclasses import dataclass, fields
@@ -7,28 +7,28 @@ from pathlib import Path
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.plain_files import MOST_JSON_BYTES
 
-MOST_SECONDS = 10**6  # of a time-out, 11 days; and bytes a second that a fetch must bring at least
+MOST_SECONDS = 10**6  # largest time-out, 11 days; also the largest ``least_bytes_per_second``
 ON_DAMAGE = ("abort", "substitute")
-SHUFFLE_BYTES = 2**20  # of a lane's block: a few dozen source files
+SHUFFLE_BYTES = 2**20  # a lane's block: a few dozen source files
 REBUILD = "build the folder again or fetch it again"
 REPAIR = f"`longstride data verify` lists all damage; {REBUILD}"
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """How remote files are fetched. Credentials come from the environment of the protocol's library, never from here.
+    """Settings of fetching remote files. Credentials come from the environment of the protocol's library.
 
     Raises DataError for a value out of range.
     """
 
     cache: str | None = None  # folder of the local cache; None: see `cache_folder`
-    cache_bytes: int = 32 * 2**30  # bound of the cache
-    attempts: int = 8  # in a row without a byte, before the fetch fails
-    timeout_seconds: float = 30.0  # of a connection, of the head of an answer, and of a read that brings nothing
-    parallel: int = 4  # fetches ahead at once, per process
-    most_bytes: int = MOST_JSON_BYTES  # of a file whose size nothing tells before: the manifest, a page that lists
-    least_bytes_per_second: float = 1000.0  # of a fetch, all its attempts and the waits between them included
-    window_seconds: float = 360.0  # that a fetch may fall behind; eight attempts that time out take 340
+    cache_bytes: int = 32 * 2**30  # largest size of the cache
+    attempts: int = 8  # attempts in a row without a byte before the fetch fails
+    timeout_seconds: float = 30.0  # for a connection, response headers, and a read without data
+    parallel: int = 4  # concurrent prefetches per process
+    most_bytes: int = MOST_JSON_BYTES  # largest file of unknown size: the manifest or a directory page
+    least_bytes_per_second: float = 1000.0  # slowest fetch, all its attempts and pauses included
+    window_seconds: float = 360.0  # longest delay of a fetch; eight attempts that time out take 340
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -48,7 +48,7 @@ class RemoteSettings:
         """The local cache: ``cache``, or ``longstride`` in XDG_CACHE_HOME or ~/.cache.
 
         Raises:
-            DataError: it lies in a home folder that there is not.
+            DataError: its home folder does not exist.
         """
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         try:

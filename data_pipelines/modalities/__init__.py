@@ -1,7 +1,8 @@
-"""The kinds of data that a shard can hold: one file each, and one line of the registry here.
+"""The kinds of data of a shard: one file each, and one line of the registry here.
 
-Importing it costs numpy alone: Pillow, soundfile and soxr are imported where a file needs them. Classes that installed
-packages register as entry points of the group ``longstride.modalities`` are imported, too: they bring options of verbs.
+Importing this package only imports numpy; Pillow, soundfile and soxr are imported for files that need them. It also
+imports the classes that installed packages register as entry points of the group ``longstride.modalities``, because
+they add command-line options.
 """
 
 from longstride.data_pipelines.errors import DataError
@@ -11,12 +12,12 @@ from longstride.data_pipelines.modalities.modality import Content, Modality, Pro
 from longstride.data_pipelines.modalities.text import Text
 
 MODALITIES: dict[str, Modality] = {
-    each.name: each for each in (*registered("longstride.modalities", Modality), Text(), Image(), Audio())
+    modality.name: modality for modality in (*registered("longstride.modalities", Modality), Text(), Image(), Audio())
 }
 
 
 def modality_named(name: str) -> Modality:
-    """The registered modality of that name. Raises DataError for a name that is not registered."""
+    """Return the registered modality of a name. Raises DataError for a name that is not registered."""
     if name not in MODALITIES:
         raise DataError(f"modality={name!r}: not a registered modality; take one of {', '.join(sorted(MODALITIES))}")
     return MODALITIES[name]

@@ -1,10 +1,10 @@
-"""Sound: a file is a document, a sample of it a byte of 8-bit mu-law (ITU-T G.711) in one channel.
+"""Sound: a file is a document, and each of its frames a byte of 8-bit mu-law (ITU-T G.711) in one channel.
 
-Channels are mixed by their mean. A member is a WAV file of format 7, which players open: the bytes of the content are
-G.711's own, bits inverted as the standard has it, so that silence is 0xFF and 0x7F. Where more readers are to open it,
-it is a WAV file of 16-bit PCM instead, whose numbers give the same bytes. For a WAV file of the set's rate
-all arithmetic is in integers: the same bytes on every machine. What is decoded (by libsndfile) or resampled (by
-libsoxr) is as these libraries have it. Neither is imported before it is used.
+Channels are mixed by their mean. A member is a WAV file of format 7, which players open. The content are the bytes of
+G.711, with inverted bits as in the standard, so silence is 0xFF and 0x7F. For other readers a member may be a WAV file
+of 16-bit PCM, which gives the same bytes. WAV files of the set's rate are converted in integers, to the same bytes on
+every machine. Other sounds depend on libsndfile, which decodes, and on libsoxr, which resamples. Both are only imported
+when they are used.
 """
 
 import struct
@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.formats import StreamContent
 from longstride.data_pipelines.modalities.decoder import DecodedFormat, decoded, decoded_format
 from longstride.data_pipelines.modalities.modality import (
     Content,
@@ -40,17 +41,17 @@ from longstride.data_pipelines.modalities.wav import (
 from longstride.data_pipelines.plain_files import open_plain
 
 BLOCK_FRAMES = 2**16  # converted at once
-_MAX_RATIO = 256  # of two rates: the filters of the resampler grow with it, and no two rates in use are as far apart
-_MOST_RATE = 2**31 - 1  # Hz: twice as many bytes a second fit a WAV file's header
-_BLOCK_BYTES = 2**22  # of a file, read at once: frames may have 65,535 channels
-_PCM_BITS = 16  # of members that are PCM: what mu-law stands for
-_QUALITY = "VHQ"  # of the resampler, with the passband and the noise of 28 bits: far below a step of mu-law
+_MAX_RATIO = 256  # largest ratio of two rates: the resampler's filters grow with it
+_MOST_RATE = 2**31 - 1  # Hz: a WAV header has room for twice as many bytes per second
+_BLOCK_BYTES = 2**22  # read at once: frames may have 65,535 channels
+_PCM_BITS = 16  # of PCM members: the precision of mu-law
+_QUALITY = "VHQ"  # of the resampler: its noise, at 28 bits, is far below a step of mu-law
 
 Form = WavFormat | DecodedFormat
 
 
 class Audio(Modality):
-    """Sounds of one rate, in Hz. The property ``resampled`` is 1 where others are brought to it, else there is none."""
+    """Sounds of one rate, in Hz. The property ``resampled`` is 1 if others are resampled to it; else it is absent."""
 
     name = "audio"
     extension = "wav"
@@ -72,21 +73,21 @@ class Audio(Modality):
     description = "sound, byte by byte"
     examples = ("longstride sample . --output sample.wav",)
 
-    def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
-        """The rate that is asked for, else the first file's. Raises DataError for one that cannot be."""
-        members = {name: asked[name] for name in self.may_ask if name in asked}
+    def settle(self, path: Path, file: BinaryIO, requested: Properties) -> dict[str, int]:
+        """Choose the requested rate, else the first file's. Raises DataError for one that is not possible."""
+        members = {name: requested[name] for name in self.may_ask if name in requested}
         if members.get("pcm_bits", _PCM_BITS) != _PCM_BITS:
             raise DataError(f"pcm_bits={members['pcm_bits']}: must be {_PCM_BITS}, or left out for mu-law")
-        if "rate" not in asked:
+        if "rate" not in requested:
             rate = _form(path, file).rate
             if rate > _MOST_RATE:
                 raise DataError(f"{path}: has {rate} Hz, and {_MOST_RATE} are the most; name a --rate such as 12000")
             return {"rate": rate, **members}
-        if not 1 <= asked["rate"] <= _MOST_RATE:
-            raise DataError(f"rate={asked['rate']}: must be from 1 to 2**31 - 1 Hz; such as 12000")
-        return {"rate": asked["rate"], "resampled": 1, **members}
+        if not 1 <= requested["rate"] <= _MOST_RATE:
+            raise DataError(f"rate={requested['rate']}: must be from 1 to 2**31 - 1 Hz; such as 12000")
+        return {"rate": requested["rate"], "resampled": 1, **members}
 
-    def settle_member(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
+    def settle_member(self, path: Path, file: BinaryIO, requested: Properties) -> dict[str, int]:
         form = _form(path, file)
         is_pcm = isinstance(form, WavFormat) and form.tag == PCM
         return {"rate": form.rate, **({"pcm_bits": _PCM_BITS} if is_pcm else {})}
@@ -98,20 +99,20 @@ class Audio(Modality):
             raise DataError(f"pcm_bits: {properties['pcm_bits']}")
 
     def measure(self, path: Path, properties: Properties) -> int:
-        """The frames of a file at the set's rate, by its header."""
+        """Return the number of frames at the set's rate, from the header."""
         with open_plain(path) as file:
-            form = _fitting(path, file, properties)
+            form = _form_of_set(path, file, properties)
         return frames_at(path, form, properties["rate"])
 
     def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
-        """A byte a frame. A WAV file of the set's rate is read anywhere, any other sound from its beginning on."""
-        form = _fitting(path, file, properties)
+        """Return a byte per frame. A WAV file of the set's rate is read at any offset, other sounds as a stream."""
+        form = _form_of_set(path, file, properties)
         if isinstance(form, WavFormat) and form.rate == properties["rate"]:
             return _WavContent(file, form)
         return _StreamedContent(path, file, form, properties["rate"])
 
     def header(self, size: int, properties: Properties) -> bytes:
-        """Of a mono WAV file of format 7 or 1. The byte that RIFF wants at an odd end is left out, as players allow."""
+        """Return the header of a mono WAV file of format 7 or 1, without RIFF's padding byte, as players allow."""
         rate, width = properties["rate"], self.stored_bytes(properties)
         if width == 1:
             form = struct.pack("<4sIHHIIHHH", b"fmt ", 18, MULAW, 1, rate, rate, 1, 8, 0)
@@ -122,7 +123,7 @@ class Audio(Modality):
         return struct.pack("<4sI", b"RIFF", len(chunks) + width * size) + chunks
 
     def stored_bytes(self, properties: Properties) -> int:
-        """Two where members are PCM."""
+        """Return 2 for PCM members, else 1."""
         return properties.get("pcm_bits", 8) // 8
 
     def stored(self, content: bytes, properties: Properties) -> bytes:
@@ -136,7 +137,7 @@ class Audio(Modality):
         return mulaw_encode(np.frombuffer(stored, dtype="<i2"))
 
     def parse_build_option(self, option: Option, value: str) -> dict[str, int]:
-        """A rate in Hz, or how members are written."""
+        """Parse a rate in Hz, or the encoding of members."""
         if option.attribute == "wav":
             if value not in ("mulaw", "pcm"):
                 raise DataError(f"--wav={value}: must be mulaw or pcm; pcm for readers that know no mu-law")
@@ -146,46 +147,46 @@ class Audio(Modality):
             raise DataError(f"--rate={value}: must be in Hz; such as 12000")
         return {"rate": rate}
 
-    def model_properties(self, known: Mapping[str, Any], context: int) -> dict[str, int]:
-        """The rate, where it is known."""
-        rate = known.get("rate")
+    def model_properties(self, fields: Mapping[str, Any], context: int) -> dict[str, int]:
+        """Select the rate, if it is recorded."""
+        rate = fields.get("rate")
         return {"rate": rate} if type(rate) is int and rate > 0 else {}
 
     def bytes_in(self, seconds: float, option: str, properties: Properties) -> int:
-        """A byte a frame, and at least one."""
+        """Convert seconds to bytes: one per frame, and at least one."""
         if not (isfinite(seconds) and seconds > 0):
             raise DataError(f"{option}={seconds:g}: must be above 0, in seconds")
         return max(1, round(seconds * properties["rate"]))
 
     def open_sample(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
-        """A sound of any rate, resampled to the model's."""
+        """Return a sound of any rate, resampled to the model's."""
         return self.open(path, file, {"rate": properties["rate"], "resampled": 1})
 
     def read_prompt(self, content: Content, keep: Any, properties: Properties, context: int) -> bytes:
-        """So many seconds; by default half a context, or all of a shorter sound."""
+        """Read so many seconds; by default half a context, or all of a shorter sound."""
         if keep is None:
             return content.read(0, context // 2)
-        wanted = self.bytes_in(keep, "--keep-seconds", properties)
-        prompt = content.read(0, wanted)
-        if len(prompt) < wanted:
+        size = self.bytes_in(keep, "--keep-seconds", properties)
+        prompt = content.read(0, size)
+        if len(prompt) < size:
             seconds = f"{len(prompt) / properties['rate']:.6g}"
             raise DataError(f"--keep-seconds={keep:g}: the sound has {seconds} seconds; name no more")
         return prompt
 
     def shown(self, content: np.ndarray, properties: Properties) -> np.ndarray:
-        """A number from -1 to 1 a frame."""
+        """Convert each frame to a number from -1 to 1."""
         return mulaw_decode(content) / 2**15
 
 
 @dataclass(frozen=True, slots=True)
 class _WavContent:
-    """Of a WAV file of the set's rate. Holds no more than is asked for."""
+    """The content of a WAV file of the set's rate. It holds no more than a block in memory."""
 
     file: BinaryIO
     form: WavFormat
 
     def read(self, offset: int, size: int) -> bytes:
-        """A byte for each of ``size`` frames from frame ``offset`` on."""
+        """Convert ``size`` frames from frame ``offset`` on, one byte each."""
         form = self.form
         end = min(offset + size, form.frames)
         self.file.seek(form.offset + offset * form.frame_bytes)
@@ -194,64 +195,50 @@ class _WavContent:
         for start in range(offset, end, step):
             block = self.file.read(min(step, end - start) * form.frame_bytes)
             if form.tag == MULAW and form.channels == 1:
-                blocks.append(block)  # not even the two zeros change places
+                blocks.append(block)  # unchanged, both zeros included
             else:
                 blocks.append(mulaw_encode(mix(*form.samples(block))).tobytes())
         return b"".join(blocks)
 
 
 class _StreamedContent:
-    """Of a sound that is decoded or resampled: read from its beginning on, in blocks, so that it is never held whole.
+    """The content of a sound that is decoded or resampled, as a stream of blocks; ``file`` must stay open.
 
-    Where a block begins does not depend on what is asked for, and a decoder is never told to seek. So the bytes of a
-    sound are the same in whatever pieces they are asked for: also where a decoder needs what lies before (MP3, Opus),
-    and across the seams of the resampler's filter. Reading on continues; going back begins anew.
+    The blocks do not depend on what is read, and the decoder never seeks. So the bytes of a sound are the same for any
+    sequence of reads, although MP3 and Opus decoders and the resampler's filter depend on what was before.
     """
 
     def __init__(self, path: Path, file: BinaryIO, form: Form, rate: int) -> None:
-        """A byte of mu-law a frame, at ``rate`` frames a second. ``file`` stays open as long as this is read."""
         self._path, self._file, self._form, self._rate = path, file, form, rate
         self._frames = frames_at(path, form, rate)
-        self._position = 0  # of the next frame
-        self._block = b""  # from there on
-        self._blocks = self._mulaw_blocks()
+        self._stream = StreamContent(self._mulaw_blocks)
 
     def read(self, offset: int, size: int) -> bytes:
-        """See ``Content``. Raises DataError for a sound that is damaged, or shorter than it says."""
+        """Read a part, see ``Content``. Raises DataError for a sound that is damaged, or shorter than it states."""
         end = min(offset + size, self._frames)
         if offset >= end:
             return b""
-        if offset < self._position:
-            self._position, self._block, self._blocks = 0, b"", self._mulaw_blocks()
-        pieces = []
-        while self._position < end:
-            if not self._block:
-                self._block = next(self._blocks, b"")
-                if not self._block:
-                    raise DataError(
-                        f"{self._path}: says {self._frames} frames (at {self._rate} Hz) and holds {self._position}: "
-                        "it is cut short; fetch it again or exclude it"
-                    )
-            start = max(offset - self._position, 0)
-            taken = min(end - self._position, len(self._block))
-            pieces.append(self._block[start:taken])
-            self._position += taken
-            self._block = self._block[taken:]
-        return b"".join(pieces)
+        content = self._stream.read(offset, end - offset)
+        if self._stream.position < end:
+            raise DataError(
+                f"{self._path}: says {self._frames} frames (at {self._rate} Hz) and holds {self._stream.position}: "
+                "it is cut short; fetch it again or exclude it"
+            )
+        return content
 
     def _mulaw_blocks(self) -> Iterator[bytes]:
         if self._form.rate == self._rate:
             for samples, width in self._samples():
                 yield mulaw_encode(mix(samples, width)).tobytes()
             return
-        # Mixed, and not rounded before the filter: sums of a few numbers of at most 32 bits are exact.
+        # Mixed without rounding: sums of a few integers of at most 32 bits are exact in floating point.
         mono = (samples.sum(axis=1) / (samples.shape[1] << 8 * width - 1) for samples, width in self._samples())
         for block in resampled(mono, self._form.rate, self._rate):
             rounded = np.clip(np.rint(block * 2**15), -(2**15), 2**15 - 1)
             yield mulaw_encode(rounded.astype(np.int16)).tobytes()
 
     def _samples(self) -> Iterator[tuple[np.ndarray, int]]:
-        """Blocks of (frames, channels) int64, and how many bytes wide the numbers are."""
+        """Yield blocks of samples, (frames, channels) int64, with their width in bytes."""
         form = self._form
         if isinstance(form, WavFormat):
             self._file.seek(form.offset)
@@ -265,16 +252,16 @@ class _StreamedContent:
 
 
 def _step(form: WavFormat) -> int:
-    """Frames of a WAV file that are converted at once."""
+    """Return how many frames of a WAV file to convert at once."""
     return min(BLOCK_FRAMES, max(1, _BLOCK_BYTES // form.frame_bytes))
 
 
 def _form(path: Path, file: BinaryIO) -> Form:
-    """What an open sound file says of itself. Raises DataError where it cannot be read, or its length not be told."""
+    """Read the format of an open sound file. Raises DataError if it cannot be read, or its length is unknown."""
     return (read_format(path, file) if is_wav(file) else None) or decoded_format(path, file)
 
 
-def _fitting(path: Path, file: BinaryIO, properties: Properties) -> Form:
+def _form_of_set(path: Path, file: BinaryIO, properties: Properties) -> Form:
     form, rate = _form(path, file), properties["rate"]
     if form.rate != rate and not properties.get("resampled"):
         raise DataError(
@@ -284,10 +271,9 @@ def _fitting(path: Path, file: BinaryIO, properties: Properties) -> Form:
 
 
 def frames_at(path: Path, form: Form, rate: int) -> int:
-    """Frames of a file when it has so many a second, rounded to the nearest, halves upwards.
+    """Return the number of frames at another rate, rounded to the nearest, halves upwards.
 
-    Raises DataError where it cannot be brought to that rate, or where the library for it is missing: before anything is
-    written.
+    Raises DataError if the rates are too far apart or the resampler is missing, before anything is written.
     """
     if form.rate == rate:
         return form.frames
@@ -306,25 +292,25 @@ def frames_at(path: Path, form: Form, rate: int) -> int:
     return _rounded_frames(form.frames, form.rate, rate)
 
 
-def resampled(blocks: Iterator[np.ndarray], rate: int, wanted: int) -> Iterator[np.ndarray]:
-    """Resample blocks of (n,) float64 to another rate; where the blocks are cut changes nothing.
+def resampled(blocks: Iterator[np.ndarray], rate: int, new_rate: int) -> Iterator[np.ndarray]:
+    """Resample blocks of (n,) float64 to another rate. The result does not depend on the division into blocks.
 
-    As many frames come out as ``frames_at`` plans for the frames that went in.
+    It has as many frames as ``frames_at`` computes.
     """
     import soxr
 
-    stream = soxr.ResampleStream(rate, wanted, 1, dtype="float64", quality=_QUALITY)
-    frames = made = 0
+    stream = soxr.ResampleStream(rate, new_rate, 1, dtype="float64", quality=_QUALITY)
+    frames = written = 0
     for block in blocks:
         frames += len(block)
         output = stream.resample_chunk(block)
-        made += len(output)
+        written += len(output)
         if len(output):
             yield output
-    # libsoxr rounds its length in floating point. Silence, as it appends itself, makes it one frame longer at least.
-    tail = stream.resample_chunk(np.zeros(-(-rate // wanted)), last=True)
-    yield tail[: _rounded_frames(frames, rate, wanted) - made]
+    # libsoxr rounds its length in floating point. Silence, which it appends itself, adds at least one frame.
+    tail = stream.resample_chunk(np.zeros(-(-rate // new_rate)), last=True)
+    yield tail[: _rounded_frames(frames, rate, new_rate) - written]
 
 
-def _rounded_frames(frames: int, rate: int, wanted: int) -> int:
-    return (2 * frames * wanted + rate) // (2 * rate)
+def _rounded_frames(frames: int, rate: int, new_rate: int) -> int:
+    return (2 * frames * new_rate + rate) // (2 * rate)

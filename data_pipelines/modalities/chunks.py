@@ -15,7 +15,7 @@ _HEAD_BYTES = 8  # of the shortest chunk
 
 
 class _Layout(NamedTuple):
-    """How files of one format are made of chunks, each of which has a name, a size, and so many bytes."""
+    """How a format consists of chunks, each with a name, a size, and so many bytes."""
 
     magic: bytes  # at the beginning of the file
     first: int  # offset of the first chunk
@@ -56,7 +56,7 @@ def find_chunks(path: Path, file: BinaryIO, start: int = 0) -> dict[bytes, tuple
     if magic[:4] == b".snd":  # AU
         place, size = start + int.from_bytes(magic[4:8], "big"), int.from_bytes(magic[8:], "big")
         if size != 2**32 - 1:  # the format's word for the rest of the file
-            _check_held(path, size, file_bytes - place, _REPAIR)
+            _check_size(path, size, file_bytes - place, _REPAIR)
             _check_end(path, file, size, place + size, _REPAIR)
         return {}
     layout = next((layout for layout in _LAYOUTS if magic.startswith(layout.magic)), None)
@@ -80,7 +80,7 @@ def find_chunks(path: Path, file: BinaryIO, start: int = 0) -> dict[bytes, tuple
             if name in layout.sound:
                 if size == 2**32 - 1 and b"ds64" in chunks:
                     size = int.from_bytes(_read_at(file, chunks[b"ds64"][0] + 8, 8), "little")
-                _check_held(path, size, file_bytes - offset, repair)
+                _check_size(path, size, file_bytes - offset, repair)
                 sound_bytes = size
             chunks.setdefault(name, (offset, size))
         elif name in layout.sound or name.startswith(_MAGICS):
@@ -98,17 +98,17 @@ def find_chunks(path: Path, file: BinaryIO, start: int = 0) -> dict[bytes, tuple
     return chunks
 
 
-def _check_held(path: Path, size: int, held: int, repair: str) -> None:
-    """Raises DataError where a file holds less sound than it says."""
-    if size > held:
+def _check_size(path: Path, size: int, present: int, repair: str) -> None:
+    """Raise DataError if a file holds less sound than it states."""
+    if size > present:
         raise DataError(
-            f"{path}: says {size} bytes of sound and holds {max(0, held)}: it is cut short, or was written to a pipe; "
+            f"{path}: says {size} bytes of sound and holds {max(0, present)}: it is cut short, or written to a pipe; "
             f"fetch it again, or {repair}"
         )
 
 
 def _check_end(path: Path, file: BinaryIO, size: int, end: int, repair: str) -> None:
-    """Raises DataError where a file goes on after the end of its last chunk, with more than a few bytes of padding."""
+    """Raise DataError if a file continues after its last chunk with more than a few bytes of padding."""
     extra_bytes = file.seek(0, 2) - end
     if extra_bytes >= _HEAD_BYTES or _read_at(file, end, _HEAD_BYTES).strip(b"\0"):
         raise DataError(

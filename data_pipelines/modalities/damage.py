@@ -1,7 +1,7 @@
-"""Refuse pictures whose damage Pillow reads over, so that other pixels than the file's would be trained on.
+"""Reject pictures with damage that Pillow ignores, so that no wrong pixels are trained on.
 
-Pillow stops when the rows are full, holds no check sum of a PNG's rows, and drops what libjpeg warns of. What a format
-itself cannot tell is listed in docs/data/images.md.
+Pillow stops when all rows are complete, ignores the checksums of a PNG's rows, and drops warnings of libjpeg. Damage
+that a format cannot detect is listed in docs/data/images.md.
 """
 
 import zlib
@@ -11,14 +11,14 @@ from typing import BinaryIO
 from PIL import Image, ImageFile
 
 _MOST_CHUNKS = 2**17  # of a PNG or WebP file; some programs write a PNG's rows in chunks of 4 KiB
-_MOST_SCANNED_PIXELS = 2**32  # of a JPEG file: pixels times scans. A few bytes are a scan, which visits every block
-_MOST_COMMENTS = 1000  # of a PPM file in letters: Pillow copies a block of it for each
+_MOST_SCANNED_PIXELS = 2**32  # pixels times scans of a JPEG: a scan visits every block and takes only a few bytes
+_MOST_COMMENTS = 1000  # of a plain-text PPM file: Pillow copies a block for each
 _BLOCK_BYTES = 2**20
-_TRIMMED_BYTES = 8  # of a WebP picture: encoders may fill up a word at its end
+_TRIMMED_BYTES = 8  # cut from a WebP picture; encoders may pad its last word
 
 
 def check_undamaged(file: BinaryIO, picture: ImageFile.ImageFile) -> None:
-    """Read a picture file once, and leave it where it was; ``picture`` is the file opened, and not decoded yet.
+    """Check a picture file, and restore its position; ``picture`` is the opened file, not decoded yet.
 
     Raises:
         ValueError: the file is damaged or cut short.
@@ -41,17 +41,17 @@ def check_undamaged(file: BinaryIO, picture: ImageFile.ImageFile) -> None:
 
 
 def _check_png(file: BinaryIO) -> None:
-    """Check the check sum of every chunk, up to the one that ends the file."""
+    """Verify the checksum of every chunk, up to the one that ends the file."""
     for _ in range(_MOST_CHUNKS):
         head = file.read(8)
         if len(head) < 8:
             raise ValueError("it is cut short: no IEND chunk ends it")
-        left, name = int.from_bytes(head[:4], "big"), head[4:]
+        remaining, name = int.from_bytes(head[:4], "big"), head[4:]
         checksum = zlib.crc32(name)
-        while left and (block := file.read(min(left, _BLOCK_BYTES))):
+        while remaining and (block := file.read(min(remaining, _BLOCK_BYTES))):
             checksum = zlib.crc32(block, checksum)
-            left -= len(block)
-        if left or file.read(4) != checksum.to_bytes(4, "big"):
+            remaining -= len(block)
+        if remaining or file.read(4) != checksum.to_bytes(4, "big"):
             raise ValueError(f"it is damaged or cut short: the check sum of its chunk {name!r} is another")
         if name == b"IEND":
             return
@@ -59,7 +59,7 @@ def _check_png(file: BinaryIO) -> None:
 
 
 def _check_jpeg(content: bytes, picture: ImageFile.ImageFile) -> None:
-    """Refuse what libjpeg warns of. An eighth of the size is enough, as all of the file is decoded for it."""
+    """Raise ValueError for a warning of libjpeg. It reads the full file even to decode an eighth of the size."""
     import simplejpeg
 
     if content.count(b"\xff\xda") * picture.width * picture.height > _MOST_SCANNED_PIXELS:
@@ -73,15 +73,15 @@ def _check_jpeg(content: bytes, picture: ImageFile.ImageFile) -> None:
         warning = str(error)
     try:
         simplejpeg.decode_jpeg(content, colours, strict=False, **size)
-    except ValueError:  # a kind of JPEG that this library does not know: it says nothing of damage
+    except ValueError:  # the library does not support this kind of JPEG: unknown
         return
     raise ValueError(f"it is damaged: {warning}")
 
 
 def _check_webp(content: bytes) -> None:
-    """Check sizes of chunks, and that the picture needs its last bytes.
+    """Check the sizes of chunks, and that the picture needs its last bytes.
 
-    A decoder that lost its way ends early or late. libwebp sees only the latter.
+    After damage a decoder ends early or late; libwebp only detects the latter.
     """
     end = 8 + int.from_bytes(content[4:8], "little")
     place = 12

@@ -1,8 +1,8 @@
-"""Decode sounds by libsndfile, and check that the length that a file states is all of its sound.
+"""Decode sounds by libsndfile, and check that the stated length of a file covers all of its sound.
 
-A build plans by stated lengths before it decodes. They can be wrong: the decoder guesses the length of an MP3 file
-without an Info header from the first bit rate, and of files laid end to end it sees the first alone. Either would be a
-shorter sound, without an error.
+A build plans by stated lengths before it decodes, and they can be wrong. The decoder guesses the length of an MP3 file
+without an Info header from the first bit rate, and only sees the first of several concatenated files. Without a check,
+sounds would silently be cut.
 """
 
 import re
@@ -17,28 +17,28 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities.chunks import find_chunks
 
 _FULL_SCALE = 2**31
-_BLOCK_SAMPLES = 2**20  # of all channels, decoded at once: there may be 1,024
-_MOST_PARTS = 1000  # tags, or streams side by side, that a file begins with
-_UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's word for a file that does not say
-_SEARCHED = 2**16  # bytes: of padding, tags or broken frames before a header; an Ogg page has at most 65,307
-_TAG_HEAD, _OGG_HEAD = 10, 27  # bytes of an ID3v2 tag, and of an Ogg page, before their part of variable length
-# An MPEG frame of layer III, of any version, with or without check sum, at a bit rate that exists.
+_BLOCK_SAMPLES = 2**20  # decoded at once, over all channels, of which there may be 1,024
+_MOST_PARTS = 1000  # tags, or multiplexed streams, at the beginning of a file
+_UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's value for an unknown length
+_SEARCH_BYTES = 2**16  # padding, tags or broken frames before a header; an Ogg page has at most 65,307 bytes
+_TAG_HEAD, _OGG_HEAD = 10, 27  # fixed bytes of an ID3v2 tag and of an Ogg page
+# An MPEG frame of layer III, of any version, with or without checksum, at a valid bit rate.
 _MPEG_FRAME = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb][\x00-\xef].", re.DOTALL)
-_INFO_NAMES = (b"Xing", b"Info")  # the second of files with one bit rate
-_TRIMMED = 2**14  # frames that a header may have taken off at both ends: twelve bits each, and what a decoder adds
+_INFO_NAMES = (b"Xing", b"Info")  # variable and constant bit rate
+_TRIMMED = 2**14  # most frames trimmed at both ends: twelve bits each, and the decoder's delay
 
 
 class DecodedFormat(NamedTuple):
-    """What the decoder says of a file. A frame is one sample of every channel."""
+    """The format of a file by the decoder. A frame is one sample of every channel."""
 
-    rate: int  # frames a second
+    rate: int  # frames per second
     frames: int
 
 
 def decoded_format(path: Path, file: BinaryIO) -> DecodedFormat:
-    """The rate and length of an open sound file that needs a decoder, by its chunks and its head.
+    """Return rate and length of an open sound file that needs a decoder, by its chunks and its header.
 
-    Raises DataError where it cannot be read, or its length cannot be told.
+    Raises DataError if it cannot be read, or its length is unknown.
     """
     find_chunks(path, file, _after_tags(file, 0))
     with _opened_sound(path, file) as sound:
@@ -49,13 +49,13 @@ def decoded_format(path: Path, file: BinaryIO) -> DecodedFormat:
 
 
 def decoded(path: Path, file: BinaryIO, block_frames: int) -> Iterator[np.ndarray]:
-    """Blocks of (frames, channels) int64, of 32 bits full scale: a file's integers as they are, other numbers rounded.
+    """Decode a file to blocks of (frames, channels) int64 with 32 bits full scale; only floating point is rounded.
 
-    Raises DataError for a file that is damaged.
+    Raises DataError for a damaged file.
     """
     with _opened_sound(path, file) as sound:
-        # soundfile seeks after every read, to where it is already. That costs an MP3 decoder the bits that the next
-        # frame borrows from those before it.
+        # soundfile seeks to the current position after every read. An MP3 decoder then loses bits that the next frame
+        # borrows from previous ones.
         sound.seekable = lambda: False
         frames = min(block_frames, max(1, _BLOCK_SAMPLES // sound.channels))
         while len(block := sound.read(frames, dtype="float64", always_2d=True)):
@@ -67,9 +67,9 @@ def decoded(path: Path, file: BinaryIO, block_frames: int) -> Iterator[np.ndarra
 
 @contextmanager
 def _opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
-    """A ``soundfile.SoundFile`` over an open file, from its beginning; the file stays open.
+    """Open a ``soundfile.SoundFile`` over an open file, which stays open.
 
-    Raises DataError where the library is missing, and for a file that it cannot read: on opening, or in the block.
+    Raises DataError if the library is missing, and for a file that it cannot read, also later in the block.
     """
     try:
         import soundfile
@@ -87,7 +87,7 @@ def _opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
     except TypeError as error:
         if sound is not None:
             raise
-        # soundfile takes a name that ends in .raw for the format, and asks for the rest.
+        # soundfile infers raw samples from a name in .raw, and then needs more arguments.
         raise DataError(
             f"{path}: does not say what sound it holds ({error}); convert it, such as with "
             "`sox -r 44100 -c 2 -b 16 -e signed IN.raw OUT.wav`, or exclude it"
@@ -100,16 +100,16 @@ def _opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
 
 
 class _Info(NamedTuple):
-    """What an Info header says."""
+    """The content of an Info header."""
 
-    frames: int  # of sound, with what is taken off at the ends
-    end: int  # in the file, of the last byte that it counts; 0 where it does not say
+    frames: int  # before trimming at both ends
+    end: int  # offset of the end of the stream in the file; 0 if unknown
 
 
 def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> None:
-    """Check that the frames that the decoder finds in a file of that kind are all of its sound. Moves the file.
+    """Check that the decoder's number of frames covers all sound of a file of that kind. Moves the file.
 
-    Raises DataError where they are a guess, or those of the first of several files laid end to end.
+    Raises DataError if the number is a guess, or only of the first of several concatenated files.
     """
     if frames >= _UNKNOWN_FRAMES:
         raise DataError(
@@ -118,26 +118,27 @@ def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> N
     if kind == "MP3":
         _check_mp3(path, file, frames)
     elif kind == "OGG":
-        last = _last_ogg_serial(file)
-        if last is not None and last not in set(_first_ogg_serials(file)):
+        tail = _bytes_at(file, max(0, file.seek(0, 2) - _SEARCH_BYTES), _SEARCH_BYTES)
+        last_page = tail.rfind(b"OggS\0", 0, len(tail) - _OGG_HEAD + 5)
+        if last_page >= 0 and _ogg_serial(tail[last_page:]) not in set(_first_ogg_serials(file)):
             raise _several(path)
 
 
 def _check_mp3(path: Path, file: BinaryIO, frames: int) -> None:
     start = _after_tags(file, 0)
-    head = _bytes_at(file, start, _SEARCHED)
+    head = _bytes_at(file, start, _SEARCH_BYTES)
     first = _MPEG_FRAME.search(head)
     info = _info_in(head, first.start(), start) if first else None
-    # A decoder that reads the header has its frames; one that does not, as of other layers, guesses.
+    # A decoder that reads the header returns its frames; otherwise, as for other layers, it guesses.
     if info is None or not info.frames - _TRIMMED <= frames <= info.frames:
         raise DataError(
             f"{path}: does not say how long it is (an MP3 file without an Info header); write it anew, such as with "
             "`ffmpeg -i IN -c copy OUT.mp3`, or exclude it"
         )
     if info.end:
-        rest = _after_tags(file, info.end)
-        tail = _bytes_at(file, rest, _SEARCHED)
-        if any(_info_in(tail, frame.start(), rest) for frame in _MPEG_FRAME.finditer(tail)):
+        end = _after_tags(file, info.end)
+        tail = _bytes_at(file, end, _SEARCH_BYTES)
+        if any(_info_in(tail, frame.start(), end) for frame in _MPEG_FRAME.finditer(tail)):
             raise _several(path)
 
 
@@ -154,7 +155,7 @@ def _bytes_at(file: BinaryIO, place: int, size: int) -> bytes:
 
 
 def _after_tags(file: BinaryIO, place: int) -> int:
-    """Where the ID3 tags that begin at ``place`` end: one of version 1, then any number of version 2."""
+    """Skip the ID3 tags that begin at ``place``: one of version 1, then any number of version 2."""
     if _bytes_at(file, place, 3) == b"TAG":
         place += 128
     for _ in range(_MOST_PARTS):
@@ -169,20 +170,20 @@ def _after_tags(file: BinaryIO, place: int) -> int:
 
 
 def _info_in(buffer: bytes, place: int, start: int) -> _Info | None:
-    """The Info header in the MPEG frame at a place of a buffer, which begins at ``start`` in the file; None: none."""
+    """Parse the Info header of the MPEG frame at a place of a buffer, which begins at ``start`` in the file."""
     version_1, mono = bool(buffer[place + 1] & 0x08), buffer[place + 3] >> 6 == 3
     side_bytes = {(True, False): 32, (True, True): 17, (False, False): 17, (False, True): 9}[version_1, mono]
-    for name in (place + 4 + side_bytes, place + 6 + side_bytes):  # a check sum stands before the second
+    for name in (place + 4 + side_bytes, place + 6 + side_bytes):  # the second is after a checksum
         if buffer[name : name + 4] in _INFO_NAMES:
             flags, count, size = (int.from_bytes(buffer[name + 4 * n : name + 4 * n + 4], "big") for n in (1, 2, 3))
-            if not flags & 1:  # each flag says whether a field is there, in the fields' order
+            if not flags & 1:  # flags of the fields that are present
                 return None
             return _Info(count * (1152 if version_1 else 576), start + place + size if flags & 2 else 0)
     return None
 
 
 def _first_ogg_serials(file: BinaryIO) -> Iterator[int]:
-    """Of the streams at the file's beginning, which stand side by side."""
+    """Yield the serial numbers of the multiplexed streams at the beginning of the file."""
     place = 0
     for _ in range(_MOST_PARTS):
         head = _bytes_at(file, place, _OGG_HEAD + 255)
@@ -191,13 +192,6 @@ def _first_ogg_serials(file: BinaryIO) -> Iterator[int]:
         yield _ogg_serial(head)
         segments = head[26]
         place += _OGG_HEAD + segments + sum(head[_OGG_HEAD : _OGG_HEAD + segments])
-
-
-def _last_ogg_serial(file: BinaryIO) -> int | None:
-    """Of the last page; None where the file does not end in one."""
-    tail = _bytes_at(file, max(0, file.seek(0, 2) - _SEARCHED), _SEARCHED)
-    place = tail.rfind(b"OggS\0", 0, len(tail) - _OGG_HEAD + 5)
-    return None if place < 0 else _ogg_serial(tail[place:])
 
 
 def _ogg_serial(page: bytes) -> int:

@@ -1,8 +1,8 @@
-"""Pictures: one is one document, one sample and one context of height x width x 3 bytes.
+"""Pictures: each is one document, one sample and one context of height x width x 3 bytes.
 
-Its content is row after row, in a row pixel after pixel, in a pixel red, green, blue: the order in which the model's
-position tables (row, column, channel) count. A sample's member is a binary PPM file. Files are read and written by
-``picture.py``, which imports Pillow and is therefore imported only where it is used.
+The content is row by row, pixel by pixel, in a pixel red, green, blue. The model's position tables (row, column,
+channel) count in this order. A sample's member is a binary PPM file. ``picture.py`` reads and writes files. It imports
+Pillow, so it is only imported when it is used.
 """
 
 import math
@@ -28,13 +28,13 @@ from longstride.data_pipelines.plain_files import open_plain
 
 CHANNELS = 3  # red, green, blue
 _DRAWN_CHANNELS = (1, CHANNELS)
-_TILE_PIXELS = 96  # of the longer side in a grid, at least: smaller pictures are shown with their pixels as squares
-_GRID_PIXELS = 2**26  # of a whole grid, at most
-_PAPER, _MASK = 255, 128  # between pictures, and where a prompt has nothing
+_TILE_PIXELS = 96  # shortest longer side in a grid: smaller pictures are enlarged, each pixel to a square
+_GRID_PIXELS = 2**26  # largest grid
+_PAPER, _MASK = 255, 128  # grey levels between pictures, and after the end of a prompt
 
 
 class Image(Modality):
-    """Pictures of one size. The property ``resized`` is 1 where they were brought to it, 0 where all had it."""
+    """Pictures of one size. The property ``resized`` is 1 if they were resized to it, 0 if all had it."""
 
     name = "image"
     extension = "ppm"
@@ -57,12 +57,12 @@ class Image(Modality):
     description = "pictures, channel by channel"
     examples = ("longstride sample . --count 16 --output samples.png",)
 
-    def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
-        """The size that is asked for, else the first picture's. Raises DataError for one that cannot be."""
+    def settle(self, path: Path, file: BinaryIO, requested: Properties) -> dict[str, int]:
+        """Choose the requested size, else the first picture's. Raises DataError for one that is not possible."""
         from longstride.data_pipelines.modalities.picture import MAX_PIXELS, picture_size
 
-        if asked:
-            height, width = (asked.get(name, 0) for name in self.asks)
+        if requested:
+            height, width = (requested.get(name, 0) for name in self.asks)
             if min(height, width) < 1 or height * width > MAX_PIXELS:
                 raise DataError(
                     f"height={height}, width={width}: must both be asked for, each at least 1 and together at most "
@@ -70,7 +70,7 @@ class Image(Modality):
                 )
         else:
             height, width = picture_size(path, file)
-        return {"height": height, "width": width, "channels": CHANNELS, "resized": int(bool(asked))}
+        return {"height": height, "width": width, "channels": CHANNELS, "resized": int(bool(requested))}
 
     def check_properties(self, properties: Properties) -> None:
         for name in (*self.asks, "channels", "resized"):
@@ -80,11 +80,11 @@ class Image(Modality):
             raise DataError(f"pictures of {_shape(properties)} (height, width, channels)")
 
     def document_bytes(self, properties: Properties) -> int:
-        """Of every picture, as all have one size."""
+        """Return the number of bytes of every picture."""
         return math.prod(_shape(properties))
 
     def measure(self, path: Path, properties: Properties) -> int:
-        """The same for every picture; none is opened where all are resized, else its header is read."""
+        """Return the common size. A header is only read if pictures are not resized."""
         if not properties["resized"]:
             from longstride.data_pipelines.modalities.picture import picture_size
 
@@ -93,7 +93,7 @@ class Image(Modality):
         return self.document_bytes(properties)
 
     def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
-        """The picture's pixels. Raises DataError for one that is damaged or does not fit the set."""
+        """Decode the picture. Raises DataError for one that is damaged or does not fit the set."""
         from longstride.data_pipelines.modalities.picture import picture_pixels
 
         pixels = picture_pixels(path, file, _shape(properties)[:2] if properties["resized"] else None)
@@ -101,11 +101,11 @@ class Image(Modality):
         return FileContent(BytesIO(pixels.tobytes()))
 
     def header(self, size: int, properties: Properties) -> bytes:
-        """Of a binary PPM file."""
+        """Return the header of a binary PPM file."""
         return f"P6\n{properties['width']} {properties['height']}\n255\n".encode()
 
     def encode(self, tokens: np.ndarray, properties: Properties) -> bytes:
-        """(height x width x 3,) integers 0..255 -> a PPM file."""
+        """Encode tokens, (height x width x 3,) integers 0..255, as a PPM file."""
         content = token_bytes(tokens)
         if len(content) != self.document_bytes(properties):
             raise DataError(
@@ -115,7 +115,7 @@ class Image(Modality):
         return self.header(len(content), properties) + content
 
     def parse_build_option(self, option: Option, value: str) -> dict[str, int]:
-        """32x16 -> height 32, width 16; one number is both."""
+        """Parse 32x16 as height 32 and width 16; a single number is both."""
         from longstride.data_pipelines.modalities.picture import MAX_PIXELS
 
         rows, cross, columns = value.partition("x")
@@ -128,12 +128,12 @@ class Image(Modality):
             return {"height": height, "width": width}
         raise DataError(f"--image-size={value}: {rule}")
 
-    def model_properties(self, known: Mapping[str, Any], context: int) -> dict[str, int]:
-        """The pictures' size, which is the context."""
+    def model_properties(self, fields: Mapping[str, Any], context: int) -> dict[str, int]:
+        """Select the size of pictures, which must match the context."""
         names = ("height", "width", "channels")
-        if not all(type(known.get(name)) is int and known[name] > 0 for name in names):
+        if not all(type(fields.get(name)) is int and fields[name] > 0 for name in names):
             raise DataError("tells no picture's size")
-        properties = {name: known[name] for name in names}
+        properties = {name: fields[name] for name in names}
         height, width, channels = _shape(properties)
         size = f"tells pictures of {height} x {width} x {channels}"
         if self.document_bytes(properties) != context:
@@ -143,7 +143,7 @@ class Image(Modality):
         return properties
 
     def open_sample(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
-        """A picture of exactly the model's size."""
+        """Decode a picture of exactly the model's size."""
         from longstride.data_pipelines.modalities.picture import picture_pixels
 
         height, width, channels = _shape(properties)
@@ -156,7 +156,7 @@ class Image(Modality):
         return FileContent(BytesIO(pixels.tobytes()))
 
     def read_prompt(self, content: Content, keep: Any, properties: Properties, context: int) -> bytes:
-        """Its upper rows; half of them by default."""
+        """Read the upper rows, by default half of them."""
         height, width, channels = _shape(properties)
         rows = height // 2 if keep is None else int(keep)
         if not 0 <= rows < height:
@@ -166,14 +166,14 @@ class Image(Modality):
         return content.read(0, rows * width * channels)
 
     def check_samples(self, count: int, num_prompts: int, properties: Properties) -> None:
-        """One file has room for a grid of so many pictures."""
+        """Raise DataError if a grid of so many pictures is too large."""
         columns = count + 2 if num_prompts else square_columns(count)
         grid_size(num_prompts or -(-count // columns), columns, *_shape(properties)[:2])
 
     def sample_files(
         self, samples: np.ndarray, properties: Properties, prompted: Sequence[tuple[bytes, bytes]] = ()
     ) -> list[bytes]:
-        """One PNG file. Completions stand in a row a file: the original, its prompt above grey, what came of it."""
+        """Write one PNG file. A completed file has a row: the original, its prompt above grey, the samples."""
         from longstride.data_pipelines.modalities.picture import png_file
 
         shape = _shape(properties)
@@ -181,8 +181,8 @@ class Image(Modality):
         columns = len(pictures) // len(prompted) if prompted else square_columns(len(pictures))
         rows = [pictures[start : start + columns] for start in range(0, len(pictures), columns)]
         for row, contents in zip(rows, prompted, strict=False):
-            whole = [content.ljust(math.prod(shape), bytes([_MASK])) for content in contents]
-            row[:0] = [np.frombuffer(content, dtype=np.uint8).reshape(shape) for content in whole]
+            padded = [content.ljust(math.prod(shape), bytes([_MASK])) for content in contents]
+            row[:0] = [np.frombuffer(content, dtype=np.uint8).reshape(shape) for content in padded]
         return [png_file(grid(rows))]
 
     def shown(self, content: np.ndarray, properties: Properties) -> np.ndarray:
@@ -190,28 +190,27 @@ class Image(Modality):
 
 
 def square_columns(count: int) -> int:
-    """Of a square that has room for so many."""
+    """Return the number of columns of the smallest square grid for so many pictures."""
     return math.ceil(math.sqrt(count))
 
 
 def grid(rows: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
-    """Rows of pictures of one size, (height, width, channels) uint8 -> one, (H, W, 3): every pixel is a square.
+    """Arrange rows of pictures, (height, width, channels) uint8 each, in one, (H, W, 3); each pixel becomes a square.
 
-    Raises DataError as ``grid_size``.
+    Raises DataError like ``grid_size``.
     """
     height, width, _ = rows[0][0].shape
     scale, gap = _spacing(height, width)
     paper = np.full((*grid_size(len(rows), max(map(len, rows)), height, width), 3), _PAPER, dtype=np.uint8)
     for row, pictures in enumerate(rows):
         for column, picture in enumerate(pictures):
-            top, left = gap + row * (height * scale + gap), gap + column * (width * scale + gap)
-            large = picture.repeat(scale, axis=0).repeat(scale, axis=1)
-            paper[top : top + height * scale, left : left + width * scale] = large
+            y, x = gap + row * (height * scale + gap), gap + column * (width * scale + gap)
+            paper[y : y + height * scale, x : x + width * scale] = picture.repeat(scale, axis=0).repeat(scale, axis=1)
     return paper
 
 
 def grid_size(rows: int, columns: int, height: int, width: int) -> tuple[int, int]:
-    """Pixels down and across of a grid of so many pictures. Raises DataError where one file has no room for them."""
+    """Return the height and width in pixels of a grid of pictures. Raises DataError if it is too large for a file."""
     scale, gap = _spacing(height, width)
     size = (rows * (height * scale + gap) + gap, columns * (width * scale + gap) + gap)
     if math.prod(size) > _GRID_PIXELS:
@@ -220,7 +219,7 @@ def grid_size(rows: int, columns: int, height: int, width: int) -> tuple[int, in
 
 
 def _spacing(height: int, width: int) -> tuple[int, int]:
-    """Pixels of a grid for each pixel of a picture, and between pictures."""
+    """Return the grid pixels per picture pixel, and the gap between pictures."""
     scale = max(1, _TILE_PIXELS // max(height, width))
     return scale, max(2, scale // 2)
 

@@ -1,32 +1,32 @@
-"""Text: the bytes of a file are the content, whatever their encoding. What is compressed is unpacked as it is read."""
+"""Text: the bytes of a file are the content, whatever their encoding. Compressed files are decompressed."""
 
 from pathlib import Path
 from typing import BinaryIO
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, UnpackedContent, file_format, unpacked
+from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, file_format, unpacked, unpacked_content
 from longstride.data_pipelines.modalities.modality import Content, FileContent, Modality, Properties
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.data_pipelines.records import parquet_fields
 
 
 class Text(Modality):
-    """Bytes as they are. The property ``raw`` is 1 where files of any format are taken so, else there is none."""
+    """Plain bytes. The property ``raw`` is 1 if files of any format are read as bytes; else it is absent."""
 
     name = "text"
     extension = "txt"
     odd_extension = "bin"
     suffixes = (".md", ".py", ".rst", ".txt")
     may_ask = ("raw",)
-    cut_reach = 3  # the first byte of a character in UTF-8 is at most so far before the last
+    cut_reach = 3  # a UTF-8 character has up to three bytes after the first
     sample_bytes = 256
     words = "text"
     description = "text, byte by byte"
     examples = ('longstride sample . --prompt "…"', "longstride sample . --temperature 0.8 --seed 1 > sample.txt")
     hub_task = "text-generation"
 
-    def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
-        return {"raw": 1} if asked.get("raw") else {}  # else texts have nothing in common
+    def settle(self, path: Path, file: BinaryIO, requested: Properties) -> dict[str, int]:
+        return {"raw": 1} if requested.get("raw") else {}
 
     def check_head(self, where: str, head: bytes, properties: Properties) -> None:
         kind = None if properties.get("raw") else file_format(head)
@@ -37,7 +37,7 @@ class Text(Modality):
             raise DataError(f"{where} is {kind.name}, and no text; {rule}, {_AS_IT_IS}")
 
     def measure(self, path: Path, properties: Properties) -> int:
-        """The file's bytes; what is compressed is gone through once, as its end does not say how much it holds."""
+        """Count the file's bytes; a compressed file is decompressed once, as its end does not state the size."""
         if properties.get("raw"):
             return path.stat().st_size
         with open_plain(path) as file:
@@ -58,19 +58,19 @@ class Text(Modality):
 
     def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
         kind = None if properties.get("raw") else _compression(path, file)
-        return FileContent(file) if kind is None else UnpackedContent(path, file, kind)
+        return FileContent(file) if kind is None else unpacked_content(path, file, kind)
 
     def cut(self, content: bytes, place: int) -> int:
-        """The beginning of the character in UTF-8 that goes on at ``place``."""
+        """Return the first byte of the UTF-8 character that continues at ``place``."""
         first = place
-        while first > max(0, place - self.cut_reach) and content[first] & 0xC0 == 0x80:  # a byte that goes on
+        while first > max(0, place - self.cut_reach) and content[first] & 0xC0 == 0x80:  # a continuation byte
             first -= 1
         lead = content[first]
         size = 1 if lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
         return first if first + size > place else place
 
     def member_extension(self, content: bytes) -> str:
-        """Of a text that programs can read as UTF-8, or of other bytes."""
+        """Return ``extension`` for UTF-8, else ``odd_extension``."""
         try:
             content.decode()
         except UnicodeDecodeError:
@@ -82,7 +82,7 @@ _AS_IT_IS = "or take its bytes as they are by --raw"
 
 
 def _compression(path: Path, file: BinaryIO) -> FileFormat | None:
-    """By what an open file is compressed; None for a text. Raises DataError for a file of another format."""
+    """Identify the compression of an open file; None for a text. Raises DataError for a file of another format."""
     file.seek(0)
     kind = file_format(file.read(HEAD_BYTES))
     file.seek(0)
@@ -90,7 +90,7 @@ def _compression(path: Path, file: BinaryIO) -> FileFormat | None:
         return kind
     which, rule = "", "leave it out, such as by --exclude"
     if kind.name == PARQUET:
-        fields = parquet_fields(path, file)  # None: they cannot be looked at
+        fields = parquet_fields(path, file)  # None: unknown
         if fields:
             which = f" with the columns of text {', '.join(fields)}"
         if fields != []:

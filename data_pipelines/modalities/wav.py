@@ -1,7 +1,7 @@
-"""WAV files, also RF64: the sound of one and its numbers, PCM or 8-bit mu-law (ITU-T G.711).
+"""WAV files, also RF64: PCM or 8-bit mu-law (ITU-T G.711).
 
-The standard library's ``wave`` reads neither mu-law nor, before Python 3.12, the "extensible" header that most
-programs write for 24 bits or more than two channels.
+The standard library's ``wave`` reads neither mu-law nor, before Python 3.12, the "extensible" header that most programs
+write for 24 bits or more than two channels.
 """
 
 import struct
@@ -19,17 +19,17 @@ PCM, _FLOAT, _ALAW, MULAW, _EXTENSIBLE = 1, 3, 6, 7, 0xFFFE  # format tags of th
 _TAG_GUID_TAIL = bytes.fromhex("000000001000800000aa00389b71")  # after the tag in an extensible header's GUID
 _MAGICS = (b"RIFF", b"RF64", b"BW64")  # the last two have sizes of 64 bits
 _CONVERT = "convert it first, such as with `sox IN.wav -b 16 OUT.wav`"
-_BIAS = 132  # moves the borders of G.711's segments to powers of two; in units of 16 bits, 33 in its own of 14
-_CLIP = 32635  # the largest magnitude that the last segment holds with the bias
+_BIAS = 132  # moves the borders of G.711's segments to powers of two; 33 in the standard's 14-bit units
+_CLIP = 32635  # the largest magnitude of the last segment, without the bias
 
 
 @dataclass(frozen=True, slots=True)
 class WavFormat:
-    """What a WAV file holds. A frame is one sample of every channel."""
+    """The format of a WAV file. A frame is one sample of every channel."""
 
     tag: int  # PCM or MULAW
     channels: int
-    rate: int  # frames a second
+    rate: int  # frames per second
     width: int  # bytes of a sample
     offset: int  # of the first frame in the file
     frames: int
@@ -40,7 +40,7 @@ class WavFormat:
         return self.channels * self.width
 
     def samples(self, block: bytes) -> tuple[np.ndarray, int]:
-        """Little-endian frames of the file -> (frames, channels) int64, and how many bytes wide the numbers are."""
+        """Convert little-endian frames to (frames, channels) int64; also return the width of a number in bytes."""
         # The file may shrink while it is read.
         raw = np.frombuffer(block[: len(block) // self.frame_bytes * self.frame_bytes], dtype=np.uint8)
         width = self.width
@@ -57,16 +57,16 @@ class WavFormat:
 
 
 def is_wav(file: BinaryIO) -> bool:
-    """Whether an open file begins as a WAV file does, or ends before that can be told."""
+    """Whether an open file begins like a WAV file, or is too short to tell."""
     file.seek(0)
     head = file.read(12)
     return head[:4] in _MAGICS and head[8:] in (b"WAVE", b"")
 
 
 def read_format(path: Path, file: BinaryIO) -> WavFormat | None:
-    """What an open WAV file says of itself; None for an encoding that a decoder must read.
+    """Read the format of an open WAV file; None for an encoding that needs a decoder.
 
-    Raises DataError where it is none, cut short, or holds more sound than it says.
+    Raises DataError for a file that is not WAV, is cut short, or holds more sound than it states.
     """
     file.seek(0)
     if file.read(12)[8:] != b"WAVE":
@@ -88,7 +88,7 @@ def read_format(path: Path, file: BinaryIO) -> WavFormat | None:
 
 
 def _parse_format(path: Path, content: bytes) -> tuple[int, int, int, int]:
-    """(tag, channels, rate, bytes of a frame, or of what is encoded together)."""
+    """Parse a format chunk to (tag, channels, rate, bytes of a frame or of an encoded block)."""
     if len(content) < 16:
         raise DataError(f"{path}: is a broken WAV file (its format has {len(content)} bytes, not 16); {_CONVERT}")
     tag, channels, rate, _, frame_bytes, bits = struct.unpack("<HHIIHH", content[:16])
@@ -109,9 +109,9 @@ def _parse_format(path: Path, content: bytes) -> tuple[int, int, int, int]:
 
 
 def mix(samples: np.ndarray, width: int) -> np.ndarray:
-    """(frames, channels) int64 of ``width`` bytes each -> (frames,) int16: their mean, rounded to the nearest.
+    """Average channels: (frames, channels) int64 of ``width`` bytes each become (frames,) int16, rounded to nearest.
 
-    In integers, so that it is the same on every machine.
+    The arithmetic is in integers, so the result is the same on every machine.
     """
     total = samples.sum(axis=1)
     if width == 1:
@@ -122,19 +122,19 @@ def mix(samples: np.ndarray, width: int) -> np.ndarray:
 
 
 def mulaw_encode(samples: np.ndarray) -> np.ndarray:
-    """(n,) int16 -> (n,) uint8 of G.711, whose all-positive bits are inverted: 0 is 0xFF, full scale 0x80 and 0x00."""
+    """Encode (n,) int16 as (n,) uint8 of G.711, with inverted bits: 0 is 0xFF, full scale 0x80 and 0x00."""
     return _encoding_table()[np.asarray(samples, dtype=np.int16).view(np.uint16)]
 
 
 def mulaw_decode(content: np.ndarray) -> np.ndarray:
-    """(n,) uint8 of G.711 -> (n,) int16, the middle of each step; both zeros, 0xFF and 0x7F, are 0."""
+    """Decode (n,) uint8 of G.711 to (n,) int16, the middle of each step; both zeros, 0xFF and 0x7F, become 0."""
     return _decoding_table()[np.asarray(content, dtype=np.uint8)]
 
 
 def mulaw_to_pcm(content: np.ndarray) -> np.ndarray:
-    """(n,) uint8 of G.711 -> (n,) int16 of which ``mulaw_encode`` makes the same bytes again, all 256 of them.
+    """Decode (n,) uint8 of G.711 to (n,) int16 that ``mulaw_encode`` maps back to the same bytes.
 
-    They are ``mulaw_decode``'s, but for 0x7F, the zero below zero: no whole number is one, so it becomes -1.
+    The numbers are those of ``mulaw_decode``, except that 0x7F, the negative zero, becomes -1.
     """
     content = np.asarray(content, dtype=np.uint8)
     return mulaw_decode(content) - (content == 0x7F).astype(np.int16)
@@ -142,17 +142,17 @@ def mulaw_to_pcm(content: np.ndarray) -> np.ndarray:
 
 @cache
 def _encoding_table() -> np.ndarray:
-    """(65536,) uint8: the byte of each int16, by its bits."""
+    """Build the byte of each int16 by its bits, (65536,) uint8."""
     value = np.arange(2**16, dtype=np.uint16).view(np.int16).astype(np.int64)
     biased = np.minimum(np.abs(value), _CLIP) + _BIAS
-    segment = np.searchsorted(2 ** np.arange(8, 15), biased, side="right")  # 0..7: which power of two is below
-    step = biased >> (segment + 3) & 0x0F  # 16 equal ones in each segment
+    segment = np.searchsorted(2 ** np.arange(8, 15), biased, side="right")  # 0..7, between powers of two
+    step = biased >> (segment + 3) & 0x0F  # 16 equal steps in each segment
     return (~(np.where(value < 0, 0x80, 0) | segment << 4 | step) & 0xFF).astype(np.uint8)
 
 
 @cache
 def _decoding_table() -> np.ndarray:
-    """(256,) int16: the value of each byte."""
+    """Build the value of each byte, (256,) int16."""
     code = ~np.arange(2**8, dtype=np.int64) & 0xFF
     segment, step = code >> 4 & 0x07, code & 0x0F
     magnitude = ((2 * step + 33) << (segment + 2)) - _BIAS

@@ -434,7 +434,7 @@ def test_build_names_what_lies_in_a_closed_folder(tmp_path, monkeypatch):
     closed = tmp_path / "closed" / "folder"
     with pytest.raises(DataError, match=rf"^{closed}/data: cannot be made \(Permission denied\); name an output where"):
         build([tmp_path / "is not looked for"], closed / "data")
-    with pytest.raises(DataError, match=rf"^{closed}/texts: cannot be looked at \(Permission denied\); allow reading"):
+    with pytest.raises(DataError, match=rf"^{closed}/texts: cannot be accessed \(Permission denied\); allow reading"):
         build([closed / "texts"], tmp_path / "data")
 
 

@@ -187,7 +187,7 @@ def flipped(table: pyarrow.Table) -> bytes:
         ("x.jsonl", PARQUET[4:], {"field": "text"}, r":1: is no JSON \(.+\); --field reads Parquet and JSON Lines"),
         ("x.jsonl", b'{"a": "b"}\n{"a": 1', {"field": "a"}, r":2: is no JSON \(.+\); --field reads Parquet"),
         ("x.jsonl", b'{"a": "b"}\n\n{"a": 1}', {"field": "a"}, r":3: field 'a' is a number, and must be text$"),
-        ("x.jsonl", b'{"a": "b", "c": {}}', {"field": "c"}, r":1: field 'c' is an object, and must be text; of"),
+        ("x.jsonl", b'{"a": "b", "c": {}}', {"field": "c"}, r":1: field 'c' is an object, and must be text; its"),
         ("x.jsonl", b'{"a": "b", "c": {"d": 1}}', {"field": "e"}, r":1: has no field 'e'; it has a, c\.d$"),
         ("x.jsonl", b'["a"]', {"field": "a"}, r":1: is a list, and no object; --field reads an object a line"),
         ("x.jsonl", b'{"a": "\\ud83d"}', {"field": "a"}, r":1: field 'a' holds half a character \(\\ud83d alone\)"),
