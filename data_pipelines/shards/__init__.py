@@ -1,6 +1,6 @@
-"""A data folder, read: its manifest, its shards by their indexes, and whether they are as they were built.
+"""Read and verify data folders: the manifest, and shards by their indexes.
 
-``index_tars`` makes a data folder of tars that others wrote, which stay as they are.
+``index_tars`` makes a data folder from foreign tars, which are not changed.
 """
 
 from longstride.data_pipelines.shards.indexing import index_tars

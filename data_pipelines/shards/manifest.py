@@ -1,36 +1,35 @@
-"""What a data folder says of itself: ``manifest.json``, and an index for each shard.
+"""The metadata of a data folder: ``manifest.json``, and an index per shard.
 
-    manifest.json           what there is, its checksums, how it was made, and the fingerprint of all that
-    train-00000.tar         plain tar (ustar), one member a sample: train-00000-0000000.txt, train-00000-0000001.txt ...
-    train-00000.index.npy   where each sample lies, its length and CRC-32: 25 bytes a sample
+    manifest.json           the content, checksums, settings of the build, and a fingerprint
+    train-00000.tar         plain tar (ustar), one member per sample: train-00000-0000000.txt, ...
+    train-00000.index.npy   offset, length and CRC-32 of each sample: 25 bytes per sample
     validation-00000.tar    ...
-    palette.ppm             where pictures are read by a palette: its colours
-    pieces.jsonl            where texts are several samples: a line a piece, by its key, with its source
-    sources.jsonl           of files: a line a sample, by its key, with the file's path under the input
+    palette.ppm             the colours, if pictures are read by a palette
+    pieces.jsonl            if texts are several samples: a line per piece, with its key and source
+    sources.jsonl           a line per sample, with its key and the file's path under the input
 
     {"format": "longstride-shards", "format_version": 2, "modality": "text", "properties": {},
-     "made": how it was built, "splits": {"train": {"documents": 12, "shards": [a line a shard, ...]}, ...},
-     "fingerprint": SHA-256 of all that}
+     "made": settings of the build, "splits": {"train": {"documents": 12, "shards": [a line per shard, ...]}, ...},
+     "fingerprint": SHA-256 of everything else}
 
-A sample is a document of the input, or a part of a long one. Its key names split, shard and place, so that a member of
-another shard is never mistaken for it. A member is a file that other programs open as it is (.txt, .ppm, .wav): its
-*payload* is the *content*, the bytes of contexts, behind the header that such a file needs.
+A sample is a document of the input, or a piece of a long one. Its key contains split, shard and number, so it is never
+confused with a member of another shard. A member is a file that other programs can open (.txt, .ppm, .wav). Its
+*payload* is the header that such a file needs, and then the *content*: the bytes of contexts.
 
-A text that is no UTF-8 has the extension .bin. What ``pieces.jsonl`` is stands under "made": nothing reads it here.
-Of ``sources.jsonl`` the manifest says nothing, so that the same files have the fingerprint that they had before there
-was one. People read it, and `data show`.
+A text that is not UTF-8 has the extension .bin. "made" records ``pieces.jsonl``, which is never read here. The manifest
+does not mention ``sources.jsonl``, so that fingerprints stay the same as before there was one. `data show` reads it.
 
-A folder with a palette has format_version 4, and ``"palette"`` with the file's name, size and SHA-256.
+format_version is
+- 2 for a folder with its shards;
+- 3 for a folder that ``longstride data index`` wrote: it holds the indexes of foreign tars. ``"tars"`` is the place of
+  the tars: a path relative to the manifest, an absolute path, or a URL. A shard's name is the tar's path below it. The
+  place is not part of the fingerprint, so tars may be moved. A row of such an index is a member, or 64 KiB of a long
+  one; bytes between the rows are ignored;
+- 4 for a folder with a palette: ``"palette"`` has the file's name, size and SHA-256;
+- 5, for own and foreign tars, if a member stores several bytes per byte of content (``Modality.stored_bytes``). Older
+  versions would expect members of another length.
 
-Where a byte of content stands as several in a member (``Modality.stored_bytes``), format_version is 5, whoever wrote
-the tars: older versions would look for members of another length.
-
-A folder that ``longstride data index`` wrote holds the manifest and the indexes of tars that others made. Its
-format_version is 3, and ``"tars"`` says where the tars lie: a path relative to the manifest, an absolute one, or a URL.
-A shard's name is then the tar's path below that place. The place is no part of the fingerprint: tars may move. A row of
-such an index is a member, or 64 KiB of a long one; what lies between the rows belongs to nobody.
-
-Sets of a hundred thousand shards are meant: nothing here copies the records or asks the disk about them.
+Sets may have a hundred thousand shards, so nothing here copies all records or checks their files.
 """
 
 import hashlib
@@ -55,42 +54,42 @@ from longstride.data_pipelines.plain_files import JSONError, parse_json, read_pl
 from longstride.data_pipelines.settings import REBUILD
 from longstride.data_pipelines.stores import Store, StoredFile
 
-BLOCK_BYTES = 512  # of a tar file: one header, and what payloads are padded to
+BLOCK_BYTES = 512  # of a tar: the size of a header, and the multiple that payloads are padded to
 INDEX_DTYPE = np.dtype(
     [
         ("member", "<u8"),  # offset of the member's header in the shard
         ("content", "<u8"),  # offset of its first content byte
         ("length", "<u4"),  # content bytes
-        ("crc32", "<u4"),  # of the whole member as it lies in the shard: header, payload and padding
-        ("ends", "u1"),  # 1 where a document ends with this sample, 0 where the next one goes on with it
+        ("crc32", "<u4"),  # of the member: header, payload and padding
+        ("ends", "u1"),  # 1 if a document ends with this sample, 0 if the next sample continues it
     ]
 )
-IndexRow = tuple[int, int, int, int, int]  # as INDEX_DTYPE has it
-MOST_SAMPLES = 2**23  # of a shard: its index is held whole
-_MOST_MEMBER_BYTES = 2**28  # of a sample with its header, which is read at once; the largest picture has 200 MB
-_MOST_TAIL_BYTES = 2 * RECORDSIZE  # behind the last member of a shard that we wrote
+IndexRow = tuple[int, int, int, int, int]  # the fields of INDEX_DTYPE
+MOST_SAMPLES = 2**23  # of a shard: its index is held in memory
+_MOST_MEMBER_BYTES = 2**28  # a member is read at once; the largest picture has 200 MB
+_MOST_TAIL_BYTES = 2 * RECORDSIZE  # after the last member of an own shard
 _MOST_PALETTE_BYTES = 2**18
-_LARGEST = 2**63  # no file has as many bytes
+_LARGEST = 2**63  # above the size of any file
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _BUILT_NAME = re.compile(r"[a-z]+-\d{5,}\.tar")
-_PLACE = re.compile(rb'^  "tars": .*$', re.MULTILINE)  # the one line that a person may change
+_PLACE = re.compile(rb'^  "tars": .*$', re.MULTILINE)  # the only line that may be edited
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """What the manifest says about one shard."""
+    """The manifest's record of a shard."""
 
     name: str
     samples: int
-    documents: int  # that end in this shard
-    content_bytes: int  # of contexts: payloads without the headers of their file formats
+    documents: int  # documents that end in this shard
+    content_bytes: int  # payloads without their headers
     file_bytes: int
     sha256: str
     index_sha256: str
 
     @classmethod
     def of(cls, name: str, rows: Sequence[IndexRow], file_bytes: int, sha256: str) -> "tuple[ShardRecord, bytes]":
-        """The record of a shard, from the rows of its index; and the content of its index file."""
+        """Create the record of a shard from the rows of its index, with the content of the index file."""
         index = np.array(rows, dtype=INDEX_DTYPE)
         content = index_to_bytes(index)
         record = cls(
@@ -106,12 +105,12 @@ class ShardRecord:
 
     @property
     def file(self) -> StoredFile:
-        """The shard as a store is asked for it."""
+        """The shard's file in a store."""
         return StoredFile(self.name, self.file_bytes, self.sha256)
 
     @property
     def index_file(self) -> StoredFile:
-        """The shard's index as a store is asked for it."""
+        """The index file in a store."""
         return StoredFile(self.index_name, index_bytes(self.samples), self.index_sha256)
 
     @property
@@ -120,17 +119,17 @@ class ShardRecord:
         return self.name.removesuffix(".tar") + ".index.npy"
 
     def key(self, number: int) -> str:
-        """The key of sample ``number`` of a built shard: its member's name without the extension."""
+        """Return the key of a sample of a built shard: its member's name without the extension."""
         return self.key_in(self.name, number)
 
     @staticmethod
     def key_in(shard_name: str, number: int) -> str:
-        """The key of sample ``number`` of a built shard of that name."""
+        """Return the key of a sample of a built shard with that name."""
         return f"{shard_name.removesuffix('.tar')}-{number:07d}"
 
     @classmethod
     def parse(cls, content: Any) -> "ShardRecord":
-        """A shard's line. Raises ValueError where a field is missing, of another type, or no shard can have it."""
+        """Parse a shard's line. Raises ValueError for a missing field, a wrong type, or an impossible value."""
         try:
             record = cls(**content)
         except TypeError:
@@ -139,8 +138,8 @@ class ShardRecord:
             raise ValueError(f"name={record.name!r:.99}: must be a text")
         for count in (record.samples, record.documents, record.content_bytes, record.file_bytes):
             if type(count) is not int or not 0 <= count < _LARGEST:
-                counts = {name: each for name, each in content.items() if "sha256" not in name and name != "name"}
-                _check_counts(record.name, counts, 0)
+                names = ("samples", "documents", "content_bytes", "file_bytes")
+                _check_counts(record.name, {name: getattr(record, name) for name in names})
         if not 1 <= record.samples <= MOST_SAMPLES:
             raise ValueError(f"{record.name}: samples={record.samples}: must be from 1 to {MOST_SAMPLES:,}")
         for digest in (record.sha256, record.index_sha256):
@@ -149,9 +148,9 @@ class ShardRecord:
         return record
 
     def load_index(self, store: Store) -> np.ndarray:
-        """The index: (samples,) INDEX_DTYPE. Raises DataError where it is missing or not what was built.
+        """Load the index, (samples,) INDEX_DTYPE. Raises DataError if it is missing or damaged.
 
-        What it says of places in the shard is another matter: see ``check_places``.
+        ``check_places`` checks its offsets.
         """
         file = self.index_file
         content, path = read_checked(store, file, "the index"), store.path_for_messages(file.name)
@@ -162,7 +161,7 @@ class ShardRecord:
         return index
 
     def line(self) -> str:
-        """The shard's JSON in the manifest, as ``json.dumps`` has it, which takes three times as long."""
+        """Return the shard's JSON in the manifest, three times as fast as ``json.dumps``."""
         return (
             f'{{"name": {_quoted(self.name)}, "samples": {self.samples}, "documents": {self.documents}, '
             f'"content_bytes": {self.content_bytes}, "file_bytes": {self.file_bytes}, '
@@ -170,7 +169,7 @@ class ShardRecord:
         )
 
     def hashed_line(self) -> str:
-        """The shard's JSON under the manifest's fingerprint: without spaces, names in alphabetical order."""
+        """Return the shard's JSON for the fingerprint: without spaces, names in alphabetical order."""
         return (
             f'{{"content_bytes":{self.content_bytes},"documents":{self.documents},"file_bytes":{self.file_bytes},'
             f'"index_sha256":{_quoted(self.index_sha256)},"name":{_quoted(self.name)},"samples":{self.samples},'
@@ -180,14 +179,14 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True)
 class SplitRecord:
-    """What the manifest says about one split; shards in canonical order."""
+    """The manifest's record of a split; shards are in canonical order."""
 
-    documents: int  # files of the input
+    documents: int
     shards: tuple[ShardRecord, ...]
 
     @property
     def samples(self) -> int:
-        """Members over all shards; at least one a document."""
+        """Samples over all shards; at least one per document."""
         return sum(shard.samples for shard in self.shards)
 
     @property
@@ -204,69 +203,68 @@ class DataManifest:
     PIECES_NAME: ClassVar[str] = "pieces.jsonl"
     SOURCES_NAME: ClassVar[str] = "sources.jsonl"
     FORMAT: ClassVar[str] = "longstride-shards"
-    FORMAT_VERSION: ClassVar[int] = 2  # of a folder that holds its shards
-    INDEXED_VERSION: ClassVar[int] = 3  # of an index of other people's tars
-    PALETTE_VERSION: ClassVar[int] = 4  # of a folder that holds its shards and a palette
-    WIDE_VERSION: ClassVar[int] = 5  # of members that hold more bytes than their content has
+    FORMAT_VERSION: ClassVar[int] = 2  # these are explained above
+    INDEXED_VERSION: ClassVar[int] = 3
+    PALETTE_VERSION: ClassVar[int] = 4
+    WIDE_VERSION: ClassVar[int] = 5
 
     modality: str
-    properties: Mapping[str, int]  # of every document, as the modality means them: height, width, rate ...
+    properties: Mapping[str, int]  # common to all documents: height, width, rate ...
     splits: Mapping[str, SplitRecord]
-    made: Mapping[str, Any]  # the build's settings and what it left out; no times and no machine's paths
-    tars: str | None = None  # where the tars lie that others made; None: the shards lie beside the manifest
-    palette: StoredFile | None = None  # by which pixels are read; None: content is read byte by byte
+    made: Mapping[str, Any]  # settings of the build and counts of what it left out; no times, no local paths
+    tars: str | None = None  # place of foreign tars; None: the shards are in the folder
+    palette: StoredFile | None = None  # None: content is read byte by byte
 
     @classmethod
     def load(cls, store: Store) -> "DataManifest":
-        """The manifest of a data folder.
+        """Load the manifest of a data folder.
 
         Raises DataError, naming the file, for a folder that is missing or empty, and for a manifest that is damaged, of
-        another version or edited.
+        another version, or edited.
         """
         return cls.parse(store.path_for_messages(cls.FILE_NAME), store.read(cls.FILE_NAME))
 
     @classmethod
     def parse(cls, path: str, content: bytes) -> "DataManifest":
-        """The manifest in a file's content; ``path`` is for messages. Raises DataError as ``load`` does."""
+        """Parse a manifest; ``path`` is for messages. Raises DataError like ``load``."""
         try:
-            whole = parse_json(content)
+            fields = parse_json(content)
         except JSONError as error:
             place = "" if error.line is None else f", line {error.line} column {error.column}"
             raise DataError(f"{path}: cannot be read as JSON ({error}{place}); {REBUILD}") from error
-        if not isinstance(whole, dict) or whole.get("format") != cls.FORMAT:
+        if not isinstance(fields, dict) or fields.get("format") != cls.FORMAT:
             raise DataError(f'{path}: not a manifest of this kind (it must say "format": "{cls.FORMAT}"); {REBUILD}')
-        version = whole.get("format_version")
-        known = (cls.FORMAT_VERSION, cls.INDEXED_VERSION, cls.PALETTE_VERSION, cls.WIDE_VERSION)
-        if type(version) is not int or version not in known:
+        version = fields.get("format_version")
+        if type(version) is not int or not cls.FORMAT_VERSION <= version <= cls.WIDE_VERSION:
             raise DataError(
                 f"{path}: format_version={version!r:.99}, and this version reads {cls.FORMAT_VERSION} to "
                 f"{cls.WIDE_VERSION}; update Longstride or rebuild"
             )
         try:
-            tars = whole["tars"] if version == cls.INDEXED_VERSION else None
+            tars = fields["tars"] if version == cls.INDEXED_VERSION else None
             if version == cls.WIDE_VERSION:
-                tars = whole.get("tars")
+                tars = fields.get("tars")
             palette = None
             if version == cls.PALETTE_VERSION:
-                palette = _parse_file(whole["palette"], Palette.FILE_NAME, _MOST_PALETTE_BYTES)
-            modality, properties, made = whole["modality"], whole["properties"], whole["made"]
-            if not all(isinstance(each, dict) for each in (whole["splits"], properties, made)):
+                palette = _parse_file(fields["palette"], Palette.FILE_NAME, _MOST_PALETTE_BYTES)
+            modality, properties, made = fields["modality"], fields["properties"], fields["made"]
+            if not all(isinstance(part, dict) for part in (fields["splits"], properties, made)):
                 raise ValueError("splits, properties and made must be objects")
             if type(modality) is not str:
                 raise ValueError(f"modality={modality!r:.99}: must be a text")
-            _check_counts("properties", properties, 0)
-            splits = {name: _parse_split(name, split) for name, split in whole["splits"].items()}
+            _check_counts("properties", properties)
+            splits = {name: _parse_split(name, split) for name, split in fields["splits"].items()}
             manifest = cls(modality, properties, splits, made, tars, palette)
             if made.get("pieces") is not None:
                 _parse_file(made["pieces"], cls.PIECES_NAME, _LARGEST)
             if not all(isinstance(made.get(name, {}), dict) for name in ("settings", "left_out")):
                 raise ValueError("made.settings and made.left_out must be objects")
-            _check_counts("made.left_out", made.get("left_out", {}), 0)
+            _check_counts("made.left_out", made.get("left_out", {}))
             if modality in MODALITIES:
                 MODALITIES[modality].check_properties(properties)
         except (KeyError, ValueError) as error:
             raise DataError(f"{path}: incomplete or misspelt ({error}); {REBUILD}") from error
-        if manifest.fingerprint != whole.get("fingerprint"):
+        if manifest.fingerprint != fields.get("fingerprint"):
             raise DataError(f"{path}: edited since it was built (its content does not give its fingerprint); {REBUILD}")
         if tars is not None and (not isinstance(tars, str) or not tars):
             raise DataError(
@@ -280,11 +278,11 @@ class DataManifest:
         return manifest
 
     def _check_bytes(self, path: str, content: bytes) -> None:
-        """Raises DataError for a text of the same values that is not, to the byte, the one that was written."""
+        """Raise DataError for a text with the same values that differs from the written one in its bytes."""
         written = self.to_json().encode()
         if content != written and (self.tars is None or _PLACE.sub(b"", content, 1) != _PLACE.sub(b"", written, 1)):
             pairs = enumerate(zip_longest(content.splitlines(True), written.splitlines(True)), 1)
-            line = next(number for number, (here, there) in pairs if here != there)
+            line = next(number for number, (present, expected) in pairs if present != expected)
             raise DataError(
                 f"{path}: edited since it was built (line {line} has the same values and other bytes, such as line "
                 f"ends); {REBUILD}"
@@ -292,14 +290,14 @@ class DataManifest:
 
     @property
     def pieces(self) -> StoredFile | None:
-        """The file that says which samples are pieces of one text; None where every sample is a whole one."""
+        """The list of the samples that are pieces of a text; None if there are none."""
         pieces = self.made.get("pieces")
         return None if pieces is None else StoredFile(**pieces)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hexadecimal) over everything else but ``tars``: the manifest's head and then each shard's line."""
-        digest = hashlib.sha256(_canonical(self._head()))
+        """SHA-256 (hexadecimal) over the manifest's head without ``tars``, and then the line of each shard."""
+        digest = hashlib.sha256(json.dumps(self._head(), sort_keys=True, separators=(",", ":")).encode())
         for name in sorted(self.splits):
             digest.update(f"\n{name}".encode())
             for shard in self.splits[name].shards:
@@ -308,16 +306,16 @@ class DataManifest:
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Bytes of a member that stand for one byte of content."""
+        """Bytes of a member per byte of content."""
         return modality_named(self.modality).stored_bytes(self.properties)
 
     def shards(self) -> Iterator[ShardRecord]:
-        """The shards of all splits."""
+        """Yield the shards of all splits."""
         for split in self.splits.values():
             yield from split.shards
 
     def to_json(self) -> str:
-        """The text of ``manifest.json``: a line a shard, so that a person can read and compare it."""
+        """Return the text of ``manifest.json``: a line per shard, so that people can read and compare it."""
         place = {} if self.tars is None else {"tars": self.tars}
         lines = json.dumps({**self._head(), **place, "fingerprint": self.fingerprint}, indent=2).splitlines()[:-1]
         lines[-1] += ","
@@ -333,7 +331,7 @@ class DataManifest:
     def _head(self) -> dict[str, Any]:
         version = self.FORMAT_VERSION if self.tars is None else self.INDEXED_VERSION
         version = version if self.palette is None else self.PALETTE_VERSION
-        is_wide = self.modality in MODALITIES and self.stored_bytes > 1  # one that is unknown is told of by ``parse``
+        is_wide = self.modality in MODALITIES and self.stored_bytes > 1  # ``parse`` rejects unknown ones
         return {
             "format": self.FORMAT,
             "format_version": self.WIDE_VERSION if is_wide else version,
@@ -345,54 +343,54 @@ class DataManifest:
         }
 
 
-def _check_counts(where: str, counts: Mapping[str, Any], least: int) -> None:
-    """Raises ValueError for what are no whole numbers from ``least`` to what a file can have."""
+def _check_counts(where: str, counts: Mapping[str, Any]) -> None:
+    """Raise ValueError for counts that are not integers from 0 to the largest size of a file."""
     for name, count in counts.items():
-        if type(count) is not int or not least <= count < _LARGEST:
-            raise ValueError(f"{where}: {name}={count!r:.99}: must be a whole number from {least} on")
+        if type(count) is not int or not 0 <= count < _LARGEST:
+            raise ValueError(f"{where}: {name}={count!r:.99}: must be a whole number from 0 on")
 
 
 def _parse_split(name: str, content: Any) -> SplitRecord:
-    """A split of the manifest. Raises ValueError for anything else."""
+    """Parse a split of the manifest. Raises ValueError for anything else."""
     if not isinstance(content, dict) or not isinstance(content.get("shards"), list) or not content["shards"]:
         raise ValueError(f"{name}: must have documents and shards")
     split = SplitRecord(content.get("documents", -1), tuple(map(ShardRecord.parse, content["shards"])))
-    _check_counts(name, {"documents": split.documents}, 0)
+    _check_counts(name, {"documents": split.documents})
     return split
 
 
 def _parse_file(content: Any, name: str, most_bytes: int) -> StoredFile:
-    """A file beside the shards, of that name. Raises ValueError for anything else."""
+    """Parse the record of a file of that name. Raises ValueError for anything else."""
     if not isinstance(content, dict) or content.keys() != set(StoredFile.__slots__) or content["name"] != name:
         raise ValueError(f"{name}: must have its name, size and sha256")
-    _check_counts(name, {"size": content["size"]}, 0)
+    _check_counts(name, {"size": content["size"]})
     if content["size"] > most_bytes or not _SHA256.fullmatch(str(content["sha256"])):
         raise ValueError(f"{name}: of {content['size']} bytes by {content['sha256']!r:.99}")
     return StoredFile(**content)
 
 
 def is_tar_name(name: str) -> bool:
-    """Whether this is the path of a tar below a folder, which it does not leave."""
+    """Whether ``name`` is the path of a tar below a folder, without leaving it."""
     parts = name.split("/")
     return name.endswith(".tar") and PurePosixPath(name).name != ".tar" and not {"", ".", ".."} & set(parts)
 
 
 def member_ends(index: np.ndarray, stored_bytes: int) -> np.ndarray:
-    """(samples,) INDEX_DTYPE -> (samples,) int64: the offset behind each member's padding."""
+    """Return the offset after each member's padding, (samples,) int64, from an index, (samples,) INDEX_DTYPE."""
     payload_ends = index["content"].astype(np.int64) + stored_bytes * index["length"].astype(np.int64)
     return -(-payload_ends // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def check_places(path: str, record: ShardRecord, index: np.ndarray, manifest: DataManifest) -> None:
-    """Whether samples may lie where an index says: in order, apart, within the shard, and of a size that can be read.
+    """Check that an index has members in order, without overlap, within the shard, and of a readable size.
 
-    ``index``: (samples,) INDEX_DTYPE; ``path``, of the shard, is for messages. In a shard that we wrote one member
-    follows the other. Raises DataError.
+    In an own shard, members also follow one another without gaps. ``index``: (samples,) INDEX_DTYPE. ``path``, of the
+    shard, is for messages. Raises DataError.
     """
     start, place = index["member"], index["content"]
     modality = modality_named(manifest.modality)
     rule = "do not lie one behind the other"
-    # As they are unsigned: what is larger than a file is negative or far away.
+    # Offsets are unsigned; those beyond any file become negative or very large.
     ends = member_ends(index, manifest.stored_bytes)
     begins = start.astype(np.int64)
     sound = (start <= place) & (place < _LARGEST) & (ends > begins) & (ends - begins <= _MOST_MEMBER_BYTES)
@@ -410,20 +408,20 @@ def check_places(path: str, record: ShardRecord, index: np.ndarray, manifest: Da
 
 
 def index_to_bytes(index: np.ndarray) -> bytes:
-    """(samples,) INDEX_DTYPE -> the content of an index file."""
+    """Return the content of an index file from an index, (samples,) INDEX_DTYPE."""
     buffer = BytesIO()
     np.save(buffer, index.astype(INDEX_DTYPE, copy=False), allow_pickle=False)
     return buffer.getvalue()
 
 
 def index_bytes(samples: int) -> int:
-    """Size of the index file of so many samples."""
+    """Return the size of the index file of so many samples."""
     return _index_header_bytes(len(str(samples))) + samples * INDEX_DTYPE.itemsize
 
 
 @cache
 def _index_header_bytes(digits: int) -> int:
-    """Of a number of samples with so many digits."""
+    """Return the size of the header for a number of samples with so many digits."""
     header = BytesIO()
     description = np.lib.format.dtype_to_descr(INDEX_DTYPE)
     np.lib.format.write_array_header_1_0(
@@ -433,12 +431,12 @@ def _index_header_bytes(digits: int) -> int:
 
 
 def read_checked(store: Store, file: StoredFile, what: str) -> bytes:
-    """The content of a small file. Raises DataError where it is missing, or not what the manifest says."""
+    """Read a small file. Raises DataError if it is missing or does not match the manifest."""
     path = store.path_for_messages(file.name)
     for last in (False, True):
         with as_data_error(path, mend=REBUILD):
             content = read_plain(store.local(file), file.size)
-        if _sha256(content) == file.sha256:
+        if hashlib.sha256(content).hexdigest() == file.sha256:
             return content
         if last or not store.discard(file):
             break
@@ -446,17 +444,9 @@ def read_checked(store: Store, file: StoredFile, what: str) -> bytes:
 
 
 def load_palette(store: Store, file: StoredFile) -> Palette:
-    """The palette of a data folder. Raises DataError where it is missing, damaged or none."""
+    """Load the palette of a data folder. Raises DataError if it is missing, damaged or not a palette."""
     content = read_checked(store, file, "the palette")
     try:
         return Palette.from_ppm(content)
     except DataError as error:
         raise DataError(f"{store.path_for_messages(file.name)}: {error}; {REBUILD}") from None
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _canonical(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -1,8 +1,8 @@
-"""Content bytes of a split, read in any range and checked against the index before they are handed on.
+"""Read any range of the content bytes of a split, verified against the index.
 
-WebDataset expands a tar stream from its beginning, ends it early at a broken header and hands on a payload with a
-flipped bit, both without an error. Here the index says where each member lies: any range costs the same to read, and
-no byte of a member is believed, be it header, payload or padding, until its CRC-32 is the index's.
+WebDataset reads a tar from its beginning. It silently ends at a broken header, and silently returns a payload with a
+flipped bit. Here the index has the offset of each member, so any range costs the same. No byte of a member is returned
+before the CRC-32 of the member, with header and padding, matches the index.
 """
 
 import hashlib
@@ -38,53 +38,53 @@ from longstride.data_pipelines.shards.sources import sources_of
 from longstride.data_pipelines.shards.tar_stream import TarStream, shown
 from longstride.data_pipelines.stores import open_store
 
-SCATTERED_BYTES = 2**14  # content of a sample, on the average, from which on it is worth a place of its own
-_MOST_SCATTERED = 500  # samples: systems limit the parts of a read to 1,024
-_HEADERS_BYTES = 2**14  # of a tar, read at once to find a member's name
-_LOST_SECONDS = 600.0
-_KEPT_BYTES = 64 * 2**20  # of indexes held, and one for each lane at least
+SCATTERED_BYTES = 2**14  # mean content of a sample from which scattered reads are faster
+_MOST_SCATTERED = 500  # samples per scattered read: systems limit its parts to 1,024
+_HEADERS_BYTES = 2**14  # read at once to find a member's name
+_LOST_SECONDS = 600.0  # before another attempt to open a lost shard
+_INDEX_BYTES = 64 * 2**20  # size of the index cache, which holds at least one index per lane
 
 
 @dataclass(frozen=True)
 class OpenShard:
-    """A shard whose index is loaded and whose frame is checked."""
+    """A shard with its index loaded and checked."""
 
     record: ShardRecord
     path: Path
     index: np.ndarray  # (samples,) manifest.INDEX_DTYPE
-    stored_bytes: int  # of a member that stand for one byte of content
+    stored_bytes: int  # bytes of a member per byte of content
     tables: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)  # see contexts.DocumentContexts
 
     @property
-    def held_bytes(self) -> int:
-        """Memory of the index and of all that follows from it."""
+    def memory_bytes(self) -> int:
+        """Memory of the index and of the arrays derived from it."""
         return len(self.index) * (self.index.itemsize + 4 * 8)
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """(samples,) int64: the offset behind each member."""
+        """The offset after each member, (samples,) int64."""
         return member_ends(self.index, self.stored_bytes)
 
     @cached_property
     def edges(self) -> np.ndarray:
-        """(samples + 1,) int64: content bytes before each sample, and in all."""
+        """Content bytes before each sample and in all, (samples + 1,) int64."""
         return _cumulated(self.index["length"])
 
     @cached_property
     def edges_with_separators(self) -> np.ndarray:
-        """(samples + 1,) int64: the same with one byte more behind each document."""
+        """The same with one more byte after each document."""
         return _cumulated(self.index["length"].astype(np.int64) + self.index["ends"])
 
     @cached_property
     def document_edges(self) -> np.ndarray:
-        """(documents + 1,) int64: content bytes before each document's part in this shard, and in all."""
+        """Content bytes before each document's part in this shard and in all, (documents + 1,) int64."""
         return _document_edges(self.index)
 
 
 class DataFolder:
-    """A data folder that is open: its manifest, read once, is what everything in it is held against.
+    """An open data folder. The manifest is read once, and everything is verified against it.
 
-    Raises DataError where the location holds no data folder.
+    Raises DataError if the location is not a data folder.
     """
 
     def __init__(
@@ -99,27 +99,27 @@ class DataFolder:
 
     @cached_property
     def palette(self) -> Palette | None:
-        """By which pixels are read; None where content is read byte by byte. Raises DataError for a damaged one."""
+        """The palette; None if content is read byte by byte. Raises DataError for a damaged one."""
         return None if self.manifest.palette is None else load_palette(self.store, self.manifest.palette)
 
     @classmethod
     def at(cls, location: "str | Path | DataFolder", remote: RemoteSettings | None = None) -> "DataFolder":
-        """The data folder at a location; one that is open already is what it is."""
+        """Open the data folder at a location; an open folder is returned unchanged."""
         return location if isinstance(location, DataFolder) else cls(location, remote)
 
     def bind(self, room_for: int = 0) -> None:
-        """See ``Store.bind``."""
+        """Bind the stores to the data set; see ``Store.bind``."""
         self.store.bind(self.manifest.fingerprint, room_for)
         if self.tars is not self.store:
             self.tars.bind(self.manifest.fingerprint, room_for)
 
     def close(self) -> None:
-        """See ``Store.close``."""
+        """Close the stores; see ``Store.close``."""
         self.store.close()
         self.tars.close()
 
     def split(self, name: str) -> "Split":
-        """The shards of a split. Raises DataError where there is none of that name."""
+        """Return the split of a name. Raises DataError if there is none."""
         if name not in self.manifest.splits:
             raise DataError(
                 f"{self.store.path_for_messages(DataManifest.FILE_NAME)}: no split {name!r}; "
@@ -131,14 +131,14 @@ class DataFolder:
 
 
 def _tars_location(location: str | Path, tars: str) -> str | Path:
-    """Where the tars of a manifest at ``location`` lie; ``tars`` is relative to it, absolute or a URL."""
+    """Resolve ``tars``, which is relative to the manifest's ``location``, absolute or a URL."""
     text = str(location)
     if "://" in tars or tars.startswith("/"):
         return tars
     if isinstance(location, Path) or "://" not in text:
         return os.path.normpath(os.path.join(os.path.realpath(location), tars))  # noqa: PTH118
-    protocol, _, rest = text.partition("://")
-    path, mark, query = rest.partition("?")
+    protocol, _, tail = text.partition("://")
+    path, mark, query = tail.partition("?")
     return f"{protocol}://{posixpath.normpath(f'{path}/{tars}')}{mark}{query}"
 
 
@@ -150,40 +150,40 @@ class Split:
         self.shards = self.manifest.splits[name].shards
         self.modality = modality_named(self.manifest.modality)
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
-        self._lost: dict[int, tuple[str, float]] = {}  # why a shard cannot be opened, and until when
+        self._lost: dict[int, tuple[str, float]] = {}  # the error of opening a shard, and the time of the next attempt
         self._least_open = 1
         self.tables: dict[tuple[int, int], np.ndarray] = {}  # see contexts.DocumentContexts
 
     @property
     def palette(self) -> Palette | None:
-        """See ``DataFolder.palette``."""
+        """The palette of the folder, see ``DataFolder.palette``."""
         return self._folder.palette
 
     def open(self, number: int) -> OpenShard:
-        """Shard ``number`` of the split. Raises DataError where it or its index is missing or not what was built."""
+        """Open shard ``number`` of the split. Raises DataError if it or its index is missing or damaged."""
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
         if number in self._lost and time.monotonic() < self._lost[number][1]:
             raise DataError(self._lost[number][0])
         try:
-            opened = self._opened(self.shards[number])
+            opened = self._load(self.shards[number])
         except DataError as error:
-            # Else a lost remote shard would be asked for again by every context of it that something stands in for.
+            # Otherwise every context of a lost remote shard would request it again before it is substituted.
             self._lost[number] = str(error), time.monotonic() + _LOST_SECONDS
             raise
         self._open[number] = opened
-        held = sum(shard.held_bytes for shard in self._open.values())
-        while held > _KEPT_BYTES and len(self._open) > self._least_open:
-            held -= self._open.popitem(last=False)[1].held_bytes
+        memory = sum(shard.memory_bytes for shard in self._open.values())
+        while memory > _INDEX_BYTES and len(self._open) > self._least_open:
+            memory -= self._open.popitem(last=False)[1].memory_bytes
         return opened
 
-    def _opened(self, record: ShardRecord) -> OpenShard:
+    def _load(self, record: ShardRecord) -> OpenShard:
         tars = self._folder.tars
         index = record.load_index(self._folder.store)
         check_places(tars.path_for_messages(record.name), record, index, self.manifest)
         opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
-        if self.manifest.tars is not None:  # what lies behind the last sample is none of ours
+        if self.manifest.tars is not None:  # a foreign tar may have trailing data after its last sample
             return opened
         if not self._ends_in_zeros(opened) and tars.discard(record.file):
             opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
@@ -193,7 +193,7 @@ class Split:
         return opened
 
     def _ends_in_zeros(self, shard: OpenShard) -> bool:
-        """Whether nothing else stands behind the last member; all before it is under the samples' CRC-32."""
+        """Whether only zeros follow the last member. Everything before is covered by the samples' CRC-32."""
         try:
             with open_plain(shard.path) as file:
                 file.seek(int(shard.ends[-1]))
@@ -203,13 +203,13 @@ class Split:
             raise DataError(f"{path}: cannot be read ({error.strerror}); {REPAIR}") from error
 
     def renew(self, number: int) -> bool:
-        """Forget a shard whose file was found damaged or gone; whether opening it again may help."""
+        """Forget a shard that is damaged or missing. Return whether opening it again may help."""
         gone = number in self._open and not self._open[number].path.exists()
         self._open.pop(number, None)
         return self._folder.tars.discard(self.shards[number].file) or gone
 
     def expect(self, number: int) -> None:
-        """Tell the stores which shard will be read soon."""
+        """Announce to the stores that a shard will be read soon."""
         if number not in self._lost:
             shard = self.shards[number]
             if self._folder.tars is self._folder.store:
@@ -219,19 +219,16 @@ class Split:
                 self._folder.tars.expect((shard.file,))
 
     def reserve(self, lanes: int) -> None:
-        """Tell how many lanes read at a time. Raises DataError where the store cannot hold a shard for each."""
+        """Announce the number of lanes. Raises DataError if the store cannot hold a shard for each."""
         self._least_open = lanes
         self._folder.bind(room_for=lanes * max(shard.file.size + shard.index_file.size for shard in self.shards))
 
     def close(self) -> None:
-        """End what goes on in the background of this process."""
+        """Stop background work of this process."""
         self._folder.close()
 
     def check_sizes(self) -> bool:
-        """Whether the shards are at hand: raises DataError where one of their files is missing or of another size.
-
-        Remote files are not looked at.
-        """
+        """Whether the shards are local. Raises DataError if a local file is missing or has a wrong size."""
         folder, at_hand = self._folder, False
         for store in dict.fromkeys((folder.store, folder.tars)):
             sizes = store.sizes()
@@ -241,35 +238,35 @@ class Split:
             for shard in self.shards:
                 for place, file in ((folder.tars, shard.file), (folder.store, shard.index_file)):
                     if place is store and sizes.get(file.name) != file.size:
-                        store.local(file)  # says what is wrong with it
+                        store.local(file)  # raises
         return at_hand
 
     def document_sizes(self) -> Iterator[np.ndarray]:
-        """(documents,) int64 of each shard: content bytes. Reads every index."""
+        """Yield the content bytes of each document, (documents,) int64, per shard. Reads every index."""
         self._folder.store.expect(shard.index_file for shard in self.shards)
         for shard in self.shards:
             yield np.diff(_document_edges(shard.load_index(self._folder.store)))
 
     def path(self, number: int) -> str:
-        """What a shard is called in a message."""
+        """Return the path of a shard for messages."""
         return self._folder.tars.path_for_messages(self.shards[number].name)
 
     def member_names(self, shard: ShardRecord, sample: int) -> list[str]:
-        """The names that a sample's member may have in a shard that we wrote."""
+        """Return the possible names of a sample's member in an own shard."""
         extensions = filter(None, (self.modality.extension, self.modality.odd_extension))
         return [f"{shard.key(sample)}.{extension}" for extension in extensions]
 
     def sample_name(self, number: int, sample: int) -> str:
-        """The name of the member of shard ``number`` that holds a sample."""
+        """Return the name of the member of shard ``number`` that holds a sample."""
         names = [] if self.manifest.tars is not None else self.member_names(self.shards[number], sample)
         if len(names) == 1:
             return names[0]
         shard = self.open(number)
-        begins = sample
-        while begins and not names and not shard.index["ends"][begins - 1]:
-            begins -= 1
+        first = sample
+        while first and not names and not shard.index["ends"][first - 1]:
+            first -= 1
         with suppress(OSError, DataError), open_plain(shard.path) as file:  # its headers may be damaged
-            file.seek(int(shard.index["member"][begins]))
+            file.seek(int(shard.index["member"][first]))
             blocks = (block for block in iter(lambda: file.read(_HEADERS_BYTES), b""))
             member = next(TarStream(str(shard.path), blocks).members(), None)
             if member is not None and (not names or member.name in names):
@@ -278,19 +275,19 @@ class Split:
 
 
 class SampleReader:
-    """Reads content of one split, forwards for the most part: one of these a lane, as it keeps its place."""
+    """Reads content of one split, mostly in sequence. Each lane has its own reader, which buffers its last sample."""
 
-    READ_BYTES = 2**19  # read at once where members are smaller
+    READ_BYTES = 2**19  # read at once if members are smaller
 
     def __init__(self, split: Split) -> None:
         self._split = split
         self._expected: int | None = None
-        self._kept: tuple[int, int, np.ndarray] | None = None  # shard, sample and content of the last one read in part
-        # What is kept lies in one of the buffers while the other one is read into.
+        self._partial: tuple[int, int, np.ndarray] | None = None  # shard, sample and content of a partly read sample
+        # It is in one of the buffers while the other one is filled.
         self._buffers = [np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8)]
 
     def expect(self, number: int | None) -> None:
-        """Tell the store, once, which shard comes next."""
+        """Announce to the store, once, which shard comes next."""
         if number is not None and number != self._expected:
             self._expected = number
             self._split.expect(number)
@@ -298,8 +295,8 @@ class SampleReader:
     def fill(self, number: int, start: int, out: np.ndarray, separator: int | None = None) -> None:
         """Write the content of shard ``number`` from byte ``start`` on into ``out``, (n,) uint8.
 
-        With a ``separator``, one such byte stands behind each document, and is counted. Raises DataError, naming shard
-        and sample, before a byte of a damaged sample is handed on; the content of ``out`` is undefined then.
+        With a ``separator``, one such byte follows each document, and counts. Raises DataError, naming shard and
+        sample, if a sample is damaged; the content of ``out`` is undefined then.
         """
         shard = self._split.open(number)
         edges = shard.edges if separator is None else shard.edges_with_separators
@@ -309,10 +306,10 @@ class SampleReader:
         bounds = edges[first : last + 1].tolist()
         head, tail = range(first, first), range(first, last)
         if separator is None and shard.stored_bytes == 1 and len(out) >= SCATTERED_BYTES * (last - first):
-            # Long samples that lie in the range as a whole; what is left is before and behind them.
-            whole = range(first + (bounds[0] < start), last - (bounds[-1] > end))
-            done = self._scatter(number, whole, [bound - start for bound in bounds[whole.start - first :]], out)
-            head, tail = range(first, whole.start), range(whole.start + done, last)
+            # Complete samples of the range are read straight to their places.
+            inner = range(first + (bounds[0] < start), last - (bounds[-1] > end))
+            done = self._scatter(number, inner, [bound - start for bound in bounds[inner.start - first :]], out)
+            head, tail = range(first, inner.start), range(inner.start + done, last)
         for samples in filter(len, (head, tail)):
             for sample, content in self._contents(number, samples):
                 begin, stop = bounds[sample - first], bounds[sample - first + 1]
@@ -322,10 +319,10 @@ class SampleReader:
                 if begin + len(content) < stop <= end:
                     out[stop - 1 - start] = separator
                 if sample == last - 1 and stop > end:
-                    self._kept = number, sample, content
+                    self._partial = number, sample, content
 
     def _scatter(self, number: int, samples: range, places: list[int], out: np.ndarray) -> int:
-        """Write whole samples to their places in ``out``; how many, up to the first that is not what was built."""
+        """Write complete samples to their places in ``out``. Return their number, up to the first damaged one."""
         shard, first = self._split.open(number), samples.start
         while first < samples.stop:
             chunk = _chunk(shard, first, min(samples.stop, first + _MOST_SCATTERED))
@@ -338,25 +335,25 @@ class SampleReader:
         return first - samples.start
 
     def _contents(self, number: int, samples: range) -> Iterator[tuple[int, np.ndarray]]:
-        """(sample, its content), which holds until the next but one read."""
-        kept, first = self._kept, samples.start
-        self._kept = None  # its buffer may be read into from now on
-        if kept is not None and samples and kept[:2] == (number, first):
-            yield first, kept[2]
+        """Yield each sample and its content, which stays valid until the next but one read."""
+        partial, first = self._partial, samples.start
+        self._partial = None  # its buffer may be overwritten from now on
+        if partial is not None and samples and partial[:2] == (number, first):
+            yield first, partial[2]
             first += 1
         while first < samples.stop:
             chunk = _chunk(self._split.open(number), first, samples.stop)
             try:
-                contents = self._checked(number, chunk)
+                contents = self._read_samples(number, chunk)
             except DataError:
                 if not self._split.renew(number):
                     raise
-                contents = self._checked(number, chunk)
+                contents = self._read_samples(number, chunk)
             yield from zip(chunk, contents, strict=True)
             first = chunk.stop
 
-    def _checked(self, number: int, samples: range) -> list[np.ndarray]:
-        """The content of each sample, each found to be what was built."""
+    def _read_samples(self, number: int, samples: range) -> list[np.ndarray]:
+        """Read and verify the content of each sample."""
         split, shard = self._split, self._split.open(number)
         rows = shard.index[samples.start : samples.stop].tolist()
         ends = shard.ends[samples.start : samples.stop].tolist()
@@ -366,13 +363,13 @@ class SampleReader:
         contents = []
         for sample, (member, content, length, crc32, _), end in zip(samples, rows, ends, strict=True):
             if zlib.crc32(view[member - base : end - base]) != crc32:
-                raise DataError(f"{split.path(number)}: {_what_is_wrong(split, number, sample, view[member - base :])}")
+                raise DataError(f"{split.path(number)}: {_describe(split, number, sample, view[member - base :])}")
             stored = array[content - base : content - base + length * shard.stored_bytes]
             contents.append(split.modality.restored(stored, split.manifest.properties))
         return contents
 
     def _read(self, number: int, start: int, size: int) -> np.ndarray:
-        """Bytes ``[start, start + size)`` of a shard's file, or as many as it has: (n,) uint8, a view."""
+        """Read bytes ``[start, start + size)`` of a shard's file, fewer at the end, to a buffer: (n,) uint8."""
         self._buffers.reverse()
         if len(self._buffers[0]) < size:
             self._buffers[0] = np.empty(size, dtype=np.uint8)
@@ -380,17 +377,17 @@ class SampleReader:
         try:
             with open_plain(self._split.open(number).path) as file:
                 filled = 0
-                while filled < size and (more := os.preadv(file.fileno(), [target[filled:].data], start + filled)):
-                    filled += more  # some file systems give less than they were asked for
+                while filled < size and (count := os.preadv(file.fileno(), [target[filled:].data], start + filled)):
+                    filled += count  # some file systems return less than requested
                 return target[:filled]
         except OSError as error:
             raise DataError(f"{self._split.path(number)}: cannot be read ({error.strerror}); {REPAIR}") from error
 
 
 def _document_edges(index: np.ndarray) -> np.ndarray:
-    """(samples,) INDEX_DTYPE -> (documents + 1,) int64: content bytes before each document, and in all.
+    """Return the content bytes before each document and in all, (documents + 1,) int64, from an index.
 
-    What goes on in the next shard is a document of its own here and there.
+    A document that continues in the next shard counts as one document in each.
     """
     last = index["ends"].astype(bool)
     last[-1] = True
@@ -398,25 +395,25 @@ def _document_edges(index: np.ndarray) -> np.ndarray:
 
 
 def _cumulated(lengths: np.ndarray) -> np.ndarray:
-    """(n,) -> (n + 1,) int64, from 0 on."""
+    """Sum up (n,) lengths to (n + 1,) int64, from 0 on."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def _chunk(shard: OpenShard, first: int, stop: int) -> range:
-    """As many samples from ``first`` on as one read takes, at least one."""
+    """Return as many samples from ``first`` on as one read takes, at least one."""
     limit = int(shard.index["member"][first]) + SampleReader.READ_BYTES
     return range(first, max(first + 1, min(stop, int(np.searchsorted(shard.ends, limit, side="right")))))
 
 
 def _read_scattered(path: Path, index: np.ndarray, ends: np.ndarray, out: np.ndarray) -> bool:
-    """Write the content of whole members, (n,) INDEX_DTYPE, into ``out``, which has exactly their bytes.
+    """Write the content of members, (n,) INDEX_DTYPE, into ``out``, which has exactly their size.
 
-    All in one call, each content straight to its place: a copy less where samples are long. ``ends``, (n,), are the
-    offsets behind the members' padding. False where the file is not what the index says: ``out`` is undefined then,
-    and it is left to the caller to find out why.
+    One system call writes each content to its place, which saves a copy of long samples. ``ends``, (n,), are the
+    offsets after the members' padding. Returns False if the file does not match the index; ``out`` is undefined then,
+    and the caller finds the reason.
     """
     rows = index.tolist()
-    # What lies before, between and behind the contents: headers and padding, and what belongs to no sample.
+    # Everything around the contents: headers, padding, and bytes of no sample.
     edges = [rows[0][0], *(edge for row in rows for edge in (row[1], row[1] + row[2])), int(ends[-1])]
     frames = [memoryview(bytearray(stop - start)) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
     contents = [out.data[start:stop] for start, stop in pairwise(_cumulated(index["length"]).tolist())]
@@ -435,8 +432,8 @@ def _read_scattered(path: Path, index: np.ndarray, ends: np.ndarray, out: np.nda
     return True
 
 
-def _what_is_wrong(split: Split, number: int, sample: int, member: memoryview) -> str:
-    """For a member whose CRC-32 is not the index's: one line that says where the damage is."""
+def _describe(split: Split, number: int, sample: int, member: memoryview) -> str:
+    """Describe in one line the damage of a member with a wrong CRC-32."""
     if split.manifest.tars is not None:
         return f"member {split.sample_name(number, sample)} is damaged, or another than was indexed (CRC-32); {REPAIR}"
     key = split.shards[number].key(sample)
