@@ -1,6 +1,6 @@
-"""Which bytes come next: batches in an order that is a pure function of a small state.
+"""Batches, in an order that is a pure function of a small state.
 
-``ByteStream`` hands out the batches of training, ``evaluation_contexts`` each byte of a split exactly once.
+``ByteStream`` yields the batches of training, ``evaluation_contexts`` each byte of a split exactly once.
 """
 
 from longstride.data_pipelines.order.contexts import Cut, Span

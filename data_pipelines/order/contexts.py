@@ -1,12 +1,11 @@
-"""Contexts of a split: which bytes each of them holds, and reading them.
+"""The contexts of a split: the bytes of each, and reading them.
 
-N positions of a context. Documents are either *packed*, laid end to end with or without a separator and cut every N
-bytes, or have contexts of their own, which begin every ``hop`` bytes; the last one is shorter. One picture is one
-context, of exactly its size. A position is a byte; where the data folder has a palette, it is a pixel, whose token is
-the number of its colour.
+Letters: N positions of a context. Documents are either *packed*: concatenated with or without a separator and divided
+every N bytes. Or they have their own contexts, which begin every ``hop`` bytes; the last one is shorter. A picture is
+one context, of exactly its size. A position is a byte. If the data folder has a palette, it is a pixel, and its token
+is the index of its colour.
 
-Who needs a ``Span`` of every context reads that alone: P positions of each. What is verified as a whole, a sample, is
-read as a whole.
+With a ``Span``, only P positions of every context are read, although samples are always verified as a whole.
 """
 
 from abc import ABC, abstractmethod
@@ -21,32 +20,32 @@ from longstride.data_pipelines.order.lanes import shard_order
 from longstride.data_pipelines.palette import CHANNELS, Palette
 from longstride.data_pipelines.shards import SampleReader, Split
 
-_KEPT_ORDERS = 4  # epochs whose shard order is held: lanes read one epoch and what the one before it left over
+_CACHED_ORDERS = 4  # shard orders in memory: lanes read an epoch and the remainder of the previous one
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How documents become contexts."""
 
-    packing: bool | None = None  # documents laid end to end; None: as the modality has it
-    separator: int | None = None  # a byte behind each document, where they are packed
-    hop: int | None = None  # bytes between the beginnings of a document's contexts, where they are not; None: N
-    apart: bool = False  # where they are packed: batches tell where documents begin, so that none sees another
+    packing: bool | None = None  # whether documents are concatenated; None: the modality's default
+    separator: int | None = None  # a byte after each packed document
+    hop: int | None = None  # bytes between the beginnings of a document's contexts if not packed; None: N
+    apart: bool = False  # whether batches mark where packed documents begin, so that they are kept apart
 
     def identity(self, context: int) -> str:
-        """Name the cutting of a settled cut: with the data set, it decides which bytes a context's number means."""
+        """Name a settled cut: with the data set, it decides the bytes of each context."""
         return f"packed/{context}/{self.separator}" if self.hop is None else f"documents/{context}/{self.hop}"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The positions ``first`` to ``end`` - 1 of every context: what one of several processes that share it needs."""
+    """The positions ``first`` to ``end`` - 1 of every context, if several processes share it."""
 
-    first: int  # may lie before the context's beginning, which then is meant
+    first: int  # a negative number means 0
     end: int
 
     def within(self, context: int) -> range:
-        """The positions as they lie in a context. Raises DataError where there are none, or some behind its end."""
+        """Return the positions in a context. Raises DataError if there are none, or some after its end."""
         if not max(self.first, 0) < self.end <= context:
             raise DataError(f"span={self.first}..{self.end}: must be positions of the context; such as 0..{context}")
         return range(max(self.first, 0), self.end)
@@ -64,9 +63,9 @@ class Visit:
 def settle_cut(
     cut: Cut, context: int, modality: Modality, properties: Properties, palette: Palette | None = None
 ) -> Cut:
-    """The cut with everything said: packing, and the hop where documents are not packed.
+    """Resolve the defaults of a cut: packing, and the hop if documents are not packed.
 
-    Raises DataError where it does not fit the documents.
+    Raises DataError if the cut does not fit the documents.
     """
     if context < 1:
         raise DataError(f"context={context}: must be at least 1")
@@ -92,9 +91,9 @@ def settle_cut(
 
 
 def cut_contexts(split: Split, context: int, cut: Cut, span: Span | None = None) -> "Contexts":
-    """The contexts of a split, of which ``span`` is read; None: whole ones.
+    """Divide a split into contexts, of which ``span`` is read; None: all positions.
 
-    Raises DataError where the cut does not fit the documents, or the span the context.
+    Raises DataError if the cut does not fit the documents, or the span does not fit the context.
     """
     settled = settle_cut(cut, context, split.modality, split.manifest.properties, split.palette)
     if settled.hop is None:
@@ -103,36 +102,35 @@ def cut_contexts(split: Split, context: int, cut: Cut, span: Span | None = None)
 
 
 def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
-    """(documents,) int64 -> (documents,) int64: how many contexts cover a document of each length."""
+    """Return how many contexts cover a document of each length, (documents,) int64."""
     return 1 + np.maximum(0, -(-(lengths - context) // hop))
 
 
 class Contexts(ABC):
-    """The contexts of a split, numbered as in lanes.py. Each epoch permutes the shards anew.
+    """The contexts of a split, numbered as in lanes.py. Each epoch has its own permutation of the shards.
 
-    ``units``: of each shard, (shards,) int64. ``span`` only says which positions of a context are read.
+    ``units`` are the units of each shard, (shards,) int64. ``span`` only chooses the positions that are read.
     """
 
     def __init__(self, split: Split, context: int, units: np.ndarray, context_units: int, span: Span | None) -> None:
         self.split, self.context, self._units = split, context, units  # context: N
         self.span = range(context) if span is None else span.within(context)  # the P positions that are read
         self.total_units, self.context_units = int(units.sum()), context_units
-        self._kept: dict[tuple[int | None, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._orders: dict[tuple[int | None, int], tuple[np.ndarray, np.ndarray]] = {}
 
     @abstractmethod
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
-        """Write the contexts ``first``, first + 1 ... into ``rows`` (n, P) ``dtype``; their lengths into (n,) int64.
+        """Write the contexts ``first``, first + 1 ... into ``rows``, (n, P) ``dtype``, and ``lengths``, (n,) int64.
 
-        Lengths, 1 to N, are of whole contexts. In the order of ``seed``; None is the canonical order, of one epoch.
-        What a context has beyond its length is 0. Raises DataError, naming shard and sample, for any damage that the
-        span meets.
+        Lengths are of full contexts, 1 to N. The order is that of ``seed``; None is the canonical order, of one epoch.
+        Positions beyond a context's length are 0. Raises DataError, naming shard and sample, for damage in the span.
         """
 
     def begins(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
-        """Where documents begin in the contexts from ``first`` on, (count, N) bool; None where a context is one whole.
+        """Mark where documents begin in the contexts from ``first`` on, (count, N) bool; None if not kept apart.
 
-        Whole ones, whatever the span, as indexes tell it. What a row has beyond its length belongs to no document: each
-        position begins one of its own. Raises DataError for a damaged index.
+        The marks come from the indexes, so they cover full contexts whatever the span. Every position beyond a row's
+        length begins a document of its own. Raises DataError for a damaged index.
         """
         return None
 
@@ -145,16 +143,16 @@ class Contexts(ABC):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of tokens: uint8, but for the numbers of a large palette."""
+        """Type of tokens: uint8, or wider for a large palette."""
         return np.dtype(np.uint8) if self.split.palette is None else self.split.palette.dtype
 
     def place(self, unit: int, seed: int) -> str:
-        """The shard in which a unit lies, for messages."""
+        """Return the shard of a unit, for messages."""
         visit, _ = next(self.visits(unit, unit + 1, seed))
         return self.split.path(visit.shard)
 
     def visits(self, start: int, end: int, seed: int | None) -> Iterator[tuple[Visit, int | None]]:
-        """The runs that make up units ``[start, end)``, each with the shard that comes next."""
+        """Yield the runs that make up units ``[start, end)``, each with the number of the next shard."""
         while start < end:
             epoch, offset = divmod(start, self.total_units)
             order, edges = self._order(seed, epoch)
@@ -166,18 +164,18 @@ class Contexts(ABC):
             start += size
 
     def _order(self, seed: int | None, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shards' order in an epoch, and the units before each of them and in all: (n,), (n + 1,) int64."""
-        if (seed, epoch) not in self._kept:
-            while len(self._kept) >= _KEPT_ORDERS:
-                del self._kept[next(iter(self._kept))]
+        """Return the shards' order in an epoch, (n,), and the units before each of them and in all, (n + 1,) int64."""
+        if (seed, epoch) not in self._orders:
+            while len(self._orders) >= _CACHED_ORDERS:
+                del self._orders[next(iter(self._orders))]
             count = len(self._units)
             order = np.arange(count) if seed is None else shard_order(count, seed, epoch)
-            self._kept[seed, epoch] = order, np.concatenate([[0], np.cumsum(self._units[order])])
-        return self._kept[seed, epoch]
+            self._orders[seed, epoch] = order, np.concatenate([[0], np.cumsum(self._units[order])])
+        return self._orders[seed, epoch]
 
 
 class PackedContexts(Contexts):
-    """Documents laid end to end; a unit is a byte."""
+    """Contexts of concatenated documents; a unit is a byte."""
 
     def __init__(
         self, split: Split, context: int, separator: int | None, *, apart: bool = False, span: Span | None = None
@@ -193,7 +191,7 @@ class PackedContexts(Contexts):
         if seed is None:
             end = min(end, self.total_units)
         lengths[:] = np.clip(end - starts, 0, self.context)
-        if len(self.span) == self.context:  # whole contexts lie end to end, and are read at once
+        if len(self.span) == self.context:  # full contexts are contiguous, and are read at once
             starts, rows = starts[:1], rows.reshape(1, -1)
         for start, row in zip((starts + self.span.start).tolist(), rows, strict=True):
             size = min(max(end - start, 0), len(row))
@@ -210,9 +208,9 @@ class PackedContexts(Contexts):
         return None if places is None else places.reshape(count, self.context).sum(1)
 
     def begins_of_bytes(self, start: int, end: int, seed: int | None) -> np.ndarray:
-        """Which bytes ``[start, end)`` of the stream begin a document, (end - start,) bool; all behind its end do.
+        """Mark which bytes ``[start, end)`` of the stream begin a document, (end - start,) bool; all after its end do.
 
-        A document that goes on in another shard begins anew there. Raises as ``begins`` does.
+        A document that continues in another shard begins again there. Raises like ``begins``.
         """
         begins = self._marks(start, end, seed, slice(None, -1))
         if seed is None:
@@ -222,7 +220,7 @@ class PackedContexts(Contexts):
     def separators_of_bytes(self, start: int, end: int, seed: int | None) -> np.ndarray | None:
         """Return which bytes ``[start, end)`` of the stream are separators, (end - start,) bool; None without any.
 
-        The same byte can stand in a document, so the indexes tell and not the bytes. Raises as ``begins`` does.
+        The same byte can occur in a document, so the indexes are used and not the bytes. Raises like ``begins``.
         """
         return None if self._separator is None else self._marks(start, end, seed, slice(1, None))
 
@@ -240,7 +238,7 @@ class PackedContexts(Contexts):
         return marks
 
     def fill(self, reader: SampleReader, start: int, out: np.ndarray, seed: int | None) -> None:
-        """Write the stream from byte ``start`` on into ``out``, (n,) uint8; raises as ``read`` does."""
+        """Write the stream from byte ``start`` on into ``out``, (n,) uint8; raises like ``read``."""
         done = 0
         for visit, following in self.visits(start, start + len(out), seed):
             reader.expect(following)
@@ -250,7 +248,7 @@ class PackedContexts(Contexts):
 
 
 class DocumentContexts(Contexts):
-    """Contexts that hold bytes of one document alone; a unit is a context."""
+    """Contexts with bytes of a single document; a unit is a context."""
 
     def __init__(self, split: Split, context: int, hop: int, *, span: Span | None = None) -> None:
         self._palette = split.palette
@@ -280,7 +278,7 @@ class DocumentContexts(Contexts):
             stops = starts + np.minimum(sizes, self._width * self.span.stop)
             starts = starts + self._width * self.span.start
             reached = np.flatnonzero(starts < stops)  # a short context may end before the span
-            # What is read of a shard lies one behind the other, and may overlap: each byte once, and no gap.
+            # The ranges in a shard are ascending and may overlap. Contiguous runs are read at once.
             gaps = np.flatnonzero(starts[reached[1:]] > stops[reached[:-1]]) + 1
             for run in filter(len, np.split(reached, gaps)):
                 base = int(starts[run[0]])
@@ -294,13 +292,13 @@ class DocumentContexts(Contexts):
             done += len(numbers)
 
     def goes_on(self, number: int) -> bool:
-        """Whether context ``number`` of the canonical order begins within a document, another one before it."""
+        """Whether context ``number`` of the canonical order is not the first of its document."""
         visit, _ = next(self.visits(number, number + 1, None))
         before = self._before(visit.shard)
         return int(before[np.searchsorted(before, visit.start)]) != visit.start
 
     def _before(self, number: int) -> np.ndarray:
-        """(documents + 1,) int64: contexts before each document of a shard, and in all."""
+        """Return the contexts before each document of a shard and in all, (documents + 1,) int64."""
         shard, key = self.split.open(number), (self._bytes, self._hop)
         if key not in shard.tables:
             sizes = np.diff(shard.document_edges)

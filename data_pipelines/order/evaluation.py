@@ -1,11 +1,11 @@
-"""A split read once from beginning to end: for scores that count every byte exactly once.
+"""Read a split once from beginning to end, for scores that count every byte exactly once.
 
-Letters: N positions a window, B windows a batch, W ranks, M bytes that a window has in common with the one before it.
+Letters: N positions of a window, B windows of a batch, W ranks, M bytes that neighbouring windows share.
 
-Windows are contexts that overlap by M bytes, so that every scored byte has at least M bytes before it. They begin every
-N - M bytes of a stream. Packed documents are one stream, end to end; otherwise each document is a stream. A document
-that is longer than a shard is a stream of its own in each shard. The first window of a stream is scored whole. Every
-other window is scored from byte M on: the window before it has scored the first M bytes.
+Windows are contexts that overlap by M bytes, so every scored byte has at least M bytes before it. They begin every
+N - M bytes of a stream. Packed documents are a single stream; otherwise each document is a stream. A document that is
+longer than a shard is a separate stream in each shard. All of the first window of a stream is scored. Every other
+window is scored from byte M on, because the previous window has scored the first M bytes.
 """
 
 from collections.abc import Iterator
@@ -22,32 +22,32 @@ from longstride.data_pipelines.order.contexts import Cut, DocumentContexts, Pack
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, SampleReader, Split
 
-PADDING_ID = -1  # the sample id of a row that only fills up a batch
+PADDING_ID = -1  # the sample id of a padding row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluationBatch:
-    """One rank's part of one evaluation step. What a row has beyond its length is 0 and not to be scored.
+    """One rank's part of one evaluation step. Positions of a row beyond its length are 0 and not scored.
 
-    What a batch holds follows from the split, the cut and B alone: the number of ranks only says who gets which.
+    A batch only depends on the split, the cut and B. The number of ranks only decides which rank gets it.
     """
 
-    tokens: Tensor  # (B, N), of the types that ``Batch`` has; 0 outside of a span
-    lengths: Tensor  # (B,) int64, bytes of the split in each row; 0 where a row only fills up the batch
-    scored_from: Tensor  # (B,) int64: the bytes of the row before it are scored in the row before, and only seen here
-    sample_ids: Tensor  # (B,) int64: the context's number within the split, PADDING_ID for a row without bytes
-    begins: Tensor | None = None  # (B, N) bool, as ``Batch`` has it; padding begins anew at every position
+    tokens: Tensor  # (B, N), with the types of ``Batch``; 0 outside the span
+    lengths: Tensor  # (B,) int64, bytes of the split in each row; 0 for a padding row
+    scored_from: Tensor  # (B,) int64: first scored position of a row; earlier ones are only its context
+    sample_ids: Tensor  # (B,) int64: the context's number in the split, PADDING_ID for a padding row
+    begins: Tensor | None = None  # (B, N) bool, as in ``Batch``; each padding position begins a document
     separators: Tensor | None = None  # (B, N) bool, True on separators; None: there are none
 
     @property
     def scored(self) -> Tensor:
-        """(B, N) bool: True on the bytes to be scored."""
+        """True on scored bytes, (B, N) bool."""
         position = torch.arange(self.tokens.shape[1])
         return (position >= self.scored_from[:, None]) & (position < self.lengths[:, None])
 
     @property
     def content(self) -> Tensor:
-        """(B, N) bool: True on the bytes to be scored that are of the data, no separators."""
+        """True on scored bytes that are data, not separators, (B, N) bool."""
         return self.scored if self.separators is None else self.scored & ~self.separators
 
 
@@ -65,13 +65,13 @@ def evaluation_contexts(
     span: Span | None = None,
     remote: RemoteSettings | None = None,
 ) -> Iterator[EvaluationBatch]:
-    """The split in canonical order, cut into contexts of N bytes; each byte scored on one rank, once, whatever the hop.
+    """Yield a split in canonical order, in contexts of N bytes. Each byte is scored once, on one rank, for any hop.
 
-    Context k of those that are taken is row ``k % B`` of batch ``k // B``; every rank gets a run of the batches, the
-    same number of them, filled up with empty ones. ``limit`` takes that many contexts, evenly spread over the split.
-    With a ``min_context`` they overlap, so that each scored byte sees at least that many before it, or all that its
-    stream has (see the head of this file). With a ``span`` only those positions of each row are read, and the others
-    are 0; nothing else differs. Raises DataError for arguments out of range and for any damage in what is read.
+    Context k is row ``k % B`` of batch ``k // B``. Every rank gets consecutive batches, the same number on each, padded
+    with empty ones. ``limit`` selects so many contexts, evenly spread over the split. With ``min_context`` they
+    overlap: each scored byte sees at least so many bytes before it, or all of its stream (see the top of this file).
+    With a ``span``, only those positions of each row are read, and the others are 0. Raises DataError for arguments
+    out of range and for damage.
     """
     for name, value, least in (
         ("batch_size", batch_size, 1),
@@ -86,8 +86,8 @@ def evaluation_contexts(
     windows = _Windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), min_context, span)
     count = windows.count if limit is None else min(limit, windows.count)
     share = -(-count // (batch_size * world_size))  # batches
-    taken = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
-    numbers = (place * windows.count // count for place in taken)
+    places = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
+    numbers = (place * windows.count // count for place in places)
     return _batches(windows, context, numbers, batch_size, share)
 
 
@@ -100,11 +100,11 @@ def read_context(
     cut: Cut | None = None,
     remote: RemoteSettings | None = None,
 ) -> Tensor:
-    """Context ``number`` of a split, as ``evaluation_contexts`` numbers them: (n,) as in ``Batch``, n from 1 to N.
+    """Read context ``number`` of a split in canonical order: (n,) tokens as in ``Batch``, n from 1 to N.
 
-    Of documents that are kept apart, the first one of the context alone.
+    If documents are kept apart, only the first document of the context is returned.
 
-    Raises DataError where there is no such context, and for any damage.
+    Raises DataError if there is no such context, and for damage.
     """
     windows = _Windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), 0)
     if not 0 <= number < windows.count:
@@ -120,7 +120,7 @@ def read_context(
 
 
 def split_bytes(location: str | Path | DataFolder, split: str) -> Iterator[bytes]:
-    """The content of a split in canonical order, a shard at a time. Raises DataError for any damage."""
+    """Yield the content of a split in canonical order, one shard at a time. Raises DataError for damage."""
     opened = DataFolder.at(location).split(split)
     reader = SampleReader(opened)
     for number, shard in enumerate(opened.shards):
@@ -130,9 +130,9 @@ def split_bytes(location: str | Path | DataFolder, split: str) -> Iterator[bytes
 
 
 class _Windows:
-    """The windows of a split in canonical order. Raises DataError where they do not fit the documents.
+    """The windows of a split in canonical order. Raises DataError if they do not fit the documents.
 
-    The cut is the one of training but for its hop. Of documents apart, the last window of each is shorter.
+    The cut is that of training except for its hop. If documents are kept apart, the last window of each is shorter.
     """
 
     def __init__(self, split: Split, context: int, cut: Cut, min_context: int, span: Span | None = None) -> None:
@@ -158,9 +158,9 @@ class _Windows:
         self.dtype, self.apart, self.separated = self._contexts.dtype, settled.apart, settled.separator is not None
 
     def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
-        """Write window ``number``, or the span of it, into ``row``, (N,) zeros ``dtype``.
+        """Write window ``number``, or its span, into ``row``, (N,) zeros of type ``dtype``.
 
-        Returns its length and the first byte of it to be scored. Raises DataError for any damage in what is read.
+        Returns its length and its first scored byte. Raises DataError for damage.
         """
         contexts, part = self._contexts, row[self._contexts.span.start : self._contexts.span.stop]
         if isinstance(contexts, PackedContexts):
@@ -173,13 +173,13 @@ class _Windows:
         return int(lengths[0]), self._shared if self._shared and contexts.goes_on(number) else 0
 
     def begins(self, number: int) -> np.ndarray:
-        """Where documents begin in window ``number`` of packed ones, (N,) bool. Raises as ``Contexts.begins`` does."""
+        """Mark where documents begin in packed window ``number``, (N,) bool. Raises like ``Contexts.begins``."""
         assert isinstance(self._contexts, PackedContexts)
         start = number * self._hop
         return self._contexts.begins_of_bytes(start, start + self._contexts.context, None)
 
     def separators(self, number: int) -> np.ndarray | None:
-        """Where separators stand in window ``number`` of packed ones, (N,) bool. Raises as ``begins`` does."""
+        """Mark the separators of packed window ``number``, (N,) bool. Raises like ``begins``."""
         assert isinstance(self._contexts, PackedContexts)
         start = number * self._hop
         return self._contexts.separators_of_bytes(start, start + self._contexts.context, None)

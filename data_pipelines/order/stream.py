@@ -1,23 +1,22 @@
-"""Batches of contexts for training, in an order that does not depend on how many ranks or workers read them.
+"""Batches of contexts for training, in an order that does not depend on the number of ranks or workers.
 
-Letters: N positions a context, P of them that are read, G contexts a global batch, W ranks, L lanes of a reader, S
+Letters: N positions of a context, of which P are read, G contexts of a global batch, W ranks, L lanes of a reader, S
 contexts of a block.
 
-Each block of a lane is given out in an order of its own. Workers share out the lanes, not the steps: each lane is read
-once, in sequence, by one process, and every worker's share of a step is asked for in turn. So the contexts are the same
-with any number of workers.
+Each block of a lane has its own order. Workers divide the lanes, not the steps: one process reads each lane in
+sequence, and every step takes a share from each worker. So the contexts are the same for any number of workers.
 
-A context that cannot be read ends the run, or another context of the epoch stands in for it. Which one follows from
-(seed, epoch, context) alone: whoever reads the damaged context, whatever the number of ranks and workers, finds the
-same substitute. Processes that share contexts by spans must agree on that too, yet each would meet its own damage
-alone: so under ``substitute`` whole contexts are read and verified, and a span only chooses what is handed on.
+A context that cannot be read ends the run, or is substituted by another context of the epoch. The substitute only
+depends on (seed, epoch, context), so it is the same for any number of ranks and workers. Ranks that share a context
+each read only a span, so only one of them would notice damage. With ``substitute``, every rank therefore reads and
+verifies the full context, and then keeps its span.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, fields, replace
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +36,20 @@ from longstride.data_pipelines.shards import DataFolder, SampleReader
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """What is asked of a stream. Raises DataError for a value that is out of range."""
+    """Settings of a stream. Raises DataError for a value out of range."""
 
     context: int  # N
-    global_batch: int  # contexts a step, over all ranks
+    global_batch: int  # G, contexts per step over all ranks
     seed: int = 0  # of the order
     rank: int = 0
     world_size: int = 1
     cut: Cut = Cut()  # noqa: RUF009 - frozen
-    span: Span | None = None  # of every context, what this process needs; None: all. No part of the order
-    shuffle_bytes: int = SHUFFLE_BYTES  # each lane is shuffled in blocks of this size; 0 reads it in sequence
+    span: Span | None = None  # positions of every context that this rank needs; None: all. Does not affect the order
+    shuffle_bytes: int = SHUFFLE_BYTES  # size of the blocks in which lanes are shuffled; 0: read in sequence
     on_damage: str = "abort"
-    workers: int = 0  # processes that read ahead
+    workers: int = 0  # processes that prefetch
     prefetch: int = 2  # steps that each worker reads ahead
-    worker_timeout_seconds: float = 900.0  # that nothing may come from a worker which is waited for
+    worker_timeout_seconds: float = 900.0  # longest wait for a worker that sends nothing
 
     def __post_init__(self) -> None:
         for name, least in (("shuffle_bytes", 0), ("workers", 0), ("prefetch", 1)):
@@ -61,23 +60,23 @@ class StreamSettings:
             raise DataError(f"worker_timeout_seconds={self.worker_timeout_seconds!r}: {rule}")
         if self.span is not None:
             self.span.within(self.context)
-        shard_order(0, self.seed, 0)  # refuses a seed that cannot be used
+        shard_order(0, self.seed, 0)  # raises for an invalid seed
         if self.on_damage not in ON_DAMAGE:
             raise DataError(f"on_damage={self.on_damage!r}: must be one of {', '.join(ON_DAMAGE)}")
 
     @property
     def block_contexts(self) -> int:
-        """Contexts of a block, S; 1 where a lane is read in sequence."""
+        """Contexts of a block, S; 1 if lanes are read in sequence."""
         return max(1, self.shuffle_bytes // self.context)
 
 
 @dataclass(frozen=True, slots=True)
 class Substitution:
-    """A context that stands in for a damaged one."""
+    """A context that replaces a damaged one."""
 
-    context: int  # the number of the one delivered
-    damaged: int  # of the one that cannot be read
-    damage: str  # what is wrong, naming shard and sample
+    context: int  # number of the substitute
+    damaged: int  # number of the damaged context
+    damage: str  # description that names shard and sample
 
     def __str__(self) -> str:
         return f"context {self.context} stands in for {self.damaged}: {self.damage}"
@@ -85,58 +84,57 @@ class Substitution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One rank's part of one step. What a row has beyond its length is padding, and not to be learned."""
+    """One rank's part of one step. Positions of a row beyond its length are padding."""
 
-    tokens: Tensor  # (G / W, N) uint8; of a palette of more than 256 colours int16, or int32; 0 outside of a span
+    tokens: Tensor  # (G / W, N) uint8; int16 or int32 for a palette of more than 256 colours; 0 outside the span
     lengths: Tensor  # (G / W,) int64, positions of each context, 1 to N
     sample_ids: Tensor  # (G / W,) int64: the contexts' numbers, see lanes.py
-    state: StreamState  # after this batch: a stream that is given it begins with the next one
-    substitutions: tuple[Substitution, ...] = ()  # contexts of this rank that stand in for damaged ones
-    begins: Tensor | None = None  # (G / W, N) bool, True where a document begins; None: each context is one whole
-    separators: Tensor | None = None  # (G / W,) int64, how many of each context's positions are; None: none is
+    state: StreamState  # after this batch: a stream with this state begins with the next batch
+    substitutions: tuple[Substitution, ...] = ()  # of contexts of this rank
+    begins: Tensor | None = None  # (G / W, N) bool, True where a document begins; None: documents are not kept apart
+    separators: Tensor | None = None  # (G / W,) int64, separators of each context; None: there are none
 
     @property
     def content(self) -> Tensor:
-        """(G / W,) int64: positions of each context that hold the data, neither separators nor padding."""
+        """Positions of each context that are data, not separators or padding, (G / W,) int64."""
         return self.lengths if self.separators is None else self.lengths - self.separators
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Between processes as arrays: torch would send each tensor by a file descriptor.
+        # Pickled as arrays: torch would send each tensor by a file descriptor.
         values = (getattr(self, field.name) for field in fields(self))
         return _batch_of_arrays, tuple(value.numpy() if isinstance(value, Tensor) else value for value in values)
 
 
 def _batch_of_arrays(*values: Any) -> Batch:
-    fields_of_batch: list[Any] = [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in values]
-    return Batch(*fields_of_batch)
+    return Batch(*[torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values])
 
 
-def _joined(parts: Sequence[Batch]) -> Batch:
-    """Join what workers have read of one step."""
-    # Not torch.cat: its threads would wait for the cores on which the workers read.
+def _join(parts: Sequence[Batch]) -> Batch:
+    """Join the workers' parts of a step."""
+    # Not torch.cat: its threads would compete for the cores with the workers.
     first = parts[0]
     tensors: dict[str, Any] = {
         field.name: torch.from_numpy(np.concatenate([getattr(part, field.name).numpy() for part in parts]))
         for field in fields(first)
         if isinstance(getattr(first, field.name), Tensor)
     }
-    return replace(first, **tensors, substitutions=tuple(each for part in parts for each in part.substitutions))
+    return replace(first, **tensors, substitutions=tuple(chain.from_iterable(part.substitutions for part in parts)))
 
 
 class LanesReader:
-    """The contexts of some lanes, steps ascending. Their blocks end at the same steps, and are read together."""
+    """Reads some lanes, steps ascending. Their blocks end at the same steps, and are read together."""
 
     def __init__(
-        self, contexts: Contexts, lanes: Lanes, own: Sequence[int], settings: StreamSettings, fingerprint: str
+        self, contexts: Contexts, lanes: Lanes, numbers: Sequence[int], settings: StreamSettings, fingerprint: str
     ) -> None:
-        self._contexts, self._lanes, self._own = contexts, lanes, own
+        self._contexts, self._lanes, self._numbers = contexts, lanes, numbers  # of the lanes that are read
         self._seed, self._on_damage, self._fingerprint = settings.seed, settings.on_damage, fingerprint
-        # Blocks of one context are in sequence; they are read as many at once.
+        # Without a shuffle, many contexts are read at once, in sequence.
         self._shuffled = settings.block_contexts > 1
         in_sequence = max(1, SampleReader.READ_BYTES // contexts.context)
         self._size = settings.block_contexts if self._shuffled else in_sequence  # S
-        self._readers = [SampleReader(contexts.split) for _ in own]
-        self._tokens = np.empty((len(own), 0, len(contexts.span)), dtype=contexts.dtype)  # (L, S, P)
+        self._readers = [SampleReader(contexts.split) for _ in numbers]
+        self._tokens = np.empty((len(numbers), 0, len(contexts.span)), dtype=contexts.dtype)  # (L, S, P)
         self._loaded: tuple[int, int] | None = None  # epoch and block
 
     def take(self, number: int) -> Batch:
@@ -145,30 +143,30 @@ class LanesReader:
         block, place = divmod(step, self._size)
         if (epoch, block) != self._loaded:
             self._load(epoch, block)
-        chosen = self._order[:, place]
+        rows = self._order[:, place]
         return Batch(
-            tokens=_rows(self._tokens, chosen),
-            lengths=_rows(self._lengths, chosen),
-            sample_ids=_rows(self._ids, chosen),
+            tokens=_rows(self._tokens, rows),
+            lengths=_rows(self._lengths, rows),
+            sample_ids=_rows(self._ids, rows),
             state=StreamState(
                 self._fingerprint, self._seed, *self._lanes.position(number + 1), self._lanes.global_batch
             ),
-            substitutions=tuple(self._substitutions[each] for each in chosen.tolist() if each in self._substitutions),
-            begins=None if self._begins is None else _rows(self._begins, chosen),
-            separators=None if self._separators is None else _rows(self._separators, chosen),
+            substitutions=tuple(self._substitutions[row] for row in rows.tolist() if row in self._substitutions),
+            begins=None if self._begins is None else _rows(self._begins, rows),
+            separators=None if self._separators is None else _rows(self._separators, rows),
         )
 
     def _load(self, epoch: int, block: int) -> None:
-        """Read a block of every lane. The place of a context is its number over all lanes: lane * S + number."""
+        """Read a block of every lane. The row of a context over all lanes is lane * S + number."""
         self._loaded = None
         size = min(self._size, self._lanes.steps_in(epoch) - block * self._size)
         if self._tokens.shape[1] != size:
-            self._tokens = np.empty((len(self._own), size, self._tokens.shape[2]), dtype=self._tokens.dtype)
-        self._lengths, self._ids, self._order = np.empty((3, len(self._own), size), dtype=np.int64)
+            self._tokens = np.empty((len(self._numbers), size, self._tokens.shape[2]), dtype=self._tokens.dtype)
+        self._lengths, self._ids, self._order = np.empty((3, len(self._numbers), size), dtype=np.int64)
         self._begins: np.ndarray | None = None  # (L, S, N)
         self._separators: np.ndarray | None = None  # (L, S)
         self._substitutions: dict[int, Substitution] = {}
-        for place, lane in enumerate(self._own):
+        for place, lane in enumerate(self._numbers):
             first = self._lanes.context_id(epoch, block * self._size, lane)
             self._ids[place] = np.arange(first, first + size)
             order = block_order(size, self._seed, epoch, lane, block) if self._shuffled else np.arange(size)
@@ -178,7 +176,7 @@ class LanesReader:
             except DataError:
                 if self._on_damage == "abort":
                     raise
-                self._load_one_by_one(epoch, place)
+                self._load_with_substitutes(epoch, place)
         self._loaded = epoch, block
 
     def _read(self, first: int, place: int, within: slice) -> None:
@@ -196,10 +194,10 @@ class LanesReader:
                 self._separators = np.empty_like(self._ids)
             self._separators[place, within] = separators
 
-    def _load_one_by_one(self, epoch: int, place: int) -> None:
-        """Read what can be read of a lane's block that holds damage, and substitute for the rest.
+    def _load_with_substitutes(self, epoch: int, place: int) -> None:
+        """Read a lane's damaged block context by context, and substitute those that cannot be read.
 
-        Raises DataError where so many contexts are damaged that no substitute is found.
+        Raises DataError if no substitute can be read.
         """
         for number, context in enumerate(self._ids[place].tolist()):
             try:
@@ -216,28 +214,27 @@ class LanesReader:
                 rule = f"so are all {len(candidates)} contexts that could stand in for it: too much is lost"
                 raise DataError(f"{damage}; {rule}")
             self._ids[place, number] = candidate
-            stand_in = Substitution(candidate, context, damage.removesuffix(f"; {REPAIR}"))
-            self._substitutions[place * self._ids.shape[1] + number] = stand_in
+            substitution = Substitution(candidate, context, damage.removesuffix(f"; {REPAIR}"))
+            self._substitutions[place * self._ids.shape[1] + number] = substitution
 
 
-def _rows(blocks: np.ndarray, chosen: np.ndarray) -> Tensor:
-    """(L, S, ...), (L,) places over all lanes -> (L, ...)."""
-    return torch.from_numpy(blocks.reshape(-1, *blocks.shape[2:]).take(chosen, axis=0))
+def _rows(blocks: np.ndarray, rows: np.ndarray) -> Tensor:
+    """Select rows over all lanes, (L,), from blocks, (L, S, ...): (L, ...)."""
+    return torch.from_numpy(blocks.reshape(-1, *blocks.shape[2:]).take(rows, axis=0))
 
 
 class ByteStream(IterableDataset[Batch]):
     """An endless stream of one rank's batches; each ``iter()`` begins again at ``state``.
 
-    ``location`` is a folder, a URL or an opened DataFolder. ``state`` (None: the beginning) may come from a run with
-    other world size, workers, prefetch or span. A block of each lane is held in memory. With ``settings.span``, batches
-    differ in their tokens alone: those outside of it are 0. Only what it meets is read and held, but under
-    ``substitute``, where processes that share a context must all find its damage.
+    ``location`` is a folder, a URL or an open DataFolder. ``state`` (None: the beginning) may come from a run with
+    another world size, workers, prefetch or span. A block of each lane is held in memory. With ``settings.span``, only
+    tokens change: those outside the span are 0. Only the span is read, except with ``substitute`` (see above).
 
-    A loader of torch's takes it with ``batch_size=None`` and at most one worker of its own; torchdata's, which asks for
-    ``state_dict``, goes on where it stopped. More workers are asked for by ``settings.workers``.
+    A torch ``DataLoader`` takes the stream with ``batch_size=None`` and at most one worker; use ``settings.workers``
+    for more. torchdata's ``StatefulDataLoader`` resumes by ``state_dict``.
 
-    Raises DataError for a folder, split, batch, span or state that does not fit, and, while it is iterated, for any
-    damage in what is read that ``settings.on_damage`` does not allow: before the damaged sample is delivered.
+    Raises DataError for a folder, split, batch, span or state that does not fit. Iteration raises DataError for damage
+    that ``settings.on_damage`` does not allow, before a damaged sample is returned.
     """
 
     def __init__(
@@ -256,11 +253,11 @@ class ByteStream(IterableDataset[Batch]):
         self.settings = settings
         folder = DataFolder.at(location, remote)
         opened = folder.split(split)
-        read = settings.span if settings.on_damage == "abort" else None  # see the head of this file
-        self.contexts = cut_contexts(opened, settings.context, settings.cut, read)
+        span = settings.span if settings.on_damage == "abort" else None  # see the top of this file
+        self.contexts = cut_contexts(opened, settings.context, settings.cut, span)
         self.lanes = Lanes(self.contexts.total_units, self.contexts.context_units, settings.global_batch)
-        self._own = self.lanes.of_rank(settings.rank, settings.world_size)
-        self.contexts.split.reserve(len(self._own))
+        self._rank_lanes = self.lanes.of_rank(settings.rank, settings.world_size)
+        self.contexts.split.reserve(len(self._rank_lanes))
         self.fingerprint = stream_fingerprint(folder, split, settings.context, settings.cut, settings.shuffle_bytes)
         self.state = self._taken = StreamState(
             self.fingerprint, settings.seed, *self.lanes.position(0), settings.global_batch
@@ -269,7 +266,7 @@ class ByteStream(IterableDataset[Batch]):
             self._begin_at(state)
 
     def _begin_at(self, state: StreamState) -> None:
-        """Raises DataError for a state that does not fit."""
+        """Set the state. Raises DataError if it does not fit."""
         state.check_belongs(self.state)
         steps = self.lanes.steps_in(state.epoch)
         if state.step >= steps:
@@ -277,11 +274,11 @@ class ByteStream(IterableDataset[Batch]):
         self.state = self._taken = state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the batch that was taken last, as ``torchdata.stateful_dataloader`` asks for it."""
+        """Return the state after the last batch, for ``torchdata.stateful_dataloader``."""
         return self._taken.to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begins at what ``state_dict`` gave. Raises DataError for a state that does not fit."""
+        """Begin at a state that ``state_dict`` returned. Raises DataError if it does not fit."""
         self._begin_at(StreamState.from_json(state))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -290,10 +287,10 @@ class ByteStream(IterableDataset[Batch]):
             rule = "each worker of the loader would read the same batches; at most 1, or settings.workers in its place"
             raise DataError(f"num_workers={worker.num_workers}: {rule}")
         self._taken = self.state
-        num_readers = max(1, min(self.settings.workers, len(self._own)))
-        bounds = [number * len(self._own) // num_readers for number in range(num_readers + 1)]
+        num_readers = max(1, min(self.settings.workers, len(self._rank_lanes)))
+        bounds = [number * len(self._rank_lanes) // num_readers for number in range(num_readers + 1)]
         readers = [
-            LanesReader(self.contexts, self.lanes, self._own[first:end], self.settings, self.fingerprint)
+            LanesReader(self.contexts, self.lanes, self._rank_lanes[first:end], self.settings, self.fingerprint)
             for first, end in pairwise(bounds)
         ]
         first_batch = self.lanes.batch_number(self.state.epoch, self.state.step)
@@ -301,31 +298,31 @@ class ByteStream(IterableDataset[Batch]):
         with ExitStack() as stack:
             batches: Iterator[Batch] = shares[0]
             if self.settings.workers:
-                self.contexts.split.close()  # a fork in the midst of a fetch could stand still in the child
+                self.contexts.split.close()  # a fork during a fetch could deadlock in the child
                 workers = Workers(shares, self.settings.prefetch, self.settings.worker_timeout_seconds)
                 stack.enter_context(closing(workers))
-                batches = (_joined(workers.take()) for _ in count())
+                batches = (_join(workers.take()) for _ in count())
             for batch in batches:
                 self._taken = batch.state
-                yield batch if self.settings.span is None else self._in_place(batch)
+                yield batch if self.settings.span is None else self._pad_span(batch)
 
     @property
     def properties(self) -> Mapping[str, int]:
-        """What all documents have in common, such as a picture's height."""
+        """Properties of all documents, such as a picture's height."""
         return self.contexts.split.manifest.properties
 
     def carried(self, epoch: int) -> str | None:
-        """What an epoch reads first that earlier ones left, in words; None where they left nothing."""
+        """Describe the units of earlier epochs that an epoch reads first; None if there are none."""
         start = self.lanes.contexts_of(epoch).start * self.lanes.context_units
-        left = epoch * self.lanes.total_units - start
-        if not left:
+        carried_units = epoch * self.lanes.total_units - start
+        if not carried_units:
             return None
         unit = "contexts" if self.lanes.context_units == 1 else "bytes"
         place = self.contexts.place(start, self.settings.seed)
-        return f"{left:,} {unit} are carried over into epoch {epoch}, from {place} on"
+        return f"{carried_units:,} {unit} are carried over into epoch {epoch}, from {place} on"
 
-    def _in_place(self, batch: Batch) -> Batch:
-        """Put what was read, (lanes, P), where it was asked for: (lanes, N)."""
+    def _pad_span(self, batch: Batch) -> Batch:
+        """Move the tokens that were read, (lanes, P), to their positions in (lanes, N)."""
         assert self.settings.span is not None
         span, before = self.settings.span.within(self.settings.context), self.contexts.span.start
         read = batch.tokens.numpy()
@@ -335,9 +332,9 @@ class ByteStream(IterableDataset[Batch]):
 
 
 def stream_fingerprint(folder: DataFolder, split: str, context: int, cut: Cut, shuffle_bytes: int) -> str:
-    """Compute the fingerprint of a training stream: the data set's, bound to what else decides the meaning of a step.
+    """Compute the fingerprint of a training stream from the data set's and all settings that decide what a step reads.
 
-    No index is read. Raises DataError where the cut does not fit the documents.
+    No index is read. Raises DataError if the cut does not fit the documents.
     """
     manifest = folder.manifest
     settled = settle_cut(cut, context, modality_named(manifest.modality), manifest.properties, folder.palette)

@@ -76,7 +76,7 @@ def _await_waiting(pid: int) -> None:
     """Until the main thread waits for that worker, of which all has been taken that came."""
     while True:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        while frame is not None and frame.f_code.co_name != "_awaited":
+        while frame is not None and frame.f_code.co_name != "_wait_for_item":
             frame = frame.f_back  # type: ignore[assignment]
         worker = None if frame is None else frame.f_locals["self"]
         if worker is not None and worker.process.pid == pid and worker._received.empty():
