@@ -11,6 +11,7 @@ from longstride.data_pipelines.shards.manifest import (
     SplitRecord,
     load_palette,
 )
-from longstride.data_pipelines.shards.reading import DataFolder, Sample, SampleReader, Split, sample_documents
+from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
+from longstride.data_pipelines.shards.samples import Sample, sample_documents
 from longstride.data_pipelines.shards.tar_stream import TarStream
 from longstride.data_pipelines.shards.verify import Progress, check_split, verify

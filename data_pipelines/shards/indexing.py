@@ -1,8 +1,8 @@
-"""An index of tars that others wrote: they are read once, stay as they are, and then train in exact order like our own.
+"""Index foreign tars: they are read once, stay unchanged, and can then be read in exact order like own shards.
 
-A sample is what WebDataset calls one: members of one name up to its first dot. Its content is the member with the
-extension that is asked for, whatever the order of members and whatever lies between them. A compressed tar has no place
-that could be read without all before it: such tars are copied once, uncompressed.
+A sample is a sample of WebDataset: the members with the same name up to the first dot. Its content is the member with
+the requested extension, in any order and with any members in between. A compressed tar cannot be read from the middle,
+so it is copied once without compression.
 """
 
 import io
@@ -24,20 +24,19 @@ from longstride.data_pipelines.formats import HEAD_BYTES, file_format, unpacked
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.manifest import MOST_SAMPLES, DataManifest, IndexRow, ShardRecord, SplitRecord
-from longstride.data_pipelines.shards.places import FoundTar, find_tars
-from longstride.data_pipelines.shards.splits import deal_tars
 from longstride.data_pipelines.shards.tar_stream import TarStream, shown
+from longstride.data_pipelines.shards.tars import FoundTar, deal_tars, find_tars
 from longstride.data_pipelines.shards.verify import Progress
 from longstride.data_pipelines.stores import Store, open_store
 
-PIECE_BYTES = 2**16  # of a long member: a row of the index each, which is checked whole and lost whole if damaged
-_HEAD_BYTES = 2**16  # of a member, which tell what file it is
-# Key and extension, as WebDataset divides a member's name: of a folder with both a line end and a dot it takes nothing.
+PIECE_BYTES = 2**16  # a long member has a row per piece, which is verified, and lost, as a unit
+_HEAD_BYTES = 2**16  # of a member, to identify its format
+# Key and extension, as WebDataset divides a member's name; it skips folders with both a line end and a dot.
 _NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)")
-_META = re.compile(r"__[^/]*__(\n?\Z|/)")  # what WebDataset keeps for itself, at the beginning of a name
+_META = re.compile(r"__[^/]*__(\n?\Z|/)")  # names that WebDataset reserves
 _OTHER_MEMBERS = "members_of_other_extensions"
-_ASIDE = ".index.partial"  # in a folder that is there: what is written for it
-_SOURCE_BYTES = 2**20  # of a tar, read at once
+_ASIDE = ".index.partial"  # files that are being written for an existing folder
+_SOURCE_BYTES = 2**20  # read at once
 _UNPACK = "copy the set with its tars uncompressed by --unpack into another folder, with room for them"
 
 
@@ -56,44 +55,48 @@ def index_tars(
     progress: Progress | None = None,
     dealt: Callable[[Mapping[str, Sequence[str]]], None] | None = None,
 ) -> DataManifest:
-    """Read tars once, and write a manifest and their indexes into the folder ``output``, which may be the tars' own.
+    """Read tars once, and write a manifest and their indexes into the folder ``output``. Nothing is overwritten.
 
-    ``places`` are folders, tars, patterns (``*``, ``{000..012}``) or URLs of them. ``unpack``: the tars may be
-    compressed, and are copied into ``output`` as plain ones, but for plain ones that lie there. ``extension`` names the
-    member of a sample that holds its content (None: the modality's own); a sample without it is left out and counted,
-    or refused where all must be ``complete``. ``splits`` are ``NAME=PATTERN``; without any, words in the tars' names
-    decide (``train``, ``val``, ``test`` …), and where there is no validation split ``validation_fraction`` (None: 0.05)
-    of the tars become one. ``properties`` are asked of all members, where these do not tell of themselves. ``progress``
-    is called with the bytes of tars, (done, in all), and ``dealt`` once, with the names of each split's tars, before
-    any is read. Nothing is overwritten.
+    Args:
+        places: folders, tars, patterns (``*``, ``{000..012}``) or URLs of these.
+        output: a folder, which may be that of the tars.
+        extension: of the member of a sample that is its content; None: the modality's own.
+        splits: rules ``NAME=PATTERN``; without any, words in the tars' names decide (``train``, ``val``, ``test`` …).
+        validation_fraction: share of the tars that become the validation split if there is none; None: 0.05.
+        complete: whether to reject samples without the member, which are otherwise left out and counted.
+        unpack: whether to copy the tars into ``output`` without compression, except for plain ones that are there.
+        properties: of all members, as far as these do not state them.
+        progress: called with the bytes of tars, (done, in all).
+        dealt: called once with the names of each split's tars, before any is read.
 
-    Raises DataError, naming tar and member, for what cannot be read as it lies, for names that leave open which tars
-    are held out, and for an output that is taken.
+    Raises:
+        DataError: a tar or a member cannot be read in place, names do not show which tars are held out, or the output
+            is taken. The message names tar and member.
     """
     kind = modality_named(modality)
-    ending = kind.extension if extension is None else extension.removeprefix(".").lower()  # as WebDataset has it
+    ending = kind.extension if extension is None else extension.removeprefix(".").lower()  # like WebDataset
     if not ending or "/" in ending:
         raise DataError(f"extension={extension!r}: must be what follows a member's first dot, such as txt")
     base, tars, links = find_tars(places, remote)
     by_split = deal_tars(tars, splits, validation_fraction)
-    is_beside = "://" not in base and os.path.realpath(base) == os.path.realpath(output)
-    taken = [tar for split in by_split.values() for tar in split]
-    if not unpack and (packed := [tar for tar in taken if tar.source != tar.name]):
+    is_in_place = "://" not in base and os.path.realpath(base) == os.path.realpath(output)
+    indexed = [tar for split in by_split.values() for tar in split]
+    if not unpack and (packed := [tar for tar in indexed if tar.source != tar.name]):
         raise DataError(f"{packed[0].source}: a compressed tar cannot be read from the middle; {_UNPACK}")
-    copied = {tar.name for tar in taken if unpack and not (is_beside and tar.source == tar.name)}
+    copied = {tar.name for tar in indexed if unpack and not (is_in_place and tar.source == tar.name)}
     aside = output / _ASIDE
     was_killed = aside.is_dir()
-    _check_output(output, [tar.name for tar in taken], copied, was_killed)
+    _check_output(output, [tar.name for tar in indexed], copied, was_killed)
     reader = _Reader(open_store(base, remote), kind, ending, complete, copied, properties or {})
-    reader.left_out["tars_of_no_split"] = len(tars) - len(taken)
+    reader.left_out["tars_of_no_split"] = len(tars) - len(indexed)
     if links:
         reader.left_out["links_to_folders"] = links
     if dealt is not None:
         dealt({name: [tar.source for tar in members] for name, members in by_split.items()})
     is_new = not output.exists()
-    filled = whole_folder(output) if is_new else working_folder(aside)
-    marked = _stays_marked(aside) if was_killed else nullcontext()
-    with closing(reader.store), as_data_error(output, None), marked, filled as folder:
+    target = whole_folder(output) if is_new else working_folder(aside)
+    marker = _keep_marker(aside) if was_killed else nullcontext()
+    with closing(reader.store), as_data_error(output, None), marker, target as folder:
         records = reader.read_splits(by_split, folder, progress)
         place = base if "://" in base else os.path.relpath(os.path.realpath(base), os.path.realpath(output))
         manifest = DataManifest(
@@ -106,13 +109,13 @@ def index_tars(
         with durable_file(folder / DataManifest.FILE_NAME, folder) as file:
             file.write(manifest.to_json().encode())
         if not is_new:
-            _lay_down(folder, output, was_killed)
+            _move_into_place(folder, output, was_killed)
     return manifest
 
 
 @contextmanager
-def _stays_marked(aside: Path) -> Iterator[None]:
-    """Leaves the folder of a killed index where this one fails too: the next knows by it whose files lie there."""
+def _keep_marker(aside: Path) -> Iterator[None]:
+    """Restore the folder of a killed run on failure, as it shows that files in the output may be from that run."""
     try:
         yield
     except BaseException:
@@ -121,11 +124,11 @@ def _stays_marked(aside: Path) -> Iterator[None]:
         raise
 
 
-def _lay_down(aside: Path, output: Path, was_killed: bool) -> None:
-    """Moves all files to where they belong, the manifest last: it makes a data folder of all.
+def _move_into_place(aside: Path, output: Path, was_killed: bool) -> None:
+    """Move all files to the output, the manifest last, as it makes the folder a data folder.
 
-    A file that an index that ``was_killed`` has laid there already is as it should be. Where one cannot be moved, none
-    of them stays. Raises DataError for one that is there otherwise, and OSError.
+    If a run ``was_killed``, identical files may be there already. If a file cannot be moved, all moves are undone.
+    Raises DataError for another file that is there, and OSError.
     """
     names = [path.relative_to(aside) for path in sorted(aside.rglob("*")) if path.is_file()]
     names.sort(key=lambda name: name == Path(DataManifest.FILE_NAME))
@@ -152,10 +155,10 @@ def _lay_down(aside: Path, output: Path, was_killed: bool) -> None:
 
 
 class _Reader:
-    """Reads tars, one after the other; the first member of content settles what all have in common.
+    """Reads tars one after the other. The first content member decides the properties of all.
 
-    A sample without its member is refused where all must be ``complete``. Tars whose names are in ``copied`` may be
-    compressed, and are written anew beside their indexes.
+    ``complete`` rejects samples without their member. Tars whose names are in ``copied`` may be compressed, and are
+    copied next to their indexes.
     """
 
     def __init__(
@@ -165,10 +168,10 @@ class _Reader:
         extension: str,
         complete: bool,
         copied: Collection[str],
-        asked: Properties,
+        requested: Properties,
     ) -> None:
         self.store, self.modality, self.extension, self.complete = store, modality, extension, complete
-        self.copied, self.asked = copied, asked
+        self.copied, self.requested = copied, requested
         self.properties: dict[str, int] | None = None
         self.left_out = Counter({f"samples_without_{extension}": 0, "empty_samples": 0, f"tars_without_{extension}": 0})
         self.extensions: set[str] = set()  # of other members, for messages
@@ -176,7 +179,7 @@ class _Reader:
     def read_splits(
         self, dealt: Mapping[str, list[FoundTar]], aside: Path, progress: Progress | None
     ) -> dict[str, SplitRecord]:
-        """The record of each split, whose tars' indexes are written below ``aside``."""
+        """Read all tars, and write their indexes below ``aside``. Return the record of each split."""
         records: dict[str, list[ShardRecord]] = {split: [] for split in dealt}
         done, total = 0, sum(tar.size for tars in dealt.values() for tar in tars)
         for split, tars in dealt.items():
@@ -189,32 +192,33 @@ class _Reader:
                     progress(done, total)
         for split, shards in records.items():
             if not shards:
-                held = ", ".join(sorted(f".{each}" for each in self.extensions if each)) or "none with an extension"
+                members = ", ".join(sorted(f".{ending}" for ending in self.extensions if ending))
+                members = members or "none with an extension"
                 rule = "name the one that holds the content by --extension"
                 if self.left_out["meta_members"] and not self.extensions:
-                    held, rule = "named __…__/", "rename them, as WebDataset passes over what begins so"
+                    members, rule = "named __…__/", "rename them, as WebDataset skips such names"
                 raise DataError(
                     f"{self.store.location}: no sample of split {split!r} ({len(dealt[split])} tars) has content in a "
-                    f"member .{self.extension}; members are {held}; {rule}"
+                    f"member .{self.extension}; members are {members}; {rule}"
                 )
         return {
             split: SplitRecord(sum(shard.documents for shard in shards), tuple(shards))
             for split, shards in records.items()
         }
 
-    def read(self, found: FoundTar, aside: Path) -> ShardRecord | None:
-        """The record of a tar, whose index is written below ``aside``; None where it holds no content."""
-        tar, extension = self.store.path_for_messages(found.source), self.extension
+    def read(self, source: FoundTar, aside: Path) -> ShardRecord | None:
+        """Read a tar, and write its index below ``aside``. Return its record; None if it has no content."""
+        tar, extension = self.store.path_for_messages(source.source), self.extension
         rows: list[IndexRow] = []
-        keys: dict[str, bool] = {}  # of samples: whether the member is there
+        keys: dict[str, bool] = {}  # whether each sample has its member
         with as_data_error(aside, None):
-            (aside / found.name).parent.mkdir(parents=True, exist_ok=True)
+            (aside / source.name).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            copy = stack.enter_context(durable_file(aside / found.name, aside)) if found.name in self.copied else None
-            stream = stack.enter_context(closing(TarStream(tar, self._blocks(tar, found, copy))))
+            copy = stack.enter_context(durable_file(aside / source.name, aside)) if source.name in self.copied else None
+            stream = stack.enter_context(closing(TarStream(tar, self._blocks(tar, source, copy))))
             for member in stream.members():
-                divided = _NAME.fullmatch(member.name)
-                key, kind = (divided[1], divided[2].lower()) if divided else ("", None)
+                match = _NAME.fullmatch(member.name)
+                key, kind = (match[1], match[2].lower()) if match else ("", None)
                 reason = _why_left_out(member, kind, extension)
                 if reason is not None:
                     self.left_out[reason] += 1
@@ -233,7 +237,7 @@ class _Reader:
                     raise DataError(f"{where} stands twice in this tar; give every sample a name of its own")
                 keys[key] = True
                 pieces = -(-member.size // PIECE_BYTES) if self.modality.divisible else 1
-                if len(rows) + pieces > MOST_SAMPLES:  # told before it is read: no index may be longer
+                if len(rows) + pieces > MOST_SAMPLES:  # checked before it is read
                     raise DataError(f"{where}: a tar has more than {MOST_SAMPLES:,} samples or pieces; split the tar")
                 rows += self._rows(where, member.offset, member.size, stream)
         lacking = [key for key, complete in keys.items() if not complete]
@@ -245,14 +249,14 @@ class _Reader:
         if not rows:
             self.left_out[f"tars_without_{extension}"] += 1
             return None
-        record, index = ShardRecord.of(found.name, rows, stream.offset, stream.sha256.hexdigest())
+        record, index = ShardRecord.of(source.name, rows, stream.offset, stream.sha256.hexdigest())
         with durable_file(aside / record.index_name, aside) as file:
             file.write(index)
         return record
 
-    def _blocks(self, tar: str, found: FoundTar, copy: BinaryIO | None) -> Generator[bytes, None, None]:
-        """The plain tar, all of which is written to ``copy`` as well. Raises DataError where it cannot be had."""
-        with closing(self.store.blocks(found.source, found.size)) as blocks:
+    def _blocks(self, tar: str, location: FoundTar, copy: BinaryIO | None) -> Generator[bytes, None, None]:
+        """Yield the decompressed tar, and write it to ``copy``, if any. Raises DataError if it cannot be read."""
+        with closing(self.store.blocks(location.source, location.size)) as blocks:
             source = io.BufferedReader(_BlocksFile(blocks), _SOURCE_BYTES)
             kind = file_format(source.peek(HEAD_BYTES))
             if kind is not None and kind.unpack is not None:
@@ -267,7 +271,7 @@ class _Reader:
                 yield block
 
     def _rows(self, where: str, begins: int, size: int, stream: TarStream) -> list[IndexRow]:
-        """The rows of a member of content, whose header has just gone by: one, or one for each piece of a long one."""
+        """Read a content member after its header, and return its rows: one, or one per piece of a long member."""
         data = stream.offset
         end = data + size
         place = data + self._header_bytes(where, size, stream)
@@ -279,7 +283,7 @@ class _Reader:
         step = PIECE_BYTES if self.modality.divisible else size
         member = begins
         while place < end:
-            # Data begins at a block of the tar, and so does every piece but for the header before the first.
+            # Data, and every piece after the first, begins at a block of the tar.
             stop = min(end, data + (place - data) // step * step + step)
             stream.pass_by(stop - stream.offset)
             if stop == end:
@@ -290,24 +294,24 @@ class _Reader:
         return rows
 
     def _header_bytes(self, where: str, size: int, stream: TarStream) -> int:
-        """Bytes of the header before the content. Raises DataError for a member that is not what we read as it lies."""
+        """Return the size of the header before the content. Raises DataError for a member in another format."""
         modality = self.modality
         if size == 0:
             return 0
         head = stream.peek(min(size, _HEAD_BYTES))
         if self.properties is None:
-            with tempfile.TemporaryFile() as file:  # as long as the member, without its bytes
+            with tempfile.TemporaryFile() as file:  # a sparse file of the member's size
                 file.write(head)
                 file.truncate(size)
                 file.seek(0)
-                self.properties = dict(modality.settle_member(Path(where), file, self.asked))
+                self.properties = dict(modality.settle_member(Path(where), file, self.requested))
         modality.check_head(where, head, self.properties)
         header = len(modality.header(0, self.properties))
-        content, rest = divmod(max(0, size - header), modality.stored_bytes(self.properties))
+        content, remainder = divmod(max(0, size - header), modality.stored_bytes(self.properties))
         fixed = modality.document_bytes(self.properties)
         if (
             size < header
-            or rest
+            or remainder
             or not head.startswith(modality.header(content, self.properties))
             or fixed not in (None, content)
         ):
@@ -321,9 +325,9 @@ class _Reader:
 
 
 def _why_left_out(member: tarfile.TarInfo, kind: str | None, extension: str) -> str | None:
-    """Why a member of extension ``kind`` is no content, as the manifest counts it; None where it should be.
+    """Return why a member with extension ``kind`` is not content, for the manifest's counts; None if it is.
 
-    WebDataset takes plain files alone, and ignores its own names and those that it cannot divide (``kind`` None).
+    WebDataset only reads plain files. It ignores reserved names and those without an extension (``kind`` None).
     """
     if member.isdir():
         return "folder_members"
@@ -339,33 +343,33 @@ def _why_left_out(member: tarfile.TarInfo, kind: str | None, extension: str) -> 
 
 
 class _BlocksFile(io.RawIOBase):
-    """Blocks as a file that can be read, and not sought in."""
+    """A file over blocks, which can be read but not seeked."""
 
     def __init__(self, blocks: Generator[bytes, None, None]) -> None:
-        self._blocks, self._held = blocks, memoryview(b"")
+        self._blocks, self._block = blocks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, target: Any) -> int:
-        """As many bytes as there is room for, fewer at the end."""
+        """Fill ``target``; return fewer bytes at the end."""
         filled = 0
         while filled < len(target):
-            if not self._held:
-                self._held = memoryview(next(self._blocks, b""))
-                if not self._held:
+            if not self._block:
+                self._block = memoryview(next(self._blocks, b""))
+                if not self._block:
                     break
-            part = self._held[: len(target) - filled]
+            part = self._block[: len(target) - filled]
             target[filled : filled + len(part)] = part
-            self._held = self._held[len(part) :]
+            self._block = self._block[len(part) :]
             filled += len(part)
         return filled
 
 
 def _check_output(output: Path, names: Sequence[str], copied: Collection[str], was_killed: bool) -> None:
-    """Whether manifest, indexes of the tars of these names, and copies of some have place.
+    """Raise DataError if the manifest, an index of a tar, or a copy would overwrite a file.
 
-    What an index that ``was_killed`` may have laid there is compared when it is made again.
+    Files that a killed run may have written are compared later, when they are created again.
     """
     if "://" in str(output) or not str(output):
         raise DataError(f"--output={output}: must be a folder on this machine, such as data/mine; index, then upload")

@@ -5,19 +5,17 @@ flipped bit. Here the index has the offset of each member, so any range costs th
 before the CRC-32 of the member, with header and padding, matches the index.
 """
 
-import hashlib
 import os
 import posixpath
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -34,7 +32,6 @@ from longstride.data_pipelines.shards.manifest import (
     load_palette,
     member_ends,
 )
-from longstride.data_pipelines.shards.sources import sources_of
 from longstride.data_pipelines.shards.tar_stream import TarStream, shown
 from longstride.data_pipelines.stores import open_store
 
@@ -446,47 +443,3 @@ def _describe(split: Split, number: int, sample: int, member: memoryview) -> str
     if name.decode(errors="replace") not in split.member_names(split.shards[number], sample):
         return f"holds sample {name.decode(errors='replace')!r} in place of {key}; {REPAIR}"
     return f"sample {key} is damaged (CRC-32); {REPAIR}"
-
-
-class Sample(NamedTuple):
-    """A document, or a piece of a long one, for a person to look at."""
-
-    key: str  # names split, shard and place, as its member in the shard does
-    content: np.ndarray  # (n,) uint8
-    properties: Mapping[str, int]  # of all documents of the set
-    place: str  # its member and the shard, in words
-    source: str | None = None  # the file's path under the input of the build, where the folder has it
-
-
-def sample_documents(location: str | Path | DataFolder, split: str, count: int, seed: int = 0) -> Iterator[Sample]:
-    """As many samples of a split, in order, each from its own part of it; equal seeds give equal samples.
-
-    A split with fewer is given whole. Only the shards that hold them are opened. Raises DataError for a folder, split
-    or count that does not fit, and for a damaged sample, before it is handed on.
-    """
-    if count < 1:
-        raise DataError(f"count={count}: must be at least 1")
-    folder = DataFolder.at(location)
-    opened = folder.split(split)
-    reader = SampleReader(opened)
-    ends = list(accumulate(shard.samples for shard in opened.shards))
-    count = min(count, ends[-1])
-    chosen = []
-    for part in range(count):
-        # The split has ``count`` equal parts, and a sample of each is drawn.
-        first, end = part * ends[-1] // count, (part + 1) * ends[-1] // count
-        drawn = int.from_bytes(hashlib.sha256(f"{seed}\0{part}".encode()).digest()[:8], "big")
-        number = first + drawn % (end - first)
-        shard = int(np.searchsorted(ends, number, side="right"))
-        chosen.append((shard, number - (ends[shard - 1] if shard else 0)))
-    sources = {}
-    if folder.manifest.tars is None:
-        sources = sources_of(folder.store, {opened.shards[shard].key(sample) for shard, sample in chosen})
-    for shard, sample in chosen:
-        edges = opened.open(shard).edges
-        content = np.empty(int(edges[sample + 1] - edges[sample]), dtype=np.uint8)
-        reader.fill(shard, int(edges[sample]), content)
-        name = opened.sample_name(shard, sample)
-        key = opened.shards[shard].key(sample) if opened.manifest.tars is None else name
-        place = f"{name} of {opened.shards[shard].name}"
-        yield Sample(key, content, opened.manifest.properties, place, sources.get(key))

@@ -29,10 +29,9 @@ from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.shards import reading
+from longstride.data_pipelines.shards import DataFolder, reading, sample_documents
 from longstride.data_pipelines.shards.indexing import PIECE_BYTES, index_tars
 from longstride.data_pipelines.shards.manifest import DataManifest
-from longstride.data_pipelines.shards.reading import DataFolder, sample_documents
 from longstride.data_pipelines.shards.verify import check_split, verify
 from longstride.data_pipelines.stores import open_store, transport
 from tests.harness.data.streams import open_stream

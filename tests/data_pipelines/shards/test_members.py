@@ -14,7 +14,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.shards import DataFolder, index_tars
-from longstride.data_pipelines.shards.reading import sample_documents
+from longstride.data_pipelines.shards.samples import sample_documents
 from longstride.launcher import cli
 from tests.harness.data.tars import add, write_tar
 
@@ -135,7 +135,7 @@ def test_the_verb_says_how_many_were_left_out_and_why(tmp_path, capsys):
 
 def test_a_tar_of_nothing_but_meta_members_is_refused_with_the_way_out(tmp_path):
     write_tar(tmp_path / "train.tar", [("__tests__/a.txt", b"text")])
-    with pytest.raises(DataError, match=r"members are named __…__/; rename them, as WebDataset passes over"):
+    with pytest.raises(DataError, match=r"members are named __…__/; rename them, as WebDataset skips such names"):
         index_tars([str(tmp_path)], tmp_path / "index", validation_fraction=0)
 
 

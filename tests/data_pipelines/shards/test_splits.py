@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import index_tars
-from longstride.data_pipelines.shards.places import FoundTar
-from longstride.data_pipelines.shards.splits import deal_tars
+from longstride.data_pipelines.shards.tars import FoundTar, deal_tars
 from longstride.launcher import cli
 from tests.harness.data.tars import write_tar
 
