@@ -1,6 +1,6 @@
-"""The published datasets that a build reads as they are distributed: one file and one line of ``DATASETS`` each.
+"""Published datasets that a build reads as they are distributed: one file and one line of ``DATASETS`` each.
 
-Classes that installed packages register as entry points of the group ``longstride.datasets`` are datasets, too.
+Installed packages can register further classes as entry points of the group ``longstride.datasets``.
 """
 
 from longstride.data_pipelines.datasets.byte_corpus import ENWIK8, TEXT8
@@ -15,7 +15,7 @@ DATASETS = {dataset.name: dataset for dataset in (*registered("longstride.datase
 
 
 def dataset_named(name: str) -> Dataset:
-    """The registered dataset of that name. Raises DataError for a name that is not registered."""
+    """Return the registered dataset of a name. Raises DataError for a name that is not registered."""
     if name not in DATASETS:
         raise DataError(f"dataset={name}: not a dataset that is known; take one of {', '.join(sorted(DATASETS))}")
     return DATASETS[name]

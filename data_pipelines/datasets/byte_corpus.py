@@ -1,4 +1,4 @@
-"""enwik8 and text8: one file of 10^8 bytes, cut into 90 % to train on, 5 % to validate with and 5 % to test with.
+"""enwik8 and text8: one file of 10^8 bytes, divided into 90 % train, 5 % validation and 5 % test.
 
 These are the 90, 5 and 5 million bytes of the papers. A split is one document.
 """
@@ -6,8 +6,15 @@ These are the 90, 5 and 5 million bytes of the papers. A split is one document.
 from dataclasses import dataclass
 from pathlib import Path
 
-from longstride.data_pipelines.datasets.dataset import Archive, Dataset, DatasetContent, PublishedFile, files_in
-from longstride.data_pipelines.datasets.excerpts import Excerpts, Stretch
+from longstride.data_pipelines.datasets.dataset import (
+    Archive,
+    Dataset,
+    DatasetContent,
+    Excerpts,
+    PublishedFile,
+    Stretch,
+    files_in,
+)
 from longstride.data_pipelines.datasets.members import Member, members_of
 from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
@@ -17,7 +24,7 @@ _TRAIN_PERCENT, _VALIDATION_PERCENT = 90, 5
 
 @dataclass(frozen=True, kw_only=True)
 class ByteCorpus(Dataset):
-    """A dataset of one file, which has its name."""
+    """A dataset of one file with the dataset's name."""
 
     archive: Archive
     content: PublishedFile
@@ -27,8 +34,8 @@ class ByteCorpus(Dataset):
     def file_names(self) -> tuple[str, ...]:
         return self.name, self.archive.name
 
-    def find(self, given: Path, unpublished: bool) -> DatasetContent:
-        member = self._member(given)
+    def find(self, path: Path, unpublished: bool) -> DatasetContent:
+        member = self._member(path)
         if not unpublished:
             with OpenInput() as open_input:
                 self.content.check(member, open_input)
@@ -43,19 +50,19 @@ class ByteCorpus(Dataset):
             raise DataError(f"{member.shown}: {member.size} bytes are too few for three splits; fetch it again")
         return DatasetContent(splits, {})
 
-    def _member(self, given: Path) -> Member:
-        if given.is_file():
-            members = members_of(given)
+    def _member(self, path: Path) -> Member:
+        if path.is_file():
+            members = members_of(path)
             candidates = [member for member in members if member.base_name == self.name] or members
             if len(candidates) == 1:
                 return candidates[0]
             names = ", ".join(member.name for member in members[:3]) + (" …" if len(members) > 3 else "")
-            raise DataError(f"{given}: holds {names or 'nothing'} instead of {self.name} alone; {self.where}")
-        for files in files_in(given):
-            for path in files:
-                if path.name in self.file_names:
-                    return self._member(path)
-        raise DataError(f"{given}: holds neither {self.name} nor {self.archive.name}; {self.where}")
+            raise DataError(f"{path}: holds {names or 'nothing'} instead of {self.name} alone; {self.where}")
+        for files in files_in(path):
+            for file in files:
+                if file.name in self.file_names:
+                    return self._member(file)
+        raise DataError(f"{path}: holds neither {self.name} nor {self.archive.name}; {self.where}")
 
 
 ENWIK8 = ByteCorpus(  # the beginning of an English Wikipedia dump of 2006, as XML: http://mattmahoney.net/dc/textdata
@@ -67,7 +74,7 @@ ENWIK8 = ByteCorpus(  # the beginning of an English Wikipedia dump of 2006, as X
     ),
     content=PublishedFile(100_000_000, "md5", "a1fa5ffddb56f4953e226637dabbb36a"),  # published beside it
 )
-TEXT8 = ByteCorpus(  # the same Wikipedia in small letters and spaces alone
+TEXT8 = ByteCorpus(  # the same Wikipedia in small letters and spaces
     name="text8",
     archive=Archive(
         url="http://mattmahoney.net/dc/text8.zip",

@@ -1,24 +1,35 @@
 """CIFAR-10: 60,000 pictures of 32 x 32 pixels, in its binary and in its Python version.
 
 The last 25th of the training pictures, in the published order, is the validation split: 2,000 of 50,000. Both versions
-hold the same pictures in the same order, so that both give the same shards.
+have the same pictures in the same order, so both give the same shards.
+
+The Python version is pickled. A pickle is a program, so it is interpreted here by the few operations that a batch
+needs. No code of numpy or of any other package is called, and memory is in proportion to the file.
 """
 
+import pickletools
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from longstride.data_pipelines.datasets.batch_pickle import PickledBatch
+import numpy as np
+
 from longstride.data_pipelines.datasets.dataset import (
     WAY_OUT,
     Archive,
     Archives,
     Dataset,
     DatasetContent,
+    Excerpts,
+    PlaneRows,
+    Planes,
     PublishedFile,
+    Stretch,
     files_in,
+    picture_properties,
 )
-from longstride.data_pipelines.datasets.excerpts import Excerpts, PlaneRows, Stretch, picture_properties
 from longstride.data_pipelines.datasets.members import Member, whole_file
 from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
@@ -29,7 +40,7 @@ _PICTURE_BYTES = 3 * _EDGE**2
 _ROW_BYTES = 1 + _PICTURE_BYTES
 _VALIDATION_SHARE = 25
 _TRAIN, _TEST = tuple(f"data_batch_{number}" for number in range(1, 6)), "test_batch"
-_BINARY, _PYTHON = ".bin", ""  # suffixes of the names in the two versions
+_BINARY, _PYTHON = ".bin", ""  # suffixes of names in the two versions
 _NAMES = {f"{name}{version}" for name in (*_TRAIN, _TEST) for version in (_BINARY, _PYTHON)}
 _ARCHIVE_NAMES = ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz")
 
@@ -49,6 +60,21 @@ _KNOWN = {
     "test_batch": PublishedFile(31_035_526, "md5", "40351d587109b95175f43aff81a1287e"),
 }
 
+_MOST_BYTES = 2**27  # of a pickled batch, which is held in memory: the published ones have 31 MB
+_MOST_STEPS = 2**20  # of its program: they have a tenth of them
+_MOST_SHOWN = 200  # characters of a pickle in a message
+_KNOWN_NAMES = {
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
+}
+_CONSTANTS = {
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BINUNICODE8"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar10(Dataset):
@@ -62,17 +88,17 @@ class Cifar10(Dataset):
     def file_names(self) -> set[str]:
         return {*_NAMES, *_ARCHIVE_NAMES}
 
-    def find(self, given: Path, unpublished: bool) -> DatasetContent:
-        """The splits of an archive, its folder, or one above."""
-        names, batches = _version(_batches_in(given))
+    def find(self, path: Path, unpublished: bool) -> DatasetContent:
+        """Find the splits in an archive, its folder, or a folder above."""
+        names, batches = _version(_batches_in(path))
         if not batches:
             raise DataError(
-                f"{given}: holds no batch of CIFAR-10 (data_batch_1.bin … test_batch.bin, or data_batch_1 … "
+                f"{path}: holds no batch of CIFAR-10 (data_batch_1.bin … test_batch.bin, or data_batch_1 … "
                 f"test_batch of the Python version); {self.where}"
             )
         missing = [name for name in names if name not in batches]
         if missing and not unpublished:
-            raise DataError(f"{given}: lacks {', '.join(missing)}; {WAY_OUT}")
+            raise DataError(f"{path}: lacks {', '.join(missing)}; {WAY_OUT}")
         with OpenInput() as open_input:
             if not unpublished:
                 for name, member in batches.items():
@@ -86,26 +112,26 @@ class Cifar10(Dataset):
             "test": Excerpts([stretches[_TEST]] if _TEST in stretches else []),
         }
         if not splits["train"]:
-            raise DataError(f"{given}: holds no picture to train on; {self.where}")
+            raise DataError(f"{path}: holds no picture to train on; {self.where}")
         splits = {name: excerpts for name, excerpts in splits.items() if excerpts}
         return DatasetContent(splits, picture_properties(_EDGE))
 
 
 def _version(members: Mapping[str, Member]) -> tuple[list[str], dict[str, Member]]:
-    """The version with more batches (the binary one where both are whole): all its names, and its batches."""
+    """Choose the version with more batches, else the binary one. Return all its names, and the batches."""
     versions = [[f"{name}{version}" for name in (*_TRAIN, _TEST)] for version in (_BINARY, _PYTHON)]
     batches = [(names, {name: members[name] for name in names if name in members}) for names in versions]
     return max(batches, key=lambda version: len(version[1]))
 
 
-def _batches_in(given: Path) -> dict[str, Member]:
-    """The batches, by name, of the nearest place that has any. Unpacked batches come before those in archives."""
-    for files in files_in(given):
+def _batches_in(root: Path) -> dict[str, Member]:
+    """Find the batches, by name, in the nearest place that has any. Unpacked batches precede those in archives."""
+    for files in files_in(root):
         unpacked = {path.name: whole_file(path) for path in files if path.name in _NAMES}
         if unpacked:
             return unpacked
-    archives = Archives(_ARCHIVE_NAMES, given)
-    for files in files_in(given):
+    archives = Archives(_ARCHIVE_NAMES, root)
+    for files in files_in(root):
         members: dict[str, Member] = {}
         for path in archives.in_order(files):
             for member in archives.members(path):
@@ -116,12 +142,12 @@ def _batches_in(given: Path) -> dict[str, Member]:
                 break
         if members:
             return members
-    archives.check_nothing_passed_over()
+    archives.check_all_readable()
     return {}
 
 
 def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
-    """The pictures of a batch. Raises DataError for a file that is no batch."""
+    """Return the pictures of a batch. Raises DataError for a file that is not a batch."""
     if not member.base_name.endswith(_BINARY):
         batch = PickledBatch(member, _EDGE)
         return Stretch(batch, 0, len(batch.rows(open_input, 0, None)), _PICTURE_BYTES)
@@ -131,6 +157,169 @@ def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
             "fetch it again"
         )
     return Stretch(PlaneRows(member, _EDGE, 0, labels=_CLASSES), 0, member.size // _ROW_BYTES, _PICTURE_BYTES)
+
+
+class RefusedPickleError(Exception):
+    """A pickle is not a batch: one line that says why."""
+
+
+class PickledBatch(Planes):
+    """The pictures of a pickled batch. About 30 MB are held in memory while it is read."""
+
+    def rows(self, open_input: OpenInput, first: int, stop: int | None) -> np.ndarray:
+        """Read rows, see ``Planes``; without ``stop`` all. Raises DataError for a pickle that is not a batch."""
+
+        def load(_: ExitStack) -> np.ndarray:
+            if self.member.size > _MOST_BYTES:
+                rule = f"{self.member.size:,} bytes, where a batch has {_MOST_BYTES:,} at most"
+                raise DataError(f"{self.member.shown}: {rule}; fetch it again")
+            with OpenInput() as open_file:  # `open_input` holds the array
+                content = self.member.read(open_file, 0, self.member.size)
+            try:
+                return batch_rows(content, _PICTURE_BYTES)
+            except RefusedPickleError as error:
+                raise DataError(f"{self.member.shown}: {error}; nothing of it was run: fetch it again") from error
+
+        return open_input.get(self, load)[first:stop]
+
+
+def batch_rows(content: bytes, row_bytes: int) -> np.ndarray:
+    """Return the array "data" of a pickled dictionary, (n, row_bytes) uint8. Raises RefusedPickleError."""
+    try:
+        batch = _interpret(content)
+    except RefusedPickleError:
+        raise
+    except Exception as error:  # damage may raise anything
+        words = " ".join(str(error)[:_MOST_SHOWN].split()) or type(error).__name__
+        raise RefusedPickleError(f"cannot be read as a pickle ({words})") from error
+    data = batch.get(b"data", batch.get("data")) if isinstance(batch, dict) else None
+    if not isinstance(data, _Array):
+        raise RefusedPickleError('is no batch: a dictionary with an array of bytes as "data"')
+    match data.state:  # version, shape, type, whether by columns, content
+        case int(), (int(count), int(width)), _Type(kind), int(0), bytes(raw):
+            is_bytes = kind in ("u1", b"u1", "|u1", b"|u1", "uint8", b"uint8")
+            if is_bytes and width == row_bytes and len(raw) == count * width:
+                return np.frombuffer(raw, dtype=np.uint8).reshape(count, width)
+    raise RefusedPickleError(f'its "data" is no array of bytes in rows of {row_bytes}')
+
+
+class _Name(NamedTuple):
+    """A name of another module, which a pickle can call."""
+
+    name: str
+
+
+class _Type(NamedTuple):
+    """Represents a numpy.dtype."""
+
+    name: Any
+
+
+@dataclass(slots=True)
+class _Array:
+    """Represents a numpy.ndarray."""
+
+    state: Any = None
+
+
+def _interpret(content: bytes) -> Any:
+    """Return a pickled value of the kinds in a batch. Raises RefusedPickleError, or anything for a damaged pickle."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    encodable = len(content)  # each character is at least a byte of the pickle, encoded once
+    for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
+        if number > _MOST_STEPS:
+            raise RefusedPickleError(f"has more than {_MOST_STEPS:,} steps, which no batch has")
+        operands = list(operation.stack_before)
+        if pickletools.markobject in operands:
+            items = _pop(stack, marks.pop())
+            operands = [*_pop(stack, len(stack) - operands.index(pickletools.markobject)), items]
+        else:
+            operands = _pop(stack, len(stack) - len(operands))
+        match operation.name, operands:
+            case "PROTO" | "FRAME", _:
+                continue
+            case "STOP", [value]:
+                return value
+            case "MARK", _:
+                marks.append(len(stack))
+                continue
+            case "PUT" | "BINPUT" | "LONG_BINPUT", _:
+                memo[argument] = stack[-1]
+                continue
+            case "MEMOIZE", [value]:
+                memo[len(memo)] = value
+            case "GET" | "BINGET" | "LONG_BINGET", _:
+                value = memo[argument]
+            case "NONE" | "NEWTRUE" | "NEWFALSE" as name, _:
+                value = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[name]
+            case "STRING" | "BINSTRING" | "SHORT_BINSTRING", _:  # bytes of Python 2
+                value = argument.encode("latin1")
+            case name, _ if name in _CONSTANTS:
+                value = argument
+            case "EMPTY_TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3", _:
+                value = tuple(operands)
+            case "TUPLE", [items]:
+                value = tuple(items)
+            case "EMPTY_LIST", _:
+                value = []
+            case "LIST", [value]:
+                pass
+            case "APPEND", [list(value), item]:
+                value.append(item)
+            case "APPENDS", [list(value), items]:
+                value.extend(items)
+            case "EMPTY_DICT", _:
+                value = {}
+            case "DICT", [items]:
+                value = _update({}, items)
+            case "SETITEM", [dict(value), *items]:
+                _update(value, items)
+            case "SETITEMS", [dict(value), items]:
+                _update(value, items)
+            case "GLOBAL" | "STACK_GLOBAL" as name, _:
+                module, name = operands or argument.split(" ", 1)
+                if (module, name) not in _KNOWN_NAMES:
+                    shown = f"{f'{module}.{name}':.{_MOST_SHOWN}}"
+                    raise RefusedPickleError(f"asks for {shown}, which no batch of CIFAR-10 does")
+                value = _Name(name)
+            case "REDUCE", [_Name("_reconstruct"), tuple()]:
+                value = _Array()
+            case "REDUCE", [_Name("dtype"), (name, *_)]:
+                value = _Type(name)
+            case "REDUCE", [_Name("encode"), (str(text), "latin1" | b"latin1")]:  # bytes of Python 3 in protocol 2
+                encodable -= len(text)
+                if encodable < 0:
+                    raise RefusedPickleError("encodes one text again and again, which no batch does")
+                value = text.encode("latin1")
+            case "REDUCE", _:
+                raise RefusedPickleError("calls a name that no batch calls")
+            case "BUILD", [_Array() as value, state]:
+                value.state = state
+            case "BUILD", [_Type() as value, _]:  # the state has the byte order and the like
+                pass
+            case "BUILD", _:
+                raise RefusedPickleError("gives a name a state, which no batch does")
+            case name, _:
+                raise RefusedPickleError(f"has the operation {name}, which no batch has")
+        stack.append(value)
+    raise AssertionError("the last operation is STOP")
+
+
+def _pop(stack: list[Any], first: int) -> list[Any]:
+    if first < 0:
+        raise ValueError("the stack is empty")
+    items = stack[first:]
+    del stack[first:]
+    return items
+
+
+def _update(value: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
+    if not all(isinstance(key, str | bytes) for key in items[::2]):  # the hash of nested tuples may take for ever
+        raise RefusedPickleError("has a key that no batch has")
+    value.update(zip(items[::2], items[1::2], strict=True))
+    return value
 
 
 CIFAR10 = Cifar10(

@@ -1,33 +1,41 @@
-"""What a published dataset says of itself, where its files are found, and how a missing one is fetched."""
+"""The interface of a published dataset, the search for its files, and the download of missing ones.
+
+Documents are excerpts of larger files, created one at a time, as there may be a million. CIFAR-10 and the downsampled
+ImageNet are distributed in planes: rows of fixed size, each with all red bytes of a picture, then all green, then all
+blue ones. Content is in the order of the image modality: row by row, pixel by pixel, in a pixel red, green, blue.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol, overload
+
+import numpy as np
 
 from longstride.data_pipelines.datasets.members import Member, members_of
 from longstride.data_pipelines.documents import Document, LeftOut, OpenInput
 from longstride.data_pipelines.errors import DataError, as_data_error
-from longstride.data_pipelines.modalities import Properties
+from longstride.data_pipelines.modalities import CHANNELS, Modality, Properties
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import Progress
 from longstride.data_pipelines.stores import StoredFile
 
 WAY_OUT = "fetch it again, or take it as it is with --unpublished"
 DOWNLOADS = Path("downloads")
-_ATTEMPTS = 4  # in a row without a byte: the user waits, and a few seconds show whether there is a network
+_ATTEMPTS = 4  # attempts in a row without a byte: the user is waiting, and a few seconds suffice
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedFile:
-    """Size and checksum of a published file: published beside it, or of a copy that we know to be good."""
+    """Size and checksum of a published file: published with it, or from a verified copy."""
 
     size: int
-    algorithm: str  # as hashlib names it
+    algorithm: str  # name in hashlib
     digest: str  # hexadecimal
 
     def check(self, member: Member, open_input: OpenInput) -> None:
-        """Raises DataError for a member that is another file."""
+        """Raise DataError for a member that differs from the published file."""
         if member.size != self.size:
             raise DataError(
                 f"{member.shown}: {member.size:,} bytes, and the published file has {self.size:,}; {WAY_OUT}"
@@ -48,7 +56,7 @@ class Archive:
 
     @property
     def name(self) -> str:
-        """The file's name, behind the last slash."""
+        """The file's name, after the last slash."""
         return self.url.rpartition("/")[2]
 
 
@@ -65,40 +73,40 @@ class DatasetContent:
 class Dataset(ABC):
     """A dataset in the form in which it is distributed."""
 
-    name: str  # as --dataset takes it
+    name: str  # value of --dataset
     modality: str
-    archive: Archive | None  # the file that --download fetches; None where no program may fetch it
+    archive: Archive | None  # the file that --download fetches; None if no program may fetch it
 
     @property
     @abstractmethod
     def file_names(self) -> Collection[str]:
-        """Names of its files and of the archives that hold them. A folder with none of them lacks the dataset."""
+        """Names of the files and of their archives. A folder with none of them lacks the dataset."""
 
     @property
     def where(self) -> str:
-        """How the user gets it, in a few words for messages."""
+        """How to get the dataset, in a few words for messages."""
         assert self.archive is not None
         return f"fetch {self.archive.url}"
 
     @abstractmethod
-    def find(self, given: Path, unpublished: bool) -> DatasetContent:
-        """The documents of an archive, file or folder.
+    def find(self, path: Path, unpublished: bool) -> DatasetContent:
+        """Find the documents in an archive, file or folder.
 
-        Raises DataError where something is missing, damaged or in another form, and, unless ``unpublished``, where it
-        differs from what was published.
+        Raises DataError if something is missing, damaged or in another format, and, unless ``unpublished``, if it
+        differs from the published files.
         """
 
 
 def default_input(dataset: Dataset) -> Path:
-    """The input, and the target of a download, where the user names none."""
+    """Return the default input, which is also the default target of a download."""
     return DOWNLOADS if dataset.archive is None else DOWNLOADS / dataset.archive.name
 
 
 def fetched_input(dataset: Dataset, place: Path, is_given: bool, download: bool, progress: Progress | None) -> Path:
-    """The input, fetched if it is missing and ``download`` is set. ``is_given``: the user named it.
+    """Return the input, fetched if it is missing and ``download`` is set. ``is_given``: the user named ``place``.
 
-    An archive is fetched to ``place`` if that has an archive's name, else into that folder. Raises DataError where the
-    input is missing and cannot be fetched.
+    An archive is fetched to ``place`` if that has the suffix of an archive, else into that folder. Raises DataError if
+    the input is missing and cannot be fetched.
     """
     archive = dataset.archive
     how = dataset.where
@@ -133,16 +141,16 @@ def fetched_input(dataset: Dataset, place: Path, is_given: bool, download: bool,
     return target
 
 
-def files_in(given: Path) -> Iterator[list[Path]]:
-    """Where the files of a dataset may lie, nearest first: a file; or a folder, then each folder in it, by name.
+def files_in(root: Path) -> Iterator[list[Path]]:
+    """Yield the files of each place, nearest first: a single file; or a folder, then each folder in it by name.
 
     Raises DataError for a folder that cannot be read.
     """
-    if given.is_file():
-        yield [given]
+    if root.is_file():
+        yield [root]
         return
     try:
-        inside = sorted(given.iterdir())
+        inside = sorted(root.iterdir())
         yield [path for path in inside if path.is_file()]
         for folder in inside:
             if folder.is_dir() and not folder.name.startswith("."):
@@ -152,34 +160,158 @@ def files_in(given: Path) -> Iterator[list[Path]]:
 
 
 def _is_archive(path: Path) -> bool:
-    """By its name."""
+    """Whether a path has the suffix of an archive."""
     return path.name.endswith((".zip", ".tar", ".tar.gz", ".tgz"))
 
 
 class Archives:
-    """The archives of a folder. Some of them may have nothing to do with the dataset."""
+    """The archives of a folder. Some of them may not belong to the dataset.
 
-    def __init__(self, published: Collection[str], given: Path) -> None:
-        """``published``: names under which the dataset is distributed. ``given``: the path that the user named."""
-        self._published, self._given = published, given
-        self._passed_over: DataError | None = None
+    ``published`` are the names under which the dataset is distributed, ``user_path`` is the path that the user named.
+    """
+
+    def __init__(self, published: Collection[str], user_path: Path) -> None:
+        self._published, self._user_path = published, user_path
+        self._error: DataError | None = None  # of the first unreadable archive
 
     def in_order(self, paths: Iterable[Path]) -> list[Path]:
-        """The archives among files, published names first. A file that the user named counts whatever its name."""
-        archives = [path for path in paths if path == self._given or _is_archive(path)]
+        """Select the archives, published names first. The file that the user named counts whatever its name."""
+        archives = [path for path in paths if path == self._user_path or _is_archive(path)]
         return sorted(archives, key=lambda path: path.name not in self._published)
 
     def members(self, path: Path) -> list[Member]:
-        """See ``members_of``. Nothing of an unreadable archive, unless the user named it or its name is published."""
+        """List the members of an archive; none of an unreadable one, unless the user named it or it is published."""
         try:
             return members_of(path)
         except DataError as error:
-            if path == self._given or path.name in self._published:
+            if path == self._user_path or path.name in self._published:
                 raise
-            self._passed_over = self._passed_over or error
+            self._error = self._error or error
             return []
 
-    def check_nothing_passed_over(self) -> None:
-        """Raises DataError for an archive that could not be read. Call it where nothing was found."""
-        if self._passed_over is not None:
-            raise self._passed_over
+    def check_all_readable(self) -> None:
+        """Raise the DataError of an unreadable archive, if any. Call this if no batch was found."""
+        if self._error is not None:
+            raise self._error
+
+
+class Source(Protocol):
+    """The content of a file of a dataset, as one sequence of bytes. It can be pickled."""
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """See ``Document.identity``."""
+
+    def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
+        """Read content bytes ``[offset, offset + size)``. Sequential reads are cheap. Raises DataError on failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """A document: ``size`` bytes of a source from ``start`` on."""
+
+    source: Source
+    start: int
+    size: int
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return (*self.source.identity, self.start, self.size)
+
+    def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
+        return self.source.read(open_input, self.start + offset, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive documents of one size in a source."""
+
+    source: Source
+    first: int  # content bytes before the first document
+    count: int
+    size: int  # bytes of a document
+
+
+class Excerpts(Sequence[Excerpt]):
+    """The documents of stretches, in order."""
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self.stretches = [stretch for stretch in stretches if stretch.count]
+
+    def __len__(self) -> int:
+        return sum(stretch.count for stretch in self.stretches)
+
+    def __iter__(self) -> Iterator[Excerpt]:
+        for stretch in self.stretches:
+            for number in range(stretch.count):
+                yield Excerpt(stretch.source, stretch.first + number * stretch.size, stretch.size)
+
+    @overload
+    def __getitem__(self, place: int) -> Excerpt: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> "Excerpts": ...
+
+    def __getitem__(self, place: "int | slice") -> "Excerpt | Excerpts":
+        """Return one document, or those of a slice without a step."""
+        index = range(len(self))[place]
+        span = index if isinstance(index, range) else range(index, index + 1)
+        assert span.step == 1, "documents are taken in order"
+        stretches, before = [], 0
+        for stretch in self.stretches:
+            low, high = max(span.start - before, 0), min(span.stop - before, stretch.count)
+            if low < high:
+                first = stretch.first + low * stretch.size
+                stretches.append(Stretch(stretch.source, first, high - low, stretch.size))
+            before += stretch.count
+        excerpts = Excerpts(stretches)
+        return excerpts if isinstance(place, slice) else next(iter(excerpts))
+
+
+@dataclass(frozen=True)
+class Planes(ABC):
+    """The square pictures of a member: a ``Source``."""
+
+    member: Member
+    edge: int  # pixels
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Identity of the member."""
+        return self.member.identity
+
+    @abstractmethod
+    def rows(self, open_input: OpenInput, first: int, stop: int) -> np.ndarray:
+        """Read pictures ``[first, stop)``, (n, 3 x edge x edge) uint8 in planes. Raises DataError on failure."""
+
+    def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
+        """Read a part of the pictures, see ``Source``."""
+        picture_bytes = CHANNELS * self.edge**2
+        first, stop = offset // picture_bytes, -(-(offset + size) // picture_bytes)
+        rows = self.rows(open_input, first, stop).reshape(-1, CHANNELS, self.edge, self.edge)
+        skipped = offset - first * picture_bytes
+        return rows.transpose(0, 2, 3, 1).tobytes()[skipped : skipped + size]
+
+
+@dataclass(frozen=True)
+class PlaneRows(Planes):
+    """Pictures in the rows of a member."""
+
+    offset: int  # of the first row in the member
+    labels: int = 0  # number of classes if a row begins with a byte for its class; 0: no such byte
+
+    def rows(self, open_input: OpenInput, first: int, stop: int) -> np.ndarray:
+        """Read rows, see ``Planes``."""
+        row_bytes = CHANNELS * self.edge**2 + bool(self.labels)
+        raw = self.member.read(open_input, self.offset + first * row_bytes, (stop - first) * row_bytes)
+        rows = np.frombuffer(raw, dtype=np.uint8).reshape(-1, row_bytes)
+        if not self.labels:
+            return rows
+        if rows[:, 0].max() >= self.labels:
+            raise DataError(f"{self.member.shown}: a label is {rows[:, 0].max()}, not under {self.labels}")
+        return rows[:, 1:]
+
+
+def picture_properties(edge: int) -> dict[str, int]:
+    """Return the properties of square pictures in the image modality."""
+    return {"height": edge, "width": edge, "channels": CHANNELS, "resized": 0}

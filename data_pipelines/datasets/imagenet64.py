@@ -1,7 +1,7 @@
 """ImageNet in 64 x 64 pixels: the npz batches of "A downsampled variant of ImageNet", or a folder of pictures.
 
-The splits are the published ones, train and validation. Batches are read in their order, which mixes the classes
-already. A folder of pictures is mixed by a hash of the paths.
+The splits are the published ones, train and validation. Batches are read in their order, which already mixes the
+classes. A folder of pictures is shuffled by a hash of the paths.
 """
 
 import io
@@ -17,10 +17,13 @@ from longstride.data_pipelines.datasets.dataset import (
     Archives,
     Dataset,
     DatasetContent,
+    Excerpts,
+    PlaneRows,
     PublishedFile,
+    Stretch,
     files_in,
+    picture_properties,
 )
-from longstride.data_pipelines.datasets.excerpts import Excerpts, PlaneRows, Stretch, picture_properties
 from longstride.data_pipelines.datasets.members import Member, whole_file
 from longstride.data_pipelines.documents import FileDocument, LeftOut, OpenInput, find_documents, mix
 from longstride.data_pipelines.errors import DataError, as_data_error
@@ -35,7 +38,7 @@ _FOLDERS = {
     "validation": ("validation", "valid", "val", "valid_64x64", "val_64x64"),
 }
 _PICKLED = re.compile(r"train_data_batch_\d+|val_data")
-_HEADER_BYTES = 2**12  # numpy writes far less before such an array
+_HEADER_BYTES = 2**12  # numpy's header is far shorter
 
 # Checksums from TensorFlow Datasets. For the npz files inside, only the counts are published.
 _ARCHIVES = {
@@ -56,7 +59,7 @@ class ImageNet64(Dataset):
     """The dataset, as batches or as pictures."""
 
     archives: Mapping[str, PublishedFile] = field(default_factory=lambda: _ARCHIVES)
-    # (train, validation) pictures: in the npz batches; and in the older folders of PNG files, which lack a few.
+    # (train, validation) pictures of the npz batches, and of the older folders of PNG files, which lack a few.
     counts: tuple[tuple[int, int], ...] = ((1_281_167, 50_000), (1_281_149, 49_999))
     name: str = "imagenet64"
     modality: str = "image"
@@ -73,22 +76,22 @@ class ImageNet64(Dataset):
             f"{', '.join(self.archives)} into a folder, and name that"
         )
 
-    def find(self, given: Path, unpublished: bool) -> DatasetContent:
-        batches = self._batches_in(given)
-        content = self._of_batches(given, batches, unpublished) if batches else self._of_pictures(given)
+    def find(self, path: Path, unpublished: bool) -> DatasetContent:
+        batches = self._batches_in(path)
+        content = self._of_batches(path, batches, unpublished) if batches else self._of_pictures(path)
         counts = tuple(len(content.splits.get(split, ())) for split in ("train", "validation"))
         if not unpublished and counts not in self.counts:
             published = " or ".join(f"{train:,} and {validation:,}" for train, validation in self.counts)
             raise DataError(
-                f"{given}: {counts[0]:,} pictures to train on and {counts[1]:,} to validate with, and published are "
+                f"{path}: {counts[0]:,} pictures to train on and {counts[1]:,} to validate with, and published are "
                 f"{published}; {WAY_OUT}"
             )
         return content
 
-    def _of_batches(self, given: Path, batches: Mapping[str, Member], unpublished: bool) -> DatasetContent:
+    def _of_batches(self, path: Path, batches: Mapping[str, Member], unpublished: bool) -> DatasetContent:
         missing = [name for name in (*_TRAIN, _VALIDATION) if name not in batches]
         if missing and not unpublished:
-            raise DataError(f"{given}: lacks {', '.join(missing)}; {WAY_OUT}")
+            raise DataError(f"{path}: lacks {', '.join(missing)}; {WAY_OUT}")
         with OpenInput() as open_input:
             archives = {Path(member.path) for member in batches.values() if member.layers and not unpublished}
             for archive in map(whole_file, sorted(archives)):
@@ -103,22 +106,22 @@ class ImageNet64(Dataset):
             "train": Excerpts([stretches[name] for name in _TRAIN if name in stretches]),
             "validation": Excerpts([stretches[_VALIDATION]] if _VALIDATION in stretches else []),
         }
-        return _content(given, splits, LeftOut())
+        return _content(path, splits, LeftOut())
 
-    def _of_pictures(self, given: Path) -> DatasetContent:
-        """The content of folders of pictures, one for each split."""
+    def _of_pictures(self, path: Path) -> DatasetContent:
+        """Find the pictures in folders, one for each split."""
         folders = {
-            split: next((given / name for name in names if (given / name).is_dir()), None)
+            split: next((path / name for name in names if (path / name).is_dir()), None)
             for split, names in _FOLDERS.items()
         }
         left_out = LeftOut()
         splits: dict[str, list[FileDocument]] = {}
         for split, folder in folders.items():
             if folder is None:
-                wanted = " or ".join(_FOLDERS[split])
+                expected = " or ".join(_FOLDERS[split])
                 raise DataError(
-                    f"{given}: holds neither npz batches ({_TRAIN[0]} …, {_VALIDATION}) nor a folder of pictures "
-                    f"named {wanted}; {self.where}"
+                    f"{path}: holds neither npz batches ({_TRAIN[0]} …, {_VALIDATION}) nor a folder of pictures "
+                    f"named {expected}; {self.where}"
                 )
             image = modality_named(self.modality)
             documents, properties, left_out_here = find_documents([folder], image.suffixes, (), image, {})
@@ -131,18 +134,18 @@ class ImageNet64(Dataset):
             splits[split] = documents
             left_out.empty += left_out_here.empty
             left_out.links += left_out_here.links
-        return _content(given, splits, left_out)
+        return _content(path, splits, left_out)
 
-    def _batches_in(self, given: Path) -> dict[str, Member]:
-        """The batches, by name, of a file, or of a folder and the folders in it: nearer and unpacked ones first.
+    def _batches_in(self, root: Path) -> dict[str, Member]:
+        """Find the batches, by name, of a file, or of a folder and its subfolders: nearer and unpacked ones first.
 
-        The three archives may thus lie, and be unpacked, in folders of their own.
+        The three archives can thus be, and be unpacked, in separate folders.
         """
         batches: dict[str, Member] = {}
         pickled = None
-        archives = Archives(tuple(self.archives), given)
-        here, *below = files_in(given)
-        for files in (here, [path for folder in below for path in folder]):
+        archives = Archives(tuple(self.archives), root)
+        nearest, *below = files_in(root)
+        for files in (nearest, [path for folder in below for path in folder]):
             for path in files:
                 if path.name in _NAMES:
                     batches.setdefault(path.name, whole_file(path))
@@ -155,7 +158,7 @@ class ImageNet64(Dataset):
                         batches.setdefault(member.base_name, member)
                 pickled = next((path for member in members if _PICKLED.fullmatch(member.base_name)), pickled)
         if not batches:
-            archives.check_nothing_passed_over()
+            archives.check_all_readable()
             if pickled is not None:
                 raise DataError(
                     f"{pickled}: holds pickled batches, which are not read; fetch the archives of npz files"
@@ -163,16 +166,16 @@ class ImageNet64(Dataset):
         return batches
 
 
-def _content(given: Path, splits: Mapping[str, Excerpts | list[FileDocument]], left_out: LeftOut) -> DatasetContent:
-    """The content without empty splits. Raises DataError where there is nothing to train on."""
-    kept: dict[str, Excerpts | list[FileDocument]] = {name: members for name, members in splits.items() if members}
-    if "train" not in kept:
-        raise DataError(f"{given}: holds no picture to train on; {WAY_OUT}")
-    return DatasetContent(kept, picture_properties(_EDGE), left_out)
+def _content(path: Path, splits: Mapping[str, Excerpts | list[FileDocument]], left_out: LeftOut) -> DatasetContent:
+    """Drop empty splits. Raises DataError if there is nothing to train on."""
+    nonempty: dict[str, Excerpts | list[FileDocument]] = {name: members for name, members in splits.items() if members}
+    if "train" not in nonempty:
+        raise DataError(f"{path}: holds no picture to train on; {WAY_OUT}")
+    return DatasetContent(nonempty, picture_properties(_EDGE), left_out)
 
 
 def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
-    """The pictures of a batch. Raises DataError for a file that is no batch."""
+    """Return the pictures of a batch. Raises DataError for a file that is not a batch."""
     data = member.inside("data.npy")
     head = data.read(open_input, 0, min(_HEADER_BYTES, data.size))
     shape, offset = _array_in(data, head)
@@ -185,7 +188,7 @@ def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
 
 
 def _array_in(member: Member, head: bytes) -> tuple[tuple[int, ...], int]:
-    """Shape of the array in a .npy file of bytes, and the offset of its first byte, from the beginning of the file."""
+    """Return the shape of the array of bytes in a .npy file, and the offset of its first byte."""
     file = io.BytesIO(head)
     # numpy parses the header as a Python literal: any error is possible
     with as_data_error(member.shown, damage=(Exception,), damaged="cannot be read as an array"):

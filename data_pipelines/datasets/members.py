@@ -1,6 +1,6 @@
-"""Files of a dataset, by themselves or inside archives: nothing is unpacked to the disk, and nothing is read whole.
+"""Files of a dataset, plain or in archives. Nothing is unpacked to the disk, or read into memory at once.
 
-A deflated file is read once, from its beginning to its end: reading on is cheap, going back begins anew.
+Sequential reads of a compressed file are cheap; going back starts again from the beginning.
 """
 
 import gzip
@@ -28,11 +28,11 @@ _MOST_AT_ONCE = 2**27  # bytes
 _MOST_MEMBERS = 2**20  # of an archive
 try:
     from lzma import LZMAError
-except ImportError:  # a Python that was built without it cannot read such members
+except ImportError:  # this Python was built without lzma
     _LZMA_DAMAGE: tuple[type[Exception], ...] = ()
 else:
     _LZMA_DAMAGE = (LZMAError,)
-# What the standard library raises for a damaged archive. RuntimeError: the archive asks for a password.
+# Exceptions of the standard library for a damaged archive. RuntimeError: the archive needs a password.
 _DAMAGE: tuple[type[Exception], ...] = (
     OSError,
     zipfile.BadZipFile,
@@ -48,34 +48,34 @@ _DAMAGE: tuple[type[Exception], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file, or one inside archives."""
+    """A file, or a member of nested archives."""
 
     path: str  # of the file on the disk
     name: str  # of the innermost file
-    layers: tuple[str | None, ...]  # from the outside in: a zip's member by its name, None for gzip
-    offset: int  # of its first byte, behind all layers
+    layers: tuple[str | None, ...]  # from the outside in: the name of a zip's member, None for gzip
+    offset: int  # of the first byte in the innermost layer
     size: int
     file_bytes: int  # of the file on the disk
     modified_ns: int
 
     @property
     def base_name(self) -> str:
-        """Without folders."""
+        """The name without folders."""
         return self.name.rpartition("/")[2]
 
     @property
     def shown(self) -> str:
-        """For messages."""
+        """The name for messages."""
         return self.path if not self.layers and not self.offset else f"{self.path} ({self.name})"
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Names, sizes and time of change, but not where the file lies."""
+        """Names, sizes and modification time, without the file's folder."""
         place = "/".join("gzip" if layer is None else layer for layer in self.layers)
         return self.path.rpartition("/")[2], place, self.offset, self.size, self.file_bytes, self.modified_ns
 
     def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
-        """Bytes ``[offset, offset + size)``. Raises DataError where they cannot be read."""
+        """Read bytes ``[offset, offset + size)``. Raises DataError if they cannot be read."""
         with as_data_error(self.shown, damage=_DAMAGE):
             file, stream = open_input.get((self.path, self.layers), self._open)
             stream.seek(self.offset + offset)
@@ -86,14 +86,14 @@ class Member:
         return content
 
     def digest(self, open_input: OpenInput, algorithm: str) -> str:
-        """The checksum, in hexadecimal. Raises DataError where the member cannot be read."""
+        """Compute the checksum, in hexadecimal. Raises DataError if the member cannot be read."""
         state = hashlib.new(algorithm, usedforsecurity=False)
         for offset in range(0, self.size, _HASH_BYTES):
             state.update(self.read(open_input, offset, min(_HASH_BYTES, self.size - offset)))
         return state.hexdigest()
 
     def inside(self, name: str) -> "Member":
-        """A member of this one, which is a zip archive. Raises DataError where it has none of that name."""
+        """Return a member of this zip archive. Raises DataError if it has none of that name."""
         assert not self.offset, self
         with as_data_error(self.shown, damage=_DAMAGE), ExitStack() as stack:
             archive = zipfile.ZipFile(self._open(stack)[1])
@@ -104,7 +104,7 @@ class Member:
             )
 
     def _open(self, stack: ExitStack) -> tuple[BinaryIO, BinaryIO]:
-        """The file on the disk, and the stream behind all layers."""
+        """Open the file on the disk, and the stream inside all layers."""
         path = Path(self.path)
         file = stack.enter_context(_open_modest(path))
         check_unchanged(path, file, self.file_bytes, self.modified_ns)
@@ -118,12 +118,12 @@ class Member:
 
 
 class _ModestFile(io.BufferedReader):
-    """A file that gives no more at once than a batch has: a zip says itself how long its list of members is."""
+    """A file that limits the bytes of a read: a zip states the length of its list of members itself."""
 
     def read(self, size: int | None = -1) -> bytes:
-        """The next bytes. Raises ValueError for more at once than anything needs."""
-        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
-        size = left if size is None or size < 0 else min(size, left)
+        """Read the next bytes. Raises ValueError for too many at once."""
+        remaining = max(0, os.fstat(self.fileno()).st_size - self.tell())
+        size = remaining if size is None or size < 0 else min(size, remaining)
         if size > _MOST_AT_ONCE:
             raise ValueError(f"claims that {size:,} bytes belong together, where {_MOST_AT_ONCE:,} are the most")
         return super().read(size)
@@ -134,7 +134,7 @@ def _open_modest(path: Path) -> BinaryIO:
 
 
 def members_of(path: Path) -> list[Member]:
-    """The files that an archive (.zip, .tar or .tar.gz) holds. Any other file is its own only member.
+    """List the files of an archive (.zip, .tar or .tar.gz). Any other file is its own only member.
 
     Raises DataError for a file that cannot be read, and for an archive that is damaged or cut short.
     """
@@ -163,7 +163,7 @@ def members_of(path: Path) -> list[Member]:
 
 
 def whole_file(path: Path) -> Member:
-    """A file on the disk as it is, archive or not. Raises DataError where there is none."""
+    """Return a file on the disk as a member, archive or not. Raises DataError if it does not exist."""
     with as_data_error(path):
         status = plain_status(path)
     return Member(str(path), path.name, (), 0, status.st_size, status.st_size, status.st_mtime_ns)

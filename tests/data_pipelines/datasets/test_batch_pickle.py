@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from longstride.data_pipelines.datasets.batch_pickle import RefusedPickleError, batch_rows
+from longstride.data_pipelines.datasets.cifar10 import RefusedPickleError, batch_rows
 from tests.harness.data.published_files import in_planes, pictures, python2_pickle, python3_pickle
 
 BATCH = pictures(3, 32)

@@ -20,8 +20,7 @@ from longstride.data_pipelines.datasets import DATASETS
 from longstride.data_pipelines.datasets import dataset as dataset_module
 from longstride.data_pipelines.datasets.byte_corpus import ENWIK8
 from longstride.data_pipelines.datasets.cifar10 import CIFAR10
-from longstride.data_pipelines.datasets.dataset import PublishedFile
-from longstride.data_pipelines.datasets.excerpts import Excerpts, Stretch
+from longstride.data_pipelines.datasets.dataset import Excerpts, PublishedFile, Stretch
 from longstride.data_pipelines.datasets.imagenet64 import IMAGENET64
 from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
