@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and the exact way back from one, in its own layout or another.
+"""Checkpoints that are either complete or absent, and the exact resume from one, in its own layout or another.
 
 A ``Checkpoint`` knows its folder, manifest, configuration and probe, and whether its pickles are trusted. Imports
 deepspeed.

@@ -1,11 +1,14 @@
-"""The manifest of a checkpoint folder: every file with its size and SHA-256, and where in the run it was saved.
+"""The manifest of a checkpoint folder, which lists each file's size and SHA-256; and the scores that rank steps.
 
-Also how files are brought to the disk. Format 2, `checkpoints/step-00001000/`, described in docs/checkpoints.md:
+Format 2, `checkpoints/step-00001000/`, described in docs/checkpoints.md:
 
-    manifest.json     this, with a SHA-256 over its own content
-    config.json       the resolved configuration of the run
-    deepspeed/        as DeepSpeed wrote it: weights, fp32 master weights, optimiser, schedule, loss scale
-    random-00000.pt   one a rank: the states of its random generators; of ranks that share contexts, one for them all
+    manifest.json     the manifest, with a SHA-256 over its own content
+    config.json       the resolved configuration
+    deepspeed/        DeepSpeed's files: weights, fp32 master weights, optimiser, schedule, loss scale
+    random-00000.pt   states of the random generators; one file a rank, or a group of ranks that share contexts
+
+A step's score is its validation loss in metrics.jsonl. Manifests repeat the scores of the run's best checkpoints, so
+that a run without that file can still rank them.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ from longstride.launcher.config import RunConfig, TrainConfig, load_json_object
 from longstride.launcher.output import file_names
 from longstride.sparse_model import StrictModel
 
-FORMAT_VERSION = 2  # 1 has none of the keys that may be left out
+FORMAT_VERSION = 2  # format 1 lacks the optional keys
 MANIFEST = "manifest.json"
 _SEAL = "sha256"  # over the canonical JSON of all other keys
 
 
 class FileRecord(StrictModel):
-    """One file as it was written."""
+    """The size and hash of a file."""
 
     bytes: int = Field(ge=0, lt=2**63)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -53,14 +56,14 @@ class CheckpointManifest(StrictModel):
     precision: Literal["fp32", "fp16", "bf16"]
     stream: dict[str, Any]  # data_pipelines.order.StreamState: the next batch
     guards: dict[str, Any] | None = None  # training.guards.GuardMemory: the losses that the next one is compared with
-    parameter_groups: list[list[str]]  # names in the optimiser's order: ZeRO 0 stores its master weights without
+    parameter_groups: list[list[str]]  # names in the optimiser's order; ZeRO 0 stores master weights without names
     versions: dict[str, str]
     files: dict[str, FileRecord]
     probe: ProbeRecord | None = None  # the model's loss on one context when it was saved
-    plateau: dict[str, Any] | None = None  # training.plateau.PlateauMemory: what the next evaluation is held against
-    origin: dict[str, Any] | None = None  # training.initial.InitialWeights.record: what the run's first weights are of
-    best: list[Score] | None = None  # of the run's checkpoints when it was saved, with train.keep_best; best first
-    content_seen: int | None = Field(default=None, ge=0)  # bytes that the steps have read, or pixels; None: not counted
+    plateau: dict[str, Any] | None = None  # training.plateau.PlateauMemory: the best evaluation so far
+    origin: dict[str, Any] | None = None  # training.initial.InitialWeights.record: the source of the first weights
+    best: list[Score] | None = None  # scores of the run's checkpoints if train.keep_best is set, best first
+    content_seen: int | None = Field(default=None, ge=0)  # bytes or pixels that the steps have read; None: not counted
 
     left_out_at_default = ("sequence_parallel", "plateau", "origin", "best", "content_seen")
 
@@ -73,10 +76,11 @@ class CheckpointManifest(StrictModel):
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint folder.
+    """Read the manifest of a checkpoint folder.
 
     Raises:
-        ConfigError: none, no plain file, not readable, of a newer format, damaged, or naming a file outside its folder.
+        ConfigError: it is missing, not a plain file, not readable, of a newer format or damaged, or it names a file
+            outside its folder.
     """
     path = folder / MANIFEST
     content = load_json_object(path, follow_links=False)
@@ -84,7 +88,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         older = ", and is older" if type(version) is int and version > FORMAT_VERSION else ""
         raise ConfigError(f"{path}: format_version={version}: this Longstride reads 1 to {FORMAT_VERSION}{older}")
-    # Byte for byte, so that every bit of it is checked.
+    # Compare bytes, not values, so that every bit is checked.
     written = json_text(content).encode(errors="surrogatepass")
     try:
         is_as_written = read_plain(path, len(written), follow_links=False) == written
@@ -100,30 +104,30 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     except ConfigError as error:
         raise ConfigError(*(f"{path}: {problem}" for problem in error.problems)) from None
     for name in manifest.files:
-        # The one spelling of a path below the folder: another could name a file twice, or lead out.
-        plain = not name.startswith("/") and "\\" not in name and "\0" not in name and ".." not in name.split("/")
-        if not plain or name in ("", ".", MANIFEST) or PurePosixPath(name).as_posix() != name:
+        # Only the canonical spelling: another could name a file twice, or lead out of the folder.
+        is_plain = not name.startswith("/") and "\\" not in name and "\0" not in name and ".." not in name.split("/")
+        if not is_plain or name in ("", ".", MANIFEST) or PurePosixPath(name).as_posix() != name:
             raise ConfigError(f"{path}: names {name!r}, which is no plain path within its folder")
     return manifest
 
 
 def write_manifest(folder: Path, manifest: StrictModel) -> None:
-    """Writes the manifest of a folder, its own hash included."""
+    """Write the manifest of a folder, including its own hash."""
     write_json(folder / MANIFEST, sealed(manifest.model_dump(mode="json")))
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
-    """A manifest's content with the hash of all the rest."""
-    rest = {key: value for key, value in content.items() if key != _SEAL}
-    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return rest | {_SEAL: hashlib.sha256(canonical.encode()).hexdigest()}
+    """Return a manifest's content with the hash of all other keys."""
+    unsealed = {key: value for key, value in content.items() if key != _SEAL}
+    canonical = json.dumps(unsealed, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return unsealed | {_SEAL: hashlib.sha256(canonical.encode()).hexdigest()}
 
 
 def read_checkpoint_config(folder: Path) -> RunConfig:
-    """The resolved configuration that a run or checkpoint folder holds.
+    """Read the resolved configuration in a run or checkpoint folder.
 
     Raises:
-        ConfigError: none, or not one of this version's.
+        ConfigError: it is missing, or not one of this version.
     """
     try:
         return RunConfig.model_validate(load_json_object(folder / file_names.CONFIG, follow_links=False))
@@ -133,12 +137,12 @@ def read_checkpoint_config(folder: Path) -> RunConfig:
         raise ConfigError(*lines) from None
 
 
-def record_files(folder: Path, known: Container[str] = ()) -> dict[str, FileRecord]:
-    """Sizes and hashes of all files but the ``known`` ones, flushed to the disk first; by the path below the folder."""
+def record_files(folder: Path, recorded: Container[str] = ()) -> dict[str, FileRecord]:
+    """Flush all files except those in ``recorded`` and return their sizes and hashes, by relative path."""
     records = {}
     for path in sorted(filter(Path.is_file, folder.rglob("*"))):
         name = path.relative_to(folder).as_posix()
-        if name not in known:
+        if name not in recorded:
             with naming(path), path.open("rb") as file:
                 os.fsync(file.fileno())
                 records[name] = _record(file)
@@ -146,7 +150,7 @@ def record_files(folder: Path, known: Container[str] = ()) -> dict[str, FileReco
 
 
 def find_damage(folder: Path, names: Iterable[str], files: Mapping[str, FileRecord]) -> list[str]:
-    """One line for each of the named files that is not as ``files``, by the path below the folder, has it."""
+    """Return a line for each named file that differs from its record in ``files``. Keys are relative paths."""
     damage = []
     for name in names:
         path, expected = folder / name, files.get(name)
@@ -166,26 +170,27 @@ def find_damage(folder: Path, names: Iterable[str], files: Mapping[str, FileReco
 
 
 def find_foreign(folder: Path, manifest: CheckpointManifest) -> list[str]:
-    """One line for whatever lies in a checkpoint folder and is not named: DeepSpeed reads what matches a pattern.
+    """Return a line for each entry of a checkpoint folder that its manifest does not name.
 
-    A link is foreign too: what it leads to can change after it was checked.
+    DeepSpeed would read any file whose name matches its pattern. Links are foreign too, because their target can change
+    after the check.
     """
-    named = {*manifest.files, MANIFEST}
-    folders = {parent.as_posix() for name in named for parent in PurePosixPath(name).parents}
+    listed = {*manifest.files, MANIFEST}
+    folders = {parent.as_posix() for name in listed for parent in PurePosixPath(name).parents}
     foreign = []
     for parent, directories, files in os.walk(folder):
         for name in sorted(directories + files):
             path = Path(parent, name)
             relative = path.relative_to(folder).as_posix()
-            if path.is_symlink() and relative not in manifest.files:  # which cannot be read as such
+            if path.is_symlink() and relative not in manifest.files:  # a listed link fails when it is read
                 foreign.append(f"{path}: a link, which a checkpoint has none of")
-            elif relative not in (folders if name in directories else named):
+            elif relative not in (folders if name in directories else listed):
                 foreign.append(f"{path}: the manifest does not name it")
     return foreign
 
 
 def missized(folder: Path, manifest: CheckpointManifest) -> list[str]:
-    """The files that are missing or of another size, which is seen without reading them."""
+    """Return the files that are missing or have another size, without reading them."""
 
     def size(name: str) -> int:
         try:
@@ -197,33 +202,37 @@ def missized(folder: Path, manifest: CheckpointManifest) -> list[str]:
 
 
 def json_text(content: object) -> str:
-    """JSON as this module writes it."""
+    """Return JSON as this module writes it."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes JSON so that the path holds the old content or the new, never a part."""
+    """Write JSON atomically: the path holds the old content or the new, never a part."""
     write_text(path, json_text(content))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text so that the path holds the old content or the new, never a part."""
+    """Write a text atomically: the path holds the old content or the new, never a part."""
     write_over(path, text.encode())
 
 
 def gigabytes(count: int) -> str:
-    """A number of bytes in words."""
+    """Format a number of bytes, in GB or MB."""
     return f"{count / 1e9:,.3g} GB" if count >= 1e9 else f"{count / 1e6:,.3g} MB"
 
 
 def free_bytes(path: Path) -> int:
-    """The room on the disk where a path lies or would lie."""
+    """Return the free space of the disk that holds, or would hold, a path."""
     path = path.absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
 
 def check_space(path: Path, needed: int, where: str, what: str) -> None:
-    """Raise ConfigError, about ``what`` takes ``needed`` bytes ``where``, unless the disk of a path has them free."""
+    """Check that the disk of a path has ``needed`` bytes free.
+
+    Raises:
+        ConfigError: it has not; the message is about ``where`` and says that ``what`` takes so many bytes.
+    """
     free = free_bytes(path)
     if needed > free:
         raise ConfigError(f"{where}: {what} {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room")

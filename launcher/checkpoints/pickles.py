@@ -1,14 +1,14 @@
-"""How an engine reads and writes the pickles of its checkpoints. Imports deepspeed.
+"""Reading and writing of an engine's pickle files. Imports deepspeed.
 
-Reading runs no code, and what is read is bounded by the file. torch's weights-only unpickler takes tensors, numbers,
-texts and their containers. Besides these, DeepSpeed writes four plain classes alone.
+Reading runs no code and takes memory in proportion to the file. torch's weights-only unpickler accepts tensors,
+numbers, texts and their containers. The only other classes in DeepSpeed's files are four plain ones.
 
-Writing raises nothing. DeepSpeed saves between collectives: where a rank raised on a full disk, the others would wait
-for it. So a failure is remembered, the rank goes on to where all meet, and the caller asks for it there.
+Writing raises nothing. DeepSpeed saves between collectives: if a rank raised on a full disk, the others would wait for
+it. So the failure is recorded, the rank goes on to the point where all ranks meet, and the caller reads it there.
 
-Saving in the background copies to the host's memory, and a thread writes the copies while training goes on. DeepSpeed's
-own background writer is a second process for each rank. Only that rank notices its end, and the next optimiser step has
-to wait for it, as it reads the tensors themselves.
+A background save copies to host memory, and a thread writes the copies while training goes on. DeepSpeed's own
+background writer is a second process for each rank. Only that rank notices if it dies, and the next optimiser step must
+wait for it, because it reads the tensors themselves.
 """
 
 from __future__ import annotations
@@ -41,30 +41,33 @@ from longstride.launcher.models import write_tensors
 from longstride.launcher.output import AgreedError
 from longstride.launcher.verbs import TRUST_OPTION
 
-FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying
+FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: from the disk, torch and copying
 _PLAIN_CLASSES = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
-_NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"
-_MOST_PICKLED_BYTES = 2**24  # beside the tensors: about 100 for each of them
-# What reading comes to where types, keys, sizes or shapes are others than a run of ours writes.
+_NO_ARCHIVE = "not a zip archive by torch.save, so its content is unknown"
+_MOST_PICKLED_BYTES = 2**24  # without the tensors' data; about 100 for each tensor
+# Errors from types, keys, sizes or shapes that no run of ours writes.
 _UNFORESEEN = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
 
 
 @contextmanager
 def foreign_content_refused(where: Path | str, *, alone: bool = True) -> Iterator[None]:
-    """Makes one line of whatever the content of a file or folder leads to in torch, DeepSpeed or ourselves.
+    """Turn any exception from the content of a file or folder into a one-line ConfigError.
 
-    ``alone``: whether no collective is within, as the loss of another rank is a RuntimeError too.
+    Args:
+        where: the file or folder.
+        alone: whether the block has no collective. A collective raises RuntimeError when a rank is lost, which must
+            pass.
 
     Raises:
-        ConfigError: the content is not what a run writes.
-        OSError: the disk's own, with a path.
+        ConfigError: the content is not something that a run writes.
+        OSError: the disk failed; always with a path.
     """
     try:
         yield
     except (ConfigError, AgreedError, torch.OutOfMemoryError):
         raise
     except (*_UNFORESEEN, EOFError, MemoryError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk, whatever the content is
+        if isinstance(error, OSError) and error.errno is not None:  # from the disk, whatever the content is
             raise OSError(error.errno, error.strerror, error.filename or str(where)) from error
         if isinstance(error, RuntimeError) and not alone:
             raise
@@ -75,10 +78,16 @@ def foreign_content_refused(where: Path | str, *, alone: bool = True) -> Iterato
 
 
 def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = False, trusted: bool = False) -> Any:
-    """What torch.save wrote to a file; ``mapped`` leaves its tensors on the disk until they are used.
+    """Read a file that torch.save wrote.
+
+    Args:
+        path: the file.
+        map_location: see ``torch.load``.
+        mapped: whether to leave tensors on the disk until they are used.
+        trusted: whether reading may run code.
 
     Raises:
-        ConfigError: reading it would run code, and it is not ``trusted``; or it cannot be read.
+        ConfigError: reading it would run code and it is not trusted, or it cannot be read.
     """
     with foreign_content_refused(path):
         content = _unreadable(path)
@@ -90,14 +99,14 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
                 content = unsafe_content(path) or " ".join(str(error).partition("\n")[2].split())[:200]
         if not trusted:
             raise ConfigError(f"{path}: {refusal_line(content)}")
-        print(f"longstride: {path}: opened by {TRUST_OPTION}, and what it asks for is run: {content}", file=sys.stderr)
+        print(f"longstride: {path}: opened because of {TRUST_OPTION}, which runs its code: {content}", file=sys.stderr)
         return torch.load(path, map_location=map_location, weights_only=False, mmap=mapped and content != _NO_ARCHIVE)
 
 
 def unsafe_content(path: Path | str) -> str | None:
-    """The code that reading a file would run, in words; None: none. Looks without reading it.
+    """Describe the code that reading a file would run, without reading it; None if there is none.
 
-    A file that is no archive as torch.save writes it counts as unsafe: Longstride writes none.
+    A file that is not an archive as torch.save writes it counts as unsafe, because Longstride writes none.
     """
     if content := _unreadable(path):
         return content
@@ -105,14 +114,15 @@ def unsafe_content(path: Path | str) -> str | None:
         with torch.serialization.safe_globals(_PLAIN_CLASSES):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (*_UNFORESEEN, EOFError, pickle.UnpicklingError):
-        return "what cannot be told"
+        return "unknown content"
     return ", ".join(sorted(names)) or None
 
 
 def _unreadable(path: Path | str) -> str | None:
-    """Why torch's weights-only unpickler must not be asked: it could take any memory. None: it may be.
+    """Say why torch's weights-only unpickler could take unbounded memory for a file; None if it could not.
 
-    Older formats are read as they go on, TorchScript's by another reader; and what is compressed may have any size.
+    It reads older formats without a bound, leaves TorchScript to another reader, and compressed records may have any
+    size.
     """
     try:
         with open_plain(Path(path)) as file, zipfile.ZipFile(file) as archive:
@@ -128,7 +138,7 @@ def _unreadable(path: Path | str) -> str | None:
 
 
 def refusal_line(content: str) -> str:
-    """What is wrong with a file of unsafe content."""
+    """Describe what is wrong with a file of unsafe content."""
     return (
         f"holds more than tensors and numbers ({content}), which only running its code would bring; where you trust "
         f"whoever wrote it, {TRUST_OPTION} opens it"
@@ -136,7 +146,7 @@ def refusal_line(content: str) -> str:
 
 
 class CheckpointFiles(TorchCheckpointEngine):
-    """Reads and writes in DeepSpeed's place: its names and contents, our way to the disk."""
+    """A checkpoint engine for DeepSpeed: files have its names and contents, and we read and write them."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -148,7 +158,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         self._writes: list[Future[None]] = []
 
     def begin(self, *, background: bool = False) -> None:
-        """Prepares for a new checkpoint, once the last one is written."""
+        """Prepare for a new checkpoint, once the last one is written."""
         self.wait()
         self.failure, self.records, self._writes = None, {}, []
         if background and self._thread is None:
@@ -156,16 +166,16 @@ class CheckpointFiles(TorchCheckpointEngine):
         self._is_background = background
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """A folder."""
+        """Make a folder, and record a failure."""
         try:
             os.makedirs(path, exist_ok=exist_ok)  # noqa: PTH103  as the base class's
         except OSError as error:
             self.failure = self.failure or error
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Writes a file, hashed and flushed, now or in the background. After the first failure nothing is written.
+        """Write a file, hashed and flushed, now or in the background. After the first failure nothing is written.
 
-        A path that ends so becomes a safetensors file, of fp32 tensors by their names.
+        A path that ends with .safetensors becomes a safetensors file of fp32 tensors by name.
         """
         if not self._is_background:
             self._write(state_dict, Path(path))
@@ -179,11 +189,11 @@ class CheckpointFiles(TorchCheckpointEngine):
             self._writes.append(self._thread.submit(self._write, copied, Path(path)))
 
     def is_done(self) -> bool:
-        """Whether everything is written, or has failed."""
+        """Whether all files are written or have failed."""
         return all(write.done() for write in self._writes)
 
     def wait(self) -> None:
-        """Waits until everything is written, or has failed."""
+        """Wait until all files are written or have failed."""
         for write in self._writes:
             write.result()
 
@@ -203,21 +213,21 @@ class CheckpointFiles(TorchCheckpointEngine):
             self.failure = error
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of a file."""
+        """Read a file."""
         return read_pickle(path, map_location=map_location, trusted=self.trusted)
 
 
 def checkpoint_files(engine: DeepSpeedEngine) -> CheckpointFiles:
-    """What an engine reads and writes its checkpoints by, from the first call on."""
+    """Return the object that an engine reads and writes checkpoints with, creating it on the first call."""
     if not isinstance(engine.checkpoint_engine, CheckpointFiles):
         engine.checkpoint_engine = CheckpointFiles(engine._config)
-        # It copies programs beside the data, between two collectives; `longstride export` does what they do.
+        # It would copy scripts into the checkpoint, between two collectives; `longstride export` replaces them.
         engine._copy_recovery_script = lambda _: None
     return engine.checkpoint_engine
 
 
 def write_pickle(content: Any, path: Path) -> FileRecord:
-    """Writes what torch.save makes of something to a new file, flushed to the disk.
+    """Write an object with torch.save to a new file, and flush it to the disk.
 
     Raises:
         OSError: with the path and the system's reason.
@@ -231,8 +241,8 @@ def write_pickle(content: Any, path: Path) -> FileRecord:
 
 
 def host_copy(value: Any) -> Any:
-    """A copy in the host's memory that shares what the original shares, so that the same bytes are saved."""
-    copies: dict[int, Any] = {}  # by the id of the original, which is kept beside its copy: no other gets its id
+    """Copy a value to host memory. The copy shares storage where the original does, so that it saves the same bytes."""
+    copies: dict[int, Any] = {}  # by the original's id; the original is kept alive, so that its id stays unique
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copied(value: Any) -> Any:
@@ -263,15 +273,15 @@ def host_copy(value: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes DeepSpeed's enumeration by value: the first releases of Python 3.11 would write a call of getattr."""
+    """A pickler that writes DeepSpeed's enumeration by value; the first releases of Python 3.11 write a getattr."""
 
     def reducer_override(self, value: Any) -> Any:
-        """How a value is written; NotImplemented: as always."""
+        """Return how a value is written; NotImplemented means as usual."""
         return (ZeroStageEnum, (value.value,)) if isinstance(value, ZeroStageEnum) else NotImplemented
 
 
 class _PickleModule:
-    """What torch.save takes from the module pickle."""
+    """The part of the module pickle that torch.save uses."""
 
     Pickler = _Pickler
 
@@ -279,7 +289,7 @@ class _PickleModule:
 class _HashedFile:
     """A new file that counts and hashes what is written to it.
 
-    An error is kept until ``finish``: torch's writer would raise another one about positions, which hides the reason.
+    An error is stored until ``finish``, because torch's writer would replace it by one about positions.
     """
 
     def __init__(self, path: Path) -> None:
@@ -289,7 +299,7 @@ class _HashedFile:
         self._error: OSError | None = None
 
     def write(self, piece: Any) -> int:
-        """Takes bytes."""
+        """Write bytes, unless an earlier write failed."""
         size = memoryview(piece).nbytes
         if self._error is None:
             try:
@@ -301,12 +311,12 @@ class _HashedFile:
         return size
 
     def flush(self) -> None:
-        """Does nothing: torch calls it before the last bytes. ``finish`` flushes."""
+        """Do nothing: torch calls it before the last bytes. ``finish`` flushes."""
 
     def finish(self) -> FileRecord:
-        """Flushes to the disk and closes. Raises the first OSError that there was."""
+        """Flush to the disk, close, and raise the first OSError if there was one."""
         try:
-            with self._file:  # which closes it, and tries again to flush what it could not
+            with self._file:  # closing flushes again
                 if self._error is None:
                     self._file.flush()
                     os.fsync(self._file.fileno())

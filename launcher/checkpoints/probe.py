@@ -1,7 +1,7 @@
-"""The probe: one context that every checkpoint is saved with, and the model's loss on it.
+"""The probe: one context saved with every checkpoint, and the model's loss on it.
 
-A loaded model whose loss is another one computes something else. The bytes are drawn, not read: every value of a byte
-and every position takes part, and no data goes into a checkpoint.
+A loaded model with another loss computes something else. The bytes are random, so that every byte value and position
+takes part and no training data goes into a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import ModelConfig, StrictModel
 
 PROBE = "probe.npy"  # (N,) uint8, in a checkpoint's folder
-# What numpy writes before such an array: read by nothing that would take another type or size from it.
+# numpy's header of such an array. Matching it exactly rules out other types and sizes.
 _HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '\|u1', 'fortran_order': False, 'shape': \((\d+),\), \} *\n", re.S
 )
 _MOST_HEADER_BYTES = 256  # numpy writes 128
 _SEED = 1904
-_TOLERANCES = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-3}  # relative, where the same device and backend compute
-_OTHER_COMPUTER = 1e-3  # another kind of device, or another backend of attention
+_TOLERANCES = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-3}  # relative, for the same kind of device and attention backend
+_OTHER_COMPUTER = 1e-3  # for another kind of device or attention backend
 _OTHER_PRECISION = 1e-2
 
 
 class ProbeRecord(StrictModel):
-    """What a checkpoint's manifest has of its probe."""
+    """The probe in a checkpoint's manifest."""
 
     loss_nats: float = Field(ge=0)  # when the checkpoint was saved
     crc32: int = Field(ge=0, lt=2**32)  # of the bytes
-    precision: Literal["fp32", "fp16", "bf16"]  # that it was computed in
+    precision: Literal["fp32", "fp16", "bf16"]  # of the computation
     device: str
     backend: str  # of attention
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The probe of a verified checkpoint; all but the path is as in ``ProbeRecord``."""
+    """The probe of a verified checkpoint; see ``ProbeRecord``."""
 
     path: Path
     loss_nats: float
@@ -60,10 +60,10 @@ class Probe:
     backend: str
 
     def read(self, model: ModelConfig) -> Tensor:
-        """The context: (N,) uint8.
+        """Read the context, (N,) uint8.
 
         Raises:
-            ConfigError: the file holds another one than the manifest has, none, or none of this model.
+            ConfigError: the file is missing, is not the one in the manifest, or does not fit the model.
         """
         try:
             text = read_plain(self.path, _MOST_HEADER_BYTES + model.context, follow_links=False)
@@ -74,29 +74,29 @@ class Probe:
             raise ConfigError(f"{self.path}: holds no array of bytes")
         content = np.frombuffer(text, np.uint8, offset=header.end())
         if zlib.crc32(content.tobytes()) != self.crc32:
-            raise ConfigError(f"{self.path}: its bytes are not those that the manifest tells of")
+            raise ConfigError(f"{self.path}: its bytes do not have the manifest's CRC-32")
         if len(content) != model.context or int(content.max()) >= model.vocabulary:
             raise ConfigError(f"{self.path}: is no context of {model.context:,} bytes below {model.vocabulary}")
         return torch.from_numpy(content.copy())
 
     def difference(self, nats: float) -> float:
-        """How far a loss is from the saved one, relative to it; nan where either is."""
+        """Return the relative difference between a loss and the saved one; nan if either is."""
         return abs(nats - self.loss_nats) / abs(self.loss_nats) if self.loss_nats else abs(nats)
 
     def tolerance(self, precision: str, device: str, backend: str) -> float:
-        """How large ``difference`` may be, for the same weights, where these compute the loss."""
+        """Return the largest ``difference`` that rounding can cause, for the same weights."""
         if self.precision != precision:
             return _OTHER_PRECISION
-        same = self.device == device and self.backend == backend
-        return _TOLERANCES[precision] if same else max(_TOLERANCES[precision], _OTHER_COMPUTER)
+        is_same = self.device == device and self.backend == backend
+        return _TOLERANCES[precision] if is_same else max(_TOLERANCES[precision], _OTHER_COMPUTER)
 
     def check(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) -> float | None:
-        """Compares the loss of the loaded model with the saved one; returns ``difference``. All ranks must call.
+        """Compare the loaded model's loss with the saved one; return ``difference``. All ranks must call.
 
-        None where the run asks for no probe (`train.probe`).
+        Returns None if ``train.probe`` is false.
 
         Raises:
-            AgreedError: on every rank, where they differ by more than rounding.
+            AgreedError: on every rank, if they differ by more than rounding.
         """
         if not config.train.probe:
             return None
@@ -107,8 +107,8 @@ class Probe:
         nats = _loss_nats(engine, content, ranks)
         difference = self.difference(nats)
         tolerance = self.tolerance(config.precision, engine.device.type, config.model.backend)
-        # `<=`, so that a nan is wrong.
-        wrong = [rank for rank, fine in enumerate(ranks.gather_objects(difference <= tolerance)) if not fine]
+        # `<=`, so that nan counts as wrong.
+        wrong = [rank for rank, is_close in enumerate(ranks.gather_objects(difference <= tolerance)) if not is_close]
         if wrong:
             raise AgreedError(
                 f"{self.path.parent}: the loaded model's loss on {PROBE} is {nats:.9g} nats, and was "
@@ -120,9 +120,9 @@ class Probe:
 
 
 def take_probe(engine: DeepSpeedEngine, config: RunConfig, folder: Path, ranks: Ranks) -> dict[str, Any] | None:
-    """Computes the loss on the probe, and writes its bytes; returns what the manifest has of it. All ranks must call.
+    """Compute the loss on the probe and write its bytes; return its entry in the manifest. All ranks must call.
 
-    None where the run has none (`train.probe`), or where the loss is no finite number.
+    Returns None if ``train.probe`` is false or the loss is not finite.
     """
     if not config.train.probe:
         return None
@@ -143,7 +143,7 @@ def take_probe(engine: DeepSpeedEngine, config: RunConfig, folder: Path, ranks: 
 
 
 def _loss_nats(engine: DeepSpeedEngine, content: Tensor, ranks: Ranks) -> float:
-    """The mean loss of one context, without dropout: (N,) uint8. All ranks must call, and get the same number."""
+    """Return the mean loss of one context, (N,) uint8, without dropout. All ranks must call and get the same."""
     training = engine.module.training
     engine.eval()
     with torch.no_grad():
@@ -151,5 +151,5 @@ def _loss_nats(engine: DeepSpeedEngine, content: Tensor, ranks: Ranks) -> float:
     engine.train(training)
     if ranks.sequence_parallel == 1:
         return float(nats.double().mean())
-    shares = ranks.gather_float64(nats.double().sum(), engine.device)  # all groups have the same
+    shares = ranks.gather_float64(nats.double().sum(), engine.device)  # all groups compute the same context
     return float(shares[: ranks.sequence_parallel].sum() / len(content))

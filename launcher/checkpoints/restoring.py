@@ -1,8 +1,8 @@
-"""Brings an engine back to a checkpoint, in the layout that saved it or in another one.
+"""Restore an engine from a checkpoint, in the layout that saved it or in another one.
 
-In another one the universal form is loaded, into any ZeRO stage, precision and number of ranks. The engine gets what it
-would have saved itself: its own optimiser's state dictionary, with this rank's part of every tensor filled in. So
-DeepSpeed loads it like a checkpoint of its own, and saves normally afterwards.
+Another layout (ZeRO stage, precision, number of ranks) loads the universal form. The engine gets the state dictionary
+that it would have saved itself, with this rank's part of every tensor. So DeepSpeed loads it like its own checkpoint,
+and saves normally afterwards.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from longstride.launcher.ranks import Ranks
 
 
 def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> StreamState:
-    """Brings a fresh engine to a verified checkpoint's state, whatever saved it; returns the next batch.
+    """Load a verified checkpoint of any layout into a fresh engine; return the next position. All ranks must call.
 
-    The settings of the run's own configuration are kept, and the probe is checked. All ranks must call. Nothing of the
-    run is changed; only the universal form may be new beside the checkpoint.
+    The engine keeps the settings of its own configuration, and the probe is checked. The run stays unchanged, except
+    that the universal form may be new.
 
     Raises:
-        AgreedError: on every rank, where it cannot be converted, or the loaded model computes something else.
+        AgreedError: on every rank, if the checkpoint cannot be converted or the model computes another loss.
     """
     conversion = None
     if checkpoint.needs_conversion(config, ranks.world_size):
         form, seconds = ready_universal(checkpoint, ranks)
         load_universal(engine, form)
-        checkpoint.load_tables(engine)  # of any layout as they are
+        checkpoint.load_tables(engine)  # need no conversion
         took = f"{seconds:.0f} s" if seconds else "converted before"
         conversion = f"{checkpoint.conversion(config, ranks.world_size)} ({took})"
-        if not goes_on(form, states.vectors(engine)):
+        if not has_moments(form, states.vectors(engine)):
             conversion += "; the optimiser's moments begin anew"
         checkpoint.load_generators(config, ranks, engine.device)
         state = checkpoint.stream
@@ -62,7 +62,7 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
 
 
 def load_universal(engine: DeepSpeedEngine, form: Universal) -> None:
-    """Brings a fresh engine to the state of a universal form, random generators excepted. All ranks must call."""
+    """Load a universal form into a fresh engine, except random generators. All ranks must call."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()  # ZeRO 3: every parameter is partitioned
@@ -80,9 +80,9 @@ def load_universal(engine: DeepSpeedEngine, form: Universal) -> None:
 
 
 def _fill(engine: DeepSpeedEngine, form: Universal) -> None:
-    """Gives the optimiser a state dictionary as it would have saved it."""
+    """Load a state dictionary into the optimiser, in the form in which it would have saved it."""
     optimizer, vectors = engine.optimizer, states.vectors(engine)
-    masters, moments = [_filled(form, MASTER, vector) for vector in vectors], _states(form, vectors)
+    masters, moments = [_fill_vector(form, MASTER, vector) for vector in vectors], _optimizer_states(form, vectors)
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         state = optimizer.state_dict()
         state["fp32_flat_groups"] = masters
@@ -105,39 +105,40 @@ def _fill(engine: DeepSpeedEngine, form: Universal) -> None:
             parameters[vector.own[0].name].copy_(master)
 
 
-def goes_on(form: Universal, vectors: Sequence[states.Vector]) -> bool:
-    """Whether a form has what the optimiser of these vectors keeps, or nothing yet. The same on every rank."""
-    each = (
-        (one.name, kind) for vector in vectors for share in vector.slices for one in share for kind in vector.moments
-    )
-    return form.manifest.adam_step is None or all(form.has(name, kind) for name, kind in each)
+def has_moments(form: Universal, vectors: Sequence[states.Vector]) -> bool:
+    """Whether a form has the moments that these vectors need, or has no moments yet. The same on every rank."""
+    if form.manifest.adam_step is None:
+        return True
+    needed = ((part.name, vector.moments) for vector in vectors for share in vector.slices for part in share)
+    return all(form.has(name, kind) for name, kinds in needed for kind in kinds)
 
 
-def _states(form: Universal, vectors: Sequence[states.Vector]) -> dict[int, dict[str, Tensor]]:
-    """The optimiser's state and the average for each vector; none before its first step.
+def _optimizer_states(form: Universal, vectors: Sequence[states.Vector]) -> dict[int, dict[str, Tensor]]:
+    """Return the optimiser's state and the average for each vector; nothing before the first step.
 
-    Of another optimiser's checkpoint the average is taken, and all moments begin anew: moments of some weights alone,
-    beside others that are new, would count steps that these have not seen.
+    From another optimiser's checkpoint, only the average is taken, and all moments start at zero. Old and new moments
+    cannot share one step count.
     """
     step = form.manifest.adam_step
     if step is None:
         return {}
-    known = goes_on(form, vectors)
-    filled = {}
+    is_same_optimizer = has_moments(form, vectors)
+    result = {}
     for number, vector in enumerate(vectors):
-        filled[number] = {kind: _filled(form, kind, vector, empty=not known) for kind in vector.moments}
-        if states.MOMENTUM not in filled[number]:
-            filled[number]["step"] = torch.tensor(step if known else 0.0)
+        state = {kind: _fill_vector(form, kind, vector, empty=not is_same_optimizer) for kind in vector.moments}
+        if states.MOMENTUM not in state:
+            state["step"] = torch.tensor(step if is_same_optimizer else 0.0)
         if AVERAGE in form.kinds:
-            filled[number][AVERAGE] = _filled(form, AVERAGE, vector)
-    return filled
+            state[AVERAGE] = _fill_vector(form, AVERAGE, vector)
+        result[number] = state
+    return result
 
 
-def _filled(form: Universal, kind: str, vector: states.Vector, *, empty: bool = False) -> Tensor:
-    """This rank's vector of a kind; what no parameter fills is padding, and zero."""
-    whole = torch.zeros(states.shape_of(kind, vector.master.shape))
-    flat = whole.view(-1)
+def _fill_vector(form: Universal, kind: str, vector: states.Vector, *, empty: bool = False) -> Tensor:
+    """Return this rank's vector of a kind. Elements that no parameter fills are padding, and zero."""
+    filled = torch.zeros(states.shape_of(kind, vector.master.shape))
+    flat = filled.view(-1)
     for part in () if empty else vector.own:
         source = form.flat(part.name, kind)[part.start : part.stop]
         flat[part.at : part.at + len(source)] = source
-    return whole
+    return filled

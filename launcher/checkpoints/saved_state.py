@@ -1,8 +1,7 @@
-"""What DeepSpeed saved, by parameter: fp32 weights, Adam's moments and the moving average, one tensor at a time.
+"""The state that DeepSpeed saved, by parameter: fp32 weights, optimiser moments and the moving average.
 
-It may come from any ZeRO stage, any number of ranks, and every optimiser of DeepSpeed's that a run can have. A rank's
-file holds flat vectors, and a parameter is an interval of one. Files are mapped, so that a tensor is read when it is
-used.
+Reads files of any ZeRO stage, number of ranks and optimiser that a run can have. A rank's file holds flat vectors, and
+a parameter is an interval of one. Files are mapped, so that a tensor is read when it is used.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from longstride.launcher.output import file_names
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of the engine
 SCHEDULE = ("last_epoch", "_step_count")
 MASTER = "fp32"
-KINDS = (MASTER, *chain.from_iterable(states.MOMENTS), AVERAGE)  # as the optimiser's state names them
+KINDS = (MASTER, *chain.from_iterable(states.MOMENTS), AVERAGE)  # keys of the optimiser's state
 _SHARD = re.compile(rf"{DEEPSPEED_TAG}/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = re.compile(rf"{DEEPSPEED_TAG}/(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
-_SCALE = (*states.SCALE_STATE, states.HYSTERESIS)  # what is kept of a dynamic loss scale
+_SCALE = (*states.SCALE_STATE, states.HYSTERESIS)  # fields of a dynamic loss scale
 
 
 class _Piece(NamedTuple):
@@ -43,13 +42,16 @@ class _Piece(NamedTuple):
 
 
 class SavedState:
-    """A checkpoint's tensors by parameter name and kind, and the numbers beside them. The files are verified already.
+    """The tensors of a verified checkpoint by parameter name and kind, with its counters.
 
-    ``remapped``: map the files anew now and then, for one way through all tensors. What has been read of a mapping
-    counts as memory of the process until it is dropped. A trusted checkpoint is mapped once, as reading may run code.
+    Args:
+        checkpoint: any checkpoint whose files are verified.
+        remapped: whether to map files anew from time to time, for one pass over all tensors. The pages that were read
+            of a mapping count as the process's memory until it is dropped. A trusted checkpoint is mapped once, since
+            reading may run code.
 
     Raises:
-        ConfigError: a file is missing, or holds what no run of ours writes.
+        ConfigError: a file is missing, or holds something that no run writes.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, remapped: bool = False) -> None:
@@ -60,7 +62,7 @@ class SavedState:
         self._names = list(chain.from_iterable(self._manifest.parameter_groups))
         self.shapes: dict[str, torch.Size] = {}
         self._pieces: dict[str, list[_Piece]] = {}
-        self.loss_scale: dict[str, float] | None = None  # of a dynamic one
+        self.loss_scale: dict[str, float] | None = None  # None: not dynamic
         self._tables = None
         if checkpoint.config.model.ngrams is not None:
             self._tables = SavedTables(checkpoint.folder, checkpoint.manifest, checkpoint.config)
@@ -69,45 +71,45 @@ class SavedState:
 
     @staticmethod
     def check_size(checkpoint: Checkpoint) -> Shapes:
-        """The tensors of a checkpoint's model, by its configuration alone; before anything is made of that.
+        """Return the shapes of a checkpoint's model, from its configuration alone and before anything is allocated.
 
         Raises:
-            ConfigError: its files are too small to hold them.
+            ConfigError: its files are too small for the model.
         """
         try:
             shapes = Shapes.of_model(checkpoint.config.model)
         except ConfigError as error:
             raise ConfigError(f"{checkpoint.folder / file_names.CONFIG}: {error.under('model')}") from None
-        needed, held = 4 * shapes.parameters, sum(record.bytes for record in checkpoint.manifest.files.values())
-        if needed > held:
-            rule = f"its files have {held:,} bytes, and the model of its {file_names.CONFIG} {needed:,}"
+        needed, file_bytes = 4 * shapes.parameters, sum(record.bytes for record in checkpoint.manifest.files.values())
+        if needed > file_bytes:
+            rule = f"its files have {file_bytes:,} bytes, and the model of its {file_names.CONFIG} {needed:,}"
             raise ConfigError(f"{checkpoint.folder}: {rule}")
         return shapes
 
     def _read_state(self) -> None:
-        """Finds every parameter's pieces in the files, and holds them against the configuration."""
+        """Find every parameter's pieces in the files, and check them against the configuration."""
         self._map()
         if (step := self.numbers["global_steps"]) != self._manifest.step:
             raise self._broken(f"its manifest says step {self._manifest.step}, and its files {step}")
         if missing := sorted(set(self._names) - self.shapes.keys()):
             raise self._broken(f"without the weights {', '.join(missing)}")
-        self._held = {name: self._kinds_of(name) for name in self.shapes}
-        self.kinds = tuple(kind for kind in KINDS if any(kind in held for held in self._held.values()))
-        averaged = {AVERAGE in held for held in self._held.values()}
-        moments = {tuple(kind for kind in held if kind not in (MASTER, AVERAGE)) for held in self._held.values()}
+        self._kinds = {name: self._find_kinds(name) for name in self.shapes}
+        self.kinds = tuple(kind for kind in KINDS if any(kind in kinds for kinds in self._kinds.values()))
+        averaged = {AVERAGE in kinds for kinds in self._kinds.values()}
+        moments = {tuple(kind for kind in kinds if kind not in (MASTER, AVERAGE)) for kinds in self._kinds.values()}
         if len(averaged) > 1 or not (moments == {()} or moments <= set(states.MOMENTS)):
-            raise self._broken("the optimiser's state or the average is there for a part of the parameters alone")
-        steps = {float(state["step"]) for each in self._states for state in each.values() if "step" in state}
+            raise self._broken("only some parameters have the optimiser's state or the average")
+        steps = {float(state["step"]) for by_vector in self._states for state in by_vector.values() if "step" in state}
         if len(steps) > 1:
             raise self._broken(f"Adam's steps differ: {sorted(steps)}")
-        self.adam_step = steps.pop() if steps else None  # how many it has taken; None before the first
+        self.adam_step = steps.pop() if steps else None  # None before the first
         saved = {name: tuple(shape) for name, shape in self.model_shapes.items()}
         self.model.check(
             saved, f"its weights are not those of the model in its {file_names.CONFIG}:", f"{self._folder}"
         )
 
     def _map(self) -> None:
-        """Opens all files."""
+        """Open all files, and drop earlier mappings."""
         self._taken = 0  # bytes, since they were opened
         files = [name for name in self._manifest.files if _MODEL.fullmatch(name)]
         if len(files) != 1:
@@ -115,16 +117,16 @@ class SavedState:
         self._model = self._read(files[0])
         self._masters: list[list[Tensor]] = []  # a list of flat vectors a rank
         self._states: list[Mapping[int, Mapping[str, Tensor]]] = []  # of the optimiser, by vector
-        self._read_whole() if self._manifest.zero_stage == 0 else self._read_shards()
-        states_of = (state.values() for each in self._states for state in each.values())
-        # Strides of 0 would make any number of weights of one.
-        for tensor in chain(*self._masters, self.buffers.values(), *states_of):
+        self._read_unsharded() if self._manifest.zero_stage == 0 else self._read_shards()
+        moments = (state.values() for by_vector in self._states for state in by_vector.values())
+        # A stride of 0 would make any number of weights from one.
+        for tensor in chain(*self._masters, self.buffers.values(), *moments):
             if isinstance(tensor, Tensor) and tensor.nbytes > tensor.untyped_storage().nbytes():
                 raise self._broken(f"a tensor of {tensor.nbytes:,} bytes in {tensor.untyped_storage().nbytes():,}")
 
     @property
     def model_shapes(self) -> dict[str, torch.Size]:
-        """Of the whole model: ``shapes`` are of parameters that DeepSpeed saved, which n-gram tables are no part of."""
+        """Shapes of the complete model. ``shapes`` only has parameters that DeepSpeed saved, so no n-gram tables."""
         tables = {} if self._tables is None else {states.TABLES: self._tables.shape}
         return self.shapes | tables | {name: buffer.shape for name, buffer in self.buffers.items()}
 
@@ -135,56 +137,60 @@ class SavedState:
 
     @property
     def schedule(self) -> dict[str, Any]:
-        """How far the schedule of the learning rate is."""
+        """The position in the learning-rate schedule."""
         return {name: self._model["lr_scheduler"][name] for name in SCHEDULE}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's tensors that are no parameters, fp32."""
+        """The model's buffers, fp32."""
         return {name: self._model["module"][name] for name in self._model["buffer_names"]}
 
     def shapes_of(self, kind: str) -> dict[str, torch.Size]:
-        """The shapes of a kind's tensors by parameter, of those that have it."""
-        having = (name for name, held in self._held.items() if kind in held)
-        return {name: states.shape_of(kind, self.shapes[name]) for name in having}
+        """Return the shapes of a kind's tensors, for the parameters that have it."""
+        names = (name for name, kinds in self._kinds.items() if kind in kinds)
+        return {name: states.shape_of(kind, self.shapes[name]) for name in names}
 
     def tensor(self, name: str, kind: str = MASTER) -> Tensor:
-        """One parameter's tensor of a kind that is there: of its own memory, fp32, on the CPU."""
+        """Return one parameter's tensor of a kind: a copy, fp32, on the CPU."""
         if name == states.TABLES and self._tables is not None:
             return self._tables.tensor(kind)
-        if name in self._model["buffer_names"]:  # which every kind of weights has as they are
+        if name in self._model["buffer_names"]:  # the same for every kind
             return self.buffers[name].clone()
         if self._remapped and self._taken > MAPPED_BYTES:
             self._map()
         with foreign_content_refused(self._folder):
             parts = []
             for rank, vector, start, stop in self._pieces[name]:
-                held = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]
-                parts.append(held.flatten()[start:stop].float())
-            whole = torch.cat(parts)  # a copy: the file can be closed
+                source = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]
+                parts.append(source.flatten()[start:stop].float())
+            flat = torch.cat(parts)  # a copy: the file can be closed
         shape = states.shape_of(kind, self.shapes[name])
-        if whole.numel() < shape.numel():
-            raise self._broken(f"{whole.numel():,} numbers of {kind} of {name}, which has {shape.numel():,}")
-        self._taken += whole.nbytes
-        return whole[: shape.numel()].reshape(shape)
+        if flat.numel() < shape.numel():
+            raise self._broken(f"{flat.numel():,} numbers of {kind} of {name}, which has {shape.numel():,}")
+        self._taken += flat.nbytes
+        return flat[: shape.numel()].reshape(shape)
 
     def kind_of(self, weights: str) -> str:
-        """The kind of tensors that are these weights, ``TRAINED`` or ``AVERAGE``; ConfigError where there are none."""
+        """Return the kind of tensors for ``TRAINED`` or ``AVERAGE`` weights.
+
+        Raises:
+            ConfigError: the checkpoint has no moving average.
+        """
         kind = {TRAINED: MASTER, AVERAGE: AVERAGE}[weights]
         if kind not in self.kinds:
-            raise self._broken("it holds no moving average, which train.ema_decay keeps; take --weights trained")
+            raise self._broken("has no moving average, which needs train.ema_decay; use --weights trained")
         return kind
 
-    def _kinds_of(self, name: str) -> tuple[str, ...]:
-        """What there is of a parameter; ConfigError where some ranks alone have a kind."""
-        each = [self._states[piece.rank].get(piece.vector, {}) for piece in self._pieces[name]]
+    def _find_kinds(self, name: str) -> tuple[str, ...]:
+        """Return the kinds that a parameter has; ConfigError if only some ranks have one."""
+        saved = [self._states[piece.rank].get(piece.vector, {}) for piece in self._pieces[name]]
         for kind in KINDS:
-            if 0 < sum(kind in state for state in each) < len(each):
-                raise self._broken(f"{kind} is there for a part of {name} alone")
-        return tuple(kind for kind in KINDS if kind == MASTER or kind in each[0])
+            if 0 < sum(kind in state for state in saved) < len(saved):
+                raise self._broken(f"only a part of {name} has {kind}")
+        return tuple(kind for kind in KINDS if kind == MASTER or kind in saved[0])
 
-    def _read_whole(self) -> None:
-        """ZeRO 0: one file. In half precision its master weights have no names, and the order of the groups."""
+    def _read_unsharded(self) -> None:
+        """Read the one file of ZeRO 0. In half precision its master weights are unnamed, in the groups' order."""
         optimizer = self._model["optimizer"]
         names = self._names
         if self._manifest.precision == "fp32":
@@ -216,7 +222,7 @@ class SavedState:
         (self._lay_out_parameters if weights else self._lay_out_groups)(shards)
 
     def _lay_out_groups(self, shards: list[dict[str, Any]]) -> None:
-        """ZeRO 1 and 2: a group of parameters is laid end to end, and that vector cut evenly over the ranks."""
+        """Locate parameters under ZeRO 1 and 2, which concatenate a group and cut it evenly over the ranks."""
         first = shards[0]
         stripped = "zero_stage" in first  # BF16_Optimizer, which has no such key, saves its padding too
         gaps = first.get("param_alignment_paddings") or [None] * len(self._model["param_shapes"])
@@ -231,12 +237,12 @@ class SavedState:
                     for rank in range(offset // size, -(-end // size))
                 ]
                 offset = end + gap
-            held = sum(masters[group].numel() for masters in self._masters)
-            if held < offset:
-                raise self._broken(f"its shards hold {held:,} weights of a group of {offset:,}")
+            count = sum(masters[group].numel() for masters in self._masters)
+            if count < offset:
+                raise self._broken(f"its shards hold {count:,} weights of a group of {offset:,}")
 
     def _lay_out_parameters(self, shards: list[dict[str, Any]]) -> None:
-        """ZeRO 3: every parameter is cut evenly over the ranks; a rank lays its pieces end to end, in sub-groups."""
+        """Locate parameters under ZeRO 3: each is cut evenly over the ranks, which concatenate pieces in sub-groups."""
         ends = list(accumulate(vector.numel() for vector in self._masters[0]))
         vector, offset = 0, 0
         for shapes in self._model["param_shapes"]:
@@ -259,11 +265,11 @@ class SavedState:
 
 
 def master_weights(checkpoint: Checkpoint, weights: str = TRAINED) -> dict[str, Tensor]:
-    """Every parameter and buffer by name, fp32, contiguous, on the CPU; the files are verified first.
+    """Verify a checkpoint and return every parameter and buffer by name, fp32, contiguous, on the CPU.
 
     Args:
         checkpoint: of any ZeRO stage and number of ranks.
-        weights: ``TRAINED`` or ``AVERAGE``: as they were trained, or their moving average.
+        weights: ``TRAINED`` weights or their moving ``AVERAGE``.
 
     Raises:
         ConfigError: a file is damaged or foreign, would have to be trusted, or weights or averages are missing.

@@ -1,14 +1,13 @@
-"""The n-gram tables in a checkpoint: one safetensors file a rank, whatever the ZeRO stage.
+"""The n-gram tables in a checkpoint: one safetensors file a rank, for every ZeRO stage.
 
-`tables-00001.safetensors` of W ranks has rows 1, 1 + W, 1 + 2 W …: so any number of ranks reads what any other has
-written. All is fp32, by the names that ``Tables.share`` gives: weights and moving average (R, C), the second moment of
-each row, the number of its steps, the step up to which its average is known (R,); and the steps of all (1,).
+With W ranks, `tables-00001.safetensors` has rows 1, 1 + W, 1 + 2 W …, so any number of ranks can read them. All tensors
+are fp32, named as in ``Tables.share``: weights and moving average (R, C); each row's second moment, number of steps and
+step of its average (R,); and the number of all steps (1,).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ from longstride.launcher.models import AVERAGE
 
 
 def tables_name(rank: int) -> str:
-    """The file of a rank's share."""
+    """Return the file name of a rank's share."""
     return f"tables-{rank:05d}.safetensors"
 
 
 class SavedTables:
-    """The files of a verified checkpoint whose model has n-gram tables.
+    """The table files of a verified checkpoint of a model with n-gram tables.
 
     Raises:
         ConfigError: a file is missing.
@@ -43,31 +42,30 @@ class SavedTables:
         self.shape = torch.Size((len(tables.orders) * tables.rows, config.model.width))
         missing = [name for name in map(tables_name, range(self._ranks)) if name not in manifest.files]
         if missing:
-            raise ConfigError(f"{folder}: without {missing[0]}, which has n-gram tables of its model")
+            raise ConfigError(f"{folder}: lacks {missing[0]}, which holds n-gram tables of its model")
 
     def tensor(self, kind: str) -> Tensor:
-        """All rows, (R, C) fp32, as they were trained ("fp32") or their moving average as of the checkpoint's step."""
-        whole = torch.empty(self.shape)
+        """Return all rows, (R, C) fp32: trained ("fp32"), or their moving average as of the checkpoint's step."""
+        table = torch.empty(self.shape)
         for first, saved in self.shares():
             rows = saved["fp32"]
             if kind == AVERAGE:
                 assert self._decay is not None
                 rows = states.followed(saved[AVERAGE], rows, self._decay, saved["steps"] - saved[f"{AVERAGE}_step"])
-            whole[first :: self._ranks] = rows
-        return whole
+            table[first :: self._ranks] = rows
+        return table
 
     def load(self, engine: DeepSpeedEngine) -> None:
-        """Brings the tables of an engine of any layout to what was saved."""
+        """Load the tables into an engine of any layout."""
         for first, saved in self.shares():
             engine.tables.fill(first, self._ranks, saved, self._decay)
 
     def shares(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-        """Each file's first row, and its tensors."""
+        """Yield each file's first row and its tensors."""
         for rank in range(self._ranks):
             path = self._folder / tables_name(rank)
             try:
-                with ExitStack() as opened:
-                    file = opened.enter_context(safe_open(path, "pt"))
+                with safe_open(path, "pt") as file:
                     saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dictionary
             except SafetensorError as error:
                 raise ConfigError(f"{path}: cannot be read: {error}") from None
@@ -75,10 +73,10 @@ class SavedTables:
             yield rank, saved
 
     def _check(self, path: Path, saved: Mapping[str, Any], rows: int) -> None:
-        """Raise ConfigError unless the tensors are those of so many rows of this model."""
+        """Raise ConfigError unless the tensors fit ``rows`` rows of this model."""
         shapes = {"fp32": (rows, self.shape[1]), "exp_avg_sq": (rows,), "touches": (rows,), "steps": (1,)}
         if self._decay is not None:
             shapes |= {AVERAGE: (rows, self.shape[1]), f"{AVERAGE}_step": (rows,)}
-        found = {name: tuple(tensor.shape) for name, tensor in saved.items() if tensor.dtype == torch.float32}
-        if found != shapes or len(found) != len(saved):
+        saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items() if tensor.dtype == torch.float32}
+        if saved_shapes != shapes or len(saved_shapes) != len(saved):
             raise ConfigError(f"{path}: its tensors are not those of the model's n-gram tables")

@@ -1,4 +1,4 @@
-"""Saves checkpoints that are whole or not there, outlives a full disk, and removes the ones that need not stay."""
+"""Save checkpoints that are either complete or absent, survive a full disk, and remove those that need not stay."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from longstride.launcher.checkpoints.checkpoint import (
     DEEPSPEED_TAG,
     checkpoint_folder,
     list_checkpoints,
+    manifest_scores,
     random_name,
 )
 from longstride.launcher.checkpoints.manifest import (
@@ -47,21 +48,24 @@ from longstride.launcher.ranks import Ranks
 
 T = TypeVar("T")
 _LATEST = "latest"
-# What a killed save or removal leaves. The dot hides it from whatever lists checkpoints.
+# Left by a killed save or removal. The dot hides it from programs that list checkpoints.
 _LEFTOVER = re.compile(r"\.step-\d{8,}(\.universal)?\.(partial|deleted)")
 
 
 class NotSavedError(RuntimeError):
-    """A checkpoint could not be written. Every rank raises it, and nothing of the checkpoint is left."""
+    """A checkpoint could not be written. Every rank raises it, and the partial checkpoint is removed."""
 
 
 class Saver:
-    """Saves a run's checkpoints as it goes. A save that fails is reported to ``say``, and the run goes on.
+    """Saves a run's checkpoints. A save that fails is reported to ``say``, and the run goes on.
 
-    ``flush_lines`` brings what has been recorded to the disk, before anything of a checkpoint is written.
+    A background save (``train.checkpoint_in_background``) ends after the first step at which every rank has written its
+    share, or else before the next save or the end of the run.
 
-    In the background (``train.checkpoint_in_background``) a save ends after the first step at which every rank has
-    written its share, or else before the next save or the end of the run.
+    Args:
+        engine, config, ranks: of the run.
+        say: reports a line.
+        flush_lines: brings the recorded metrics to the disk, before anything of a checkpoint is written.
     """
 
     def __init__(
@@ -80,23 +84,29 @@ class Saver:
 
     @staticmethod
     def check_pointer(run: Path) -> None:
-        """Raise ConfigError where no file can take the place of `latest`, before any step is taken."""
+        """Check, before the first step, that a file can replace `latest`.
+
+        Raises:
+            ConfigError: it cannot.
+        """
         path = run / file_names.CHECKPOINTS / _LATEST
         if path.is_dir() and not path.is_symlink():
             raise ConfigError(f"{path}: is a folder, not a plain file; move it away")
 
     def go_on(self) -> None:
-        """Begins anew with the run folder as it is, once the engine has come to one of its checkpoints."""
+        """Read the run folder again, after the engine has been set to one of its checkpoints."""
         self.saved = self._engine.global_steps  # the newest step that is safe
-        self._scores: dict[int, Score] = {}  # of the first rank, by step
+        self._scores: dict[int, Score] = {}  # on the first rank, by step
         if self._config.train.keep_best and self._ranks.is_first:
-            repeated = (score for each in list_checkpoints(self._run)[0] for score in each.manifest.best or ())
-            self._scores = known_scores(self._run, self._config.data.validation_split, repeated)
+            scores = manifest_scores(list_checkpoints(self._run)[0])
+            self._scores = known_scores(self._run, self._config.data.validation_split, scores)
 
     def save(self, stream: StreamState, memory: dict[str, Any]) -> None:
-        """Saves the engine's step, or begins to. All ranks must call.
+        """Save the engine's step, or begin to. All ranks must call.
 
-        ``memory``: what the run remembers from step to step, by the manifest's keys.
+        Args:
+            stream: the position of the next batch.
+            memory: other state of the run, by the manifest's keys.
         """
         self.finish()
         self._flush_lines()
@@ -108,14 +118,14 @@ class Saver:
             self.finish()
 
     def poll(self) -> None:
-        """Ends a save whose files every rank has written. All ranks must call, after every step."""
+        """Finish a background save if every rank has written its files. All ranks must call, after every step."""
         if self._pending is not None:
-            done = torch.tensor([checkpoint_files(self._engine).is_done()], dtype=torch.int64)
-            if bool(self._ranks.gather_int64(done, self._engine.device).all()):
+            is_done = torch.tensor([checkpoint_files(self._engine).is_done()], dtype=torch.int64)
+            if bool(self._ranks.gather_int64(is_done, self._engine.device).all()):
                 self.finish()
 
     def finish(self) -> None:
-        """Ends the save that is under way, if one is. All ranks must call."""
+        """Finish the pending save, if there is one. All ranks must call."""
         save, self._pending = self._pending, None
         if save is None:
             return
@@ -126,7 +136,7 @@ class Saver:
                 self._tidy(save.step)
 
     def save_last(self, stream: StreamState, memory: dict[str, Any]) -> bool:
-        """Saves the engine's step unless it is safe already; returns whether it is now. All ranks must call."""
+        """Save the engine's step unless it is saved; return whether it is saved now. All ranks must call."""
         self.finish()
         if self.saved < self._engine.global_steps:
             self.save(stream, memory)
@@ -134,15 +144,15 @@ class Saver:
         return self.saved == self._engine.global_steps
 
     def keep_best(self, score: Score, stream: StreamState, memory: dict[str, Any]) -> None:
-        """Saves the engine's step if its evaluation is among the ``train.keep_best`` best. All ranks must call.
+        """Save the engine's step if its evaluation is among the ``train.keep_best`` best. All ranks must call.
 
-        What is no longer among them is removed, unless it stays for another reason.
+        Checkpoints that are no longer among them are removed, unless they stay for another reason.
         """
         if not self._config.train.keep_best:
             return
         if self._ranks.is_first:
             self._scores[score.step] = score
-        self.finish()  # what is under way may be one of the best
+        self.finish()  # the pending save may be one of the best
         is_best = self._ranks.is_first and score in self._best(score.step)
         if self.saved < score.step and self._ranks.gather_objects(is_best)[0]:
             self.save(stream, memory)
@@ -150,25 +160,25 @@ class Saver:
             self._tidy(score.step)
 
     def _best(self, step: int) -> list[Score]:
-        """The best of the run's whole checkpoints and of a step that is one, or will be; best first."""
+        """Return the best scores among undamaged checkpoints and ``step``, which is or becomes one; best first."""
         count = self._config.train.keep_best
         checkpoints = list_checkpoints(self._run)[0] if count else ()
-        steps = {each.manifest.step for each in checkpoints if not missized(each.folder, each.manifest)} | {step}
+        steps = {step} | {saved.manifest.step for saved in checkpoints if not missized(saved.folder, saved.manifest)}
         return ranked(score for score in self._scores.values() if score.step in steps)[:count]
 
     @contextlib.contextmanager
     def _reporting(self, step: int) -> Iterator[None]:
-        """Reports a save that fails, and has the run go on."""
+        """Report a save that fails, and continue."""
         try:
             yield
         except NotSavedError as error:
             if self._ranks.is_first:
                 old, _ = list_checkpoints(self._run)
-                left = f"the newest checkpoint is step {old[0].manifest.step}" if old else "there is no checkpoint yet"
-                self._say(f"step {step} was not saved: {error}; {left}")
+                line = f"the newest checkpoint is step {old[0].manifest.step}" if old else "there is no checkpoint yet"
+                self._say(f"step {step} was not saved: {error}; {line}")
 
     def _tidy(self, step: int) -> None:
-        """What follows a checkpoint that is safe; no failure here unmakes it."""
+        """Update `latest`, retire checkpoints and check the disk. A failure here does not undo the save."""
         train = self._config.train
         try:
             point_to(self._run, step)
@@ -183,7 +193,7 @@ class Saver:
 
 
 class _Save:
-    """One checkpoint on its way to the disk."""
+    """One checkpoint while it is written."""
 
     def __init__(
         self, engine: DeepSpeedEngine, config: RunConfig, stream: StreamState, ranks: Ranks, memory: dict[str, Any]
@@ -208,9 +218,15 @@ class _Save:
         }
 
     def write(self, *, background: bool) -> None:
-        """Writes every rank's files, or copies what will be in them. ``complete`` raises whatever fails with them."""
-        self._on_all_ranks(lambda: self._make_folder() if self._ranks.is_first else None)
-        # Every rank computes; only the first one writes, which may fail.
+        """Write every rank's files, or copy their content for the background. ``complete`` raises the failures."""
+
+        def make_folder() -> None:
+            remove_leftovers(self._run)
+            self._partial.mkdir()  # without parents: a run folder that is gone, or not mounted, must not be recreated
+            write_json(self._partial / file_names.CONFIG, self._config.to_json())
+
+        self._on_all_ranks(make_folder if self._ranks.is_first else lambda: None)
+        # Every rank computes the loss. Only the first one writes the probe, which may fail.
         (self._manifest["probe"], *_) = self._on_all_ranks(
             lambda: take_probe(self._engine, self._config, self._partial, self._ranks)
         )
@@ -219,36 +235,31 @@ class _Save:
         if self._engine.tables is not None:
             path = self._partial / tables_name(self._ranks.rank)
             self._files.save(self._engine.tables.share(), str(path))
-        if self._ranks.sequence_rank == 0:  # those that share contexts draw alike
+        if self._ranks.sequence_rank == 0:  # ranks that share contexts share their random states
             path = self._partial / random_name(self._ranks.data_rank)
             self._files.save(random_states(self._engine.device), str(path))
 
     def complete(self, best: Callable[[int], list[Score]]) -> None:
-        """Makes a checkpoint of what was written, by a rename; ``best`` says what the first rank's manifest repeats."""
+        """Turn the files into a checkpoint by a rename. ``best`` gives the scores for the first rank's manifest."""
         self._files.wait()
-        shares = self._on_all_ranks(self._written)
+
+        def take_records() -> dict[str, FileRecord]:
+            if self._files.failure is not None:
+                raise self._files.failure
+            return {path.relative_to(self._partial).as_posix(): record for path, record in self._files.records.items()}
+
+        shares = self._on_all_ranks(take_records)
         written = {name: record for share in shares for name, record in share.items()}
         self._on_all_ranks(lambda: self._put_in_place(written, best(self.step)) if self._ranks.is_first else None)
 
-    def _make_folder(self) -> None:
-        remove_leftovers(self._run)
-        self._partial.mkdir()  # not its parents: a folder that has gone, or is not mounted, is not made anew
-        write_json(self._partial / file_names.CONFIG, self._config.to_json())
-
-    def _written(self) -> dict[str, FileRecord]:
-        """This rank's files; raises what failed with them."""
-        if self._files.failure is not None:
-            raise self._files.failure
-        return {path.relative_to(self._partial).as_posix(): record for path, record in self._files.records.items()}
-
     def _put_in_place(self, written: dict[str, FileRecord], best: Sequence[Score] = ()) -> None:
-        # What DeepSpeed may have written past `_files` is read again, by one rank, so that none is left out.
-        files = written | record_files(self._partial, known=written)
-        last = {"files": dict(sorted(files.items())), "best": list(best) or None}
-        manifest = CheckpointManifest.model_validate(self._manifest | last)
-        if lost := missized(self._partial, manifest):
-            rule = "is not to be seen by the first process as it was written; all must write to one folder"
-            raise OSError(errno.ENOENT, rule, str(self._partial / lost[0]))
+        # The first rank hashes any file that DeepSpeed wrote without `_files`.
+        files = written | record_files(self._partial, recorded=written)
+        final = {"files": dict(sorted(files.items())), "best": list(best) or None}
+        manifest = CheckpointManifest.model_validate(self._manifest | final)
+        if missing := missized(self._partial, manifest):
+            rule = "is missing or incomplete on the first process's host; all processes must write to one shared folder"
+            raise OSError(errno.ENOENT, rule, str(self._partial / missing[0]))
         write_manifest(self._partial, manifest)
         for folder in (self._partial / DEEPSPEED_TAG, self._partial):
             flush_folder(folder)
@@ -257,23 +268,23 @@ class _Save:
         flush_folder(self._final.parent)
 
     def _on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """What the work of every rank returned. Raises NotSavedError on all of them where that of any failed."""
+        """Return what ``work`` returned on every rank. If it fails on any, NotSavedError is raised on all."""
         outcome, failure = None, None
         try:
             outcome = work()
         except FAILURES as error:
             failure = error_line(error, self._partial)
-        everyone = self._ranks.gather_objects((outcome, failure))
-        failures = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(everyone) if line is not None]
+        outcomes = self._ranks.gather_objects((outcome, failure))
+        failures = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(outcomes) if line is not None]
         if failures:
             if self._ranks.is_first:
                 remove_tree(self._partial)
             raise NotSavedError(failures[0])
-        return [outcome for outcome, _ in everyone]
+        return [outcome for outcome, _ in outcomes]
 
 
 def error_line(error: Exception, path: Path) -> str:
-    """A failure in one line; ``path`` is named where the error names none. A full disk is told with its room."""
+    """Describe a failure in one line, with ``path`` if the error names none. For a full disk, add its free space."""
     if isinstance(error, OSError):
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         room = f", with {gigabytes(free_bytes(path))} free" if is_full else ""
@@ -284,18 +295,23 @@ def error_line(error: Exception, path: Path) -> str:
 def retire(
     run: Path, saved: int, keep_last: int | None, keep_every: int | None, best: Container[int] = frozenset()
 ) -> list[int]:
-    """Removes the checkpoints that need not stay, once the step ``saved`` is safe; returns their steps.
+    """Remove the checkpoints that need not stay, once step ``saved`` is safe; return their steps.
 
-    The newest ``keep_last`` up to that one that are whole by their manifests and the sizes of their files stay, and so
-    does every step that ``keep_every`` divides or that is among the ``best``. Without so many whole ones nothing is
-    removed. Left to a person: what lies beyond ``saved``, which this run did not save, and what is no checkpoint.
+    Args:
+        run: the run folder.
+        saved: checkpoints of later steps are left alone, because this run did not save them.
+        keep_last: how many of the newest complete checkpoints stay. While there are fewer, nothing is removed. A
+            complete one has a valid manifest and files of the right size. None: all stay.
+        keep_every: steps that it divides stay.
+        best: steps that stay.
     """
-    removed, whole = [], 0
-    listed = list_checkpoints(run)[0] if keep_last is not None else []
-    for checkpoint in (each for each in listed if each.manifest.step <= saved):
+    removed, num_complete = [], 0
+    for checkpoint in list_checkpoints(run)[0] if keep_last is not None else ():
         step = checkpoint.manifest.step
-        if whole != keep_last:  # newest first
-            whole += not missized(checkpoint.folder, checkpoint.manifest)
+        if step > saved:
+            continue
+        if num_complete != keep_last:  # newest first
+            num_complete += not missized(checkpoint.folder, checkpoint.manifest)
         elif (keep_every is None or step % keep_every) and step not in best:
             remove_checkpoint(checkpoint.folder)
             removed.append(step)
@@ -303,7 +319,7 @@ def retire(
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint and its universal form; a kill in between leaves nothing that looks like a checkpoint."""
+    """Remove a checkpoint and its universal form. If killed, nothing that looks like a checkpoint remains."""
     pairs = [
         (path, path.with_name(f".{folder.name}{end}.deleted"))
         for path, end in ((universal_folder(folder), ".universal"), (folder, ""))
@@ -318,28 +334,28 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def go_back_to(run: Path, step: int) -> list[Path]:
-    """Leaves a run with no checkpoint after a step; returns where the later ones lie now, without universal forms.
+    """Move all checkpoints after a step aside, without universal forms; return their new paths.
 
-    `latest` names the checkpoint of the step, or is gone where there is none. All of it is on the disk then. Nothing
-    else may be saving to this run.
+    `latest` then names the checkpoint of the step, or is removed if there is none. All of it is on the disk at the end.
+    No other process may be saving to this run.
     """
     remove_leftovers(run)
-    kept = checkpoint_folder(run, step)
-    if kept.exists():
-        point_to(run, step)  # first: it never names what is not there
+    folder = checkpoint_folder(run, step)
+    if folder.exists():
+        point_to(run, step)  # first, so that it never names a missing checkpoint
     else:
-        kept.with_name(_LATEST).unlink(missing_ok=True)
+        folder.with_name(_LATEST).unlink(missing_ok=True)
     moved = []
     for later in list_checkpoints(run)[0]:
         if later.manifest.step > step:
             remove_tree(universal_folder(later.folder))
             moved.append(set_aside(later.folder))
-    flush_folder(kept.parent)
+    flush_folder(folder.parent)
     return [path for path in moved if path is not None]
 
 
 def set_aside(path: Path) -> Path | None:
-    """Renames what is there to a free name beside it; None where nothing is."""
+    """Rename a path to a free name, and return that; None if nothing is there."""
     if not os.path.lexists(path):
         return None
     number = 1
@@ -350,7 +366,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def remove_leftovers(run: Path) -> None:
-    """Removes what a killed save or removal left. Nothing else may be saving to this run."""
+    """Remove what a killed save or removal left. No other process may be saving to this run."""
     folder = run / file_names.CHECKPOINTS
     for path in folder.iterdir() if folder.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
@@ -358,9 +374,9 @@ def remove_leftovers(run: Path) -> None:
 
 
 def point_to(run: Path, step: int) -> None:
-    """Has `latest` name the checkpoint of a step, in one rename: for people and scripts, nothing here reads it.
+    """Let `latest` name the checkpoint of a step, atomically. Only people and their scripts read it.
 
-    It is on the disk before anything is removed that it may have named.
+    It is on the disk before any checkpoint that it may have named is removed.
     """
     folder = checkpoint_folder(run, step)
     write_text(folder.with_name(_LATEST), f"{folder.name}\n")
@@ -368,7 +384,7 @@ def point_to(run: Path, step: int) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder as far as it can be removed; of a link, the link; and what is no folder."""
+    """Remove a folder as far as possible, or a file, or a link but not its target."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -18,51 +18,54 @@ from longstride.sparse_model import StrictModel
 
 
 class Score(StrictModel):
-    """The evaluation of one step."""
+    """The validation loss of one step."""
 
     step: int = Field(gt=0)
     split: str
-    tokens: int  # bytes of content that were scored, or pixels: figures over others do not compare
-    bits_per_byte: float | None  # of pictures with a palette, bits per pixel; None: no finite number
+    tokens: int  # scored bytes of content, or pixels; losses over different data do not compare
+    bits_per_byte: float | None  # bits per pixel for pictures with a palette; None: not finite
 
     @classmethod
     def of_line(cls, line: dict[str, Any]) -> Score:
-        """Return the score that an evaluation's line of metrics.jsonl holds."""
+        """Return the score in an evaluation's line of metrics.jsonl."""
         _, bits = metrics_file.bits_of(line)
         finite = bits if bits is not None and math.isfinite(bits) else None
         return cls(step=line["step"], split=line["split"], tokens=metrics_file.content_of(line), bits_per_byte=finite)
 
     @classmethod
     def recorded(cls, run: Path, split: str) -> list[Score]:
-        """Return the evaluations of a split that metrics.jsonl holds, in the order of the steps."""
+        """Return the scores of a split in metrics.jsonl, ordered by step."""
         lines = metrics_file.find_evaluations(run, split)
         return [cls.of_line(lines[step]) for step in sorted(lines)]
 
-    def compares_with(self, other: Score) -> bool:
+    def compares_with(self, score: Score) -> bool:
         """Whether both were measured over the same bytes."""
-        return (self.split, self.tokens) == (other.split, other.tokens)
+        return (self.split, self.tokens) == (score.split, score.tokens)
 
-    def improves_on(self, other: Score | None, by: float) -> bool:
-        """Whether it is better by more than so many bits per byte; any number is where nothing compares with it."""
-        if self.bits_per_byte is None or other is None or other.bits_per_byte is None or not self.compares_with(other):
+    def improves_on(self, score: Score | None, by: float) -> bool:
+        """Whether it is better by more than ``by`` bits per byte.
+
+        Any finite score improves on None and on a score that it does not compare with.
+        """
+        if self.bits_per_byte is None or score is None or score.bits_per_byte is None or not self.compares_with(score):
             return self.bits_per_byte is not None
-        return other.bits_per_byte - self.bits_per_byte > by
+        return score.bits_per_byte - self.bits_per_byte > by
 
 
 def known_scores(run: Path, split: str, repeated: Iterable[Score]) -> dict[int, Score]:
-    """The evaluations of a run by their step, from metrics.jsonl and from what its manifests have ``repeated``."""
+    """Return the scores of a run by step, from metrics.jsonl and from ``repeated``, which its manifests hold."""
     scores = {score.step: score for score in repeated if score.split == split}
     return scores | {score.step: score for score in Score.recorded(run, split)}
 
 
 def ranked(scores: Iterable[Score]) -> list[Score]:
-    """Best first, of equal ones the earlier, without those that are no number.
+    """Sort scores, best first and then earlier first, without those that are not finite.
 
-    What was measured over other bytes than the newest comes behind all that was measured over the same.
+    Scores that do not compare with the newest one come last.
     """
-    numbers = [score for score in scores if score.bits_per_byte is not None]
-    newest = max(numbers, key=lambda score: score.step, default=None)
+    finite = [score for score in scores if score.bits_per_byte is not None]
+    newest = max(finite, key=lambda score: score.step, default=None)
     return sorted(
-        numbers,
+        finite,
         key=lambda score: (newest is not None and not score.compares_with(newest), score.bits_per_byte, score.step),
     )

@@ -1,23 +1,23 @@
-"""The universal form of a checkpoint: its state by parameter, whatever the ranks, stage and precision that saved it.
+"""The universal form of a checkpoint: its state by parameter, independent of ranks, ZeRO stage and precision.
 
 Format 1, `checkpoints/.step-00001000.universal/`, made from `step-00001000/` for the first run in another layout:
 
-    manifest.json           this, with a SHA-256 over its own content and that of the checkpoint's manifest
-    fp32.safetensors        the master weights
-    exp_avg.safetensors     Adam's moments; no moments are there before the first step
+    manifest.json           the manifest, with a SHA-256 over its own content and that of the checkpoint's manifest
+    fp32.safetensors        master weights
+    exp_avg.safetensors     Adam's moments; there are no moments before the first step
     exp_avg_sq.safetensors
-    momentum_buffer.safetensors         of Muon
-    row_var.safetensors                 of Adafactor, for matrices; beside it col_var
-    variance.safetensors                of Adafactor, for vectors
-    ema.safetensors         the moving average of the weights, where one is kept
-    buffers.safetensors     what the model's parts keep beside weights, where they do
+    momentum_buffer.safetensors         Muon's momentum
+    row_var.safetensors                 Adafactor's means for matrices, with col_var.safetensors
+    variance.safetensors                Adafactor's second moment for vectors
+    ema.safetensors         the moving average of the weights, if there is one
+    buffers.safetensors     the model's buffers, if it has any
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -52,19 +52,19 @@ _BUFFERS = "buffers.safetensors"
 
 
 class UniversalManifest(StrictModel):
-    """The content of its manifest.json."""
+    """The content of manifest.json."""
 
     format_version: int
     source_sha256: str  # of the checkpoint's manifest.json
     adam_step: float | None  # null: Adam has not begun
-    numbers: dict[str, int]  # the engine's counters, ``COUNTERS``
-    schedule: dict[str, int]  # of the learning rate: how far it is
-    loss_scale: dict[str, float] | None  # of a dynamic one
+    numbers: dict[str, int]  # the engine's counters, see ``COUNTERS``
+    schedule: dict[str, int]  # position in the learning-rate schedule
+    loss_scale: dict[str, float] | None  # null: not dynamic
     files: dict[str, FileRecord] = Field(min_length=1)
 
 
 class Universal:
-    """A universal form whose manifest could be read and belongs to its checkpoint."""
+    """A universal form with a valid manifest that belongs to its checkpoint."""
 
     def __init__(self, folder: Path, manifest: UniversalManifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -72,19 +72,19 @@ class Universal:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of tensors that it has, some of ``KINDS``."""
+        """The kinds of tensors that it has, a subset of ``KINDS``."""
         return tuple(kind for kind in KINDS if _file_name(kind) in self.manifest.files)
 
     def has(self, name: str, kind: str) -> bool:
-        """Whether there is a tensor of a kind for a parameter."""
+        """Whether a parameter has a tensor of a kind."""
         return kind in self.kinds and name in self._file(kind).keys()  # noqa: SIM118, no mapping
 
     def flat(self, name: str, kind: str) -> Tensor:
-        """One parameter's elements as a flat tensor; they stay on the disk until they are used."""
+        """Return one parameter's elements as a flat tensor, which stays on the disk until it is used."""
         return self._file(kind).get_tensor(name).flatten()
 
     def buffers(self) -> dict[str, Tensor]:
-        """What the model's parts keep beside their weights, by name, fp32."""
+        """Return the model's buffers by name, fp32."""
         return load_file(self.folder / _BUFFERS) if _BUFFERS in self.manifest.files else {}
 
     def _file(self, kind: str) -> Any:
@@ -94,22 +94,22 @@ class Universal:
 
 
 def universal_folder(checkpoint: Path) -> Path:
-    """Where the universal form of a checkpoint folder lies."""
+    """Return the path of a checkpoint's universal form."""
     return checkpoint.with_name(f".{checkpoint.name}.universal")
 
 
 def ready_universal(checkpoint: Checkpoint, ranks: Ranks) -> tuple[Universal, float]:
-    """The universal form of a verified checkpoint, verified, and the seconds that making it took (0: it was there).
+    """Return a verified checkpoint's universal form, verified, and the seconds it took to make (0: it existed).
 
-    The first rank makes it while the others wait; all of them verify a share. All ranks must call, and nothing else may
-    be writing to this run.
+    The first rank makes it while the others wait; every rank verifies a share. All ranks must call, and no other
+    process may be writing to this run.
 
     Raises:
-        AgreedError: on every rank, where it cannot be made.
+        AgreedError: on every rank, if it cannot be made.
     """
     began, is_new = time.monotonic(), False
     for attempt in range(2):
-        is_new |= ranks.first_works(lambda: _make_unless_there(checkpoint))
+        is_new |= ranks.first_works(lambda: _make_if_missing(checkpoint))
         # A shared file system may show other hosts a little later what the first rank has just renamed.
         form = wait_until_visible(partial(open_universal, checkpoint), time.monotonic())
         if form:
@@ -128,7 +128,7 @@ def ready_universal(checkpoint: Checkpoint, ranks: Ranks) -> tuple[Universal, fl
 
 
 def open_universal(checkpoint: Checkpoint) -> Universal | None:
-    """The universal form that a checkpoint has; None where there is none, or one of something else."""
+    """Open a checkpoint's universal form; None if there is none, or it belongs to another checkpoint."""
     folder = universal_folder(checkpoint.folder)
     try:
         content = load_json_object(folder / MANIFEST, follow_links=False)
@@ -138,36 +138,43 @@ def open_universal(checkpoint: Checkpoint) -> Universal | None:
         manifest = UniversalManifest.model_validate(content)
     except (ConfigError, ValidationError, KeyError):
         return None
-    whole = manifest.files.keys() <= {_BUFFERS, *map(_file_name, KINDS)} and _file_name(MASTER) in manifest.files
-    whole = whole and sorted(manifest.numbers) == sorted(COUNTERS) and sorted(manifest.schedule) == sorted(SCHEDULE)
-    whole = whole and manifest.numbers["global_steps"] == checkpoint.manifest.step
-    if not whole or manifest.source_sha256 != checkpoint.manifest_digest():
-        return None
-    return Universal(folder, manifest)
+    is_valid = (
+        manifest.files.keys() <= {_BUFFERS, *map(_file_name, KINDS)}
+        and _file_name(MASTER) in manifest.files
+        and sorted(manifest.numbers) == sorted(COUNTERS)
+        and sorted(manifest.schedule) == sorted(SCHEDULE)
+        and manifest.numbers["global_steps"] == checkpoint.manifest.step
+        and manifest.source_sha256 == checkpoint.manifest_digest()
+    )
+    return Universal(folder, manifest) if is_valid else None
 
 
-def _make_unless_there(checkpoint: Checkpoint) -> bool:
-    """Makes the universal form where there is none; returns whether it did."""
+def _make_if_missing(checkpoint: Checkpoint) -> bool:
+    """Make the universal form if there is none; return whether it was made."""
     if open_universal(checkpoint):
         return False
     folder = universal_folder(checkpoint.folder)
     unfinished = folder.with_name(f"{folder.name}.partial")
-    for left in (*folder.parent.glob(".step-*.universal.partial"), folder):  # of killed processes; of an old checkpoint
-        shutil.rmtree(left, ignore_errors=True)
+    # Leftovers of killed processes, and the form of an older checkpoint of this step.
+    for stale in (*folder.parent.glob(".step-*.universal.partial"), folder):
+        shutil.rmtree(stale, ignore_errors=True)
     state = SavedState(checkpoint)
     needed = 4 * sum(shape.numel() for kind in state.kinds for shape in state.shapes_of(kind).values())
     check_space(folder.parent, needed, str(folder.parent), "converting takes")
     unfinished.mkdir()
     try:
-        tensors, files = _all_tensors(state, checkpoint), {}
+        files = {}
+
+        def write(name: str, shapes: Mapping[str, Sequence[int]], tensors: Iterable[Tensor]) -> None:
+            size, sha256 = write_tensors(unfinished / name, shapes, tensors)
+            files[name] = FileRecord(bytes=size, sha256=sha256)
+
+        tensors = _all_tensors(state, checkpoint)
         for kind in state.kinds:
             shapes = state.shapes_of(kind)
-            size, sha256 = write_tensors(unfinished / _file_name(kind), shapes, islice(tensors, len(shapes)))
-            files[_file_name(kind)] = FileRecord(bytes=size, sha256=sha256)
+            write(_file_name(kind), shapes, islice(tensors, len(shapes)))
         if buffers := state.buffers:
-            shapes = {name: buffer.shape for name, buffer in buffers.items()}
-            size, sha256 = write_tensors(unfinished / _BUFFERS, shapes, buffers.values())
-            files[_BUFFERS] = FileRecord(bytes=size, sha256=sha256)
+            write(_BUFFERS, {name: buffer.shape for name, buffer in buffers.items()}, buffers.values())
         manifest = UniversalManifest(
             format_version=UNIVERSAL_VERSION,
             source_sha256=checkpoint.manifest_digest(),
@@ -188,12 +195,12 @@ def _make_unless_there(checkpoint: Checkpoint) -> bool:
 
 
 def _all_tensors(state: SavedState, checkpoint: Checkpoint) -> Iterator[Tensor]:
-    """All tensors, kind after kind, with a line now and then that says how many have been taken."""
-    every, reported = [(kind, name) for kind in state.kinds for name in state.shapes_of(kind)], time.monotonic()
-    for done, (kind, name) in enumerate(every):
+    """Yield all tensors, kind after kind, and report the progress every ten seconds."""
+    names, reported = [(kind, name) for kind in state.kinds for name in state.shapes_of(kind)], time.monotonic()
+    for done, (kind, name) in enumerate(names):
         if time.monotonic() - reported > _REPORT_SECONDS:
             reported = time.monotonic()
-            say(f"converting {checkpoint.folder}: {100 * done // len(every)} %")
+            say(f"converting {checkpoint.folder}: {100 * done // len(names)} %")
         yield state.tensor(name, kind)
 
 

@@ -132,7 +132,7 @@ def test_code_in_a_checkpoint_is_refused_by_all_before_it_is_read(
     (folder / "manifest.json").unlink()
     write_manifest(folder, manifest.model_copy(update={"files": record_files(folder)}))
     found, _ = list_checkpoints(run)
-    what = "posix.system" if as_zip else "no zip archive"
+    what = "posix.system" if as_zip else "not a zip archive"
     for each in on_ranks(lambda ranks: first_whole(run, found, ranks)):
         with pytest.raises(AgreedError, match=rf"{WEIGHTS_FILE}: holds more than tensors and numbers \({what}"):
             each.result()
@@ -205,7 +205,7 @@ def test_checkpoint_without_a_file_of_another_rank_is_not_put_in_place(run: Path
     elsewhere.mkdir()
     (elsewhere / "random-00001.pt").write_bytes(b"y" * 10)
     save: Any = SimpleNamespace(_partial=partial, _final=final, _manifest=manifest.model_dump(exclude={"files"}))
-    with pytest.raises(OSError, match="is not to be seen by the first process as it was written") as caught:
+    with pytest.raises(OSError, match="is missing or incomplete on the first process") as caught:
         _Save._put_in_place(save, record_files(elsewhere))
     assert caught.value.filename == str(partial / "random-00001.pt")
     assert not final.exists()

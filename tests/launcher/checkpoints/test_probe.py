@@ -112,7 +112,7 @@ def test_bytes_that_are_not_the_manifests_are_refused(tmp_path: Path) -> None:
     engine: Any = Engine(config)
     probe = take_probe(engine, config, tmp_path, ALONE)
     np.save(tmp_path / PROBE, np.zeros(64, np.uint8))
-    with pytest.raises(AgreedError, match="its bytes are not those"):
+    with pytest.raises(AgreedError, match="its bytes do not have"):
         saved(tmp_path, probe).check(engine, config, ALONE)
     shorter = np.zeros(63, np.uint8)
     np.save(tmp_path / PROBE, shorter)

@@ -38,5 +38,5 @@ def test_files_that_are_missing_or_of_another_model_are_refused(trained: Callabl
     with pytest.raises(ConfigError, match=r"tables-00001.safetensors: cannot be read"):
         SavedTables(folder, manifest, config).tensor("fp32")
     files = {name: record for name, record in manifest.files.items() if name != second.name}
-    with pytest.raises(ConfigError, match=r"without tables-00001.safetensors"):
+    with pytest.raises(ConfigError, match=r"lacks tables-00001.safetensors"):
         SavedTables(folder, manifest.model_copy(update={"files": files}), config)

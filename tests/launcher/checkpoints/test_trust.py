@@ -104,7 +104,7 @@ def test_no_verb_runs_what_a_checkpoint_holds(
     assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob(".out*"))
     assert cli.main([*verbs["export"], "--trust-checkpoint"]) == 0
     told = capsys.readouterr().err
-    assert told.count("opened by --trust-checkpoint, and what it asks for is run: posix.system") == 3
+    assert told.count("opened because of --trust-checkpoint, which runs its code: posix.system") == 3
     assert all(mark.exists() for mark in marks)
     assert (tmp_path / "out/model.safetensors").exists()
 
@@ -168,9 +168,9 @@ def test_file_that_only_reading_can_judge_is_refused_before_it_is_read(tmp_path:
     """torch's older format is no zip archive."""
     path, mark = tmp_path / "x.pt", tmp_path / "made"
     torch.save({"more": Touching(mark)}, path, _use_new_zipfile_serialization=False)
-    assert unsafe_content(path) == "no zip archive of torch's, which would tell what it holds"
+    assert unsafe_content(path) == "not a zip archive by torch.save, so its content is unknown"
     for mapped in (False, True):
-        with pytest.raises(ConfigError, match=r"holds more than tensors and numbers \(no zip archive .*--trust"):
+        with pytest.raises(ConfigError, match=r"holds more than tensors and numbers \(not a zip archive .*--trust"):
             read_pickle(path, mapped=mapped)
     assert not mark.exists()
     assert read_pickle(path, trusted=True, mapped=True) == {"more": 0}
