@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, rounded, write_json
-from longstride.launcher.engine.compiled import compile_blocks
+from longstride.launcher.engine.device import compile_blocks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 DTYPES = ("float32", "bfloat16")

@@ -102,7 +102,7 @@ def _fill(engine: DeepSpeedEngine, form: Universal) -> None:
         parameters = {name: parameter for parameter, name in engine.param_names.items()}
         for vector, master in zip(vectors, masters, strict=True):
             vector.master.copy_(master)
-            parameters[vector.own[0].name].copy_(master)
+            parameters[vector.local[0].name].copy_(master)
 
 
 def has_moments(form: Universal, vectors: Sequence[states.Vector]) -> bool:
@@ -138,7 +138,7 @@ def _fill_vector(form: Universal, kind: str, vector: states.Vector, *, empty: bo
     """Return this rank's vector of a kind. Elements that no parameter fills are padding, and zero."""
     filled = torch.zeros(states.shape_of(kind, vector.master.shape))
     flat = filled.view(-1)
-    for part in () if empty else vector.own:
+    for part in () if empty else vector.local:
         source = form.flat(part.name, kind)[part.start : part.stop]
         flat[part.at : part.at + len(source)] = source
     return filled

@@ -51,7 +51,9 @@ class SavedTables:
             rows = saved["fp32"]
             if kind == AVERAGE:
                 assert self._decay is not None
-                rows = states.followed(saved[AVERAGE], rows, self._decay, saved["steps"] - saved[f"{AVERAGE}_step"])
+                rows = states.advance_average(
+                    saved[AVERAGE], rows, self._decay, saved["steps"] - saved[f"{AVERAGE}_step"]
+                )
             table[first :: self._ranks] = rows
         return table
 

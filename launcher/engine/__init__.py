@@ -1,6 +1,6 @@
-"""DeepSpeed's engine: how it is built from a configuration, one step of it, and the device that it runs on.
+"""DeepSpeed's engine: build it from a configuration, take one step, and prepare its device.
 
-Whatever DeepSpeed does otherwise than a run needs is mended here. Importing it imports deepspeed.
+Corrects what DeepSpeed does differently than a run needs. Imports deepspeed.
 """
 
 from longstride.launcher.engine import states

@@ -1,4 +1,4 @@
-"""From a RunConfig to a DeepSpeed engine: model, optimiser, schedule, precision, activation checkpointing."""
+"""Build a DeepSpeed engine from a RunConfig: model, optimiser, schedule, precision, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, part_errors
 from longstride.launcher.engine import states
-from longstride.launcher.engine.compiled import check_compiler, compile_blocks
+from longstride.launcher.engine.device import check_compiler, compile_blocks
 from longstride.launcher.engine.muon import Muon, matrices_in
 from longstride.launcher.engine.optimizer import (
     MATRICES,
+    Settings,
     make_optimizer,
     make_schedule,
     parameter_groups,
 )
-from longstride.launcher.engine.settings import Settings
 from longstride.launcher.engine.tables import Tables
 from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import BlockContext, MixerOutput, ModelConfig, SparseTransformer
 
-_PART_MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's own classes of the parts that it checks strictly
+_PART_MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's classes for the sections that it checks strictly
     "zero_optimization": DeepSpeedZeroConfig,
     "fp16": DeepSpeedFP16Config,
     "bf16": DeepSpeedBF16Config,
@@ -59,11 +59,14 @@ _ONLY_ON_GPUS = {
 def build_engine(
     config: RunConfig, ranks: Ranks, fill: Callable[[SparseTransformer], None] | None = None
 ) -> deepspeed.DeepSpeedEngine:
-    """The engine around a freshly initialised model; the process group must stand.
+    """Build the engine around a freshly initialised model. The process group must exist.
 
-    ``fill`` may give the model other first weights, the same on all ranks.
+    All ranks draw the same weights from the seed. Dropout differs between ranks.
 
-    The weights are equal on all ranks, being drawn from the seed before the ranks part; dropout is not.
+    Args:
+        config: of the run.
+        ranks: this process and its group.
+        fill: may overwrite the first weights, with the same values on all ranks.
     """
     torch.manual_seed(config.train.seed)
     model = SparseTransformer(config.model)
@@ -74,16 +77,16 @@ def build_engine(
         tables = Tables(model.embedding.ngrams, config.train, ranks, sharded=config.zero_stage == 3)
     parameters, groups = dict(model.named_parameters()), parameter_groups(model, config.train.optimizer)
     optimizer = make_optimizer(parameters, groups, config.train, half=config.precision != "fp32")
-    if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:  # else DeepSpeed wants a key that allows it, and warns of it
+    if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:  # else DeepSpeed demands a key that allows it, and warns
         ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))
     roles = model.parameter_roles()
     matrices = {
-        name: matrices_in(parameters[name].shape, each.rows) for name, each in roles.items() if each.part == MATRICES
+        name: matrices_in(parameters[name].shape, role.rows) for name, role in roles.items() if role.part == MATRICES
     }
     section = engine_section(config, ranks.world_size)
-    if config.train.compile:  # or ZeRO 3 would gather the parameters of each layer inside of what is compiled
+    if config.train.compile:  # else ZeRO 3 would gather each layer's parameters inside the compiled code
         deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
-    # One of DeepSpeed's optimisers prints its memory at every stage of its making, whatever the level of the log.
+    # One of DeepSpeed's optimisers prints its memory use while it is built, at any log level.
     with contextlib.redirect_stdout(sys.stdout if "log_level" in section else io.StringIO()):
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -91,15 +94,15 @@ def build_engine(
             lr_scheduler=functools.partial(make_schedule, train=config.train),
             config=section,
         )
-    # What it counts samples by: for it each process has contexts of its own, and several may share theirs.
+    # DeepSpeed counts samples by these. It assumes that ranks share no contexts, but they may.
     engine._config.train_batch_size = engine.tput_timer.batch_size = config.train.global_batch
-    engine.tables = tables  # beside what DeepSpeed knows of; None: the model has none
+    engine.tables = tables  # unknown to DeepSpeed; None: the model has none
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
         engine.optimizer.optimizer.state.clear()
     scaler = states.dynamic_scale(engine)
     if scaler is not None and "raise_error_at_min_scale" in scaler:
-        # A step that overflows at the lowest loss scale is left to the guards: DeepSpeed would raise.
+        # The guards handle an overflow at the lowest loss scale, where DeepSpeed would raise.
         scaler["raise_error_at_min_scale"] = False
     engine.settings = Settings(engine, config.train)
     if isinstance(optimizer, Muon):
@@ -115,10 +118,13 @@ def build_engine(
 
 
 def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) -> None:
-    """Has every residual block computed again in the backward pass, dropout masks included, as the section says."""
+    """Recompute every residual block in the backward pass, dropout masks included.
+
+    ``section`` is DeepSpeed's; its activation_checkpointing object says how.
+    """
 
     def checkpoint_in_training(block: nn.Module, h: Tensor, context: BlockContext) -> MixerOutput:
-        if not torch.is_grad_enabled():  # no backward pass follows in evaluation
+        if not torch.is_grad_enabled():  # evaluation has no backward pass
             return block(h, context)
         return MixerOutput(*deepspeed.checkpointing.checkpoint(lambda h: block(h, context), h))
 
@@ -127,17 +133,17 @@ def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) ->
 
 
 def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """The dictionary for deepspeed.initialize: the run's own section, and the keys that follow from the rest."""
+    """Return the dictionary for deepspeed.initialize: the run's own section and the keys that follow from `train`."""
     train = config.train
-    # Else two runs would write into one folder of DeepSpeed's, and hide each other's points.
+    # Otherwise two runs would write to the same monitor folder and hide each other's points.
     name = Path(train.output).absolute().name
     monitors = {
-        key: {word: name} | config.deepspeed[key] for key, word in _NAMED_BY_RUN.items() if key in config.deepspeed
+        key: {field: name} | config.deepspeed[key] for key, field in _NAMED_BY_RUN.items() if key in config.deepspeed
     }
-    batch = train.global_batch * (train.sequence_parallel or 1)  # of contexts, as it counts them
+    batch = train.global_batch * (train.sequence_parallel or 1)  # as DeepSpeed counts contexts
     return {
-        "steps_per_print": None,  # its progress lines would cut through ours
-        "zero_force_ds_cpu_optimizer": False,  # it would refuse torch's AdamW where the optimiser is offloaded
+        "steps_per_print": None,  # its progress lines would mix with ours
+        "zero_force_ds_cpu_optimizer": False,  # else it refuses torch's AdamW with an offloaded optimiser
         **config.deepspeed,
         **monitors,
         "train_batch_size": batch,
@@ -147,13 +153,13 @@ def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
 
 
 def package_versions(model: ModelConfig) -> dict[str, str]:
-    """Return the versions of the packages that decide what a step gives, by their names or by a class of the model."""
+    """Return the versions of packages that determine results, by name, and those of the model's foreign classes."""
     return {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")} | model.foreign_code()
 
 
 def weights_are_finite(engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> bool:
     """Whether every weight of every rank is a finite number. All ranks must call."""
-    # Under ZeRO 3 a parameter at rest is empty, and ds_tensor this rank's part of it.
+    # Under ZeRO 3 a parameter outside its use is empty, and ds_tensor is this rank's part.
     shards = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
     if engine.tables is not None:
         shards.append(engine.tables.rows)
@@ -161,11 +167,11 @@ def weights_are_finite(engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> bool:
 
 
 def check_engine(config: RunConfig, ranks: Ranks) -> None:
-    """Whether DeepSpeed takes its section and the attention can run here; asked before a process group is made.
+    """Check, before a process group exists, that DeepSpeed accepts its section and the attention can run.
 
     Raises:
-        ConfigError: what DeepSpeed's own classes find or would convert, a monitor whose package is missing, what cannot
-            run on a CPU, or an attention backend that cannot train on this rank's device.
+        ConfigError: DeepSpeed's classes reject or would convert a value, a monitor's package is missing, a setting
+            needs a GPU, or the attention backend cannot train on this rank's device.
     """
     check_section(config, ranks.world_size, on_cpu=ranks.device.type == "cpu")
     if config.train.compile:
@@ -177,7 +183,7 @@ def check_engine(config: RunConfig, ranks: Ranks) -> None:
 
 
 def check_section(config: RunConfig, world_size: int, on_cpu: bool) -> None:
-    """Whether DeepSpeed takes its section; see ``check_engine``."""
+    """Check that DeepSpeed accepts its section; see ``check_engine``."""
     errors = part_errors(config.deepspeed, _PART_MODELS)
     for name, keys in _ONLY_ON_GPUS.items():
         part = config.deepspeed.get(name, {})

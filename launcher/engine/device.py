@@ -1,6 +1,7 @@
-"""The device that a run computes on: DeepSpeed's accelerator, kernels compiled before ranks meet, random generators.
+"""The device of a run: DeepSpeed's accelerator, torch.compile, kernels compiled before ranks meet, random generators.
 
-Importing it imports deepspeed.
+torch.compile fuses a residual block's operations between matrix products; attention stays one operation. Imports
+deepspeed.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import ctypes
 import fcntl
 import logging
 import os
+import shutil
 import socket
+import sys
+import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,36 +24,35 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
-from longstride.launcher.engine.compiled import run_blocks
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import Division, ModelConfig, SparseTransformer
+from longstride.sparse_model import BlockContext, Division, MixerOutput, ModelConfig, SparseTransformer
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 class TrainingCpu(CPU_Accelerator):
-    """DeepSpeed's CPU without its two obstacles to training on any CPU."""
+    """DeepSpeed's CPU accelerator without two obstacles to training on any CPU."""
 
     def is_fp16_supported(self) -> bool:
-        """True: torch computes in half precision on every CPU, where DeepSpeed asks for oneDNN's fast path."""
+        """Return True: torch computes in half precision on every CPU. DeepSpeed requires oneDNN's fast path."""
         return True
 
     def create_op_builder(self, class_name: str) -> Any:
-        """DeepSpeed's builder of that op; none for the shared-memory collective.
+        """Return DeepSpeed's builder of an op, or None for the shared-memory collective.
 
-        That op serves inference_all_reduce alone, which training never calls, and would be compiled for 20 seconds by
-        the first process group.
+        Only inference_all_reduce uses that op, and compiling it would delay the first process group by 20 seconds.
         """
         return None if class_name == "ShareMemCommBuilder" else super().create_op_builder(class_name)
 
 
 def prepare_accelerator(config: RunConfig | None = None) -> None:
-    """Replaces DeepSpeed's CPU accelerator by ours where there is no GPU, and leaves its log to warnings.
+    """Replace DeepSpeed's CPU accelerator by ours if there is no GPU, and limit its log to warnings.
 
-    The log is left as it is without a configuration, or where that gives deepspeed.log_level.
+    The log is unchanged without a configuration, or if that has deepspeed.log_level.
     """
     if config is not None:
         if "log_level" not in config.deepspeed:
@@ -59,28 +62,21 @@ def prepare_accelerator(config: RunConfig | None = None) -> None:
     if get_accelerator().device_name() != "cpu":
         return
     set_accelerator(TrainingCpu())
-    _keep_freed_memory()
+    # A step frees what the next one allocates. If glibc returned it to the system, every page would be zeroed again:
+    # 17,000 pages and a fifth of a small model's step.
+    with suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
     if "OMP_NUM_THREADS" not in os.environ:
-        # This process's share of the cores: with every rank on all of them, each waits for the others.
+        # Use a share of the cores. If every rank used all of them, each would wait for the others.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         sharing = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"  # deepspeed's, torchrun's
         torch.set_num_threads(max(1, cores // max(1, int(sharing))))
 
 
-def _keep_freed_memory() -> None:
-    """Has glibc keep what is freed up to 1 GiB, and not ask the system anew for blocks of less than 32 MiB.
-
-    A step frees what the next one allocates. Handed back and asked for again, every page of it is zeroed by the system:
-    some 17,000 pages and a fifth of the time of a small model's step.
-    """
-    with suppress(OSError, AttributeError):  # another C library keeps its own ways
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-
-
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of a rank's random generators, from which dropout draws: the CPU's and the device's."""
+    """Return the states of the random generators for dropout: the CPU's and the device's."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["device"] = torch.cuda.get_rng_state(device)
@@ -88,7 +84,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restores what ``random_states`` returned."""
+    """Restore what ``random_states`` returned."""
     torch.set_rng_state(states["cpu"])
     if "device" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["device"], device)
@@ -105,31 +101,114 @@ def compile_kernels(
     padded: bool = False,
     division: Division | None = None,
 ) -> None:
-    """Compiles what batches of so many contexts will launch on a GPU, and what ``train.compile`` asks for anywhere.
+    """Compile what a run's batches will launch on a GPU, and with ``train.compile`` its blocks on any device.
 
-    Called before the processes meet, so that none waits in a collective for another one's compiler. Kernels are
-    compiled for what they meet: tiles and slices follow from the context and the number of programs, and sizes and
-    strides that are 1 or multiples of 16 are compiled in. So the model's own attention is run once at the run's own
-    sizes. Of the processes of a host one compiles; the others find the result in Triton's or torch's cache folder.
-    ``train`` is None where no backward pass follows. ``apart``: contexts hold documents that do not see each other.
-    ``padded``: contexts may be short, and are filled up.
-    ``division``: the place of this process among those that share a context, which need not have met.
+    Called before the processes meet, so that none waits in a collective for another's compiler. Kernels depend on the
+    context, the number of programs, and sizes and strides that are 1 or multiples of 16. So the model's attention runs
+    once at the run's own sizes. One process of a host compiles; the others find the result in Triton's or torch's
+    cache.
+
+    Args:
+        model, batch, precision, device: of the run's batches.
+        train: None if there is no backward pass.
+        apart: whether contexts hold documents that do not see each other.
+        padded: whether contexts may be short, and are padded.
+        division: the place of this process among those that share a context. They need not have met.
     """
-    blocks = train is not None and train.compile
-    if device.type == "cpu" and not blocks:
+    is_cpu, dtype = device.type == "cpu", DTYPES[precision]
+    if is_cpu and not (train and train.compile):
         return
     with _one_at_a_time():
-        if device.type != "cpu":
-            training = train is not None
-            run_attention(model, batch, DTYPES[precision], device, training=training, apart=apart, division=division)
-        if train is not None and blocks:
+        if not is_cpu:
+            run_attention(model, batch, dtype, device, training=train is not None, apart=apart, division=division)
+        if train is not None and train.compile:
             recomputed = train.activation_checkpointing
-            dtype = DTYPES[precision]
             run_blocks(model, batch, dtype, device, recomputed=recomputed, apart=apart, padded=padded)
-        if device.type != "cpu":
+        if not is_cpu:
             torch.accelerator.synchronize(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def check_compiler() -> None:
+    """Check that torch.compile finds its tools.
+
+    Raises:
+        ConfigError: there is no C++ compiler, or Python's headers are missing.
+    """
+    command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(command) is None:
+        rule = f"needs a C++ compiler, and there is no {command}; install it, name another by CXX, or give false"
+        raise ConfigError.at("train.compile", True, rule)
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").exists():
+        rule = f"needs the headers of Python, and {headers} has none; install them (python3-dev), or give false"
+        raise ConfigError.at("train.compile", True, rule)
+
+
+def compile_blocks(model: SparseTransformer) -> None:
+    """Compile every residual block for training steps, with one compilation for all blocks of a kind.
+
+    Evaluations and probes stay uncompiled, so that they agree with other verbs, and no other batch shape is compiled.
+    """
+    # torch counts the compilations of all blocks together. Each kind is compiled with and without gradients, for inputs
+    # that need them or not, with and without padding, and under ZeRO 3 once more.
+    kinds = len(set(model.config.blocks()))
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 16 * kinds)
+    for block in model.blocks:
+        # Compile only forward, since ZeRO 3 gathers parameters by hooks, which a compiled module would include.
+        block.forward = _compile_for_training(block, block.forward)  # type: ignore[method-assign]
+
+
+def _compile_for_training(block: nn.Module, forward: Callable[..., MixerOutput]) -> Callable[..., MixerOutput]:
+    # With torch's own generator, dropout draws the same masks as uncompiled, also when a block is recomputed or a run
+    # is resumed.
+    compiled = torch.compile(forward, fullgraph=True, dynamic=False, options={"fallback_random": True})
+
+    def call(h: Tensor, context: BlockContext) -> MixerOutput:
+        return compiled(h, context) if block.training else forward(h, context)
+
+    return call
+
+
+def run_blocks(
+    config: ModelConfig,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    recomputed: bool,
+    apart: bool = False,
+    padded: bool = False,
+) -> None:
+    """Compile one block of each kind, by a forward and backward pass over (B, N, C) zeros.
+
+    This process keeps the results, and others find them in torch's cache folder. Under ZeRO 3 DeepSpeed replaces
+    torch's linear layers, so each process compiles again in its first step.
+
+    Args:
+        config, batch, dtype, device: of the run's batches.
+        recomputed: whether activation checkpointing is on, which also compiles the forward pass alone.
+        apart: whether contexts hold documents that do not see each other.
+        padded: whether batches may have padding, which compiles once more.
+    """
+    with torch.device("meta"):
+        model = SparseTransformer(config, list(dict.fromkeys(config.blocks())))
+    compile_blocks(model)
+    positions = torch.arange(config.context, device=device).expand(batch, -1) if apart else None
+    for block in model.blocks:
+        block.to_empty(device=device).to(dtype)
+        for parameter in block.parameters():
+            nn.init.zeros_(parameter)
+    masks = [None, torch.ones(batch, config.context, dtype=torch.bool, device=device)] if padded else [None]
+    contexts = [context for real in masks for context in model.block_contexts(config.context, positions, real)]
+    for block, context in zip([*model.blocks] * len(masks), contexts, strict=True):
+        h = torch.zeros(batch, config.context, config.width, device=device, dtype=dtype, requires_grad=True)
+        if recomputed:
+            with torch.no_grad():  # only the first block's input needs gradients
+                block(h, context)
+                block(h.detach(), context)
+        block(h, context).rows.sum().backward()
 
 
 def run_attention(
@@ -142,24 +221,26 @@ def run_attention(
     apart: bool = False,
     division: Division | None = None,
 ) -> None:
-    """Each of the model's kinds of mixers once, forward and, for training, backward, over (B, N, C) zeros.
+    """Run each kind of mixer once, forward and for training backward, over (B, N, C) zeros.
 
-    Of a ``division`` what its process would compute, over a section of zeros (B, n, C). It exchanges nothing.
+    With a ``division``, run this process's share over a section of zeros (B, n, C). Nothing is exchanged.
     """
     with torch.device("meta"):
         network = SparseTransformer(model, list(dict.fromkeys(model.blocks())))
     if division is not None:
         network.divide(_Unmet(division.rank, division.size, None, division.exchange))
-    own = network.division.section(model.context)
-    places = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
-    for block, context in zip(network.blocks, network.block_contexts(model.context, places), strict=True):
+    section = network.division.section(model.context)
+    positions = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
+    for block, context in zip(network.blocks, network.block_contexts(model.context, positions), strict=True):
         mixer = block.attention
         if mixer is None:
             continue
         mixer.to_empty(device=device).to(dtype)
         for parameter in mixer.parameters():
-            torch.nn.init.zeros_(parameter)
-        h = torch.zeros(batch, own.stop - own.start, model.width, device=device, dtype=dtype, requires_grad=training)
+            nn.init.zeros_(parameter)
+        h = torch.zeros(
+            batch, section.stop - section.start, model.width, device=device, dtype=dtype, requires_grad=training
+        )
         with torch.set_grad_enabled(training):
             out = mixer(h, context).rows
         if training:
@@ -167,24 +248,24 @@ def run_attention(
 
 
 class _Unmet(Division):
-    """Processes that have not met: what the others would send is zeros."""
+    """A division whose processes have not met; it receives zeros from the others."""
 
     def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """As many zeros as would come."""
+        """Return as many zeros as would be received."""
         return values.new_zeros(self.size if received is None else sum(received), *values.shape[1:])
 
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Among the processes of this user on this host."""
-    with ExitStack() as held:
-        # Where nothing can be locked, each process compiles for itself, which only costs time. A RuntimeError says that
-        # the user has no home folder.
+    """Let only one process of this user on this host run the block at a time."""
+    with ExitStack() as stack:
+        # Without a lock each process compiles for itself, which only costs time. A RuntimeError means that the user has
+        # no home folder.
         with suppress(OSError, RuntimeError):
             cache = os.environ.get("TRITON_CACHE_DIR")
             folder = Path(cache) if cache else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
             folder.mkdir(parents=True, exist_ok=True)
-            # In the user's own folder: in a shared one any user could put a file of that name. Hosts may share it.
-            lock = held.enter_context((folder / f"longstride-{socket.gethostname()}.lock").open("a"))
+            # In the user's own folder, since any user could block a shared one. Hosts may share a home folder.
+            lock = stack.enter_context((folder / f"longstride-{socket.gethostname()}.lock").open("a"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

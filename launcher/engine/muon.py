@@ -1,15 +1,16 @@
-"""Muon (Jordan et al. 2024), exact under every ZeRO stage: momentum by element, orthogonal updates by whole matrices.
+"""Muon (Jordan et al. 2024), exact under every ZeRO stage: element-wise momentum, orthogonal matrix updates.
+
+ZeRO cuts matrices anywhere. Momentum is element-wise, so it is stored like Adam's moments, next to a rank's share of
+the weights. An update needs the complete matrix. Each matrix has an owner among the ranks that hold a part of it. The
+others send it their parts of the momentum, and get back their parts of the orthogonal matrix. So each matrix is
+computed once. DeepSpeed clips gradients before all this.
 
 Letters: W ranks, R rows and C columns of a matrix.
-
-ZeRO cuts matrices anywhere. Momentum does not mind, so it is kept as Adam's moments are: a number beside each weight of
-a rank's share. An update needs the matrix whole. So each matrix has an owner among the ranks that hold a part of it;
-the others send it their parts of the momentum, and get back the same parts of the orthogonal matrix. A matrix is
-computed once, and no rank sees more than its share of them. DeepSpeed clips gradients before all this.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,13 +22,13 @@ from torch import Tensor
 
 from longstride.launcher.engine.states import MOMENTUM, Vector
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the iteration's polynomial
-SMALLEST_NORM = 1e-15  # its square is a number in fp32: of what is smaller, the norm would be 0
-BATCH_ELEMENTS = 1 << 24  # of the matrices that are computed at once
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz polynomial
+SMALLEST_NORM = 1e-15  # below it, the square underflows in fp32 and the norm would be 0
+BATCH_ELEMENTS = 1 << 24  # of matrices in one batch
 
 
 class Matrix(NamedTuple):
-    """A matrix within a parameter, from an element of it on."""
+    """A matrix in the flat elements of a parameter, beginning at ``start``."""
 
     start: int
     rows: int
@@ -35,12 +36,15 @@ class Matrix(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The element behind it."""
+        """The first element after it."""
         return self.start + self.rows * self.columns
 
 
 def matrices_in(shape: Sequence[int], rows: Sequence[int] = ()) -> list[Matrix]:
-    """The matrices in a parameter of two or more dimensions, the last two theirs; ``rows``: of each, where stacked."""
+    """Split a parameter of two or more dimensions into matrices of its last two.
+
+    ``rows`` are the heights of matrices that are stacked in one parameter.
+    """
     heights = tuple(rows) or (shape[-2],) * math.prod(shape[:-2])
     matrices, start = [], 0
     for height in heights:
@@ -51,10 +55,10 @@ def matrices_in(shape: Sequence[int], rows: Sequence[int] = ()) -> list[Matrix]:
 
 
 def orthogonal(matrices: Tensor, steps: int) -> Tensor:
-    """Matrices (…, R, C), R ≤ C, with all singular values brought near 1, in the type they come in.
+    """Return matrices (…, R, C), R ≤ C, with all singular values brought close to 1, in their own dtype.
 
-    A Newton-Schulz iteration whose polynomial is steep at 0 rather than exact at 1: after five steps singular values
-    lie within 0.7 and 1.2. What is zero, or next to it, stays so.
+    Uses a Newton-Schulz iteration with a polynomial that is steep at 0 instead of exact at 1. After five steps singular
+    values are between 0.7 and 1.2. Values of almost zero stay so.
     """
     a, b, c = COEFFICIENTS
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float32)
@@ -68,11 +72,11 @@ def orthogonal(matrices: Tensor, steps: int) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for the groups with a ``momentum``, AdamW for the others.
 
-    Gradients are averaged with the momentum, looked at a step ahead with ``nesterov``, and made orthogonal. The update
-    is that times the rate and √max(1, R/C), which keeps the change of a layer's output alike for all shapes. Weight
-    decay is decoupled. Matrices are computed in ``dtype``, and so travel in it.
+    Gradients are averaged with the momentum (one step ahead with ``nesterov``) and made orthogonal. The update is that
+    times the rate times √max(1, R/C), which changes a layer's output equally for all shapes. Weight decay is decoupled.
+    Matrices are computed and exchanged in ``dtype``.
 
-    Before ``lay_out`` is called, a step leaves matrices alone: DeepSpeed takes one while its fp16 optimiser is made.
+    Before ``lay_out`` is called, a step leaves matrices alone: DeepSpeed takes one while it builds its fp16 optimiser.
     """
 
     def __init__(self, groups: list[dict[str, Any]], dtype: torch.dtype) -> None:
@@ -84,9 +88,9 @@ class Muon(torch.optim.Optimizer):
     def lay_out(
         self, vectors: Iterable[Vector], matrices: Mapping[str, Sequence[Matrix]], device: torch.device
     ) -> None:
-        """Says where the matrices of each parameter lie, and where they are computed. All ranks must call.
+        """Set where the matrices of each parameter lie, and where they are computed. All ranks must call.
 
-        ``matrices``: by parameter, of those that are Muon's.
+        ``matrices`` has Muon's parameters by name.
         """
         self._device = device
         for vector in vectors:
@@ -95,11 +99,11 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of the parameters that have gradients. All ranks must call, with theirs of the same vectors."""
+        """Take one step for the parameters with gradients. All ranks must call, with the same vectors."""
         self._adam.state = self.state
         self._adam.param_groups = [group for group in self.param_groups if "momentum" not in group]
         self._adam.step()
-        work = []  # group, parameter, plan and its whole matrices
+        work = []  # group, parameter, plan and complete matrices
         for group in self.param_groups:
             if "momentum" not in group:
                 continue
@@ -114,9 +118,9 @@ class Muon(torch.optim.Optimizer):
                     update = torch.lerp(parameter.grad, update, group["momentum"])
                 update = update.flatten().to(self._device, self._dtype)
                 work.append((group, parameter, plan, plan.gather(update)))
-                del update  # a share of all matrices, which the plan may have no use for any more
+                del update  # free this share of all matrices
         flat = [(group["steps"], matrix) for group, _, _, matrices in work for matrix in matrices]
-        updates = iter(_in_batches(flat))
+        updates = iter(_orthogonalise(flat))
         for group, parameter, plan, matrices in work:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             weights = parameter.view(-1)
@@ -124,8 +128,8 @@ class Muon(torch.optim.Optimizer):
                 weights[at : at + len(part)].add_(part.to(weights.device), alpha=-group["lr"] * scale)
 
 
-def _in_batches(matrices: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-    """Orthogonal matrices for (steps, matrix), in their order: those of one shape together, lying or standing."""
+def _orthogonalise(matrices: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+    """Return the orthogonal matrices for pairs (steps, matrix), batching those of equal or transposed shape."""
     alike: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for number, (steps, matrix) in enumerate(matrices):
         alike[steps, min(matrix.shape), max(matrix.shape)].append(number)
@@ -134,14 +138,14 @@ def _in_batches(matrices: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
         count = max(1, BATCH_ELEMENTS // (rows * columns))
         for first in range(0, len(numbers), count):
             batch = numbers[first : first + count]
-            lying = [results[number] if len(results[number]) == rows else results[number].mT for number in batch]
-            for number, result in zip(batch, orthogonal(torch.stack(lying), steps), strict=True):
+            wide = [results[number] if len(results[number]) == rows else results[number].mT for number in batch]
+            for number, result in zip(batch, orthogonal(torch.stack(wide), steps), strict=True):
                 results[number] = result if len(results[number]) == rows else result.mT
     return results
 
 
 class _Part(NamedTuple):
-    """Elements of a matrix that a rank holds, which begin at ``at`` in its vector."""
+    """Elements of a matrix that a rank holds, beginning at ``at`` in its vector."""
 
     at: int
     start: int
@@ -149,38 +153,38 @@ class _Part(NamedTuple):
 
 
 class _Plan:
-    """Who computes each matrix of a vector, and which parts travel. It is the same on every rank but for the rank."""
+    """The owner of each matrix of a vector, and the parts that ranks exchange. Equal on all ranks but for the rank."""
 
     def __init__(self, vector: Vector, matrices: Mapping[str, Sequence[Matrix]], like: Tensor) -> None:
         self._rank, self._group, self._like = vector.rank, vector.group, like
         ranks = range(len(vector.slices))
-        held: dict[tuple[str, Matrix], dict[int, _Part]] = {}
+        holders: dict[tuple[str, Matrix], dict[int, _Part]] = {}
         for rank, slices in enumerate(vector.slices):
             for name, at, start, stop in slices:
                 for matrix in matrices[name]:
                     low, high = max(start, matrix.start), min(stop, matrix.stop)
                     if low < high:
                         part = _Part(at + low - start, low - matrix.start, high - matrix.start)
-                        held.setdefault((name, matrix), {})[rank] = part
-        # Those that lie on one rank are its own. Each of the others goes to the rank with least to do, largest first.
+                        holders.setdefault((name, matrix), {})[rank] = part
+        # A matrix on one rank stays there. The others go to the holder with the least work, largest first.
         load = [0] * len(ranks)
-        self._own: list[tuple[Matrix, _Part]] = []  # that lie on this rank alone
+        self._local: list[tuple[Matrix, _Part]] = []  # only on this rank
         shared = []
-        for (_, matrix), parts in held.items():
+        for (_, matrix), parts in holders.items():
             if len(parts) > 1:
                 shared.append((matrix, parts))
                 continue
             ((rank, part),) = parts.items()
             load[rank] += _work(matrix)
             if rank == self._rank:
-                self._own.append((matrix, part))
-        # By owner: matrices and who holds which part of them.
+                self._local.append((matrix, part))
+        # By owner: matrices and their parts by rank.
         self._shared: list[list[tuple[Matrix, dict[int, _Part]]]] = [[] for _ in ranks]
-        for matrix, parts in sorted(shared, key=lambda each: -_work(each[0])):
+        for matrix, parts in sorted(shared, key=lambda pair: -_work(pair[0])):
             owner = min(parts, key=lambda rank: load[rank])
             load[owner] += _work(matrix)
             self._shared[owner].append((matrix, parts))
-        # What this rank sends to each owner, and what it gets from each holder of its own, as parts in that order.
+        # Parts that this rank sends to each owner, and receives from each holder, in that order.
         mine = self._shared[self._rank]
         self._sent = [[(m, p[self._rank]) for m, p in self._shared[to] if self._rank in p] for to in ranks]
         self._received = [[(number, p[of]) for number, (_, p) in enumerate(mine) if of in p] for of in ranks]
@@ -188,48 +192,50 @@ class _Plan:
         self._received_sizes = [sum(part.stop - part.start for _, part in parts) for parts in self._received]
 
     def gather(self, update: Tensor) -> list[Tensor]:
-        """This rank's matrices (R, C), from its share of all."""
-        whole = [update[part.at : part.at + part.stop].view(matrix.rows, matrix.columns) for matrix, part in self._own]
+        """Return this rank's matrices (R, C), given its share of all."""
+        local = [
+            update[part.at : part.at + part.stop].view(matrix.rows, matrix.columns) for matrix, part in self._local
+        ]
         if not any(self._shared):
-            return whole
+            return local
         parts = [update[part.at : part.at + part.stop - part.start] for to in self._sent for _, part in to]
         received = self._exchange(parts, self._sent_sizes, self._received_sizes)
         mine = [update.new_empty(matrix.rows * matrix.columns) for matrix, _ in self._shared[self._rank]]
         at = 0
-        for number, part in (each for of in self._received for each in of):
+        for number, part in itertools.chain.from_iterable(self._received):
             size = part.stop - part.start
             mine[number][part.start : part.stop] = received[at : at + size]
             at += size
         shapes = ((matrix.rows, matrix.columns) for matrix, _ in self._shared[self._rank])
-        return whole + [matrix.view(shape) for matrix, shape in zip(mine, shapes, strict=True)]
+        return local + [matrix.view(shape) for matrix, shape in zip(mine, shapes, strict=True)]
 
     def scatter(self, matrices: Sequence[Tensor]) -> list[tuple[int, float, Tensor]]:
-        """This rank's share of all, from its matrices: where each part begins, its scale, and its elements."""
+        """Return this rank's share of all, given its matrices: each part's position, scale and elements."""
         results = [
             (part.at, _scale(matrix), result.flatten())
-            for (matrix, part), result in zip(self._own, matrices, strict=False)
+            for (matrix, part), result in zip(self._local, matrices, strict=False)
         ]
         if not any(self._shared):
             return results
-        mine = [matrix.flatten() for matrix in matrices[len(self._own) :]]
+        mine = [matrix.flatten() for matrix in matrices[len(self._local) :]]
         parts = [mine[number][part.start : part.stop] for of in self._received for number, part in of]
         received = self._exchange(parts, self._received_sizes, self._sent_sizes)
         at = 0
-        for matrix, part in (each for to in self._sent for each in to):
+        for matrix, part in itertools.chain.from_iterable(self._sent):
             size = part.stop - part.start
             results.append((part.at, _scale(matrix), received[at : at + size]))
             at += size
         return results
 
     def _exchange(self, parts: list[Tensor], to: list[int], of: list[int]) -> Tensor:
-        """Sends so many elements to each rank, and returns those of each."""
+        """Send so many elements to each rank, and return those received."""
         received = self._like.new_empty(sum(of))
         torch.distributed.all_to_all_single(received, torch.cat([self._like, *parts]), of, to, group=self._group)
         return received
 
 
 def _work(matrix: Matrix) -> int:
-    """What making it orthogonal takes, in multiplications but for a factor."""
+    """Return the cost of making a matrix orthogonal, in multiplications up to a factor."""
     return matrix.rows * matrix.columns * min(matrix.rows, matrix.columns)
 
 

@@ -1,11 +1,12 @@
-"""The optimiser, the schedule of its rates and a moving average of the weights, as a run's `train` object asks.
+"""The optimiser, its schedule and the moving average of the weights, as `train` configures them.
 
-The average is kept beside the moments in the optimiser's own state. So it is sharded as they are under every ZeRO
-stage, offloaded where they are, and saved and loaded with them.
+The average is stored next to the moments in the optimiser's state. So it is sharded, offloaded, saved and loaded with
+them under every ZeRO stage.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -13,35 +14,39 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from longstride.launcher.config import AdafactorConfig, MuonConfig, OptimizerConfig, TrainConfig
+from longstride.launcher.engine import states
 from longstride.launcher.engine.muon import Muon
 from longstride.launcher.models import AVERAGE
 from longstride.sparse_model import SparseTransformer
 
+_OF_OPTIMIZER = ("clip_grad", "dynamic_loss_scale")
 MATRICES, VECTORS = "matrices", "vectors"
-PARTS = (MATRICES, "embeddings", "output", VECTORS)  # of the network, in the order of their groups
+PARTS = (MATRICES, "embeddings", "output", VECTORS)  # of the network, in the order of the groups
 
 
 class Group(NamedTuple):
-    """Parameters that the optimiser treats alike."""
+    """Parameters with common settings."""
 
     names: list[str]
     decays: bool
-    part: str | None  # of the network; None: all parameters that decay, or all that do not
+    part: str | None  # of the network; None: grouped by weight decay alone
 
 
-def parameter_groups(model: SparseTransformer, asked: OptimizerConfig | None) -> list[Group]:
-    """The optimiser's groups in their order: by part of the network where `train.optimizer` is given.
+def parameter_groups(model: SparseTransformer, optimizer: OptimizerConfig | None) -> list[Group]:
+    """Return the optimiser's groups in order.
 
-    Otherwise they are the parameters with weight decay (two or more dimensions), and those without (section 6).
+    With `train.optimizer` there is a group for each part of the network. Otherwise there are two, the parameters with
+    weight decay (two or more dimensions) and those without (section 6).
     """
     roles = model.parameter_roles()
     unknown = {role.part for role in roles.values()} - {*PARTS, "tables"}
     assert not unknown, f"{unknown} would stay untrained"
     by_part = {part: [name for name, role in roles.items() if role.part == part] for part in PARTS}
-    if asked is not None:
+    if optimizer is not None:
         return [Group(names, part != VECTORS, part) for part, names in by_part.items() if names]
     decayed = [name for name, role in roles.items() if role.part in PARTS and role.part != VECTORS]
     return [Group(decayed, True, None), Group(by_part[VECTORS], False, None)]
@@ -50,22 +55,29 @@ def parameter_groups(model: SparseTransformer, asked: OptimizerConfig | None) ->
 def make_optimizer(
     parameters: Mapping[str, Tensor], groups: Iterable[Group], train: TrainConfig, *, half: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimiser that `train.optimizer` asks for, of parameters by name, with decoupled weight decay.
+    """Make the optimiser of `train.optimizer`, with decoupled weight decay.
 
-    ``half``: the run computes in half precision.
+    ``half`` says whether the run computes in half precision.
     """
-    settings: list[dict[str, Any]] = [
-        {"params": [parameters[name] for name in names], "weight_decay": train.weight_decay if decays else 0.0}
-        | ({"part": part} if part else {})
-        | _settings(train, part)
-        for names, decays, part in groups
-    ]
+    choice, settings = train.optimizer, []
+    for names, decays, part in groups:
+        group: dict[str, Any] = {"params": [parameters[name] for name in names]}
+        group["weight_decay"] = train.weight_decay if decays else 0.0
+        if part:
+            group["part"] = part
+        if isinstance(choice, MuonConfig) and part == MATRICES:
+            group |= {"momentum": choice.momentum, "nesterov": choice.nesterov, "steps": choice.steps}
+        elif isinstance(choice, AdafactorConfig):
+            group |= {"beta2_decay": choice.beta2_decay, "eps": (None, choice.smallest_scale), "d": choice.clip}
+        else:
+            group |= {"betas": train.betas, "eps": train.eps}
+        settings.append(group)
     # The rate stays 0 until the schedule is made: DeepSpeed's fp16 optimiser takes a step in its constructor.
     optimizer: torch.optim.Optimizer
-    if isinstance(train.optimizer, MuonConfig):
-        # Half precision is Muon's own choice. A run in fp32 is to be the same to its own rounding in every layout.
+    if isinstance(choice, MuonConfig):
+        # Muon prefers half precision. An fp32 run must agree to fp32 rounding in every layout.
         optimizer = Muon(settings, torch.bfloat16 if half else torch.float32)
-    elif isinstance(train.optimizer, AdafactorConfig):
+    elif isinstance(choice, AdafactorConfig):
         optimizer = torch.optim.Adafactor(settings, lr=0.0)
     else:
         optimizer = torch.optim.AdamW(settings, lr=0.0, fused=True)
@@ -74,25 +86,15 @@ def make_optimizer(
     return optimizer
 
 
-def _settings(train: TrainConfig, part: str | None) -> dict[str, Any]:
-    """What the optimiser's algorithm takes for a part, rate and weight decay apart."""
-    asked = train.optimizer
-    if isinstance(asked, MuonConfig) and part == MATRICES:
-        return {"momentum": asked.momentum, "nesterov": asked.nesterov, "steps": asked.steps}
-    if isinstance(asked, AdafactorConfig):
-        return {"beta2_decay": asked.beta2_decay, "eps": (None, asked.smallest_scale), "d": asked.clip}
-    return {"betas": train.betas, "eps": train.eps}
-
-
 def make_schedule(optimizer: torch.optim.Optimizer, train: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:
-    """The rate of each step of the optimiser, from the first on."""
+    """Make the schedule of the learning rates."""
     for group in optimizer.param_groups:
         group["lr"] = train.rate_of(group.get("part"))
     return torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(rate_factor, train))
 
 
 def rate_factor(train: TrainConfig, step: int) -> float:
-    """The share of the learning rate at a step counted from 0: linear warm-up, then as `train.schedule` says."""
+    """Return the share of the learning rate at a step counted from 0: linear warm-up, then `train.schedule`."""
     if step < train.warmup_steps:
         return (step + 1) / train.warmup_steps
     schedule, last = train.schedule, train.last_step - 1
@@ -108,10 +110,11 @@ def rate_factor(train: TrainConfig, step: int) -> float:
 
 
 def rate_change(before: TrainConfig, now: TrainConfig, taken: int) -> str | None:
-    """Describe in a line how the rates of the steps to come are others than before; None where none is.
+    """Describe in a line how the rates of the remaining steps change; None if they do not.
 
     Args:
-        before: the settings that the last step was taken with.
+        before: settings of the last step.
+        now: settings of the next steps.
         taken: how many steps the optimiser has taken.
     """
     parts = (None, *PARTS, "tables")
@@ -120,7 +123,7 @@ def rate_change(before: TrainConfig, now: TrainConfig, taken: int) -> str | None
         return train.rate_of(part) * rate_factor(train, step)
 
     last, old_last = now.last_step - 1, before.last_step - 1
-    # Each schedule is a warm-up, a constant and a fall, so two that agree at these steps agree at all.
+    # Schedules consist of a warm-up, a constant and a fall. If two agree at these steps, they agree at all.
     steps = {taken, (taken + last) // 2, last - 1, last, old_last - 1, old_last}
     steps = {step for step in steps if taken <= step <= last}
     differing = [part for part in parts if any(rate(before, part, step) != rate(now, part, step) for step in steps)]
@@ -129,14 +132,14 @@ def rate_change(before: TrainConfig, now: TrainConfig, taken: int) -> str | None
     part = differing[0]
     old, new = _rate_settings(before), _rate_settings(now)
     changes = [f"{key}={new[key]} (was {old[key]})" for key in new if new[key] != old[key]]
-    told = f"{', '.join(changes)}: the learning rate{f' of {part}' if part else ''}"
+    line = f"{', '.join(changes)}: the learning rate{f' of {part}' if part else ''}"
     if taken:
-        told += f" was {rate(before, part, taken - 1):.4g} at the step before,"
-    return f"{told} is {rate(now, part, taken):.4g} at the next and {rate(now, part, last):.4g} at step {now.last_step}"
+        line += f" was {rate(before, part, taken - 1):.4g} at the step before,"
+    return f"{line} is {rate(now, part, taken):.4g} at the next and {rate(now, part, last):.4g} at step {now.last_step}"
 
 
 def _rate_settings(train: TrainConfig) -> dict[str, str]:
-    """By its path, each value that decides about rates, as a configuration writes it."""
+    """Return the settings that determine the rates, as JSON by their paths."""
     names = ("steps", "learning_rate", "warmup_steps", "schedule", "final_learning_rate")
     content = train.model_dump(mode="json")
     values = {name: content[name] for name in names}
@@ -146,7 +149,7 @@ def _rate_settings(train: TrainConfig) -> dict[str, str]:
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Has every step of the optimiser followed by average = decay · average + (1 - decay) · weights.
+    """Follow every optimiser step by average = decay · average + (1 - decay) · weights.
 
     The average begins at the weights before the first step (the released code has decay 0.999).
     """
@@ -154,7 +157,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
     @torch.no_grad()
     def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Not put into the state yet: Adam takes a state that is not empty for one that it has begun.
+        # Not in the state yet, since Adam initialises its moments only if the state is empty.
         before.update({p: p.detach().clone() for p in _stepped(optimizer) if AVERAGE not in optimizer.state[p]})
 
     @torch.no_grad()
@@ -170,5 +173,56 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The parameters that a step changes; under ZeRO 3 they are those of one sub-group."""
+    """Yield the parameters that a step changes, which under ZeRO 3 are those of one sub-group."""
     return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+class Settings:
+    """The settings of a fresh engine, to be applied after every load.
+
+    DeepSpeed and torch silently load some settings with the state: the clipping threshold, the loss scaler, the
+    optimiser's groups and the schedule's base rates. But the configuration decides, and a checkpoint supplies only
+    state.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, train: TrainConfig) -> None:
+        self._train = train
+        self._of_optimizer = {name: value for name, value in vars(engine.optimizer).items() if name in _OF_OPTIMIZER}
+        self._scaler = copy.copy(states.loss_scaler(engine))
+        self._groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in engine.basic_optimizer.param_groups
+        ]
+
+    def apply(self, engine: DeepSpeedEngine, scale: Mapping[str, float] | None) -> None:
+        """Reset a loaded engine to these settings.
+
+        ``scale`` is the checkpoint's dynamic loss scale, or None. A fixed scale ignores it.
+        """
+        vars(engine.optimizer).update(self._of_optimizer)
+        if self._scaler is not None:
+            scaler = copy.copy(self._scaler)
+            if states.is_dynamic(vars(scaler)):
+                if scale is not None:
+                    _restore_scale(vars(scaler), scale)
+            elif hasattr(scaler, "cur_iter"):  # a fixed scale under ZeRO 0 also counts steps
+                scaler.cur_iter = states.loss_scaler(engine).cur_iter
+            setattr(engine.optimizer, states.scaler_name(engine), scaler)
+        schedule, optimizer = engine.lr_scheduler, engine.basic_optimizer
+        schedule.base_lrs = [settings["initial_lr"] for settings in self._groups]
+        factor = rate_factor(self._train, schedule.last_epoch)
+        for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(settings, lr=settings["initial_lr"] * factor)
+        if self._train.ema_decay is None:  # else a stale average would be saved
+            for state in optimizer.state.values():
+                state.pop(AVERAGE, None)
+
+
+def _restore_scale(scaler: dict[str, Any], saved: Mapping[str, float]) -> None:
+    """Copy the state of a saved loss scale, within the limits of the settings."""
+    for name in states.SCALE_STATE:
+        if name in scaler and name in saved:
+            scaler[name] = saved[name] if name == "cur_scale" else int(saved[name])
+    scaler["cur_scale"] = max(scaler["cur_scale"], states.lowest_scale(scaler))
+    if states.HYSTERESIS in scaler and saved.get(states.HYSTERESIS) != scaler[states.HYSTERESIS]:
+        scaler["cur_hysteresis"] = scaler[states.HYSTERESIS]  # counted down from another number

@@ -1,6 +1,6 @@
-"""What the optimiser keeps of each parameter, and where DeepSpeed keeps that, the master weights and the loss scale.
+"""Where DeepSpeed holds the master weights, the optimiser's state of each parameter and the loss scale.
 
-Offsets and paddings are asked of the engine, never computed from its configuration.
+Offsets and padding are read from the engine, not computed from its configuration.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch import Tensor
 
 MOMENTUM = "momentum_buffer"
 SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a dynamic loss scale
-HYSTERESIS = "delayed_shift"  # DeepSpeed's name of the setting that ``cur_hysteresis`` counts down from
-TABLES = "embedding.ngrams.rows"  # the model's parameter that is not DeepSpeed's, see ``tables.py``
-# The keys of the optimiser's state of a parameter: of Adam, Muon, and Adafactor for matrices and for vectors.
+HYSTERESIS = "delayed_shift"  # DeepSpeed's setting that ``cur_hysteresis`` counts down from
+TABLES = "embedding.ngrams.rows"  # a parameter unknown to DeepSpeed, see ``tables.py``
+# Keys of the optimiser's state: of Adam, Muon, Adafactor's matrices and Adafactor's vectors.
 MOMENTS = (("exp_avg", "exp_avg_sq"), (MOMENTUM,), ("row_var", "col_var"), ("variance",))
 
 
 def shape_of(kind: str, shape: torch.Size) -> torch.Size:
-    """The shape of a state beside a parameter of this one: Adafactor's means over rows and columns are smaller."""
+    """Return the shape of a parameter's state of a kind. Adafactor's means over rows and columns are smaller."""
     return torch.Size({"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}.get(kind, shape))
 
 
-def followed(average: Tensor, weights: Tensor, decay: float, lag: Tensor) -> Tensor:
-    """The moving average (n, C) of rows (n, C) that have stood still for so many steps (n,)."""
+def advance_average(average: Tensor, weights: Tensor, decay: float, lag: Tensor) -> Tensor:
+    """Return the moving average (n, C) of rows (n, C) that have not changed for ``lag`` steps (n,)."""
     return torch.lerp(weights, average, (decay**lag)[:, None])
 
 
 class Slice(NamedTuple):
-    """Elements ``start`` to ``stop`` of a parameter, which begin at ``at`` in a rank's vector."""
+    """Elements ``start`` to ``stop`` of a parameter, beginning at ``at`` in a rank's vector."""
 
     name: str
     at: int
@@ -46,52 +46,52 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Vector:
-    """Master weights that are stepped together: one whole parameter, or this rank's share of several, laid flat."""
+    """Master weights that are stepped together: one complete parameter, or this rank's flat share of several."""
 
-    master: Tensor  # one parameter to the optimiser; what no slice fills is padding, and zero
+    master: Tensor  # one parameter to the optimiser; elements outside slices are padding, and zero
     moments: tuple[str, ...]  # one of ``MOMENTS``
-    slices: tuple[tuple[Slice, ...], ...]  # of each rank's share; one entry where every rank has the whole
-    rank: int = 0  # whose share this is
+    slices: tuple[tuple[Slice, ...], ...]  # of each rank's share; one entry if every rank has all
+    rank: int = 0  # that has this share
     group: Any = None  # the process group of the ranks that share it
 
     @property
-    def own(self) -> tuple[Slice, ...]:
+    def local(self) -> tuple[Slice, ...]:
         """The slices of this rank's share."""
         return self.slices[self.rank]
 
 
 def vectors(engine: DeepSpeedEngine) -> list[Vector]:
-    """All of them in the order of the optimiser's state, the same on every rank but for the share."""
+    """Return all vectors in the order of the optimiser's state. Ranks only differ in the share."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return _parameter_shards(engine)
     if engine.zero_optimization() or isinstance(optimizer, BF16_Optimizer):
         return _group_shards(engine)
-    # ZeRO 0: every rank has everything; in half precision DeepSpeed's optimiser keeps the master weights.
+    # ZeRO 0: every rank has everything. In half precision DeepSpeed's optimiser has the master weights.
     masters = [group["params"] for group in optimizer.param_groups]
     parameters = optimizer.fp16_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else masters
-    whole = []
+    unsharded = []
     for settings, *group in zip(optimizer.param_groups, parameters, masters, strict=True):
         for parameter, master in zip(*group, strict=True):
             slices = ((Slice(engine.param_names[parameter], 0, 0, parameter.numel()),),)
-            whole.append(Vector(master, _moments(settings, master.dim()), slices))
-    return whole
+            unsharded.append(Vector(master, _moments(settings, master.dim()), slices))
+    return unsharded
 
 
 def _moments(settings: dict[str, Any], dimensions: int) -> tuple[str, ...]:
-    """What the optimiser keeps of the parameters of a group, told by the group's settings."""
+    """Return the optimiser's state keys for a group, which its settings imply."""
     if "momentum" in settings:
         return MOMENTS[1]
     return MOMENTS[2 if dimensions > 1 else 3] if "beta2_decay" in settings else MOMENTS[0]
 
 
 def _group_shards(engine: DeepSpeedEngine) -> list[Vector]:
-    """ZeRO 1 and 2: each group is one vector, parameters end to end, cut evenly over the ranks."""
+    """Find the vectors of ZeRO 1 and 2: each group is one vector, parameters end to end, cut evenly over the ranks."""
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
         masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
         sizes = ([parameter.numel() for parameter in group] for group in groups)
-        offsets = [list(accumulate(each, initial=0))[:-1] for each in sizes]
+        offsets = [list(accumulate(counts, initial=0))[:-1] for counts in sizes]
     else:
         masters, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
         offsets = optimizer.round_robin_bit16_offsets
@@ -112,7 +112,7 @@ def _group_shards(engine: DeepSpeedEngine) -> list[Vector]:
 
 
 def _parameter_shards(engine: DeepSpeedEngine) -> list[Vector]:
-    """ZeRO 3: each parameter is cut evenly over the ranks, and a sub-group's pieces are laid end to end."""
+    """Find the vectors of ZeRO 3: parameters are cut evenly over the ranks, and a sub-group's pieces are end to end."""
     optimizer = engine.optimizer
     sharing = optimizer.dp_process_group
     shards = []
@@ -124,7 +124,7 @@ def _parameter_shards(engine: DeepSpeedEngine) -> list[Vector]:
             for parameter in group:
                 size = parameter.ds_tensor.ds_numel
                 begin, end = rank * size, min((rank + 1) * size, parameter.ds_numel)
-                if begin < end:  # the last rank may have padding alone
+                if begin < end:  # the last rank may only have padding
                     slices.append(Slice(engine.param_names[parameter], at, begin, end))
                 at += size
             shares.append(tuple(slices))

@@ -1,8 +1,7 @@
-"""One optimiser step of DeepSpeed's engine, which can be dropped or undone whole under every ZeRO stage and precision.
+"""One optimiser step of DeepSpeed's engine, which can be dropped or undone under every ZeRO stage and precision.
 
-DeepSpeed drops a step by itself where a gradient is no finite number: under every stage but 0 in fp32 it then leaves
-weights, moments and schedule as they are, on all ranks alike. So a batch that is not wanted gets such gradients, and
-what a dropped step changes nonetheless is restored here.
+DeepSpeed drops a step if a gradient is not finite. Except for ZeRO 0 in fp32, that leaves weights, moments and schedule
+unchanged on all ranks. So an unwanted batch gets such gradients, and this module restores the other changes.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class StepPart(enum.Enum):
-    """What a step does, by the names that its parts have in a trace of torch's profiler."""
+    """The parts of a step, with their names in a trace of torch's profiler."""
 
-    STEP = "longstride: step"  # the whole, around the others
+    STEP = "longstride: step"  # contains the others
     DATA = "longstride: data"
     FORWARD = "longstride: forward"
     BACKWARD = "longstride: backward"
@@ -36,7 +35,7 @@ class StepPart(enum.Enum):
 
     @contextmanager
     def marked(self, device: torch.device) -> Iterator[None]:
-        """Marks the block. While the profiler records, it ends once the device has done what the block began."""
+        """Mark the block in a trace. While the profiler records, wait at the end for the device."""
         with torch.profiler.record_function(self.value):
             yield
             if device.type != "cpu" and torch.autograd.profiler._is_profiler_enabled:
@@ -44,27 +43,27 @@ class StepPart(enum.Enum):
 
 
 class Overflow(enum.Enum):
-    """Why the optimiser did not take a step whose loss was a number."""
+    """Why the optimiser did not take a step with a finite loss."""
 
-    SCALE = enum.auto()  # fp16: the loss scale was too high and falls, as it is meant to
+    SCALE = enum.auto()  # fp16: the loss scale was too high and falls, as intended
     FLOOR = enum.auto()  # fp16: the loss scale was too high, and cannot fall further
     FIXED = enum.auto()  # fp16 with a fixed scale
-    GRADIENT = enum.auto()  # bf16, fp32: a gradient is no finite number by itself
+    GRADIENT = enum.auto()  # bf16, fp32: a gradient is not finite
 
 
 class EngineStep:
-    """One step: ``accumulate`` the losses of all micro-batches but the last, then ``take`` it with the last one's."""
+    """One step: ``accumulate`` the losses of all micro-batches but the last, then ``take`` with the last loss."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
         self._scaler = loss_scaler(engine)
-        # What a dropped step changes although the weights stay.
+        # State that a dropped step changes although the weights stay.
         self._counters = {name: getattr(engine, name) for name in _COUNTERS}
         self._random = random_states(engine.device)
-        self._overflow = getattr(engine.optimizer, "overflow", None)  # how its last step went, which it saves
+        self._overflow = getattr(engine.optimizer, "overflow", None)  # of its last step; it is saved
         self._scaler_before: dict[str, Any] = {} if self._scaler is None else dict(vars(self._scaler))
         self.learning_rate = float(engine.get_lr()[0])
-        self._steps_taken = engine.lr_scheduler.last_epoch  # by the optimiser, before this one
+        self._steps_taken = engine.lr_scheduler.last_epoch  # by the optimiser before this step
         self._is_unfused = isinstance(engine.optimizer, FP16_UnfusedOptimizer)  # fp16 under ZeRO 0
         self.loss_scale = 1.0  # outside fp16
         if engine.fp16_enabled():
@@ -72,15 +71,15 @@ class EngineStep:
             self.loss_scale = float(holder.cur_scale)
 
     def accumulate(self, loss: Tensor) -> None:
-        """The backward pass of a micro-batch that is not the last."""
+        """Run the backward pass of a micro-batch that is not the last."""
         self._backward(loss)
         self._engine.step()
 
     def take(self, loss: Tensor, *, drop: bool = False) -> float | None:
-        """The last backward pass and the optimiser's step; returns the norm of the unclipped, unscaled gradients.
+        """Run the last backward pass and the optimiser's step; return the norm of the unclipped, unscaled gradients.
 
-        None where they are no finite numbers, as with ``drop``: then the step is dropped, and counted in
-        ``engine.skipped_steps``.
+        None means that the step was dropped and counted in ``engine.skipped_steps``: with ``drop``, or if the norm is
+        not finite.
         """
         engine = self._engine
         self._backward(loss * math.nan if drop else loss)
@@ -88,13 +87,13 @@ class EngineStep:
             return self._optimize()
 
     def _optimize(self) -> float | None:
-        """DeepSpeed's step with the gathered gradients; see ``take``."""
+        """Let DeepSpeed step with the gathered gradients; see ``take``."""
         engine, norm = self._engine, None
-        # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm.
+        # ZeRO 0 in fp32: DeepSpeed clips, but does not store the norm.
         if isinstance(engine.optimizer, torch.optim.Optimizer):
             gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
-            if not math.isfinite(norm):  # DeepSpeed would give this optimiser any gradient
+            if not math.isfinite(norm):  # DeepSpeed would step with it
                 engine.zero_grad()
                 if engine.tables is not None:
                     engine.tables.forget()
@@ -107,13 +106,13 @@ class EngineStep:
         engine.step()
         skipped = engine.skipped_steps > self._counters["skipped_steps"]
         if engine.tables is not None:
-            # Their gradients are those of the embedding, whose own would not be finite either.
+            # Their gradients are the embedding's, so both are finite or neither.
             engine.tables.forget() if skipped else engine.tables.step(self._steps_taken, self.loss_scale)
         if skipped:
             optimizer = engine.optimizer
             if isinstance(optimizer, DeepSpeedZeroOptimizer):
-                # ZeRO 1 and 2 must forget the gradients. Where the optimiser is offloaded and gradients gather in
-                # another type than the model's, DeepSpeed would add those of all later steps, and drop these steps too.
+                # ZeRO 1 and 2 must forget the gradients. With an offloaded optimiser and gradients in another dtype
+                # than the model's, DeepSpeed would add those of later steps to them, and drop these steps too.
                 optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
         if norm is None:
             norm = float(engine.get_global_grad_norm())
@@ -122,7 +121,7 @@ class EngineStep:
         return norm if math.isfinite(norm) else None
 
     def overflow(self) -> Overflow | None:
-        """Why the engine has dropped the step by itself; None where it has taken it."""
+        """Return why the engine has dropped the step by itself; None if it has taken it."""
         if self._engine.skipped_steps == self._counters["skipped_steps"]:
             return None
         if not self._engine.fp16_enabled():
@@ -130,17 +129,17 @@ class EngineStep:
         before = self._scaler_before
         if not is_dynamic(before):
             return Overflow.FIXED
-        # With hysteresis left the scale would have stayed anyway.
-        patient = before.get("delayed_shift", 1) > 1 and before["cur_hysteresis"] > 1
-        return Overflow.FLOOR if before["cur_scale"] <= lowest_scale(before) and not patient else Overflow.SCALE
+        # With remaining hysteresis the scale would not fall anyway.
+        has_hysteresis = before.get("delayed_shift", 1) > 1 and before["cur_hysteresis"] > 1
+        return Overflow.FLOOR if before["cur_scale"] <= lowest_scale(before) and not has_hysteresis else Overflow.SCALE
 
     def undo_scale(self) -> None:
-        """Has the loss scale forget the step: a batch that was dropped on purpose is no overflow."""
+        """Restore the loss scale: a batch that was dropped on purpose is no overflow."""
         if self._scaler is not None:
             vars(self._scaler).update(self._scaler_before)
 
     def undo(self) -> None:
-        """Has the engine and the random generators forget a dropped step."""
+        """Restore the engine and the random generators after a dropped step."""
         self.undo_scale()
         for name, value in self._counters.items():
             setattr(self._engine, name, value)
@@ -149,9 +148,9 @@ class EngineStep:
         set_random_states(self._random, self._engine.device)
 
     def _backward(self, loss: Tensor) -> None:
-        """``engine.backward``, with the loss scale that DeepSpeed leaves out in fp16 under ZeRO 0.
+        """Run ``engine.backward``, and apply the loss scale that DeepSpeed omits in fp16 under ZeRO 0.
 
-        Its unfused fp16 optimiser divides the gradients by the scale, but nothing multiplies the loss by it.
+        Its unfused fp16 optimiser divides gradients by a scale that the loss was never multiplied by.
         """
         with StepPart.BACKWARD.marked(self._engine.device):
             self._engine.backward(loss * self.loss_scale if self._is_unfused else loss)

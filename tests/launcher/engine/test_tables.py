@@ -105,7 +105,7 @@ def test_steps_are_those_of_dense_gradients() -> None:
     saved = tables.share()
     assert torch.equal(saved["touches"].double(), exact.touches) and float(saved["steps"]) == STEPS - 1
     assert bool((saved["ema_step"] < STEPS - 1).any())  # some stood still, and their average is behind
-    average = states.followed(saved["ema"], saved["fp32"], 0.75, saved["steps"] - saved["ema_step"])
+    average = states.advance_average(saved["ema"], saved["fp32"], 0.75, saved["steps"] - saved["ema_step"])
     for found, name in ((tables.rows, "rows"), (average, "average")):
         error, explained = (x.detach() - getattr(exact, name).detach() for x in (found, getattr(rounded, name)))
         assert error.square().mean() <= (SAFETY * explained).square().mean()
@@ -188,5 +188,5 @@ def test_rows_come_through_any_number_of_ranks(saved_by: tuple[int, bool], read_
     fill(anew, [without.share()], None)
     assert torch.equal(anew.share()["ema"], whole["fp32"])  # begins at the weights
     fill(other, files)
-    caught_up = states.followed(whole["ema"], whole["fp32"], 0.75, 3 - whole["ema_step"])
+    caught_up = states.advance_average(whole["ema"], whole["fp32"], 0.75, 3 - whole["ema_step"])
     assert torch.equal(other.share()["ema"], caught_up) and bool((other.share()["ema_step"] == 3).all())

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from longstride.launcher.config import TrainConfig
-from longstride.launcher.engine.optimizer import keep_average, make_schedule
-from longstride.launcher.engine.settings import Settings
+from longstride.launcher.engine.optimizer import Settings, keep_average, make_schedule
 from longstride.launcher.models import AVERAGE
 
 
