@@ -133,7 +133,7 @@ def test_each_rank_sums_what_is_real_of_its_rows(ranks: int) -> None:
         model = SparseTransformer(small(ngrams=TABLES))
         assert model.embedding.ngrams is not None
         tables = Tables(model.embedding.ngrams, train_config(), Ranks(rank, rank, ranks), sharded=True)
-        touched, sums = tables._summed(ids.where(real, -1), gradients)
+        touched, sums = tables._sum_by_row(ids.where(real, -1), gradients)
         every |= {int(row) * ranks + rank: total for row, total in zip(touched, sums, strict=True)}
     assert sorted(every) == [0, 5, 97]
     for row, wanted in ((0, gradients[0]), (5, gradients[2]), (97, gradients[0] + gradients[2])):
