@@ -62,17 +62,24 @@ def prepare_accelerator(config: RunConfig | None = None) -> None:
     if get_accelerator().device_name() != "cpu":
         return
     set_accelerator(TrainingCpu())
-    # A step frees what the next one allocates. If glibc returned it to the system, every page would be zeroed again:
-    # 17,000 pages and a fifth of a small model's step.
-    with suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+    _keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:
         # Use a share of the cores. If every rank used all of them, each would wait for the others.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         sharing = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"  # deepspeed's, torchrun's
         torch.set_num_threads(max(1, cores // max(1, int(sharing))))
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep up to 1 GiB of freed memory, and serve blocks of less than 32 MiB from it.
+
+    A step frees what the next one allocates. Memory that goes back to the system in between is zeroed page by page:
+    17,000 pages and a fifth of a small model's step.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
