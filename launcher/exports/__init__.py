@@ -1,4 +1,4 @@
-"""`longstride export`: a checkpoint as safetensors, a configuration and a model card.
+"""`longstride export`: write a checkpoint as safetensors, a configuration and a model card.
 
-No other room imports from here; models and hub read what it writes.
+No other package imports from here; models and hub read the result.
 """

@@ -1,8 +1,8 @@
-"""`longstride export RUN --output DIR`: a sharded checkpoint as safetensors, config.json and a model card.
+"""`longstride export RUN --output DIR`: convert a sharded checkpoint to safetensors, config.json and a model card.
 
-The weights are the trainer's fp32 master weights from any ZeRO stage and any number of processes, bit for bit or
-rounded once. They go from the checkpoint's mapped files into the export's, one tensor at a time. Then the exported
-model's loss on the checkpoint's probe is compared with the trainer's, with one residual block in memory at a time.
+The weights are the trainer's fp32 master weights of any ZeRO stage and number of ranks, exact or rounded once. They are
+copied from the checkpoint's mapped files one tensor at a time. Then the exported model's loss on the checkpoint's probe
+is compared with the trainer's, with one residual block in memory at a time.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from longstride.launcher.output import counting, file_names, say
 from longstride.launcher.verbs import DEFAULT_SHARD_SIZE
 from longstride.sparse_model import ModelConfig
 
-_PROBE = "probe (a check on random bytes, not the model's score)"  # whose loss is high: none can be learned
+_PROBE = "probe (a check on random bytes, not the model's score)"  # random bytes have a high loss
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B?)", re.ASCII)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB, 500MB or 2GiB; a number alone is bytes.
+    """Convert a size such as 5GB, 500MB or 2GiB to bytes; a number alone is bytes.
 
     Raises:
-        ConfigError: it is no size, or 0.
+        ConfigError: it is not a size, or 0.
     """
     match = _SIZE.fullmatch(text.strip().upper())
     unit = match[2].removesuffix("B") + "B" if match and match[2] not in ("", "B") else ""
@@ -71,7 +71,7 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a checkpoint is exported."""
+    """How to export a checkpoint."""
 
     kind: str = TRAINED  # or AVERAGE
     dtype: str = "fp32"  # one of DTYPES
@@ -79,11 +79,11 @@ class Options:
     check: bool = True
     device: str = "cpu"  # of the check
     trusted: bool = False
-    license: str | None = None  # for the card, as ``license_fields`` takes it
+    license: str | None = None  # for the card, see ``license_fields``
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb; returns its exit code."""
+    """Run the verb; return its exit code."""
     options = Options(
         kind=arguments.weights,
         dtype=arguments.dtype,
@@ -100,8 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.output is None:
             raise ConfigError("--output: must name the folder to make")
         trust = options.trusted
-        made = export_program(arguments.run, arguments.output, arguments.format, options.check, trust_code=trust)
-        print(made, file=sys.stderr)
+        line = export_program(arguments.run, arguments.output, arguments.format, options.check, trust_code=trust)
+        print(line, file=sys.stderr)
         return 0
     if arguments.refresh:
         if replace(options, trusted=False) != Options() or arguments.step is not None or arguments.output is not None:
@@ -111,13 +111,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         raise ConfigError("--output: must name the folder to make")
 
-    def report_passed_over(checkpoint: Checkpoint) -> None:
+    def report_refusals(checkpoint: Checkpoint) -> None:
         if arguments.step is None:
             for refusal in checkpoint.newer_refusals():
                 say(f"passed over: {refusal}")
 
-    checkpoint, checked = export(arguments.run, arguments.step, arguments.output, options, chosen=report_passed_over)
-    print(checked, file=sys.stderr)
+    checkpoint, line = export(arguments.run, arguments.step, arguments.output, options, chosen=report_refusals)
+    print(line, file=sys.stderr)
     what = f"step {checkpoint.manifest.step} of {arguments.run}"
     average = ", the moving average of its weights" if arguments.weights == AVERAGE else ""
     print(f"{arguments.output}: {what}{average}, {arguments.dtype}", file=sys.stderr)
@@ -132,13 +132,13 @@ def export(
     *,
     chosen: Callable[[Checkpoint], None] = lambda _: None,
 ) -> tuple[Checkpoint, str]:
-    """Exports a checkpoint of a run into a new folder; returns it, and a line about the check.
+    """Export a checkpoint of a run into a new folder; return it, and a line about the check.
 
     ``chosen`` is called with the checkpoint before it is verified.
 
     Raises:
-        ConfigError: no such checkpoint, a damaged one, one without averages or to be trusted, a value that the type
-            cannot hold, a model that computes something else than the trainer's, or an output that exists.
+        ConfigError: there is no such checkpoint, it is damaged, lacks averages or must be trusted, the dtype cannot
+            hold a value, the model computes something else than the trainer's, or the output exists.
     """
     options = options or Options()
     check_free(output)
@@ -153,13 +153,13 @@ def export(
     check_space(output, needed, f"--output={output}", "the weights take")
     with whole_folder(output) as folder:
         _write(folder, run_folder, checkpoint, partial(state.tensor, kind=kind), shapes, options, licensed)
-        checked = "probe: not checked, as --no-check asks"
+        line = "probe: not checked, as --no-check asks"
         if options.check:
-            exported = Exported(folder, trust_code=True)  # the run imports it already
+            exported = Exported(folder, trust_code=True)  # the run already imports it
             if exported.fingerprint() != exported.content["fingerprint"]:
                 raise ConfigError(f"{folder}: reads otherwise than it was written: the disk is damaged")
-            checked = check_losses(exported, checkpoint, state.tensor, options.kind, device)
-    return checkpoint, checked
+            line = check_losses(exported, checkpoint, state.tensor, options.kind, device)
+    return checkpoint, line
 
 
 def _write(
@@ -171,13 +171,13 @@ def _write(
     options: Options,
     licensed: dict[str, str],
 ) -> None:
-    """Weights, config.json, the files for transformers and the card, each on the disk once it is written."""
+    """Write weights, config.json, the files for transformers and the card, each flushed to the disk."""
     config, manifest = checkpoint.config, checkpoint.manifest
     model, data = config.to_json()["model"], replace(trained_on(checkpoint), splits={}, fingerprint=None)
     fingerprint = Fingerprint(model)
     counter = counting.WorkCounter("writing", len(shapes.of), "tensors")
-    given = _counted(tensor, counter)
-    write_weights(folder, shapes.of, given, DTYPES[options.dtype], options.shard_bytes, fingerprint, shapes.buffers)
+    fetch = _count_calls(tensor, counter)
+    write_weights(folder, shapes.of, fetch, DTYPES[options.dtype], options.shard_bytes, fingerprint, shapes.buffers)
     counter.close()
     content: dict[str, Any] = {
         "format": Exported.FORMAT,
@@ -188,7 +188,7 @@ def _write(
         **hub_fields(),
         "fingerprint": fingerprint.hexdigest(),
         "origin": {
-            "run": run_folder.resolve().name,  # no more of a machine belongs into an export
+            "run": run_folder.resolve().name,  # without the path, which belongs to this machine
             "step": manifest.step,
             "weights": options.kind,
             "world_size": manifest.world_size,
@@ -215,24 +215,24 @@ def write_weights(
     fingerprint: Fingerprint,
     buffers: Set[str],
 ) -> None:
-    """Writes the tensors of these names into a folder, one in memory at a time, and adds each to the fingerprint.
+    """Write tensors into a folder, one in memory at a time, and add each to the fingerprint.
 
-    They make one safetensors file, or several below a size with an index.
+    The result is one safetensors file, or several up to a size, with an index.
 
     Args:
-        folder: that exists.
-        shapes: by name, in the model's order: neighbours come to lie in one file.
-        tensor: the fp32 tensor of a name.
-        dtype: what they are stored in.
-        limit: bytes of tensors a file; one tensor that is larger has a file of its own.
+        folder: an existing folder.
+        shapes: by name, in the model's order, so that neighbours share a file.
+        tensor: returns the fp32 tensor of a name.
+        dtype: to store.
+        limit: bytes of tensors for each file; a larger tensor gets its own file.
         fingerprint: of the model, still without tensors.
-        buffers: names of tensors that are stored in fp32, as parts compute with them.
+        buffers: names of tensors that are stored in fp32, because parts compute with them.
 
     Raises:
-        ConfigError: a value is too large for the type.
+        ConfigError: a value is too large for the dtype.
     """
 
-    def stored(names: Iterable[str]) -> Iterator[Tensor]:
+    def convert(names: Iterable[str]) -> Iterator[Tensor]:
         for name in names:
             exact = tensor(name)
             converted = exact if name in buffers else exact.to(dtype)
@@ -247,15 +247,15 @@ def write_weights(
     sizes = {name: (4 if name in buffers else dtype.itemsize) * math.prod(shape) for name, shape in shapes.items()}
     parts: list[list[str]] = [[]]
     for name, size in sizes.items():
-        if parts[-1] and sum(sizes[each] for each in parts[-1]) + size > limit:
+        if parts[-1] and sum(map(sizes.__getitem__, parts[-1])) + size > limit:
             parts.append([])
         parts[-1].append(name)
     file_of: dict[str, str] = {}
     for number, names in enumerate(parts, 1):
         file = file_names.WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        # Tensors that leave the next one aligned come first: the format has no gaps between tensors.
+        # The format has no gaps between tensors, so those that leave the next one aligned come first.
         names.sort(key=lambda name: sizes[name] % ALIGNMENT != 0)
-        write_tensors(folder / file, {name: shapes[name] for name in names}, stored(names), dtype, buffers=buffers)
+        write_tensors(folder / file, {name: shapes[name] for name in names}, convert(names), dtype, buffers=buffers)
         file_of |= dict.fromkeys(names, file)
     if len(parts) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
@@ -265,11 +265,11 @@ def write_weights(
 def check_losses(
     exported: Exported, checkpoint: Checkpoint, masters: Callable[[str], Tensor], kind: str, device: torch.device
 ) -> str:
-    """Compares the exported model's loss on the probe with the trainer's; returns a line about both.
+    """Compare the exported model's loss on the probe with the trainer's; return a line about both.
 
-    It is computed in the trainer's precision where the exported type holds that precision's weights, and else in the
-    exported type. The moving average has another loss than the weights that the probe was taken of. So for an average
-    the loss of the trained weights, which ``masters`` has by name, is compared, and that of the average is reported.
+    The loss is computed in the trainer's precision if the exported dtype can hold its weights, else in the exported
+    dtype. An average has another loss than the weights that the probe was taken with. So for an average, the trained
+    weights are compared, which ``masters`` returns by name, and the average's loss is reported.
 
     Raises:
         ConfigError: they differ by more than rounding.
@@ -280,9 +280,9 @@ def check_losses(
     content = probe.read(exported.config)
 
     def loss(tensor: Callable[[str], Tensor], dtype: torch.dtype) -> tuple[float, ModelConfig]:
-        """The mean nats of the context, and the configuration that computed them."""
+        """Return the mean nats of the context, and the configuration that computed them."""
         counter = counting.WorkCounter("checking one context", len(exported.names), "tensors")
-        model = streamed_model(exported.config, _counted(tensor, counter), dtype, device)
+        model = streamed_model(exported.config, _count_calls(tensor, counter), dtype, device)
         with torch.no_grad():
             mean = float(model(content[None].to(device), return_nats=True).double().mean())
         counter.close()
@@ -293,7 +293,7 @@ def check_losses(
     nats, config = loss(masters if kind == AVERAGE else exported.tensor, DTYPES[compared])
     difference = probe.difference(nats)
     tolerance = probe.tolerance(compared, device.type, config.backend)
-    if not difference <= tolerance:  # a nan is wrong
+    if not difference <= tolerance:  # also if it is nan
         whose = "trained weights'" if kind == AVERAGE else "exported model's"
         raise ConfigError(
             f"{checkpoint.folder}: the {whose} loss on {probe.path.name} is {nats:.9g} nats, and the trainer's was "
@@ -309,8 +309,8 @@ def check_losses(
     return f"{_PROBE}: {nats:.6f} nats, {trainers}"
 
 
-def _counted(tensor: Callable[[str], Tensor], counter: counting.WorkCounter) -> Callable[[str], Tensor]:
-    """The same function of a name, each of whose tensors is counted."""
+def _count_calls(tensor: Callable[[str], Tensor], counter: counting.WorkCounter) -> Callable[[str], Tensor]:
+    """Return the same function of a name, which counts each tensor."""
 
     def fetch(name: str) -> Tensor:
         counter.add(1)

@@ -1,7 +1,7 @@
-"""What an export has for people and programs elsewhere: a model card, and the files by which transformers loads it.
+"""Files of an export for other people and programs: a model card, and what transformers needs to load it.
 
-transformers takes the classes of ``longstride.launcher.hub``: by the stub beside the weights, which imports the
-installed Longstride, or by ``longstride.launcher.hub.register()``.
+transformers uses the classes of ``longstride.launcher.hub``: through the stub next to the weights, which imports the
+installed Longstride, or through ``longstride.launcher.hub.register()``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from longstride.launcher.output import file_names, hub_stub, metrics_file
 from longstride.sparse_model import ModelConfig
 
 _BYTE_VALUES = 256
-# https://huggingface.co/docs/hub/repositories-licenses names those that the hub knows.
+# https://huggingface.co/docs/hub/repositories-licenses lists the hub's identifiers.
 _LICENSES = (
     "afl-3.0", "agpl-3.0", "apache-2.0", "apple-amlr", "apple-ascl", "artistic-2.0", "bigcode-openrail-m",
     "bigscience-bloom-rail-1.0", "bigscience-openrail-m", "bsd", "bsd-2-clause", "bsd-3-clause",
@@ -35,35 +35,35 @@ _LICENSES = (
     "llama3.3", "llama4", "lppl-1.3c", "mit", "mpl-2.0", "ms-pl", "ncsa", "odbl", "odc-by", "ofl-1.1", "openrail",
     "openrail++", "osl-3.0", "pddl", "postgresql", "unknown", "unlicense", "wtfpl", "zlib",
 )  # fmt: skip
-_OTHER = "other:"  # before the name of a license that the hub does not know
+_OTHER = "other:"  # prefix of a license unknown to the hub
 
 
 def hub_fields() -> dict[str, Any]:
-    """What config.json has for transformers."""
+    """Return the fields of config.json for transformers."""
     return {
-        "model_type": "longstride",  # as longstride.launcher.hub.LongstrideConfig has it
+        "model_type": "longstride",  # see longstride.launcher.hub.LongstrideConfig
         "architectures": ["LongstrideForCausalLM"],
         "auto_map": hub_stub.AUTO_MAP,
     }
 
 
 def hub_files(model: ModelConfig, palette: bool = False) -> dict[str, str]:
-    """Names and contents of files; a tokenizer only where all tokens are bytes of a text, and none of a palette."""
+    """Return files by name: the stub, and a tokenizer if all tokens are bytes of text."""
     files = {hub_stub.FILE: hub_stub.TEXT}
     if model.embedding.modality == "text" and model.vocabulary == _BYTE_VALUES and not palette:
         content = {
             "tokenizer_class": "LongstrideTokenizer",
             "auto_map": hub_stub.TOKENIZER_AUTO_MAP,
-            "model_max_length": model.context - 1,  # without the start, as many as another byte can follow
+            "model_max_length": model.context - 1,  # tokens without the start that another byte can follow
         }
         files["tokenizer_config.json"] = json.dumps(content, indent=2) + "\n"
     return files
 
 
 def refresh_stub(folder: Path, *, trust_code: bool = False) -> str:
-    """Writes the stub for transformers anew in an export made by an earlier Longstride; returns a line about it.
+    """Rewrite the stub for transformers in an export by an earlier Longstride; return a line about it.
 
-    Nothing else in the folder changes. Such a stub imports modules by names that they no longer have.
+    Older stubs import modules that were renamed since. Nothing else in the folder changes.
 
     Raises:
         ConfigError: the folder holds no export, or one from before exports had stubs.
@@ -72,7 +72,7 @@ def refresh_stub(folder: Path, *, trust_code: bool = False) -> str:
     if exported.content.get("auto_map") != hub_fields()["auto_map"]:
         rule = f"names no classes of {hub_stub.FILE} for transformers; export the model again"
         raise ConfigError(f"{folder / file_names.CONFIG}: {rule}")
-    with suppress(OSError):  # none, no plain file, or a longer one
+    with suppress(OSError):  # missing, not a plain file, or longer
         if read_plain(path, len(hub_stub.TEXT.encode())) == hub_stub.TEXT.encode():
             return f"{path}: is this version's already; nothing is written"
     write_text(path, hub_stub.TEXT)
@@ -88,11 +88,11 @@ def model_card(
     fingerprint: str,
     licensed: dict[str, str],
 ) -> str:
-    """The text of README.md: what is known of the run that a checkpoint is of.
+    """Return the text of README.md, with what is known about the run of a checkpoint.
 
     Args:
-        run, checkpoint: the run folder, and which step is exported.
-        data_kind: what the bytes are.
+        run, checkpoint: the run folder, and the exported step.
+        data_kind: the kind of the bytes.
         kind: of the weights, ``TRAINED`` or ``AVERAGE``.
         dtype: of the weights, one of ``DTYPES``.
         fingerprint: of the exported model.
@@ -101,7 +101,7 @@ def model_card(
     config, manifest = checkpoint.config, checkpoint.manifest
     model, modality, palette = config.model, data_kind.modality, data_kind.palette
     tokens = "bytes" if palette is None else f"{palette.unit}s"
-    # The last part of a folder's path or URL: no more of a machine belongs into a card.
+    # Only the last part of a path or URL, since the rest belongs to this machine.
     data = Path(urlsplit(config.data.path).path.rstrip("/")).name or "data"
     weights = "the moving average of the trained ones" if kind == AVERAGE else "as they were trained"
     rows = {
@@ -159,7 +159,7 @@ def model_card(
 
 
 def license_fields(text: str) -> dict[str, str]:
-    """The card's fields of a license: an identifier of the hub, or `other:NAME` for one that it does not know.
+    """Return the card's fields of a license: an identifier of the hub, or `other:NAME` for another license.
 
     Raises:
         ConfigError: it is neither.

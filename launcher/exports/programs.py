@@ -1,9 +1,9 @@
-"""`longstride export MODEL --format pt2|onnx`: the forward pass of an exported model for other runtimes.
+"""`longstride export MODEL --format pt2|onnx`: export the forward pass of a model for other runtimes.
 
-The program holds weights and dense attention under masks, as the reference backend computes it: its memory and time
-grow with the square of the length. It runs without Longstride, and takes any batch and every length of the context.
+The program holds weights and dense masked attention, like the reference backend: memory and time grow with the square
+of the length. It runs without Longstride, for any batch and any length up to the context.
 
-Letters: B batch, n tokens at hand, V vocabulary.
+Letters: B batch, n tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,74 +28,74 @@ from longstride.launcher.files import check_free
 from longstride.launcher.models import Exported, load_model
 from longstride.sparse_model import SparseTransformer
 
-OPSET = 20  # of ONNX: the first with all that torch translates to
-# Mixers, beside attention over patterns, whose shapes follow from a length that is a symbol. The sorted lists of the
-# clusters are searched, for which ONNX has no operator.
+OPSET = 20  # the first of ONNX with all operators that torch emits
+# Mixers, besides attention over patterns, whose shapes can depend on a symbolic length. Theirs need a search in sorted
+# lists, which ONNX has no operator for.
 _TRACED = {"pt2": ("lsh", "routing"), "onnx": ()}
-_LENGTHS = (1, 2, 33, 256)  # of the contexts that a program is checked on
-_MOST_APART = 1e-4  # of the largest logit
+_LENGTHS = (1, 2, 33, 256)  # of the contexts for the check
+_TOLERANCE = 1e-4  # relative to the largest logit
 
 
 class NextTokens(nn.Module):
-    """The network with logits at the places where transformers has them: at place i those of the token after i."""
+    """The network with logits at the places of transformers: place i has those of the token after token i."""
 
     def __init__(self, network: SparseTransformer) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """(B, n) int64, n from 1, to (B, n, V) fp32; NaN where nothing can follow, as the context is full."""
+        """Map (B, n) int64, n ≥ 1, to (B, n, V) fp32; NaN after a full context."""
         network = self.network
         h = network.embedding(F.pad(input_ids, (0, 1)))
         rows = network.forward_cached(h, [None] * len(network.blocks), 0)
         logits: Tensor = network.logits(network.norm(rows))[:, 1:].float()
         following = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
-        # Runtimes without bounds of sizes would compute on, with positions that begin again.
+        # Runtimes without size bounds would go on with positions that start over.
         return logits.masked_fill((following >= network.config.context)[:, None], torch.nan)
 
 
 def traced_program(folder: str | Path, format: str = "pt2", *, trust_code: bool = False) -> ExportedProgram:
-    """The forward pass of an exported model by `torch.export`: ``NextTokens``, in fp32 on the CPU.
+    """Trace the forward pass of an exported model, ``NextTokens``, by `torch.export` in fp32 on the CPU.
 
-    Its input is ``input_ids`` (B, n) int64 for any B from 1 and any n from 1 to context - 1, its output (B, n, V) fp32.
+    Its input is ``input_ids`` (B, n) int64, B ≥ 1 and 1 ≤ n < context; its output (B, n, V) fp32.
 
     Args:
         folder: written by `longstride export`.
-        format: what it is for, pt2 or onnx.
-        trust_code: whether parts of the model that other packages define may be imported.
+        format: pt2 or onnx.
+        trust_code: whether parts of the model from other packages may be imported.
 
     Raises:
-        ConfigError: it is no export, or a model with parts that cannot be traced at every length.
+        ConfigError: the folder is no export, or its model has parts that cannot be traced for every length.
     """
     config = Exported(folder, trust_code=trust_code).config
     mixers = {block.mixer.type for block in config.blocks() if block.mixer is not None}
-    if wrong := sorted(mixers - {"patterns", *_TRACED[format]}):
+    if unsupported := sorted(mixers - {"patterns", *_TRACED[format]}):
         also = "".join(f", {name}" for name in _TRACED[format])
-        rule = f"attention of type {wrong[0]} has other shapes at other lengths; these have not: patterns{also}"
+        rule = f"attention of type {unsupported[0]} has other shapes at other lengths; these have not: patterns{also}"
         raise ConfigError(f"--format={format}: {rule}")
     network = load_model(folder, dtype=torch.float32, trust_code=trust_code).requires_grad_(False)
     for mixer in network.mixers:
         mixer.backend = "reference"
     program = NextTokens(network)
     example = torch.zeros(3, min(7, config.context - 1), dtype=torch.int64)
-    program(example)  # tables that are made at first use must not be made of symbols
+    program(example)  # builds tables before tracing, since they must not contain symbols
     sizes = {0: Dim("batch", min=1), 1: Dim("length", min=1, max=config.context - 1)}
     with torch.no_grad():
         traced = torch.export.export(program, (example,), dynamic_shapes={"input_ids": sizes})
     for module in traced.graph_module.modules():
         for node in getattr(module, "graph", torch.fx.Graph()).nodes:
-            node.meta.pop("stack_trace", None)  # names of files on this machine
+            node.meta.pop("stack_trace", None)  # contains file names of this machine
     return traced
 
 
 def export_program(model: Path, output: Path, format: str, check: bool = True, *, trust_code: bool = False) -> str:
-    """Writes the program of an exported model into a new folder; returns a line about it and its check.
+    """Write the program of an exported model into a new folder; return a line about it and its check.
 
     Args:
         model: written by `longstride export`.
-        output: the folder to make; it gets `model.pt2`, or `model.onnx` (weights above 2 GB beside it).
+        output: the folder to make; gets `model.pt2`, or `model.onnx` (with separate weights above 2 GB).
         format: pt2 or onnx.
-        check: whether its logits are held against the model's own, where its runtime is installed.
+        check: whether to compare its logits with the model's, if its runtime is installed.
 
     Raises:
         ConfigError: the model cannot be traced, a package is missing, the output exists, or logits differ by more than
@@ -111,27 +111,25 @@ def export_program(model: Path, output: Path, format: str, check: bool = True, *
     with whole_folder(output) as folder:
         path = folder / f"model.{format}"
         with naming(path):
-            _write_onnx(traced, path) if format == "onnx" else _write_pt2(traced, path)
-        checked = "not checked, as --no-check asks"
+            if format == "onnx":
+                _write_onnx(traced, path)
+            else:  # through memory, because torch's own writer ends the process on a full disk
+                content = io.BytesIO()
+                torch.export.save(traced, content)
+                path.write_bytes(content.getbuffer())
+        line = "not checked, as --no-check asks"
         if check and format == "onnx" and importlib.util.find_spec("onnxruntime") is None:
-            checked = "not checked, as onnxruntime is not installed"
+            line = "not checked, as onnxruntime is not installed"
         elif check:
-            checked = _checked(model, _opened(path, format), trust_code)
-        size = sum(each.stat().st_size for each in folder.iterdir())
-    return f"{output / path.name}: {size:,} bytes; {checked}"
-
-
-def _write_pt2(traced: ExportedProgram, path: Path) -> None:
-    """By way of memory: torch's own writer ends the process where a disk is full."""
-    content = io.BytesIO()
-    torch.export.save(traced, content)
-    path.write_bytes(content.getbuffer())
+            line = _check_logits(model, _load_program(path, format), trust_code)
+        size = sum(file.stat().st_size for file in folder.iterdir())
+    return f"{output / path.name}: {size:,} bytes; {line}"
 
 
 def _write_onnx(traced: ExportedProgram, path: Path) -> None:
-    """By torch's own translation, without what would name files of this machine."""
+    """Translate by torch, and remove what names files of this machine."""
     quiet = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # what a translator tells its authors
+    logging.disable(logging.WARNING)  # messages for the translator's authors
     with warnings.catch_warnings(), contextlib.ExitStack() as after:
         after.callback(logging.disable, quiet)
         warnings.simplefilter("ignore")
@@ -147,8 +145,8 @@ def _write_onnx(traced: ExportedProgram, path: Path) -> None:
     translated.save(path)
 
 
-def _opened(path: Path, format: str) -> Callable[[Tensor], Tensor]:
-    """A written program, as others run it."""
+def _load_program(path: Path, format: str) -> Callable[[Tensor], Tensor]:
+    """Load a written program with its runtime."""
     if format == "pt2":
         module: Any = torch.export.load(path).module()
         return lambda tokens: module(tokens)
@@ -158,19 +156,19 @@ def _opened(path: Path, format: str) -> Callable[[Tensor], Tensor]:
     return lambda tokens: torch.from_numpy(session.run(["logits"], {"input_ids": tokens.numpy()})[0])
 
 
-def _checked(model: Path, program: Callable[[Tensor], Tensor], trust_code: bool) -> str:
-    """Holds a program against the model by the backend that samples; returns a line about it."""
+def _check_logits(model: Path, program: Callable[[Tensor], Tensor], trust_code: bool) -> str:
+    """Compare a program's logits with the model's; return a line about it."""
     network = load_model(model, dtype=torch.float32, trust_code=trust_code)
     generator, differences, longest = torch.Generator().manual_seed(0), [], 0
     for batch, length in enumerate(sorted({min(n, network.config.context - 1) for n in _LENGTHS}), 1):
         tokens = torch.randint(network.config.vocabulary, (batch, length), generator=generator)
         with torch.no_grad():
-            wanted = network(F.pad(tokens, (0, 1)))[:, 1:]
-            found = program(tokens)
-        differences.append((found - wanted).abs().max() / wanted.abs().max().clamp_min(1))
+            expected = network(F.pad(tokens, (0, 1)))[:, 1:]
+            actual = program(tokens)
+        differences.append((actual - expected).abs().max() / expected.abs().max().clamp_min(1))
         longest = length
-    apart = float(torch.stack(differences).max())  # a nan where one of them is
-    if not apart <= _MOST_APART:
-        rule = f"{apart:.1e} of the largest apart where {_MOST_APART:.0e} is rounding: nothing is exported"
+    difference = float(torch.stack(differences).max())  # nan if one of them is
+    if not difference <= _TOLERANCE:
+        rule = f"{difference:.1e} of the largest apart where {_TOLERANCE:.0e} is rounding: nothing is exported"
         raise ConfigError(f"{model}: the program's logits and the model's are {rule}; --no-check leaves this out")
-    return f"logits up to {longest} tokens are the model's, {apart:.1e} of the largest apart"
+    return f"logits up to {longest} tokens are the model's, {difference:.1e} of the largest apart"

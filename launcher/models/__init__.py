@@ -1,6 +1,6 @@
-"""An exported model's folder: its weights, its fingerprint, and what its bytes are.
+"""An exported model's folder: its weights, its fingerprint and the kind of its data.
 
-Needs no deepspeed, so that sampling and serving start at once.
+Needs no deepspeed, so that sampling and serving start quickly.
 """
 
 from longstride.launcher.models.exported import (

@@ -1,6 +1,6 @@
-"""An exported model's folder, read: config.json, and weights in one safetensors file or several. Needs no deepspeed.
+"""Read an exported model's folder: config.json, and weights in one safetensors file or several. Needs no deepspeed.
 
-Weights are mapped. A CPU uses them where they lie on the disk, and they take no memory of the process's own.
+Weights are mapped. A CPU uses them from the disk cache, without memory of the process's own.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from longstride.launcher.output import file_names, say
 from longstride.sparse_model import BlockContext, MixerOutput, ModelConfig, SparseTransformer
 
 _ADVICE = "name a folder written by `longstride export RUN --output DIR`"
-_MOST_NAME = 255  # characters of a file's
-_HEADER_BYTES, _ENTRY_BYTES = 1 << 20, 1 << 10  # the most of a safetensors header: in all, and a tensor more
+_MOST_NAME = 255  # characters of a file name
+_HEADER_BYTES, _ENTRY_BYTES = 1 << 20, 1 << 10  # limits of a safetensors header: fixed part, and for each tensor
 
 
 class Exported:
-    """A folder whose files fit together: every tensor of the model is there, in its shape, and nothing else.
+    """An export whose files fit together: every tensor of the model is there in its shape, and nothing else.
 
     Args:
         folder: written by `longstride export`.
-        trust_code: whether parts of the model that other packages define may be imported.
+        trust_code: whether parts of the model from other packages may be imported.
 
     Raises:
-        ConfigError: it is no export, of a newer format, torn, or its files do not belong together; or it needs code of
-            other packages that is not trusted or not installed.
+        ConfigError: the folder is no export, of a newer format or incomplete, its files do not fit together, or it
+            needs code of other packages that is not trusted or not installed.
     """
 
     FORMAT = 1
@@ -57,33 +57,33 @@ class Exported:
             raise ConfigError(f"{folder}: has no {file_names.CONFIG}; {_ADVICE}")
         self.content = load_json_object(folder / file_names.CONFIG)
         self.config, self._shapes = self._read_config(trust_code)
-        self._open: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}
         self._file_of = self._find_tensors()
-        self._taken = 0  # bytes, since files were opened last
+        self._taken = 0  # bytes read since the files were opened
         self.dtype = self._check_tensors()
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return list(self._file_of)
 
     @property
     def has_palette(self) -> bool:
-        """Whether its tokens are the colours of a palette, and not bytes."""
+        """Whether its tokens are colours of a palette instead of bytes."""
         data = self.content.get("data")
         return isinstance(data, dict) and data.get("palette") is not None
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as it is stored, on the CPU; it stays on the disk until it is used."""
+        """Return a tensor as it is stored, on the CPU. It stays on the disk until it is used."""
         if self._taken > MAPPED_BYTES:
-            self._open.clear()
+            self._files.clear()
             self._taken = 0
-        tensor: Tensor = self._opened(self._file_of[name]).get_tensor(name)
+        tensor: Tensor = self._open_file(self._file_of[name]).get_tensor(name)
         self._taken += tensor.nbytes
         return tensor
 
     def fingerprint(self) -> str:
-        """The fingerprint, computed from the files: see ``longstride.launcher.models.tensors``."""
+        """Compute the fingerprint from the files; see ``longstride.launcher.models.tensors``."""
         fingerprint = Fingerprint(self.content["model"])
         for name in self.names:
             fingerprint.add(name, self.tensor(name))
@@ -106,8 +106,8 @@ class Exported:
             config = ModelConfig.model_validate(model)
             shapes = Shapes.of_model(config)
         except ConfigError as error:
-            told = (f"{path}: {problem}{exported_with}" for problem in error.under("model").problems)
-            raise ConfigError(*told) from None
+            lines = (f"{path}: {problem}{exported_with}" for problem in error.under("model").problems)
+            raise ConfigError(*lines) from None
         for name, source in config.foreign_code().items():
             if (before := recorded.get(name)) not in (None, source):
                 rule = f"was exported with {name} of {before!r:.99}, and here is {source}; it may compute otherwise"
@@ -115,31 +115,31 @@ class Exported:
         return config, shapes
 
     def _find_tensors(self) -> dict[str, str]:
-        """Every tensor's file."""
+        """Return the file of every tensor."""
         if os.path.lexists(self.folder / file_names.WEIGHTS):
-            return dict.fromkeys(self._opened(file_names.WEIGHTS).keys(), file_names.WEIGHTS)
+            return dict.fromkeys(self._open_file(file_names.WEIGHTS).keys(), file_names.WEIGHTS)
         index = self.folder / file_names.WEIGHTS_INDEX
         if not os.path.lexists(index):
             raise ConfigError(f"{self.folder}: has no {file_names.WEIGHTS} and no {index.name}; {_ADVICE}")
         file_of = load_json_object(index).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
-            raise ConfigError(f"{index}: has no weight_map, which tells the file of every tensor")
+            raise ConfigError(f"{index}: has no weight_map, which names the file of every tensor")
         names_in: dict[str, set[str]] = {}
         for name, file in file_of.items():
-            # A name alone: a path could lead out of the folder.
-            plain = isinstance(file, str) and Path(file).name == file and file.strip(".")
-            if not plain or len(file) > _MOST_NAME or "\\" in file or "\0" in file:
+            # Only a name, because a path could lead out of the folder.
+            is_plain = isinstance(file, str) and Path(file).name == file and file.strip(".")
+            if not is_plain or len(file) > _MOST_NAME or "\\" in file or "\0" in file:
                 raise ConfigError.at(f"{index}: weight_map.{name[:160]}", file, "must be the name of a file beside it")
             names_in.setdefault(file, set()).add(name)
         for file, indexed in sorted(names_in.items()):
             if not os.path.lexists(self.folder / file):
                 raise ConfigError(f"{self.folder}: has no {file}, which {index.name} names")
-            refuse(indexed ^ set(self._opened(file).keys()), f"{self.folder}: {file} and {index.name} differ about")
+            refuse(indexed ^ set(self._open_file(file).keys()), f"{self.folder}: {file} and {index.name} differ about")
         return file_of
 
-    def _opened(self, file: str) -> Any:
-        """A file of tensors, whose header is no longer than the model's can be, and fits what follows it."""
-        if file not in self._open:
+    def _open_file(self, file: str) -> Any:
+        """Open a file of tensors, after checking that its header is no longer than this model's can be."""
+        if file not in self._files:
             path = self.folder / file
             try:
                 with open_plain(path) as weights:
@@ -148,26 +148,26 @@ class Exported:
                 if length > most:
                     rule = f"a header of {length:,} bytes, where that of the model in {file_names.CONFIG} has at most"
                     raise ConfigError(f"{path}: cannot be read as an export: {rule} {most:,}")
-                self._open[file] = safe_open(path, "pt")
+                self._files[file] = safe_open(path, "pt")
             except (SafetensorError, OSError) as error:
                 why = getattr(error, "strerror", None) or " ".join(str(error).split())[:400]
                 raise ConfigError(f"{path}: cannot be read as an export: {why}") from None
-        return self._open[file]
+        return self._files[file]
 
     def _check_tensors(self) -> torch.dtype:
-        """The type of all tensors, held against the model's names and shapes."""
+        """Check the tensors' names and shapes against the model, and return their dtype."""
         weights = file_names.WEIGHTS if file_names.WEIGHTS in self._file_of.values() else file_names.WEIGHTS_INDEX
-        described = {name: self._opened(file).get_slice(name) for name, file in self._file_of.items()}
+        headers = {name: self._open_file(file).get_slice(name) for name, file in self._file_of.items()}
         mismatch = f"{weights} is not the model of {file_names.CONFIG}:"
         self._shapes.check(
-            {name: tuple(each.get_shape()) for name, each in described.items()}, mismatch, f"{self.folder}"
+            {name: tuple(header.get_shape()) for name, header in headers.items()}, mismatch, f"{self.folder}"
         )
         stored, wrong = set(), set()
-        for name, each in described.items():
+        for name, header in headers.items():
             if name not in self._shapes.buffers:
-                stored.add(each.get_dtype())
-            elif each.get_dtype() != STORED[torch.float32]:
-                wrong.add(f"{name} of {each.get_dtype()} instead of F32")
+                stored.add(header.get_dtype())
+            elif header.get_dtype() != STORED[torch.float32]:
+                wrong.add(f"{name} of {header.get_dtype()} instead of F32")
         refuse(wrong, f"{self.folder}: {mismatch} it has")
         types = {text: dtype for dtype, text in STORED.items()}
         if len(stored) > 1 or not stored <= types.keys():
@@ -188,41 +188,40 @@ def load_model(
     *,
     trust_code: bool = False,
 ) -> SparseTransformer:
-    """An exported model in evaluation mode, on a device.
+    """Load an exported model in evaluation mode.
 
     Args:
         folder: written by `longstride export`.
-        device: where it is to compute. A backend of attention that cannot run there gives way to the best that can.
-        dtype: what it is to compute in; None: as it is stored. On a CPU the weights then stay on the disk, mapped. Any
-            other type is a copy in memory.
-        trust_code: whether parts of the model that other packages define may be imported.
+        device: where it computes. An attention backend that cannot run there is replaced by the best one that can.
+        dtype: to compute in; None: as stored. On a CPU, weights of that dtype stay mapped. Another dtype needs a copy.
+        trust_code: whether parts of the model from other packages may be imported.
 
     Raises:
-        ConfigError: the folder holds no export, weights and configuration do not belong together, or the model needs
-            code of other packages that is not trusted or not installed.
+        ConfigError: the folder holds no export, its files do not fit together, or the model needs code of other
+            packages that is not trusted or not installed.
     """
     exported = Exported(folder, trust_code=trust_code)
     device, dtype = torch.device(device), dtype or exported.dtype
     model = empty_model(_runnable(exported.config, device, dtype))
-    model.load_state_dict(_placed_state(model, exported.tensor, device, dtype), assign=True)
+    model.load_state_dict(_module_state(model, exported.tensor, device, dtype), assign=True)
     return model.eval()
 
 
 def streamed_model(
     config: ModelConfig, tensor: Callable[[str], Tensor], dtype: torch.dtype, device: torch.device
 ) -> SparseTransformer:
-    """A model in evaluation mode whose blocks hold no weights: ``tensor`` fetches them by name for each use.
+    """Return a model in evaluation mode whose blocks hold no weights: ``tensor`` fetches them by name for each use.
 
-    So memory holds one residual block at a time, and none of those weights that are used as they are stored. The
-    backend of attention gives way as in ``load_model``.
+    So memory holds one residual block at a time, and no weights that are used as stored. The attention backend is
+    replaced as in ``load_model``.
     """
     model = empty_model(_runnable(config, device, dtype))
 
     def fetch(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-        return _placed_state(module, lambda name: tensor(f"{prefix}.{name}"), device, dtype)
+        return _module_state(module, lambda name: tensor(f"{prefix}.{name}"), device, dtype)
 
     prefixes: dict[nn.Module, str] = {block: f"blocks.{number}" for number, block in enumerate(model.blocks)}
-    # glibc keeps freed memory, hundreds of MB more with every block, unless it is asked to give it back.
+    # glibc does not return freed memory by itself, which adds up to hundreds of MB for every block.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
     def compute(block: nn.Module, h: Tensor, context: BlockContext) -> MixerOutput:
@@ -238,7 +237,11 @@ def streamed_model(
 
 
 def usable_device(name: str | None) -> torch.device:
-    """The device that `--device` names, or for None a GPU where there is one; ConfigError where torch cannot use it."""
+    """Return the device for `--device`, by default a GPU if there is one.
+
+    Raises:
+        ConfigError: torch cannot use it.
+    """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=name).device
@@ -246,23 +249,22 @@ def usable_device(name: str | None) -> torch.device:
         raise ConfigError(f"--device={name}: cannot be used: {str(error).splitlines()[0]}") from None
 
 
-def _placed_state(
+def _module_state(
     module: nn.Module, tensor: Callable[[str], Tensor], device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A module's parameters on a device in a type, and its buffers as they are stored."""
+    """Return a module's parameters on a device in a dtype, and its buffers as stored."""
     buffers = dict(module.named_buffers())
     stored = {name: tensor(name) for name in module.state_dict()}
-    return {name: _placed(each, device, each.dtype if name in buffers else dtype) for name, each in stored.items()}
-
-
-def _placed(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor on a device, in a type, aligned as torch aligns its own; copied only where one of these asks for it."""
-    placed = tensor.to(device, dtype)
-    return placed.clone() if placed.data_ptr() % ALIGNMENT else placed
+    state = {}
+    for name, value in stored.items():
+        value = value.to(device, value.dtype if name in buffers else dtype)
+        # Aligned like torch's own memory, since the rounding of matrix products may depend on it.
+        state[name] = value.clone() if value.data_ptr() % ALIGNMENT else value
+    return state
 
 
 def _runnable(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelConfig:
-    """The configuration with a backend of attention that can run there: its own, or else the best."""
+    """Return the configuration with an attention backend that can run: its own, or else the best."""
     try:
         config.check_backend(device, dtype, training=False)
     except ConfigError:
@@ -272,7 +274,7 @@ def _runnable(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 @contextmanager
 def computing_numbers(folder: Path) -> Iterator[None]:
-    """Turns the FloatingPointError of logits that are no numbers into a ConfigError about the exported model."""
+    """Turn the FloatingPointError of logits that are not finite into a ConfigError about the exported model."""
     try:
         yield
     except FloatingPointError as error:

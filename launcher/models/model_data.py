@@ -1,4 +1,4 @@
-"""What a model was trained on: the modality, a picture's size, a sound's rate, the palette, and which data it was."""
+"""The data that a model was trained on: modality, picture size, sample rate, palette and identity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ARRANGEMENT = ("height", "width", "channels")
 
 
 class _SavedData(StrictModel, extra="ignore"):
-    """What an export and a run tell of their data."""
+    """The data fields in an export's config.json and a run's data.json."""
 
     modality: str | None = None
     properties: dict[str, int] = Field(default_factory=dict)
@@ -35,29 +35,29 @@ class _SavedData(StrictModel, extra="ignore"):
 
 @dataclass(frozen=True, slots=True)
 class ModelData:
-    """What a model was trained on, or data that it is to read: the kind of the bytes and tokens, and their identity."""
+    """The data that a model was trained on or is to read: kind of bytes and tokens, and identity."""
 
     modality: Modality
     properties: Mapping[str, int]  # those that are known
-    palette: Palette | None = None  # whose colours the tokens are; None: they are bytes
-    separator: int | None = None  # the byte behind each packed document
+    palette: Palette | None = None  # its colours are the tokens; None: tokens are bytes
+    separator: int | None = None  # the byte after each packed document
     splits: Mapping[str, str] = field(default_factory=dict)  # a digest of each split's shards
-    fingerprint: str | None = None  # of the training stream, as checkpoints have it; None: not known
+    fingerprint: str | None = None  # of the training stream, as in checkpoints; None: not known
 
-    MEANING: ClassVar = ("palette", "arrangement")  # of ``differences``: tokens or their places mean something else
+    MEANING: ClassVar = ("palette", "arrangement")  # keys of ``differences`` that change what tokens mean
 
     @classmethod
     def of(
         cls, content: Mapping[str, Any], config: ModelConfig, modality: str | None = None, rate: int | None = None
     ) -> ModelData:
-        """From the content of an exported config.json; a command line's ``modality`` and ``rate`` go first.
+        """Read the data from an exported config.json; ``modality`` and ``rate`` from a command line take precedence.
 
         Raises:
-            ConfigError: pictures of unknown size, or of another than the model's context; a rate out of range; tokens
-                that are neither bytes nor colours of a palette that is known.
+            ConfigError: the picture size is unknown or does not fit the context, the rate is out of range, or tokens
+                are neither bytes nor colours of a known palette.
         """
         data = cls.from_json(content.get("data"), config, modality=modality)
-        kind, name, known = data.modality, data.modality.name, dict(data.properties)
+        kind, name, properties = data.modality, data.modality.name, dict(data.properties)
         if data.palette is not None and not kind.has_palettes:
             rule = "the model's tokens are colours of a palette, which make pictures; leave it out"
             raise ConfigError(f"--modality={name}: {rule}")
@@ -66,36 +66,36 @@ class ModelData:
                 raise ConfigError(f"--rate={rate}: the model writes {kind.words}; leave it out")
             if not 1 <= rate < 2**32:
                 raise ConfigError(f"--rate={rate}: must be from 1 to 2**32 - 1 Hz")
-            known["rate"] = rate
+            properties["rate"] = rate
         try:
-            return replace(data, properties=kind.model_properties(known, data.token_bytes * config.context))
+            return replace(data, properties=kind.model_properties(properties, data.token_bytes * config.context))
         except DataError as error:
             rule = f"{file_names.CONFIG} {error}; take --modality text for plain bytes"
             raise ConfigError(f"--modality={name}: {rule}") from None
 
     @classmethod
     def from_json(
-        cls, content: Any, config: ModelConfig, place: str = f"{file_names.CONFIG}: data.", modality: str | None = None
+        cls, content: Any, config: ModelConfig, path: str = f"{file_names.CONFIG}: data.", modality: str | None = None
     ) -> ModelData:
-        """Read what ``to_json`` wrote; the model's embedding tells what is not known.
+        """Read what ``to_json`` wrote. Missing properties are taken from the model's embedding.
 
         Args:
             content: a run's data.json, or ``data`` in an export's config.json; None counts as empty.
             config: the model.
-            place: where it stands, for messages.
-            modality: the name to take in place of what ``content`` has.
+            path: prefix of messages.
+            modality: overrides the name in ``content``.
 
         Raises:
-            ConfigError: what no run writes, an unknown modality, or a palette that is none or does not fit the model.
+            ConfigError: the content is invalid, the modality is unknown, or the palette does not fit the model.
         """
         try:
             saved = _SavedData.model_validate({} if content is None else content)
         except ConfigError as error:
-            raise ConfigError(*(f"{place}{each}" for each in error.problems)) from None
+            raise ConfigError(*(f"{path}{problem}" for problem in error.problems)) from None
         name = modality or saved.modality or config.embedding.modality
         if name not in MODALITIES:
-            raise ConfigError(f"{place}modality={name!r}: must be one of {', '.join(sorted(MODALITIES))}")
-        palette = _palette(saved.palette, config, place)
+            raise ConfigError(f"{path}modality={name!r}: must be one of {', '.join(sorted(MODALITIES))}")
+        palette = _read_palette(saved.palette, config, path)
         properties = dict(saved.properties)
         if palette is None and isinstance(config.embedding, ImageEmbedding):
             properties |= {size: getattr(config.embedding, size) for size in _ARRANGEMENT}
@@ -103,52 +103,52 @@ class ModelData:
 
     @classmethod
     def of_folder(cls, folder: DataFolder) -> ModelData:
-        """What a data folder holds. Raises DataError for a damaged palette."""
+        """Return the data of a data folder; DataError for a damaged palette."""
         return cls(modality_named(folder.manifest.modality), folder.manifest.properties, folder.palette)
 
     def differences(self, data: ModelData) -> dict[str, str]:
-        """Compare data with what a model was trained on: a clause for each thing that differs, by its name.
+        """Compare data with those that a model was trained on; return a clause for each difference, by its name.
 
-        No model can make sense of data where a name is in ``MEANING``.
+        Names in ``MEANING`` are differences that make the data useless for the model.
         """
-        found: dict[str, str] = {}
+        clauses: dict[str, str] = {}
         if self.palette != data.palette:
-            found["palette"] = "its tokens are of another palette"
-        here, there = ([each.properties.get(name) for name in _ARRANGEMENT] for each in (data, self))
-        if None not in here + there and here != there:
-            sizes = " and the model's ".join(" x ".join(map(str, each)) for each in (here, there))
-            found["arrangement"] = f"its pictures are {sizes} (height, width, channels)"
+            clauses["palette"] = "its tokens are of another palette"
+        sizes, trained_sizes = ([side.properties.get(name) for name in _ARRANGEMENT] for side in (data, self))
+        if None not in sizes + trained_sizes and sizes != trained_sizes:
+            both = " and the model's ".join(" x ".join(map(str, size)) for size in (sizes, trained_sizes))
+            clauses["arrangement"] = f"its pictures are {both} (height, width, channels)"
         if self.modality is not data.modality:
-            found["modality"] = f"it holds {data.modality.words} and the model's data {self.modality.words}"
+            clauses["modality"] = f"it holds {data.modality.words} and the model's data {self.modality.words}"
         rate, trained = data.properties.get("rate"), self.properties.get("rate")
         if rate and trained and rate != trained:
-            found["rate"] = f"its sounds have {rate} Hz and the model's {trained}"
-        if data.fingerprint and self.separator != data.separator:  # a folder alone is not cut into contexts
-            words = ["none" if each.separator is None else str(each.separator) for each in (data, self)]
-            found["separator"] = f"its separator is {words[0]} and the model's {words[1]}"
+            clauses["rate"] = f"its sounds have {rate} Hz and the model's {trained}"
+        if data.fingerprint and self.separator != data.separator:  # a bare folder is not cut into contexts
+            words = ["none" if side.separator is None else str(side.separator) for side in (data, self)]
+            clauses["separator"] = f"its separator is {words[0]} and the model's {words[1]}"
         if self.fingerprint and self.fingerprint != data.fingerprint:
-            found["data"] = f"it is {self.different_splits(self.splits, data.splits)}"
-        return found
+            clauses["data"] = f"it is {self.different_splits(self.splits, data.splits)}"
+        return clauses
 
     @staticmethod
     def different_splits(trained: Mapping[str, str], splits: Mapping[str, str]) -> str:
-        """Name the splits whose digests differ, in words."""
+        """Describe the splits with different digests."""
         names = [name for name, digest in trained.items() if splits.get(name) != digest]
         if names:
             return f"another split {' and '.join(names)}"
         return "data that was built otherwise" if trained else "other data"
 
     def to_json(self) -> dict[str, Any]:
-        """As a run's data.json and an export's config.json have it, and ``from_json`` reads it."""
+        """Return the object for a run's data.json and an export's config.json, which ``from_json`` reads."""
         content: dict[str, Any] = {"modality": self.modality.name, "properties": dict(self.properties)}
         palette = self.palette and self.palette.to_text()
-        known = {"palette": palette, "separator": self.separator, "splits": dict(self.splits) or None}
-        known["fingerprint"] = self.fingerprint
-        return content | {name: value for name, value in known.items() if value is not None}
+        optional = {"palette": palette, "separator": self.separator, "splits": dict(self.splits) or None}
+        optional["fingerprint"] = self.fingerprint
+        return content | {name: value for name, value in optional.items() if value is not None}
 
     @property
     def unit(self) -> str:
-        """What a token stands for."""
+        """The name of what a token stands for."""
         return self.modality.unit if self.palette is None else self.palette.unit
 
     @property
@@ -157,17 +157,17 @@ class ModelData:
         return 1 if self.palette is None else CHANNELS
 
     def tokens(self, content: bytes) -> np.ndarray:
-        """The tokens of content bytes, (n,) integers; DataError for bytes that are no whole tokens."""
+        """Convert content bytes to tokens, (n,) integers; DataError for an incomplete token."""
         array = np.frombuffer(content, dtype=np.uint8)
         return array if self.palette is None else self.palette.tokens(array)
 
     def content(self, tokens: np.ndarray) -> np.ndarray:
-        """Tokens (…, n), integers, as content bytes: (…, n · ``token_bytes``) uint8."""
+        """Convert tokens (…, n), integers, to content bytes: (…, n · ``token_bytes``) uint8."""
         return tokens.astype(np.uint8) if self.palette is None else self.palette.content(tokens)
 
     @property
     def file_properties(self) -> Mapping[str, int]:
-        """The properties, with all that a file of the modality needs; ConfigError where one is not known."""
+        """The properties that a file of the modality needs; ConfigError if one is unknown."""
         for name in self.modality.asks:
             if name not in self.properties:
                 rule = f"does not tell the {self.modality.words}' {name}; add it, such as --{name} 12000"
@@ -175,13 +175,13 @@ class ModelData:
         return self.properties
 
 
-def _palette(content: Any, config: ModelConfig, place: str) -> Palette | None:
-    """The palette that a file tells; ConfigError where it does not fit the model's tokens."""
+def _read_palette(content: Any, config: ModelConfig, path: str) -> Palette | None:
+    """Read a palette; ConfigError if it does not fit the model's tokens."""
     try:
         palette = None if content is None else Palette.from_text(content)
     except DataError as error:
-        raise ConfigError(f"{place}palette: {error}") from None
+        raise ConfigError(f"{path}palette: {error}") from None
     if palette is not None and len(palette) != config.vocabulary:
         rule = f"has {len(palette)} colours, and the model {config.vocabulary} tokens"
-        raise ConfigError(f"{place}palette: {rule}; export it again")
+        raise ConfigError(f"{path}palette: {rule}; export it again")
     return palette

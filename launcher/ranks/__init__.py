@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, how they meet and wait, and what happens when one no longer answers."""
+"""The processes of a run: their identities, collectives and waits, and what happens when one stops answering."""
 
 from longstride.launcher.ranks.hangs import Watchdog
 from longstride.launcher.ranks.processes import FakeRanks, Ranks, check_unlocked, leave, process_group, run_lock

@@ -1,18 +1,23 @@
-"""What a rank does when another one no longer answers: it writes the stacks of its host's ranks, and exits by 77.
+"""What a rank does when another one stops answering: write the stacks of its host's ranks, and exit with code 77.
 
-Every collective ends by its time-out, or as soon as a connection breaks (processes.py). The error that it raises ends
-the process here. So does a thread that watches the main one: it finds a wait that no time-out has ended, or a run that
-stands still without its launcher.
+Every collective ends at its time-out, or when a connection breaks (processes.py), and its error ends the process here.
+A watching thread also ends it if a wait outlasts its time-out, or if the run stands still without its launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
+import fcntl
+import mmap
 import multiprocessing
 import os
 import re
+import secrets
+import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -26,24 +31,27 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from longstride.launcher.output import exit_codes, file_names, say, settle_output
-from longstride.launcher.ranks.stacks import Neighbour, Reading, Sheet, SheetAddress
 
+STACKS_SIGNAL = signal.SIGUSR2
+_PAGE_BYTES = mmap.PAGESIZE
+_PLACE = struct.Struct("<d256s")  # since when, by the monotonic clock of the host, and where
+_MARK = _PLACE.size  # after the place: 1 if a neighbour has found that the run is over
 _LOOK_SECONDS = 0.5
-_SURE_SECONDS = 2.0  # until a frame is held: before, another frame may take its place in memory
-_LATE_SECONDS = 3.0  # after its time-out, a collective that still waits will not end by itself
-_STACKS_SECONDS = 3.0  # in which any process that runs has written its stacks
-_LOST_SECONDS = 2.0  # a launcher looks once a second: it should see the exit code of the lost rank first
-_MARKED_SECONDS = 5.0  # a process whose stacks a neighbour reads stays so long
-_REPORT_SECONDS = 12.0  # for the whole report: a file system that hangs must not hold it up
-# Files, by the ends of their names, whose code waits for other ranks, and one that only polls for them.
+_SURE_SECONDS = 2.0  # until a frame is referenced; before, another frame may reuse its memory
+_LATE_SECONDS = 3.0  # after its time-out, when a waiting collective will not end by itself
+_STACKS_SECONDS = 3.0  # in which any running process writes its stacks
+_LOST_SECONDS = 2.0  # a launcher polls every second, and should see the lost rank's exit code first
+_MARKED_SECONDS = 5.0  # a marked process stays so long, so that its neighbour can read its stacks
+_REPORT_SECONDS = 12.0  # for the complete report, even if a file system hangs
+# Ends of the names of files that wait for other ranks in a collective, and of the one that only polls.
 _POLLING = "/launcher/ranks/waiting.py"
 _WAITING = (
     "/torch/distributed/distributed_c10d.py",
     "/torch/distributed/rendezvous.py",
     "/launcher/ranks/processes.py",
 )
-# Those errors of gloo, torch's store and NCCL which say that other processes did not answer. Their other errors, such
-# as sizes that differ between ranks, are bugs here.
+# Errors of gloo, torch's store and NCCL for processes that did not answer. Others, such as sizes that differ between
+# ranks, are bugs of ours.
 _TIMED_OUT = re.compile(r"timed? ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
 _LOST = re.compile(
     r"closed by peer|Socket closed|Connection (reset|refused|closed|was likely closed)|Broken pipe|No route to host"
@@ -54,20 +62,125 @@ _LOST = re.compile(
 _GLOO = re.compile(r"gloo/.*\.(cc|h):\d+\]|^Gloo |monitoredBarrier", re.IGNORECASE)
 
 
+class SheetAddress(NamedTuple):
+    """The location of a process's sheet, for its neighbours."""
+
+    rank: int
+    host: str  # with its namespaces of processes and sockets
+    pid: int
+    file: int  # file descriptor of the sheet in the process
+    token: str  # name of the in-memory file
+
+
+class Reading(NamedTuple):
+    """The content of a sheet."""
+
+    place: str
+    seconds: float  # since the process came there
+    stacks: str  # empty if they were not requested, or the handler could not run
+
+
+class Sheet:
+    """This process's sheet: an in-memory file for its neighbours on the host.
+
+    The first page says where the process is. After it, Python's handler of SIGUSR2 writes the stacks of all threads.
+    The handler is C and needs no interpreter, so it works wherever the process is stuck. Neighbours read the sheet
+    through /proc. So nothing is written to a disk without a failure, and even a process that cannot write is reported.
+    """
+
+    def __init__(self, rank: int) -> None:
+        token = f"longstride-stacks-{secrets.token_hex(8)}"
+        self._file = os.memfd_create(token)
+        os.ftruncate(self._file, _PAGE_BYTES)
+        self._page = mmap.mmap(self._file, _PAGE_BYTES)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # stacks are appended after the page
+        # Two processes can signal one another if the host's name and their namespaces are equal.
+        spaces = [str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "net")]
+        host = " ".join([socket.gethostname(), *spaces])
+        self.address = SheetAddress(rank, host, os.getpid(), self._file, token)
+        faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=True)
+
+    def at(self, place: str) -> None:
+        """Record where the process is."""
+        _PLACE.pack_into(self._page, 0, time.monotonic(), place.encode()[:255])
+
+    @property
+    def marked(self) -> bool:
+        """Whether a neighbour has found that the run is over, and has requested the stacks."""
+        return self._page[_MARK] == 1
+
+    def write(self, text: str) -> None:
+        """Write a text before the stacks."""
+        os.write(self._file, f"{text}\n".encode(errors="replace"))
+
+    def write_stacks(self) -> None:
+        """Write the current stacks of all threads."""
+        faulthandler.dump_traceback(self._file, all_threads=True)
+
+    def read(self) -> Reading:
+        """Read the sheet."""
+        return _read(self._file)
+
+    def close(self) -> None:
+        """Release the signal and the memory."""
+        faulthandler.unregister(STACKS_SIGNAL)
+        self._page.close()
+        os.close(self._file)
+
+
+class Neighbour:
+    """The sheet of another process on this host. It cannot be read if the process is gone, or its id is reused."""
+
+    def __init__(self, address: SheetAddress) -> None:
+        self.address = address
+        self._path = Path(f"/proc/{address.pid}/fd/{address.file}")
+
+    def ask(self) -> None:
+        """Mark the sheet, let the process write its stacks, and wake it if it was stopped."""
+        with contextlib.suppress(OSError):
+            if not self._is_there():
+                return
+            with self._path.open("r+b", buffering=0) as sheet:
+                sheet.seek(_MARK)
+                sheet.write(b"\x01")
+            os.kill(self.address.pid, STACKS_SIGNAL)
+            os.kill(self.address.pid, signal.SIGCONT)
+
+    def read(self) -> Reading | None:
+        """Read the sheet; None if the process is gone."""
+        try:
+            if not self._is_there():
+                return None
+            with self._path.open("rb") as sheet:
+                return _read(sheet.fileno())
+        except OSError:
+            return None
+
+    def _is_there(self) -> bool:
+        """Whether the process id still belongs to that process."""
+        return str(self._path.readlink()).startswith(f"/memfd:{self.address.token} ")
+
+
+def _read(file: int) -> Reading:
+    size = os.fstat(file).st_size
+    content = os.pread(file, size, 0)
+    since, place = _PLACE.unpack_from(content)
+    stacks = content[_PAGE_BYTES:].decode(errors="replace")
+    return Reading(place.rstrip(b"\0").decode(errors="replace"), time.monotonic() - since, stacks)
+
+
 class PeerFailure(NamedTuple):
-    """Why a run cannot go on: another process did not answer."""
+    """Why a run cannot continue: another process did not answer."""
 
     reason: str
-    lost: bool  # another process is gone, rather than late
+    lost: bool  # the other process is gone, not only late
 
 
 def peer_failure(error: BaseException) -> PeerFailure | None:
-    """What an error says of other processes that did not answer; None for all other errors."""
+    """Return the failure if an error says that other processes did not answer, else None."""
     lines = str(error).splitlines() or [""]
-    family = isinstance(error, torch.distributed.DistError) or (
-        isinstance(error, RuntimeError) and _GLOO.search(lines[0]) is not None
-    )
-    if not family:
+    is_of_gloo = isinstance(error, RuntimeError) and _GLOO.search(lines[0]) is not None
+    if not (isinstance(error, torch.distributed.DistError) or is_of_gloo):
         return None
     reason = " ".join(re.sub(r"^\[.*?\] |This is typically.*", "", lines[0]).split())
     if _TIMED_OUT.search(str(error)):
@@ -76,7 +189,7 @@ def peer_failure(error: BaseException) -> PeerFailure | None:
 
 
 class Watchdog:
-    """Knows where this rank is, and ends it where the others do not answer."""
+    """Tracks where this rank is, and ends it if the others do not answer."""
 
     def __init__(
         self,
@@ -86,20 +199,24 @@ class Watchdog:
         timeout_seconds: float,
         orphaned: Callable[[], bool] | None = None,
     ) -> None:
-        """``run`` is the folder for stacks, which go to standard error where there is none.
+        """Start watching the calling thread.
 
-        ``orphaned`` says whether the launcher is gone; by default, whether the process that started this one is.
+        Args:
+            run: folder for stacks; None: they go to standard error.
+            rank, world_size: of this process.
+            timeout_seconds: time-out of collectives.
+            orphaned: whether the launcher is gone; by default, whether the parent process is.
         """
         self._run, self._rank, self._world_size, self._timeout = run, rank, world_size, timeout_seconds
         parent = os.getppid()
-        launched = "RANK" in os.environ  # a process started by hand may well outlive its shell
+        launched = "RANK" in os.environ  # a process started by hand may outlive its shell
         self._orphaned = orphaned or (lambda: launched and os.getppid() != parent)
         self._sheet = Sheet(rank)
-        self.hosts: list[str] = []  # of all ranks in their order, once they have met
+        self.hosts: list[str] = []  # of all ranks, after they have met
         self._neighbours: list[Neighbour] = []
         self._name = _stamp()
-        met_by = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
-        self._meeting_place = ":".join(met_by) if all(met_by) else f"process {os.getpid()}"  # alone
+        place = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+        self._meeting_place = ":".join(place) if all(place) else f"process {os.getpid()}"  # alone
         self._met = False
         self._main = threading.get_ident()
         self._over, self._ends = threading.Event(), threading.Lock()
@@ -109,30 +226,30 @@ class Watchdog:
 
     @property
     def address(self) -> tuple[SheetAddress, str]:
-        """What the other ranks have to know: see ``meet``."""
+        """This rank's address for ``meet``."""
         return self._sheet.address, self._name
 
     def meet(self, everyone: Sequence[tuple[SheetAddress, str]]) -> None:
-        """Takes the addresses of all ranks, in rank order."""
+        """Take the addresses of all ranks, in rank order."""
         self._name = everyone[0][1]  # the same for all ranks of an attempt
-        self.hosts = [each.host for each, _ in everyone]
-        here = self._sheet.address
-        self._neighbours = [Neighbour(each) for each, _ in everyone if each.host == here.host and each != here]
+        addresses, local = [address for address, _ in everyone], self._sheet.address
+        self.hosts = [address.host for address in addresses]
+        self._neighbours = [Neighbour(peer) for peer in addresses if peer.host == local.host and peer != local]
         self._met = True
 
     def at(self, place: str) -> None:
-        """Says where the run is from now on: a step, an evaluation, a save."""
+        """Record where the run is: a step, an evaluation, a save."""
         self._sheet.at(place)
 
     def close(self) -> None:
-        """The end of watching."""
+        """Stop watching."""
         self._over.set()
         self._thread.join()
         self._sheet.close()
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Ends this process where the block fails as other processes do not answer."""
+        """End this process if the block fails because other processes do not answer."""
         try:
             yield
         except Exception as error:
@@ -142,29 +259,29 @@ class Watchdog:
             raise
 
     def end(self, failure: PeerFailure, raised: BaseException | None = None) -> NoReturn:
-        """Reports a failure, with the stacks of the processes of this host, and exits."""
+        """Report a failure, with the stacks of this host's processes, and exit."""
         if not self._ends.acquire(blocking=False):
-            time.sleep(2 * _REPORT_SECONDS)  # the other thread leaves for both
+            time.sleep(2 * _REPORT_SECONDS)  # the other thread exits
         last = threading.Timer(_REPORT_SECONDS, os._exit, (exit_codes.HUNG,))
         last.daemon = True
         last.start()
-        if raised is not None:  # before a neighbour may ask where this rank was, and finds it here
+        if raised is not None:  # before a neighbour requests this rank's stacks, which show this function by then
             self._sheet.write("".join(traceback.format_exception(raised)))
-        if self._sheet.marked:  # a neighbour reports it, and reads this rank's stacks
+        if self._sheet.marked:  # a neighbour reports this rank's stacks
             time.sleep(_MARKED_SECONDS)
         else:
             place, seconds, _ = self._sheet.read()
             self._sheet.write_stacks()
-            with socket.socket(socket.AF_UNIX) as name:  # bound by the host's first rank to report, until it leaves
+            with socket.socket(socket.AF_UNIX) as name:  # bound by the first rank of the host that reports
                 try:
-                    name.bind("\0longstride" + self._meeting_place[-90:])  # a hundred bytes are the most
+                    name.bind("\0longstride" + self._meeting_place[-90:])  # the limit is about a hundred bytes
                     is_first = True
                 except OSError:
                     is_first = False
-                written = [self._write(self._rank, failure, self._sheet.read())]
+                paths = [self._write(self._rank, failure, self._sheet.read())]
                 if is_first:
-                    written += self._neighbours_stacks(failure)
-                    folder = next((path.parent for path in written if path is not None), None)
+                    paths += self._write_neighbours(failure)
+                    folder = next((path.parent for path in paths if path is not None), None)
                     what = "lost another process" if failure.lost else "heard nothing of another process in time"
                     where = f"{place}, after {seconds:.0f} s"
                     files = f"; stacks: {folder}/{self._name}-rank-*.txt" if folder else ""
@@ -174,51 +291,51 @@ class Watchdog:
         leave_at_once()
 
     def _watch(self) -> None:
-        """The watching thread: looks at the main one twice a second."""
-        still = marked = 0.0
+        """Look at the main thread twice a second."""
+        still_seconds = marked_seconds = 0.0
         before: tuple[int, int] | None = None
-        held: FrameType | None = None
+        held_frame: FrameType | None = None
         last = time.monotonic()
         while not self._over.wait(_LOOK_SECONDS):
             now = time.monotonic()
-            # A process that was stopped, or a machine that slept, has not waited in that time.
+            # Time in which the process was stopped, or the machine slept, does not count.
             passed, last = min(now - last, 2 * _LOOK_SECONDS), now
-            marked = marked + passed if self._sheet.marked else 0.0
-            if marked > _MARKED_SECONDS and self._ends.acquire(blocking=False):
+            marked_seconds = marked_seconds + passed if self._sheet.marked else 0.0
+            if marked_seconds > _MARKED_SECONDS and self._ends.acquire(blocking=False):
                 leave_at_once()
             frame = sys._current_frames().get(self._main)
             place = None if frame is None else (id(frame), frame.f_lasti)
-            same = place == before and (held is None or held is frame)
-            still, before = still + passed if same else 0.0, place
-            waits = still > _SURE_SECONDS and _waits(frame)
-            orphaned = still > _SURE_SECONDS and self._orphaned()
-            # A held frame keeps its variables alive, so only one that seems to stand still is held.
-            held = frame if waits or orphaned else None
+            same = place == before and (held_frame is None or held_frame is frame)
+            still_seconds, before = still_seconds + passed if same else 0.0, place
+            waits = still_seconds > _SURE_SECONDS and _waits(frame)
+            orphaned = still_seconds > _SURE_SECONDS and self._orphaned()
+            # Reference the frame only if it seems stuck, because this keeps its variables alive.
+            held_frame = frame if waits or orphaned else None
             del frame
-            if waits and still > self._timeout + _LATE_SECONDS:
-                self.end(PeerFailure(f"nothing came for {still:.0f} s, and no time-out ended it", lost=False))
-            if orphaned and still > self._timeout:
-                self.end(PeerFailure(f"the launcher is gone, and nothing moved for {still:.0f} s", lost=False))
+            if waits and still_seconds > self._timeout + _LATE_SECONDS:
+                self.end(PeerFailure(f"nothing came for {still_seconds:.0f} s, and no time-out ended it", lost=False))
+            if orphaned and still_seconds > self._timeout:
+                self.end(PeerFailure(f"the launcher is gone, and nothing moved for {still_seconds:.0f} s", lost=False))
 
-    def _neighbours_stacks(self, failure: PeerFailure) -> list[Path | None]:
-        """Writes the files of this host's other ranks, as far as they have not; returns the paths."""
+    def _write_neighbours(self, failure: PeerFailure) -> list[Path | None]:
+        """Write the missing files of this host's other ranks; return their paths."""
         for neighbour in self._neighbours:
             neighbour.ask()
         end = time.monotonic() + _STACKS_SECONDS
         waiting = list(self._neighbours)
         while waiting and time.monotonic() < end:
             time.sleep(0.05)
-            readings = [(each, each.read()) for each in waiting]
-            waiting = [each for each, reading in readings if reading is not None and not reading.stacks]
+            readings = [(neighbour, neighbour.read()) for neighbour in waiting]
+            waiting = [neighbour for neighbour, reading in readings if reading is not None and not reading.stacks]
         time.sleep(0.1)  # the handler writes line by line
         return [
-            self._write(each.address.rank, failure, reading)
-            for each in self._neighbours
-            if (reading := each.read()) is not None
+            self._write(neighbour.address.rank, failure, reading)
+            for neighbour in self._neighbours
+            if (reading := neighbour.read()) is not None
         ]
 
     def _write(self, rank: int, failure: PeerFailure, reading: Reading) -> Path | None:
-        """A rank's file; None where it has one already, or there is no run folder to write to."""
+        """Write a rank's file; return None if it exists already, or there is no run folder."""
         by = "" if rank == self._rank else f", written by rank {self._rank}"
         lines = [
             f"rank {rank} of {self._world_size} on {socket.gethostname()}, {_stamp()}{by}",
@@ -237,15 +354,15 @@ class Watchdog:
         except FileExistsError:
             return None
         except OSError as error:
-            if self._met:  # before, the line itself says who came and who did not
+            if self._met:  # before they meet, the message itself says who is missing
                 say("\n".join([f"stacks: {error.strerror}", *lines]))
             return None
         return path
 
 
 def leave_at_once() -> NoReturn:
-    """Ends the process without anything that waits for others, such as the end of the process group."""
-    for child in multiprocessing.active_children():  # loader workers, which ignore softer signals
+    """End the process without anything that waits for others, such as the end of the process group."""
+    for child in multiprocessing.active_children():  # loader workers, which ignore other signals
         child.kill()
     with contextlib.suppress(OSError, ValueError):
         settle_output()
@@ -253,7 +370,7 @@ def leave_at_once() -> NoReturn:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Whether a thread is in a collective, or meets the others; the innermost file that says so decides."""
+    """Whether a thread is in a collective or meets the others; the innermost relevant file decides."""
     while frame is not None:
         if frame.f_code.co_filename.endswith((*_WAITING, _POLLING)):
             return not frame.f_code.co_filename.endswith(_POLLING)

@@ -1,4 +1,4 @@
-"""The processes of a run: which one this is, their collectives, their group, and the lock of their run folder.
+"""The processes of a run: their identities, their collectives, their process group, and the lock of their run folder.
 
 Joining the group imports deepspeed.
 """
@@ -30,16 +30,16 @@ from longstride.launcher.ranks.rank_environment import choose_interface
 from longstride.launcher.ranks.waiting import Result, first_works
 from longstride.sparse_model import Division
 
-_AFTER_THE_WATCHDOG_SECONDS = 15.0
+_NCCL_GRACE_SECONDS = 15.0
 _HELD_BY_ANOTHER = (errno.EAGAIN, errno.EACCES)
 _MOST_LOCK_BYTES = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The place of this process among W, and how the W of them meet.
+    """The place of this process among W, and their collectives.
 
-    All ranks must call a collective. Before the process group stands, W is 1 or no collective may be called.
+    All ranks must call a collective. Before there is a process group, W must be 1.
     """
 
     rank: int = 0
@@ -49,41 +49,40 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Ranks:
-        """The place by the variables of the deepspeed launcher or torchrun; without any, one process.
+        """Read the place from the variables of the deepspeed launcher or torchrun; without any, there is one process.
 
         Raises:
-            ConfigError: the variables are set in part, or are no numbers.
+            ConfigError: only some variables are set, or they are not numbers.
         """
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        given = {name: environment[name] for name in names if name in environment}
-        if not given:
+        variables = {name: environment[name] for name in names if name in environment}
+        if not variables:
             return cls()
         missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name not in environment]
         if missing:
-            raise ConfigError(
-                f"environment: {', '.join(given)} given without {', '.join(missing)}; start by a launcher"
-            )
+            rule = f"given without {', '.join(missing)}; start by a launcher"
+            raise ConfigError(f"environment: {', '.join(variables)} {rule}")
         try:
             rank, local_rank, world_size = (int(environment[name]) for name in names)
         except ValueError:
-            raise ConfigError(f"environment: {given}: must be whole numbers") from None
+            raise ConfigError(f"environment: {variables}: must be whole numbers") from None
         if not 0 <= rank < world_size:
             raise ConfigError(f"environment: RANK={rank}: must be from 0 to {world_size - 1}")
         return cls(rank, local_rank, world_size)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes and reports."""
+        """Whether this process writes and reports."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """The place of this rank's group among those that have contexts of their own."""
+        """The place of this rank's group among the groups with contexts of their own."""
         return self.rank // self.sequence_parallel
 
     @property
     def data_world_size(self) -> int:
-        """How many groups have contexts of their own."""
+        """The number of groups with contexts of their own."""
         return self.world_size // self.sequence_parallel
 
     @property
@@ -92,7 +91,7 @@ class Ranks:
         return self.rank % self.sequence_parallel
 
     def division(self, exchange: Literal["heads", "keys", "auto"]) -> Division:
-        """How contexts are divided over the ranks that share them. All ranks must call."""
+        """Return how contexts are divided over the ranks that share them. All ranks must call."""
         if self.sequence_parallel == 1:
             return Division()
         group, _ = torch.distributed.new_subgroups(self.sequence_parallel)
@@ -106,34 +105,34 @@ class Ranks:
         return torch.device(get_accelerator().device_name(self.local_rank))
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Wait for every rank."""
         if self.world_size > 1:
             torch.distributed.barrier()
 
     def gather_objects(self, value: object) -> list:
-        """Every rank's value in rank order."""
+        """Return every rank's value in rank order."""
         if self.world_size == 1:
             return [value]
-        everyone: list = [None] * self.world_size
-        torch.distributed.all_gather_object(everyone, value)
-        return everyone
+        gathered: list = [None] * self.world_size
+        torch.distributed.all_gather_object(gathered, value)
+        return gathered
 
     def gather_int64(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Every rank's (n,) int64 values on the CPU, in rank order: (W, n). All ranks bring the same n."""
+        """Return every rank's (n,) int64 values on the CPU, in rank order: (W, n). All ranks have the same n."""
         values = values.to(device)
         if self.world_size == 1:
             return values.cpu()[None]
-        everyone = [torch.empty_like(values) for _ in range(self.world_size)]
-        torch.distributed.all_gather(everyone, values)
-        return torch.stack(everyone).cpu()
+        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
+        torch.distributed.all_gather(gathered, values)
+        return torch.stack(gathered).cpu()
 
     def gather_float64(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Every rank's () float64 value on the CPU, in rank order: (W,)."""
-        # The float's bits travel as an integer, and come back unchanged on devices without float64.
+        """Return every rank's () float64 value on the CPU, in rank order: (W,)."""
+        # Sent as integer bits, which devices without float64 preserve.
         return self.gather_int64(value.reshape(1).view(torch.int64), device).view(torch.float64)[:, 0]
 
     def sum_int64(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The sums of all ranks' int64 values on the CPU, of their shape. All ranks bring the same shape."""
+        """Return the sums of all ranks' int64 values on the CPU. All ranks have the same shape."""
         if self.world_size == 1:
             return values
         summed = values.to(device, copy=True)
@@ -141,21 +140,21 @@ class Ranks:
         return summed.cpu()
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Every rank's values on their device, in rank order: (W, …). All ranks bring the same shape and type."""
+        """Return every rank's values on their device, in rank order: (W, …). All have the same shape and dtype."""
         if self.world_size == 1:
             return values[None]
-        # As bytes, which every backend takes.
+        # As bytes, which every backend supports.
         sent = values.contiguous().view(torch.uint8).flatten()
-        everyone = [torch.empty_like(sent) for _ in range(self.world_size)]
-        torch.distributed.all_gather(everyone, sent)
-        return torch.stack(everyone).view(values.dtype).view(self.world_size, *values.shape)
+        gathered = [torch.empty_like(sent) for _ in range(self.world_size)]
+        torch.distributed.all_gather(gathered, sent)
+        return torch.stack(gathered).view(values.dtype).view(self.world_size, *values.shape)
 
     def swap(
         self, values: torch.Tensor, counts: list[int], expected: list[int] | None = None
     ) -> tuple[torch.Tensor, list[int]]:
-        """Hands the first ``counts[0]`` rows of values to rank 0, the next to rank 1 …; returns what all hand to this.
+        """Send the first ``counts[0]`` rows to rank 0, the next to rank 1 …; return the received rows and their counts.
 
-        In rank order, with how many each has handed over, which is not asked for where it is ``expected``.
+        Both are in rank order. The counts are not exchanged if they are ``expected``.
         """
         if expected is None:
             numbers = torch.empty(self.world_size, dtype=torch.int64, device=values.device)
@@ -166,21 +165,21 @@ class Ranks:
         return received, expected
 
     def first_works(self, work: Callable[[], Result]) -> Result:
-        """What the first rank's ``work`` returns, on every rank.
+        """Return what the first rank's ``work`` returns, on every rank.
 
-        It works in a thread, and all ranks meet in a small collective again and again until it is done: a rank that
-        dies meanwhile is noticed at once, and none waits longer in any one collective than between two meetings.
+        It works in a thread, and all ranks meet in a small collective again and again until it is done. So a rank that
+        dies is noticed at once, and no collective waits for long.
 
         Raises:
-            AgreedError: on every rank, for a mistake of the user that the work met.
+            AgreedError: on every rank, if the work meets a mistake of the user.
         """
         return first_works(work if self.is_first else None, self.gather_objects)
 
     def all_work(self, work: Callable[[], Result]) -> Result:
-        """What this rank's ``work`` returns, once that of every rank has gone well.
+        """Return what this rank's ``work`` returns, once that of every rank has succeeded.
 
         Raises:
-            AgreedError: on every rank, for a mistake of the user that the work of any met; see ``agree``.
+            AgreedError: on every rank, if the work of any meets a mistake of the user; see ``agree``.
         """
         try:
             result = work()
@@ -193,37 +192,37 @@ class Ranks:
         return result
 
     def agree(self, wrong: str | None) -> None:
-        """Lets all ranks know what any has found wrong; None: nothing.
+        """Tell all ranks what is wrong on this one; None: nothing.
 
         Raises:
-            AgreedError: on every rank, with what the first of those found that found something.
+            AgreedError: on every rank, with the first rank's problem if any has one.
         """
-        for found in self.gather_objects(wrong):
-            if found is not None:
-                raise AgreedError(found)
+        for problem in self.gather_objects(wrong):
+            if problem is not None:
+                raise AgreedError(problem)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeRanks(Ranks):
-    """The first of W processes, of which there is no other: what a run would do there is tried by one process.
+    """The first of W processes without the others, to try in one process what a run would do there.
 
-    Collectives go through torch's fake process group, which sends nothing: what ranks gather is this one's value W
-    times, and sums are this one's. Weights that others hold (ZeRO 3) and rows that they have of a context are none.
+    Collectives use torch's fake process group, which sends nothing. Ranks gather this process's value W times, and sums
+    are its own. Weights of other ranks (ZeRO 3) and their rows of a context are missing.
     """
 
     def division(self, exchange: Literal["heads", "keys", "auto"]) -> Division:
-        """The place of the first of those that share a context."""
+        """Return the first place among the ranks that share a context."""
         return _FakeDivision(0, self.sequence_parallel, None, exchange)
 
     def swap(
         self, values: torch.Tensor, counts: list[int], expected: list[int] | None = None
     ) -> tuple[torch.Tensor, list[int]]:
-        """As if this one's own were what all hand to it."""
+        """Return this rank's values as if the others had sent them."""
         return values, counts if expected is None else expected
 
 
 class _FakeDivision(Division):
-    """Exchanges that bring what this process has for itself, and zeros in place of all else."""
+    """Exchanges that return this process's own values, and zeros for all others."""
 
     def swap(
         self, values: torch.Tensor, sent: list[int] | None = None, received: list[int] | None = None
@@ -240,34 +239,34 @@ class _FakeDivision(Division):
 def process_group(
     ranks: Ranks, timeout_seconds: float, run: Path | None = None, orphaned: Callable[[], bool] | None = None
 ) -> Iterator[Watchdog]:
-    """Joins the processes for as long as the block runs; every collective in it ends by the time-out.
+    """Join the processes for the block; every collective in it has the time-out.
 
-    Where other processes do not answer, the block does not end: the process does, by ``exit_codes.HUNG``, with the
-    stacks of the processes of this host in the run's folder. Leaving without destroying the group can abort a process
-    that has done its work; destroying it where others are gone can wait for ever. ``orphaned``: see ``Watchdog``.
+    If other processes do not answer, this process exits with ``exit_codes.HUNG``, and the stacks of this host's
+    processes are in the run's folder. Otherwise the group is destroyed at the end: without that, a finished process may
+    abort. If others are gone, destroying it could wait forever. ``orphaned``: see ``Watchdog``.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     on_cpu = get_accelerator().device_name() == "cpu"
-    # NCCL ends by aborting the process, so the watchdog is to be first.
-    timeout = timedelta(seconds=timeout_seconds + (0 if on_cpu else _AFTER_THE_WATCHDOG_SECONDS))
+    # NCCL aborts the process, so the watchdog must act first.
+    timeout = timedelta(seconds=timeout_seconds + (0 if on_cpu else _NCCL_GRACE_SECONDS))
     if not on_cpu:
         get_accelerator().set_device(ranks.local_rank)
     fake = isinstance(ranks, FakeRanks)
     if ranks.world_size > 1 and not fake:
         choose_interface()
     alone = "LOCAL_RANK" not in os.environ
-    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # deepspeed.initialize asks for it
+    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # deepspeed.initialize reads it
     watchdog = Watchdog(run, ranks.rank, ranks.world_size, timeout_seconds, orphaned)
     try:
         with _default_timeout(timeout), watchdog.reporting():
             if fake:
-                from torch.testing._internal.distributed.fake_pg import FakeStore  # which makes that backend known
+                from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
                 torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world_size)
             elif ranks.world_size == 1 and "MASTER_PORT" not in os.environ:
-                # A store of its own, not a port: two single runs on one machine cannot meet.
+                # A store instead of a port, so that two single runs on one machine cannot meet.
                 store = torch.distributed.HashStore()
                 backend = get_accelerator().communication_backend_name()
                 torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -280,16 +279,16 @@ def process_group(
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         watchdog.close()
-        if alone:  # by itself it would look like half a launcher's environment
+        if alone:  # alone it would look like an incomplete environment of a launcher
             del os.environ["LOCAL_RANK"]
 
 
 @contextmanager
 def _default_timeout(timeout: timedelta) -> Iterator[None]:
-    """Gives groups made without a time-out, and barriers that name those who are missing, this one.
+    """Give this time-out to groups that are made without one, and to barriers that name missing ranks.
 
-    DeepSpeed clones the world group by ``new_group(ranks)`` and runs its collectives there, so that the time-out of
-    the world group would never apply. Torch's own makers of groups, such as device meshes, ask for these two as well.
+    DeepSpeed clones the world group by ``new_group(ranks)`` for its collectives, so the world group's time-out would
+    never apply. Torch's own group makers, such as device meshes, read the same defaults.
     """
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(torch.distributed.distributed_c10d, name) for name in names}
@@ -304,21 +303,20 @@ def _default_timeout(timeout: timedelta) -> Iterator[None]:
 
 @contextmanager
 def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
-    """Holds the run folder for the block, as one run at a time writes there. All ranks must call; the first one locks.
+    """Lock the run folder for the block, because only one run may write there. All ranks must call; the first locks.
 
-    The lock belongs to its process: forked ones do not share it, and it is free as soon as that process has ended,
-    however that happens.
+    Forked processes do not share the lock. It is released when the process ends for any reason.
 
     Raises:
-        ConfigError: on every rank, where another process holds it.
+        ConfigError: on every rank, if another process holds it.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         problem = None
         if ranks.is_first:
             run.mkdir(parents=True, exist_ok=True)
             file, problem = _lock(run)
             if file is not None:
-                held.enter_context(file).truncate(0)
+                stack.enter_context(file).truncate(0)
                 since = time.strftime("%Y-%m-%d %H:%M:%S")
                 file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
         problem = ranks.gather_objects(problem)[0]
@@ -328,7 +326,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
             yield
         except BaseException:
             if ranks.is_first:
-                with suppress(OSError):  # nothing but the lock is there: the run failed before it wrote anything
+                with suppress(OSError):  # remove the folder if the run failed before it wrote anything
                     if [path.name for path in run.iterdir()] == [file_names.LOCK]:
                         (run / file_names.LOCK).unlink()
                         run.rmdir()
@@ -336,7 +334,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def check_unlocked(run: Path) -> None:
-    """Whether no other run writes to a folder, as far as can be known before one starts.
+    """Check that no other run writes to a folder, as far as possible before a run starts.
 
     Raises:
         ConfigError: another run does.
@@ -351,7 +349,7 @@ def check_unlocked(run: Path) -> None:
 
 
 def _lock(run: Path) -> tuple[BinaryIO | None, Problem | None]:
-    """Opens the lock file and takes the lock; or returns what is wrong, such as another process that holds it."""
+    """Open and lock the lock file, or return the problem, such as another process that holds it."""
     path = run / file_names.LOCK
     try:
         file = open_plain(path, "a+b", follow_links=False)
@@ -371,14 +369,14 @@ def _lock(run: Path) -> tuple[BinaryIO | None, Problem | None]:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process as Python does, but without the destructors of C++ libraries.
+    """End the process like Python, but without the destructors of C++ libraries.
 
-    A communication thread that is still ending can meet them there. Now and then that aborts a rank that has done all
-    its work, with the process group destroyed and every rank past its last collective.
+    A communication thread that is still ending can meet them there. Occasionally that aborts a rank which has done all
+    its work and has destroyed its process group.
     """
-    for child in multiprocessing.active_children():  # loader workers, which ignore softer signals
+    for child in multiprocessing.active_children():  # loader workers, which ignore other signals
         child.kill()
     atexit._run_exitfuncs()
-    with suppress(OSError):  # a log on a disk that is full
+    with suppress(OSError):  # the log's disk may be full
         settle_output()
     os._exit(code)

@@ -1,6 +1,6 @@
-"""Waits of ranks: for long work of the first rank, and until other hosts see what it has written.
+"""Long waits of ranks: for work of the first rank, and until other hosts see what it has written.
 
-They poll, and are in no collective meanwhile: the watchdog lets them take their time.
+They poll, and are in no collective meanwhile, so the watchdog tolerates them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Generic, TypeVar, cast
 
 from longstride.launcher.output import AgreedError, mistake
 
-_POLL_SECONDS = (0.01, 0.5)  # between two meetings: the first, and the longest
-_VISIBLE_SECONDS = 20.0  # until a shared file system shows all hosts what one has
+_POLL_SECONDS = (0.01, 0.5)  # between two meetings: the first and the longest pause
+_VISIBLE_SECONDS = 20.0  # until a shared file system shows all hosts the same
 _LOOK_SECONDS = 0.2
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class _State(Generic[Result]):
-    """How far the first rank's work is; what went wrong is the user's mistake, or unforeseen."""
+    """The progress of the first rank's work, with the user's mistake or the unforeseen error."""
 
     done: bool = False
     result: Result | None = None
@@ -31,9 +31,9 @@ class _State(Generic[Result]):
 
 
 def wait_until_visible(look: Callable[[], Result | None], since: float) -> Result | None:
-    """What ``look`` returns once that is not None, for what another host has just written to a shared folder.
+    """Poll ``look`` until its result is not None, for files that another host has just written to a shared folder.
 
-    None where it stays None for 20 s after ``since``, a time of the monotonic clock.
+    Returns None 20 s after ``since``, a time of the monotonic clock.
     """
     while (result := look()) is None and time.monotonic() < since + _VISIBLE_SECONDS:
         time.sleep(_LOOK_SECONDS)
@@ -41,7 +41,7 @@ def wait_until_visible(look: Callable[[], Result | None], since: float) -> Resul
 
 
 def first_works(work: Callable[[], Result] | None, gather: Callable[[object], list]) -> Result:
-    """See ``Ranks.first_works``; ``work`` is None on all ranks but the first, ``gather`` their collective."""
+    """Implement ``Ranks.first_works``. ``work`` is None on all other ranks, and ``gather`` is their collective."""
     if work is None:
         return _meet(_State, gather)
     future: Future[Result] = Future()
@@ -49,12 +49,12 @@ def first_works(work: Callable[[], Result] | None, gather: Callable[[object], li
     def fulfil() -> None:
         try:
             result = work()
-        except BaseException as error:  # which the main thread raises
+        except BaseException as error:  # raised by the main thread
             future.set_exception(error)
         else:
             future.set_result(result)
 
-    # A daemon: where a peer dies, nothing waits for the rest of the work.
+    # A daemon, so that nothing waits for the work if a peer dies.
     threading.Thread(target=fulfil, daemon=True, name="first works").start()
 
     def state() -> _State[Result]:
@@ -75,7 +75,7 @@ def first_works(work: Callable[[], Result] | None, gather: Callable[[object], li
 
 
 def _meet(state: Callable[[], _State[Result]], gather: Callable[[object], list]) -> Result:
-    """Meets the other ranks again and again, until the first rank's state says that the work is done."""
+    """Gather the first rank's state until its work is done, and return the result."""
     pause, longest = _POLL_SECONDS
     while True:
         now: _State[Result] = gather(state())[0]

@@ -111,7 +111,9 @@ def test_program_that_computes_otherwise_is_refused(
 ) -> None:
     for logit, apart in ((0.0, "1.0e+00"), (math.nan, "nan")):
         found = partial(torch.full, fill_value=logit)
-        monkeypatch.setattr(programs, "_opened", lambda *_, found=found: lambda tokens: found((*tokens.shape, 256)))
+        monkeypatch.setattr(
+            programs, "_load_program", lambda *_, found=found: lambda tokens: found((*tokens.shape, 256))
+        )
         told = refusal(capsys, exported, "--format", "pt2", "--output", tmp_path / "deep/new")
         rule = f"the program's logits and the model's are {apart} of the largest apart where "
         assert told.startswith(f"{exported}: {rule}")

@@ -192,7 +192,7 @@ def test_what_is_no_export_is_refused(
             "has no model-00002-of-00002.safetensors, which model.safetensors.index.json names",
         ),
         (lambda folder: (folder / INDEX).write_text("[]"), "must hold a JSON object"),
-        (lambda folder: (folder / INDEX).write_text('{"weight_map": {}}'), "has no weight_map, which tells the file"),
+        (lambda folder: (folder / INDEX).write_text('{"weight_map": {}}'), "has no weight_map, which names the file"),
         (
             lambda folder: change_json(folder / INDEX, lambda content: content["weight_map"].pop("norm.bias")),
             "model-00002-of-00002.safetensors and model.safetensors.index.json differ about norm.bias",

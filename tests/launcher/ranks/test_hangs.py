@@ -20,9 +20,8 @@ import torch
 from longstride.data_pipelines.order import LostWorkerError
 from longstride.launcher.output.exit_codes import HUNG
 from longstride.launcher.ranks import hangs
-from longstride.launcher.ranks.hangs import PeerFailure, Watchdog, peer_failure
+from longstride.launcher.ranks.hangs import Neighbour, PeerFailure, SheetAddress, Watchdog, peer_failure
 from longstride.launcher.ranks.processes import Ranks, process_group
-from longstride.launcher.ranks.stacks import Neighbour, SheetAddress
 from tests.harness.runs import ROOT, free_port, plain_environment, rank_environment, spawn, timeouts
 
 TIMEOUT = 10  # long enough for ranks that start on a busy machine to meet
@@ -85,7 +84,7 @@ def test_every_group_has_the_time_out_however_it_is_made(monkeypatch: pytest.Mon
 
 STUCK = """
 import sys, time
-from longstride.launcher.ranks.stacks import Sheet
+from longstride.launcher.ranks.hangs import Sheet
 sheet = Sheet(1)
 sheet.at("step 7")
 def stuck_here():
