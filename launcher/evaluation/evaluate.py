@@ -1,6 +1,6 @@
-"""`longstride evaluate RUN|MODEL`: bits per byte of a checkpoint or an export over a whole split, and by the position.
+"""`longstride evaluate RUN|MODEL`: score a checkpoint or an export on a split, in bits per byte, also by position.
 
-The loss by position tells whether a model makes use of a long context (Child et al. 2019, section 7.2 and table 3).
+The loss by position shows whether a model uses a long context (Child et al. 2019, section 7.2 and table 3).
 
 Letters: B contexts at once, N positions of a context.
 """
@@ -41,7 +41,7 @@ from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import Division, SparseTransformer
 
 _MOST_THREADS = 8
-_MOST_ROWS = 1 << 19  # positions in work at a time: each thread holds the activations of a batch of its own
+_MOST_ROWS = 1 << 19  # positions computed at a time, since each thread holds the activations of its batch
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         rule = f"the data has no split {split!r}, which is the run's; score one that it has, such as --split "
         raise ConfigError(f"--split: {rule}{config.data.train_split}, or other data by --data")
     contexts = partial(data.evaluation, split=split, batch_size=batch_size, min_context=arguments.min_context)
-    contexts()  # raises what does not fit before a process group is made
+    contexts()  # raises errors before there is a process group
     start = time.perf_counter()
     edges = None if arguments.positions is None else position_edges(config.model.context)
     precision = arguments.precision or subject.precision
@@ -77,20 +77,19 @@ def run(arguments: argparse.Namespace) -> int:
         precision = arguments.precision or precision
         model = SparseTransformer(config.model)
         model.load_state_dict(weights)
-        for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
+        for parameter in model.parameters():  # not buffers, like DeepSpeed
             parameter.data = parameter.data.to(DTYPES[precision])
         model.to(ranks.device).eval()
         model.divide(ranks.division(exchange))
         threads = 0
-        # Batches that are computed at a time, one thread each. Ranks that share contexts exchange rows batch by batch.
+        # Each thread computes a batch. Ranks that share contexts exchange rows, so they compute one batch at a time.
         if ranks.device.type == "cpu" and ranks.sequence_parallel == 1:
             at_once = _MOST_ROWS // (batch_size * config.model.context)
             threads = max(1, min(torch.get_num_threads(), _MOST_THREADS, at_once))
         watchdog.at("evaluation")
         with exit_on_mistake(ranks.barrier):
-            counter = counting.WorkCounter(
-                f"evaluating {split}", data.split_tokens(split), "tokens", shown=ranks.is_first
-            )
+            total = data.split_tokens(split)
+            counter = counting.WorkCounter(f"evaluating {split}", total, "tokens", shown=ranks.is_first)
             sums = score(
                 model,
                 contexts,
@@ -121,9 +120,9 @@ class _Subject(NamedTuple):
 
     config: RunConfig
     data: RunData
-    differences: dict[str, str]  # of the data from what the model was trained on
+    differences: dict[str, str]  # between the data and those of training
     precision: str
-    weights: str  # as trained, or their moving average
+    weights: str  # ``TRAINED`` or ``AVERAGE``
     stacks: Path | None  # the folder for the stacks of ranks that hang
     load: Callable[[], tuple[int, str, Mapping[str, Tensor]]]  # in a process group: step, precision, tensors
 
@@ -138,7 +137,7 @@ def _open_run(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
     check_sharing(checkpoint.config, ranks)
 
     def load() -> tuple[int, str, Mapping[str, Tensor]]:
-        # A run that goes on may have saved once more while the ranks looked.
+        # A run in progress may save again while the ranks look.
         agreed = checkpoint.agreed(ranks)
         return agreed.manifest.step, agreed.manifest.precision, master_weights(agreed, arguments.weights)
 
@@ -151,7 +150,7 @@ def _open_export(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
     """Open an exported model, and the data of ``--data``.
 
     Raises:
-        ConfigError: no whole export, no data, an option of runs, or data that is not for this model.
+        ConfigError: the export is incomplete, there is no data, an option is only for runs, or the data does not fit.
         DataError: there is no data folder.
     """
     folder, location = arguments.run, arguments.data
@@ -162,14 +161,14 @@ def _open_export(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
         rule = "is an exported model, which has no data of its own; give --data DIR, or score a file by"
         raise ConfigError(f"{folder}: {rule} `longstride sample {folder} --likelihood FILE`")
     exported = Exported(folder, trust_code=arguments.trust_checkpoint)
-    known = ModelData.of(exported.content, exported.config)
+    trained = ModelData.of(exported.content, exported.config)
     train = {"output": str(folder), "steps": 1, "learning_rate": 1.0, "global_batch": 1, "micro_batch": 1}
-    settings = {"path": location, "separator": known.separator}
+    settings = {"path": location, "separator": trained.separator}
     content = {"model": exported.content["model"], "data": settings, "train": train, "deepspeed": {}}
     config = RunConfig.model_validate(content)
     check_sharing(config, ranks)
     data = RunData(config, ranks)
-    differences, rule = compare_data(known, data.identity, f"--data={location}", "model")
+    differences, rule = compare_data(trained, data.identity, f"--data={location}", "model")
     if differences and ranks.is_first:
         say(f"notice: --data={location}: {rule}")
     precision = next(name for name, dtype in DTYPES.items() if dtype == exported.dtype)
@@ -185,10 +184,10 @@ def _open_export(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
 
 
 def check_sharing(config: RunConfig, ranks: Ranks) -> None:
-    """Check that the ranks that were started can share contexts of a model as ``--sequence-parallel`` has it.
+    """Check that the started ranks can share contexts of the model as ``--sequence-parallel`` says.
 
     Raises:
-        ConfigError: they do not make whole groups, or the model cannot be divided so.
+        ConfigError: the number of ranks is not a multiple, or the model cannot be divided this way.
     """
     shared, started = ranks.sequence_parallel, ranks.world_size
     option = f"--sequence-parallel={shared}"
@@ -198,7 +197,7 @@ def check_sharing(config: RunConfig, ranks: Ranks) -> None:
         raise ConfigError(f"{option}: must divide the {many} that a launcher started; nearest {good}")
     if shared > 1:
         content = config.to_json()
-        content["train"] |= {"sequence_parallel": shared, "compile": False}  # blocks are compiled in training alone
+        content["train"] |= {"sequence_parallel": shared, "compile": False}  # only training compiles blocks
         try:
             RunConfig.model_validate(content)
         except ConfigError as error:
@@ -206,7 +205,7 @@ def check_sharing(config: RunConfig, ranks: Ranks) -> None:
 
 
 def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:
-    """Return the validation split's line for metrics.jsonl, over as many contexts as the configuration says."""
+    """Return the validation split's line for metrics.jsonl, over the configured number of contexts."""
     start, train = time.perf_counter(), run.config.train
     engine.eval()
     contexts = partial(run.data.evaluation, limit=train.evaluate_contexts)
@@ -216,7 +215,7 @@ def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:
 
 
 def evaluation_line(step: int, split: str, sums: ExactSums, start: float, unit: str) -> dict[str, Any]:
-    """Return an evaluation as it is written and printed; ``unit`` is what a token stands for."""
+    """Return an evaluation as it is written and printed; ``unit`` names what a token stands for."""
     loss = metrics_file.loss_fields(sums.mean(), sums.count, sums.content, unit)
     return {"step": step, "split": split, **loss, "seconds": time.perf_counter() - start}
 
@@ -233,41 +232,47 @@ def score(
     stop: StopFlag | None = None,
     scored_content: Callable[[int], None] = lambda _: None,
 ) -> ExactSums:
-    """Sum the nats of all ranks' scored bytes without rounding: over all, or by the bins of positions ``edges``.
+    """Sum the nats of all ranks' scored bytes without rounding, in total or by the position bins ``edges``.
 
-    Batches hold the same rows for any number of ranks, and the sum has no order: so its bits do not depend on the
-    number of ranks. ``threads`` above 0 compute a batch each, at the same time, by one thread of torch: the bits of a
-    matrix product may depend on how many threads share it. All ranks must call, with equally many batches.
-    ``scored_content`` is called for each batch with the number of tokens that this rank has scored, without separators.
+    Batches hold the same rows for any number of ranks, and the sum does not depend on order. So its bits do not depend
+    on the number of ranks. All ranks must call, with equally many batches.
+
+    Args:
+        model, contexts, batch_size, ranks, device: see ``evaluate_split``.
+        edges: first positions of the bins, and the context; None: one sum.
+        threads: batches computed at a time, each by one thread, since the bits of a matrix product may depend on how
+            many threads share it. 0: one after another, by all threads of torch.
+        stop: checked between batches.
+        scored_content: called for each batch with the number of tokens that this rank has scored, without separators.
 
     Raises:
-        StopAskedError: on every rank, where any rank has been asked to stop.
+        StopAskedError: on every rank, if any rank was asked to stop.
     """
     sums = ExactSums() if edges is None else ExactSums(len(edges) - 1, squares=True)
     bins = None if edges is None else bin_numbers(edges)
 
     def nats_of(batch: EvaluationBatch) -> Tensor:
-        with torch.no_grad():  # of this thread
-            more = {} if batch.begins is None else {"begins": batch.begins.to(device)}
-            return model(batch.tokens.to(device), return_nats=True, **more).float().cpu()  # (B, N)
+        with torch.no_grad():  # applies to one thread only
+            begins = {} if batch.begins is None else {"begins": batch.begins.to(device)}
+            return model(batch.tokens.to(device), return_nats=True, **begins).float().cpu()  # (B, N)
 
     parts = (batch.part for batch in together(contexts, batch_size, ranks, device, stop))
-    for batch, nats in _in_turn(nats_of, parts, threads):
+    for batch, nats in _compute_in_order(nats_of, parts, threads):
         first = ranks.sequence_rank * nats.shape[1]
-        own = slice(first, first + nats.shape[1])  # the positions that this rank has
-        scored = batch.scored[:, own]  # (B, n)
-        content = batch.content[:, own][scored]  # (n,)
+        section = slice(first, first + nats.shape[1])  # this rank's positions
+        scored = batch.scored[:, section]  # (B, n)
+        content = batch.content[:, section][scored]  # (n,)
         scored_content(int(content.sum()))
-        places = None if bins is None else bins[own][scored.nonzero()[:, 1].numpy()]
-        sums.add(nats[scored].numpy(), places, content.numpy())
+        bins_of_scored = None if bins is None else bins[section][scored.nonzero()[:, 1].numpy()]
+        sums.add(nats[scored].numpy(), bins_of_scored, content.numpy())
     sums.gather(ranks, device)
     return sums
 
 
-def _in_turn(
+def _compute_in_order(
     work: Callable[[EvaluationBatch], Tensor], batches: Iterator[EvaluationBatch], threads: int
 ) -> Iterator[tuple[EvaluationBatch, Tensor]]:
-    """Yield each batch with what was computed of it, in sequence."""
+    """Yield each batch with its result, in order; ``threads`` batches are computed at a time."""
     if not threads:
         yield from ((batch, work(batch)) for batch in batches)
         return

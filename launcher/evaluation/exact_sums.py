@@ -1,7 +1,7 @@
-"""Sums of fp32 numbers without any rounding, so that neither the order nor the ranks that add them up matter.
+"""Sums of fp32 numbers without rounding, so that they do not depend on order or ranks.
 
-A number is an integer of 24 bits times a power of two. Integers of one power add up in 64 bits without loss, and there
-are only so many powers: a sum takes 2 KiB however many numbers it has.
+A number is an integer of 24 bits times a power of two. Integers of one power add up exactly in 64 bits, and there are
+few powers: a sum takes 2 KiB for any count of numbers.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from longstride.launcher.ranks import Ranks
 
 _MANTISSA_BITS = 24
-_LEAST = -148  # of the exponents that frexp gives for fp32, subnormal numbers included
+_LEAST = -148  # smallest exponent from frexp for fp32, including subnormal numbers
 _POWERS = 128 - _LEAST + 1
-# The columns behind them: how many numbers, how many that are not finite, and how many of content.
+# Columns after the powers: counts of numbers, of those not finite, and of those of content.
 _COUNT, _UNBOUNDED, _CONTENT = _POWERS, _POWERS + 1, _POWERS + 2
-_MOST_AT_ONCE = 2**29  # whose integers bincount adds in float64 without loss; a power holds 2**39 numbers in all
+_MOST_AT_ONCE = 2**29  # bincount adds so many integers exactly in float64; a power holds 2**39 numbers in total
 
 
 class ExactSums:
-    """One sum for each of ``num_bins`` bins; with ``squares`` those of the squares too, for standard errors."""
+    """One sum for each of ``num_bins`` bins; with ``squares`` also of squares, for standard errors."""
 
     def __init__(self, num_bins: int = 1, *, squares: bool = False) -> None:
         self._table = np.zeros((num_bins, _POWERS + 3), dtype=np.int64)
         self._squares = ExactSums(num_bins) if squares else None
 
     def add(self, values: np.ndarray, bins: np.ndarray | None = None, content: np.ndarray | None = None) -> None:
-        """Add (n,) float32 numbers, each to its bin, (n,) integers; all to the first one where there are no bins.
+        """Add (n,) float32 numbers, each to its bin, (n,) integers; None: all to the first bin.
 
-        ``content``: (n,) bool, which of them are of the data and not of separators; None: all are.
+        ``content``, (n,) bool, says which belong to the data instead of separators; None: all.
         """
         assert values.dtype == np.float32 and values.size < _MOST_AT_ONCE
         rows = np.zeros(values.size, dtype=np.int64) if bins is None else bins.astype(np.int64)
@@ -51,39 +51,42 @@ class ExactSums:
                 self._squares.add(np.square(values), bins)
 
     def gather(self, ranks: Ranks, device: torch.device) -> None:
-        """Make these the sums over all ranks. All ranks must call."""
+        """Replace these sums by those over all ranks. All ranks must call."""
         self._table = ranks.sum_int64(torch.from_numpy(self._table), device).numpy()
         if self._squares is not None:
             self._squares.gather(ranks, device)
 
     @property
     def count(self) -> int:
-        """How many numbers there are, in all bins."""
+        """The count of numbers in all bins."""
         return int(self._table[:, _COUNT].sum())
 
     def mean(self) -> float:
-        """The sum over all bins, rounded once, over the count; NaN where a number was not finite or there is none."""
+        """Return the sum over all bins, rounded once, divided by the count; NaN if not finite or empty."""
         return _mean(self._table.sum(0))
 
     @property
     def content(self) -> int:
-        """How many numbers of content there are, in all bins."""
+        """The count of numbers of content in all bins."""
         return int(self._table[:, _CONTENT].sum())
 
     def counts(self, edges: np.ndarray | None = None) -> list[int]:
-        """The count of each bin, or of each run of bins between ``edges``."""
-        return self._joined(edges)[:, _COUNT].tolist()
+        """Return the count of each bin, or of each run of bins between ``edges``."""
+        return self._join_bins(edges)[:, _COUNT].tolist()
 
     def contents(self, edges: np.ndarray | None = None) -> list[int]:
-        """How many numbers of content each bin has, or each run of bins between ``edges``."""
-        return self._joined(edges)[:, _CONTENT].tolist()
+        """Return the count of numbers of content in each bin, or in each run of bins between ``edges``."""
+        return self._join_bins(edges)[:, _CONTENT].tolist()
 
     def means(self, edges: np.ndarray | None = None) -> list[float]:
-        """The mean of each bin, or of each run of bins between ``edges``, as ``mean`` has it."""
-        return [_mean(row) for row in self._joined(edges)]
+        """Return the mean of each bin, or of each run of bins between ``edges``, see ``mean``."""
+        return [_mean(row) for row in self._join_bins(edges)]
 
     def standard_errors(self, edges: np.ndarray | None = None) -> list[float]:
-        """Of each of the ``means``, as if all numbers were independent; NaN for fewer than two, or without squares."""
+        """Return the standard errors of ``means``, assuming independent numbers.
+
+        NaN for fewer than two numbers, or without squares.
+        """
         counts, means = self.counts(edges), self.means(edges)
         if self._squares is None:
             return [float("nan")] * len(counts)
@@ -93,7 +96,7 @@ class ExactSums:
             for count, mean, square in zip(counts, means, squares, strict=True)
         ]
 
-    def _joined(self, edges: np.ndarray | None) -> np.ndarray:
+    def _join_bins(self, edges: np.ndarray | None) -> np.ndarray:
         return self._table if edges is None else np.add.reduceat(self._table, edges[:-1])
 
 

@@ -34,7 +34,7 @@ from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.evaluation.positions import (
     bin_numbers,
     draw_positions,
-    joined_bins,
+    join_bins,
     position_edges,
     write_positions,
 )
@@ -328,10 +328,10 @@ def test_picture_by_position_shows_the_means_of_its_bins() -> None:
 def test_drawn_bins_have_enough_bytes_and_leave_none_out() -> None:
     edges = position_edges(12288)
     counts = np.diff(edges) * 7
-    found = joined_bins(counts, edges, 0, 1000)
+    found = join_bins(counts, edges, 0, 1000)
     assert found[0] == 0 and found[-1] == len(counts) and (np.diff(found) > 0).all()
     assert (np.add.reduceat(counts, found[:-1]) >= 1000).all() and 16 < len(found) <= 48
-    assert joined_bins(np.array([3, 3]), np.arange(3), 0, 1000).tolist() == [0, 2]
+    assert join_bins(np.array([3, 3]), np.arange(3), 0, 1000).tolist() == [0, 2]
     # With a minimum of context the positions before it occur once a stream: they are no tenth of the picture.
     sums = ExactSums(200, squares=True)
     sums.add(np.full(128, 9, dtype=np.float32), np.arange(128))
