@@ -1,4 +1,4 @@
-"""Bits per byte of any bytes under an exported model: the score of `longstride evaluate`. Needs no deepspeed.
+"""Bits per byte of any bytes under an exported model, the same score as `longstride evaluate`. Needs no deepspeed.
 
 Letters: B contexts at once, N positions a context.
 """
@@ -27,14 +27,14 @@ MOST_POSITIONS = 1 << 16  # computed at once by default
 class Piece(NamedTuple):
     """Tokens of one context."""
 
-    owner: int  # which text they are of
+    owner: int  # number of the text
     tokens: np.ndarray  # (n,), n to N
-    scored: int  # the first that is scored; those before it are only seen
-    width: int  # how many positions they are computed in, n or more
+    scored: int  # index of the first scored token; earlier ones are only context
+    width: int  # positions to compute, n or more
 
     @classmethod
     def cut(cls, stream: np.ndarray, context: int, min_context: int = 0, owner: int = 0) -> Iterator[Piece]:
-        """A text's, (n,) tokens of any type, as an evaluation cuts packed documents: one at least."""
+        """Cut a text, (n,) tokens of any dtype, like packed documents in an evaluation; yields at least one piece."""
         hop, width = context - min_context, min(context, len(stream))
         yield cls(owner, stream[:context], 0, width)
         for start in range(hop, len(stream) - min_context, hop):
@@ -49,18 +49,18 @@ def likelihood(
     batch_size: int | None = None,
     unit: str | None = None,
 ) -> dict[str, Any]:
-    """Scores each byte once, in contexts cut as an evaluation cuts packed documents. Returns the line to print.
+    """Score each byte once, in contexts cut like packed documents in an evaluation. Return the line to print.
 
     Args:
         model: in evaluation mode.
-        content: of symbols below the model's vocabulary; those that are no bytes as (n,) integers.
-        min_context: earlier bytes that each byte sees, where there are so many; contexts overlap by them.
+        content: symbols below the model's vocabulary, as bytes or (n,) integers.
+        min_context: earlier bytes that each byte sees, if there are so many; contexts overlap by them.
         batch_size: contexts at once.
-        unit: what a symbol stands for; None: what the model's positions tell.
+        unit: the name of a symbol; None: derived from the model's embedding.
 
     Raises:
-        ConfigError: there are no bytes, some are not the model's, or an option is out of range.
-        FloatingPointError: the model's logits are no numbers.
+        ConfigError: the content is empty, has symbols outside the vocabulary, or an option is out of range.
+        FloatingPointError: the model's logits are not finite.
     """
     context = model.config.context
     if not len(content):
@@ -77,7 +77,7 @@ def likelihood(
     if batch_size is None:  # a small file is not padded beyond its size
         count = 1 + max(0, -(-(len(stream) - context) // (context - min_context)))
         batch_size = max(1, min(count, MOST_POSITIONS // context))
-    else:  # all batches have one shape, an evaluation's
+    else:  # all batches have the shape of an evaluation's
         pieces = (piece._replace(width=context) for piece in pieces)
     counter = counting.WorkCounter("scoring", len(content), "tokens")
 
@@ -86,69 +86,64 @@ def likelihood(
             counter.add(len(scores))
             yield from scores.tolist()
 
-    mean = math.fsum(nats()) / len(content)  # exact but for two roundings, as an evaluation's
+    mean = math.fsum(nats()) / len(content)  # rounded twice, as in an evaluation
     counter.close()
     if not math.isfinite(mean):
         raise FloatingPointError("logits that are no numbers")
-    return {
-        **metrics_file.loss_fields(
-            mean, len(content), len(content), unit or modality_named(model.config.embedding.modality).unit
-        ),
-        "min_context": min_context,
-        "seconds": time.perf_counter() - start,
-    }
+    unit = unit or modality_named(model.config.embedding.modality).unit
+    loss = metrics_file.loss_fields(mean, len(content), len(content), unit)
+    return {**loss, "min_context": min_context, "seconds": time.perf_counter() - start}
 
 
 def nats_by_piece(model: SparseTransformer, content: bytes, min_context: int) -> Iterator[list[float]]:
-    """The nats of each byte, one context's at a time, cut as ``likelihood`` cuts them."""
+    """Yield the nats of each byte, one context at a time, cut as in ``likelihood``."""
     pieces = Piece.cut(np.frombuffer(content, dtype=np.uint8), model.config.context, min_context)
     return (nats.tolist() for _, nats in piece_nats(model, pieces, 1))
 
 
 def check_bytes(content: bytes, model: SparseTransformer) -> None:
-    """Raise ConfigError for bytes that are no tokens of the model."""
+    """Raise ConfigError for bytes outside the model's vocabulary."""
     vocabulary = model.config.vocabulary
     if content and max(content) >= vocabulary:
         raise ConfigError(f"holds byte {max(content)}, and the model knows 0 to {vocabulary - 1}")
 
 
 def piece_nats(model: SparseTransformer, pieces: Iterable[Piece], rows: int) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Each piece with the nats of its scored tokens, in fp32; so many pieces are computed at once."""
+    """Yield each piece with the nats of its scored tokens, in fp32; ``rows`` pieces are computed at once."""
     device = model.embedding.start.device
-    for taken, tokens in batches(pieces, rows):
+    for batch, tokens in batches(pieces, rows):
         with torch.no_grad():
             nats = model(torch.from_numpy(tokens).to(device), return_nats=True).float().cpu().numpy()
-        for piece, row in zip(taken, nats, strict=False):
+        for piece, row in zip(batch, nats, strict=False):
             yield piece, row[piece.scored : len(piece.tokens)]
 
 
 def batches(pieces: Iterable[Piece], rows: int) -> Iterator[tuple[list[Piece], np.ndarray]]:
-    """Pieces in their sequence with their tokens, (B, N) as wide as the widest: zeros behind them, and in rows that
-    the last batch has too many."""
-    following = iter(pieces)
-    while taken := list(islice(following, rows)):
-        tokens = np.zeros((rows, max(piece.width for piece in taken)), dtype=taken[0].tokens.dtype)
-        for row, piece in zip(tokens, taken, strict=False):
+    """Yield batches of pieces with their tokens, (B, N), padded with zeros to the widest piece and to ``rows`` rows."""
+    iterator = iter(pieces)
+    while batch := list(islice(iterator, rows)):
+        tokens = np.zeros((rows, max(piece.width for piece in batch)), dtype=batch[0].tokens.dtype)
+        for row, piece in zip(tokens, batch, strict=False):
             row[: len(piece.tokens)] = piece.tokens
-        yield taken, tokens
+        yield batch, tokens
 
 
 def run_lm_eval(words: Sequence[str]) -> int:
-    """Runs lm_eval's own command line, where `--model longstride` is an export; returns the exit code.
+    """Run lm_eval's own command line, where `--model longstride` is an export; return the exit code.
 
-    lm_eval has a list of models and no entry points, so that its bare command cannot find one of another package.
+    lm_eval has a list of models instead of entry points, so its own command cannot find models of other packages.
 
     Raises:
-        ConfigError: lm_eval is not installed, or what the model or a task is given is wrong.
+        ConfigError: lm_eval is not installed, or an argument of the model or a task is wrong.
     """
     try:
-        import lm_eval.models  # noqa: F401 - it fills the registry, which is left so once it has one model
+        import lm_eval.models  # noqa: F401 - fills the registry, which it would skip if that had a model
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import model_registry
     except ImportError as error:
         raise ConfigError(f'lm-eval: needs lm_eval ({error}); pip install "longstride[lm_eval]"') from None
     if "longstride" not in model_registry:
         model_registry.register("longstride", target="longstride.launcher.generation.lm_eval_model:LongstrideLM")
-    sys.argv = ["lm-eval", *words]  # its parser reads them there
+    sys.argv = ["lm-eval", *words]  # for its parser
     cli_evaluate()
     return 0

@@ -1,4 +1,4 @@
-"""An exported model as lm_eval has models: bytes are the tokens, and sums are `longstride sample --likelihood`'s.
+"""An exported model as a model for lm_eval: bytes are tokens, and scores equal `longstride sample --likelihood`.
 
 Letters: B contexts at once, N positions a context, V vocabulary.
 """
@@ -27,25 +27,26 @@ from longstride.launcher.output import say
 from longstride.sparse_model import generate
 
 _BYTE_VALUES = 256
-_NEW_BYTES = 256  # where a task does not say how many, as lm_eval has it for other models
+_NEW_BYTES = 256  # lm_eval's default for other models
 
 
 class LongstrideLM(LM):
     """An export whose tokens are the bytes of text.
 
-    A document longer than the context is cut into contexts as `longstride evaluate` cuts packed documents; its score is
-    that of `longstride sample --likelihood`. Of a longer text before an answer the last bytes are seen.
+    A document longer than the context is cut like packed documents in `longstride evaluate`, with the score of
+    `longstride sample --likelihood`. Of a longer text before an answer, the model sees the last bytes.
 
     Args:
         path: folder written by `longstride export`.
         batch_size: contexts at once; "auto" or None: as many as are quick.
-        max_batch_size: what "auto" may choose at most.
-        device: that computes; None: a GPU where there is one.
-        dtype: to compute in, by the project's name or torch's; None or "auto": as it is stored.
+        max_batch_size: limit for "auto".
+        device: None: a GPU if there is one.
+        dtype: to compute in, by the project's or torch's name; None or "auto": as stored.
         min_context: earlier bytes that every byte of a long document sees; contexts overlap by them.
+        trust_code: whether parts of the model from other packages may be imported.
 
     Raises:
-        ConfigError: no such argument or value, or no export of such a model.
+        ConfigError: an argument or value is invalid, or the folder is no export of such a model.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class LongstrideLM(LM):
         except ValueError as error:
             raise ConfigError(f"path={path}: {error}") from None
         if exported.has_palette or exported.config.vocabulary > _BYTE_VALUES:
-            raise ConfigError(f"path={path}: its tokens are no bytes of text, which lm_eval's tasks are")
+            raise ConfigError(f"path={path}: its tokens are not bytes of text, which lm_eval's tasks need")
         trained = ModelData.from_json(exported.content.get("data"), exported.config)
         self._differences = trained.differences(ModelData(modality_named("text"), {}))
         for difference in self._differences.values():
@@ -88,7 +89,7 @@ class LongstrideLM(LM):
             raise ConfigError(f"min_context={min_context}: must be from 0 to {most}, less than the context")
         self.path, self.min_context = exported.folder, min_context
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
-            say(f"device={device}: there is no GPU; the CPU computes")  # lm_eval names one where nobody asked for it
+            say(f"device={device}: there is no GPU; the CPU computes")  # lm_eval's default
             device = "cpu"
         self._device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype_of = None if dtype in (None, "auto") else types[dtype]
@@ -99,12 +100,12 @@ class LongstrideLM(LM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> LongstrideLM:
-        """A model of `--model_args`, and of options beside them where they do not name the same: some have defaults."""
+        """Make a model from `--model_args`, and from options that these do not set, which may be defaults."""
         others = {name: value for name, value in (additional_config or {}).items() if name not in arg_dict}
         return super().create_from_arg_obj(arg_dict, others)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval writes beside its results."""
+        """Return what lm_eval writes next to its results."""
         return {
             "model_num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "model_dtype": str(self.model.embedding.start.dtype),
@@ -113,10 +114,10 @@ class LongstrideLM(LM):
         }
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """The log-probability of an answer behind a text, in nats, and whether each of its bytes is the likeliest.
+        """Return each answer's log-probability after its text, in nats, and whether each of its bytes is the likeliest.
 
-        Of a text that is too long the last bytes are seen, as many as fit. An answer longer than the context is cut
-        from its end, so that its parts see as much as they can.
+        If a text is too long, its last bytes are used. An answer longer than the context is cut from its end, so that
+        its parts see as much as possible.
         """
         context = self.model.config.context
         pieces: list[Piece] = []
@@ -130,24 +131,24 @@ class LongstrideLM(LM):
                 pieces.append(Piece(number, stream[start:end], max(0, len(before) - start), end - start))
                 end = start
         for chunk in self._chunks(pieces, "loglikelihood", disable_tqdm):
-            for taken, tokens in batches(chunk, len(chunk)):
+            for batch, tokens in batches(chunk, len(chunk)):
                 targets = torch.from_numpy(tokens).to(self._device, torch.int64)
                 with torch.no_grad():
                     logits = self.model(targets)  # (B, N, V)
                     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
                     scores = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
                     greedy = logits.argmax(-1) == targets
-                for row, piece in enumerate(taken):
+                for row, piece in enumerate(batch):
                     scored = slice(piece.scored, len(piece.tokens))
                     nats[piece.owner] += scores.view(targets.shape)[row, scored].tolist()
                     likeliest[piece.owner] &= bool(greedy[row, scored].all())
-        found = [(-self._sum(each), greedy) for each, greedy in zip(nats, likeliest, strict=True)]
-        return self._kept("loglikelihood", requests, found)
+        answers = [(-self._sum(terms), greedy) for terms, greedy in zip(nats, likeliest, strict=True)]
+        return self._cache("loglikelihood", requests, answers)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, in nats."""
+        """Return the log-probability of each complete text, in nats."""
         pieces: list[Piece] = []
-        found = [0.0 for _ in requests]
+        totals = [0.0 for _ in requests]
         for number, request in enumerate(requests):
             stream = self._tokens(request.args[0])
             if len(stream):
@@ -158,45 +159,45 @@ class LongstrideLM(LM):
             for scored in piece_nats(self.model, chunk, len(chunk))
         )
         for number, group in groupby(scores, key=lambda scored: scored[0].owner):
-            found[number] = -self._sum([nat for _, nats in group for nat in nats.tolist()])
-        return self._kept("loglikelihood_rolling", requests, found)
+            totals[number] = -self._sum([nat for _, nats in group for nat in nats.tolist()])
+        return self._cache("loglikelihood_rolling", requests, totals)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What follows each text, up to the first of the strings that a task stops at, which is left out.
+        """Continue each text, up to and without the first of the task's stop strings.
 
-        Where the context is full, its newer half goes on (`longstride sample --slide`).
+        If the context is full, generation continues from its newer half (`longstride sample --slide`).
 
         Raises:
-            ConfigError: a task asks for what `longstride sample` does not do.
+            ConfigError: a task has a setting that `longstride sample` does not support.
         """
-        found = ["" for _ in requests]
+        texts = ["" for _ in requests]
         prompts = [self._tokens(request.args[0]) for request in requests]
-        # Contexts stand side by side where texts have one length and are to be continued in one way.
+        # A batch needs texts of one length and with the same settings.
         groups: dict[Any, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault((-len(prompts[number]), repr(request.args[1])), []).append(number)
         rows = self.batch_size or self._most or max(1, MOST_POSITIONS // self.model.config.context)
-        shown = tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm)
+        progress = tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm)
         for _, numbers in sorted(groups.items(), key=lambda group: group[0]):
-            settings, stops, count = _settings(requests[numbers[0]].args[1])
+            settings, stops, count = _parse_settings(requests[numbers[0]].args[1])
             for first in range(0, len(numbers), rows):
-                taken = numbers[first : first + rows]
-                known = torch.from_numpy(np.stack([prompts[number] for number in taken])).to(self._device)
-                for number, text in zip(taken, self._continued(known, count, stops, settings), strict=True):
-                    found[number] = text.decode("utf-8", "replace")
-                shown.update(len(taken))
-        shown.close()
-        return self._kept("generate_until", requests, found)
+                batch = numbers[first : first + rows]
+                tokens = torch.from_numpy(np.stack([prompts[number] for number in batch])).to(self._device)
+                for number, text in zip(batch, self._continue(tokens, count, stops, settings), strict=True):
+                    texts[number] = text.decode("utf-8", "replace")
+                progress.update(len(batch))
+        progress.close()
+        return self._cache("generate_until", requests, texts)
 
-    def _continued(self, known: Tensor, count: int, stops: list[bytes], settings: dict[str, Any]) -> list[bytes]:
-        """What follows each of (B, n) tokens: at most so many bytes, and those before the first of ``stops``."""
-        texts, open_rows = [bytearray() for _ in known], set(range(len(known)))
+    def _continue(self, prompts: Tensor, count: int, stops: list[bytes], settings: dict[str, Any]) -> list[bytes]:
+        """Continue each row of (B, n) tokens by at most ``count`` bytes, up to the first of ``stops``."""
+        texts, open_rows = [bytearray() for _ in prompts], set(range(len(prompts)))
         with computing_numbers(self.path):
-            for tokens in generate(self.model, known, count, slide=True, **settings):
+            for tokens in generate(self.model, prompts, count, slide=True, **settings):
                 values = tokens.tolist()
                 for row in tuple(open_rows):
                     texts[row].append(values[row])
-                    # The longest of several: lm_eval cuts at each of them.
+                    # The longest of several, because lm_eval cuts at each of them.
                     if reached := max((len(stop) for stop in stops if texts[row].endswith(stop)), default=0):
                         del texts[row][-reached:]
                         open_rows.remove(row)
@@ -205,56 +206,56 @@ class LongstrideLM(LM):
         return [bytes(text) for text in texts]
 
     def _tokens(self, text: str) -> np.ndarray:
-        """Bytes of a text, (n,) uint8."""
+        """Return the bytes of a text, (n,) uint8."""
         content = text.encode("utf-8", "surrogateescape")
         check_bytes(content, self.model)
         return np.frombuffer(content, dtype=np.uint8)
 
     def _chunks(self, pieces: list[Piece], what: str, disable_tqdm: bool) -> Iterator[list[Piece]]:
-        """Pieces to be computed at once, the widest first; those of one text stay together."""
+        """Yield the pieces of each batch, the widest first. Those of one text stay in order."""
         ordered, first = sorted(pieces, key=lambda piece: -piece.width), 0
-        shown = tqdm(total=len(pieces), desc=what, disable=disable_tqdm)
+        progress = tqdm(total=len(pieces), desc=what, disable=disable_tqdm)
         while first < len(ordered):
             quick = max(1, MOST_POSITIONS // ordered[first].width)
             rows = self.batch_size or min(quick, self._most or quick)
             yield ordered[first : first + rows]
-            shown.update(min(rows, len(ordered) - first))
+            progress.update(min(rows, len(ordered) - first))
             first += rows
-        shown.close()
+        progress.close()
 
     def _sum(self, nats: list[float]) -> float:
-        """Exact but for one rounding. Raises ConfigError where the model computes no numbers."""
+        """Sum nats with one rounding; ConfigError if the sum is not finite."""
         total = math.fsum(nats)
         with computing_numbers(self.path):
             if not math.isfinite(total):
                 raise FloatingPointError("logits that are no numbers")
         return total
 
-    def _kept(self, what: str, requests: Sequence[Any], found: list[Any]) -> list[Any]:
-        """What was found, once lm_eval's cache of answers has it, if there is one."""
-        for request, each in zip(requests, found, strict=True):
-            self.cache_hook.add_partial(what, request.args, each)
-        return found
+    def _cache(self, what: str, requests: Sequence[Any], answers: list[Any]) -> list[Any]:
+        """Add answers to lm_eval's cache, if there is one, and return them."""
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial(what, request.args, answer)
+        return answers
 
 
-def _settings(asked: dict[str, Any]) -> tuple[dict[str, Any], list[bytes], int]:
-    """Of a task's `generation_kwargs`: settings of ``generate``, strings to stop at, and the most bytes.
+def _parse_settings(options: dict[str, Any]) -> tuple[dict[str, Any], list[bytes], int]:
+    """Split a task's `generation_kwargs` into settings of ``generate``, stop strings and the most bytes.
 
     Raises:
-        ConfigError: one that is not known, or is out of range.
+        ConfigError: a setting is unknown.
     """
-    left = dict(asked)
-    until = left.pop("until", None) or []
+    remaining = dict(options)
+    until = remaining.pop("until", None) or []
     stops = [stop.encode("utf-8") for stop in ([until] if isinstance(until, str) else until) if stop]
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    counts = [left.pop(name, None) for name in names]
+    counts = [remaining.pop(name, None) for name in names]
     count = next((int(count) for count in counts if count is not None), _NEW_BYTES)
-    temperature, sampled = left.pop("temperature", None), left.pop("do_sample", None)
+    temperature, sampled = remaining.pop("temperature", None), remaining.pop("do_sample", None)
     if temperature is None:
         temperature = 1.0 if sampled else 0.0
     settings: dict[str, Any] = {"temperature": 0.0 if sampled is False else float(temperature)}
-    settings |= {name: left.pop(name) for name in ("top_k", "top_p") if name in left}
-    if left:
-        known = "until, max_gen_toks, do_sample, temperature, top_k, top_p"
-        raise ConfigError(f"generation_kwargs.{next(iter(left))}: is none of {known}")
+    settings |= {name: remaining.pop(name) for name in ("top_k", "top_p") if name in remaining}
+    if remaining:
+        supported = "until, max_gen_toks, do_sample, temperature, top_k, top_p"
+        raise ConfigError(f"generation_kwargs.{next(iter(remaining))}: is none of {supported}")
     return settings, stops, count

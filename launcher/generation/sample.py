@@ -1,6 +1,6 @@
-"""`longstride sample DIR`: bytes from an exported model, as text, pictures or sounds, and a file's likelihood under it.
+"""`longstride sample DIR`: generate bytes by an exported model, as text, pictures or sounds, or score a file.
 
-Needs no deepspeed. Letters: P prompts, S samples (each prompt's, one after another).
+Needs no deepspeed. Letters: P prompts, S samples (all of one prompt, then those of the next).
 """
 
 from __future__ import annotations
@@ -37,54 +37,54 @@ _OF_SCORES = ("decoded", "min_context", "batch")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb; returns its exit code. Everything is checked before the first byte is written."""
+    """Run the verb; return its exit code. All options are checked before the first byte is written."""
     arguments.device = str(usable_device(arguments.device))
-    scored = arguments.likelihood is not None
-    prompts = [f"prompt_{modality.name}" for modality in _prompted()]
-    keeps = [modality.keep_option.attribute for modality in _prompted() if modality.keep_option]
-    for name in (*_OF_SAMPLES, *prompts, *keeps) if scored else _OF_SCORES:
+    is_score = arguments.likelihood is not None
+    prompts = [f"prompt_{modality.name}" for modality in _prompt_modalities()]
+    keep_options = [modality.keep_option.attribute for modality in _prompt_modalities() if modality.keep_option]
+    for name in (*_OF_SAMPLES, *prompts, *keep_options) if is_score else _OF_SCORES:
         if getattr(arguments, name) not in (None, False):
             option = f"--{name.replace('_', '-')}"
-            if scored:
+            if is_score:
                 raise ConfigError(f"--likelihood: scores a file, and samples nothing; leave out {option}")
-            raise ConfigError(f"{option}: is of --likelihood FILE; leave it out")
+            raise ConfigError(f"{option}: only works together with --likelihood FILE; leave it out")
     model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
     config = load_json_object(arguments.model / file_names.CONFIG)
     data = ModelData.of(config, model.config, arguments.modality, arguments.rate)
     if data.palette is None and model.config.vocabulary > 256:
         rule = f"has {model.config.vocabulary} tokens and no palette: they stand for nothing that can be written"
         raise ConfigError(f"{arguments.model}: {rule}; export it again where its data folder lies")
-    if scored:
+    if is_score:
         _print_likelihood(arguments, model, data)
         return 0
     request = settle(arguments, data, model.config.context)
-    sampled = _sampled(arguments, model, request)
+    tokens = _generate(arguments, model, request)
     with computing_numbers(arguments.model):
         if request.files:
-            samples, properties = _collected(request, sampled), request.data.file_properties
+            samples, properties = _collect(request, tokens), request.data.file_properties
             contents = request.data.modality.sample_files(samples, properties, request.prompted)
             for file, content in zip(request.files, contents, strict=True):
                 write_new(file, content)
                 print(file, file=sys.stderr)
             return 0
-        _write_output(request, sampled)
+        _write_output(request, tokens)
     return 0
 
 
-def _prompted() -> list[Modality]:
-    """The modalities whose files a model can go on from."""
+def _prompt_modalities() -> list[Modality]:
+    """Return the modalities with files that a model can continue."""
     return [modality for modality in MODALITIES.values() if modality.prompt_help is not None]
 
 
 def _print_likelihood(arguments: argparse.Namespace, model: SparseTransformer, data: ModelData) -> None:
-    """A file's score: a JSON line, and on standard error one for people."""
+    """Print a file's score as a JSON line, and a line for people to standard error."""
     path = arguments.likelihood
     if data.palette is not None and not arguments.decoded:
         rule = "the model scores pixels of pictures, and no bytes of files; add --decoded"
         raise ConfigError(f"--likelihood={path}: {rule}")
-    if arguments.decoded and data.modality in _prompted():
-        with _opened(path, "--likelihood", data) as opened:
-            content = opened.read(0, sys.maxsize)
+    if arguments.decoded and data.modality in _prompt_modalities():
+        with _open_sample(path, "--likelihood", data) as sample:
+            content = sample.read(0, sys.maxsize)
     else:
         content = read_file(path, "--likelihood")
     with computing_numbers(arguments.model), naming(f"--likelihood={path}"):
@@ -102,18 +102,18 @@ def _print_likelihood(arguments: argparse.Namespace, model: SparseTransformer, d
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be sampled, and where it goes."""
+    """A request for samples, and where to write them."""
 
     data: ModelData
     prompts: list[bytes]  # P, of one length
-    count: int  # samples of each
-    num_bytes: int  # to sample, of content
-    prompted: list[tuple[bytes, bytes]]  # as ``Modality.sample_files`` takes them
-    files: list[Path]  # none: standard output
+    count: int  # samples for each prompt
+    num_bytes: int  # of content to sample
+    prompted: list[tuple[bytes, bytes]]  # for ``Modality.sample_files``
+    files: list[Path]  # empty: standard output
 
 
 def settle(arguments: argparse.Namespace, data: ModelData, context: int) -> Request:
-    """What the options ask for, of a model of such bytes and context.
+    """Turn the options into a request, for a model of such data and context.
 
     Raises:
         ConfigError, DataError: they do not fit the model or each other, or a prompt cannot be read.
@@ -126,30 +126,29 @@ def settle(arguments: argparse.Namespace, data: ModelData, context: int) -> Requ
         rule = f"must be whole {data.unit}s of {data.token_bytes} bytes; take --prompt-image"
         raise ConfigError(f"--prompt: has {len(prompts[0])} bytes: {rule}")
     num_bytes = _num_bytes(arguments, data, len(prompts[0]), context)
-    return Request(
-        data, prompts, count, num_bytes, prompted, output_files(arguments.output, data, count, len(prompted))
-    )
+    files = output_files(arguments.output, data, count, len(prompted))
+    return Request(data, prompts, count, num_bytes, prompted, files)
 
 
 def _prompts(
     arguments: argparse.Namespace, data: ModelData, context: int
 ) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
-    """As ``read_prompts``, by the options; without any, the prompt is empty."""
-    chosen, kept = None, None
-    for modality in _prompted():
+    """Return the prompts as ``read_prompts`` does, according to the options; by default one empty prompt."""
+    chosen, length = None, None
+    for modality in _prompt_modalities():
         keep = modality.keep_option
         value = None if keep is None else getattr(arguments, keep.attribute)
         if getattr(arguments, f"prompt_{modality.name}") is not None:
-            chosen, kept = modality, value
+            chosen, length = modality, value
         elif keep is not None and value is not None:
-            raise ConfigError(f"{keep.name}: is of --prompt-{modality.name} FILE; leave it out")
+            raise ConfigError(f"{keep.name}: only works together with --prompt-{modality.name} FILE; leave it out")
     if chosen is not None:
         option, paths = f"--prompt-{chosen.name}", getattr(arguments, f"prompt_{chosen.name}")
         paths = paths if isinstance(paths, list) else [paths]
         if data.modality is not chosen:
             rule = f"the model writes {data.modality.words}; take --prompt-file for bytes as they are"
             raise ConfigError(f"{option}={paths[0]}: {rule}")
-        return read_prompts(paths, option, data, kept, context)
+        return read_prompts(paths, option, data, length, context)
     if arguments.prompt_file is None:
         return [(arguments.prompt or "").encode(errors="surrogateescape")], []
     return [read_file(arguments.prompt_file, "--prompt-file")], []
@@ -158,14 +157,14 @@ def _prompts(
 def read_prompts(
     paths: Sequence[Path], option: str, data: ModelData, keep: int | float | None, context: int
 ) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
-    """The beginnings of files of the model's modality; where all files have one size, also (whole, beginning) of each.
+    """Return the beginnings of files of the model's modality; for files of one size, also (content, beginning) pairs.
 
     Raises:
         ConfigError, DataError: a file cannot be read, or does not fit the model.
     """
     prompts, prompted = [], []
     for path in paths:
-        with _opened(path, option, data) as content:
+        with _open_sample(path, option, data) as content:
             prompts.append(data.modality.read_prompt(content, keep, data.properties, context))
             size = data.modality.document_bytes(data.properties)
             if size is not None:
@@ -174,8 +173,8 @@ def read_prompts(
 
 
 @contextmanager
-def _opened(path: Path, option: str, data: ModelData) -> Iterator[Content]:
-    """A file's content as the model writes it; what is wrong with the file is told by the option's name."""
+def _open_sample(path: Path, option: str, data: ModelData) -> Iterator[Content]:
+    """Open a file's content in the model's format; errors name the option."""
     properties = data.file_properties
     try:
         with open_plain(path) as file:
@@ -186,40 +185,42 @@ def _opened(path: Path, option: str, data: ModelData) -> Iterator[Content]:
         raise ConfigError(f"{option}={path}: {error.strerror}") from None
 
 
-def _num_bytes(arguments: argparse.Namespace, data: ModelData, given: int, context: int) -> int:
-    """Bytes to sample after so many that are given; ConfigError where they do not fit."""
+def _num_bytes(arguments: argparse.Namespace, data: ModelData, prompt_bytes: int, context: int) -> int:
+    """Return how many bytes to sample after a prompt of ``prompt_bytes`` bytes; ConfigError if they do not fit."""
     modality, size = data.modality, data.modality.document_bytes(data.properties)
     if size is not None:
         for option in ("bytes", "seconds", "slide"):
             if getattr(arguments, option) not in (None, False):
                 rule = f"{modality.words} have {size} bytes, no more and no less; leave it out, or take --modality text"
                 raise ConfigError(f"--{option}: {rule}")
-        if given >= size:
-            raise ConfigError(f"--prompt-file: has {given} bytes, and {modality.words} have {size}; give less of it")
-        return size - given
+        if prompt_bytes >= size:
+            raise ConfigError(
+                f"--prompt-file: has {prompt_bytes} bytes, and {modality.words} have {size}; give less of it"
+            )
+        return size - prompt_bytes
     if arguments.seconds is not None:
-        wanted = modality.bytes_in(arguments.seconds, "--seconds", data.file_properties)
+        count = modality.bytes_in(arguments.seconds, "--seconds", data.file_properties)
     elif arguments.bytes is not None:
-        wanted = arguments.bytes
+        count = arguments.bytes
     else:
-        wanted = max(1, min(modality.sample_bytes or context, context - given))
-    if wanted < 1:
-        raise ConfigError(f"--bytes={wanted}: must be at least 1")
-    if given + wanted > context and not arguments.slide:
-        fits = f"--bytes {context - given}"
+        count = max(1, min(modality.sample_bytes or context, context - prompt_bytes))
+    if count < 1:
+        raise ConfigError(f"--bytes={count}: must be at least 1")
+    if prompt_bytes + count > context and not arguments.slide:
+        fits = f"--bytes {context - prompt_bytes}"
         if arguments.seconds is not None:
-            fits = f"--seconds {(context - given) / modality.bytes_in(1, '--seconds', data.file_properties):.9g}"
-        fits = f"take at most {fits}, or " if given < context else ""
+            fits = f"--seconds {(context - prompt_bytes) / modality.bytes_in(1, '--seconds', data.file_properties):.9g}"
+        fits = f"take at most {fits}, or " if prompt_bytes < context else ""
         rule = f"they must fit in the model's context of {context}; {fits}add --slide to go on beyond it"
-        raise ConfigError(f"sample: prompt and sample are {given + wanted} tokens: {rule}")
-    return wanted
+        raise ConfigError(f"sample: prompt and sample are {prompt_bytes + count} tokens: {rule}")
+    return count
 
 
 def output_files(output: Path | None, data: ModelData, count: int, num_prompts: int) -> list[Path]:
-    """The new files that samples go to: none for standard output, one for all samples, or one each.
+    """Return the new files for samples: none for standard output, one for all samples, or one each.
 
     Raises:
-        ConfigError, DataError: the suffix is not that of the modality, a file is there, or they cannot be made.
+        ConfigError, DataError: the suffix does not fit the modality, a file exists, or files cannot be created.
     """
     modality = data.modality
     if output is None:
@@ -230,8 +231,8 @@ def output_files(output: Path | None, data: ModelData, count: int, num_prompts: 
         return []
     modality.check_samples(count, num_prompts, data.file_properties)
     suffix = modality.output_suffix
-    of_others = {other.output_suffix for other in MODALITIES.values()} - {suffix, None}
-    if output.suffix in of_others if suffix is None else output.suffix != suffix:
+    other_suffixes = {kind.output_suffix for kind in MODALITIES.values()} - {suffix, None}
+    if output.suffix in other_suffixes if suffix is None else output.suffix != suffix:
         rule = f"must be no {output.suffix} file" if suffix is None else f"must be a {suffix} file"
         raise ConfigError(f"--output={output}: {rule}, as the model writes {modality.words}")
     files = [output]
@@ -242,8 +243,8 @@ def output_files(output: Path | None, data: ModelData, count: int, num_prompts: 
     return files
 
 
-def _sampled(arguments: argparse.Namespace, model: SparseTransformer, request: Request) -> Iterator[Tensor]:
-    """The tokens of all samples, (S,) each; ConfigError where a setting is out of range."""
+def _generate(arguments: argparse.Namespace, model: SparseTransformer, request: Request) -> Iterator[Tensor]:
+    """Yield the tokens of all samples, (S,) each; ConfigError if a setting is out of range."""
     if not 0 <= arguments.seed < 2**63:
         raise ConfigError(f"--seed={arguments.seed}: must be from 0 to 2**63 - 1")
     rows = [request.data.tokens(prompt).tolist() for prompt in request.prompts for _ in range(request.count)]
@@ -262,26 +263,26 @@ def _sampled(arguments: argparse.Namespace, model: SparseTransformer, request: R
         raise ConfigError(f"sample: {error}") from None
 
 
-def _collected(request: Request, sampled: Iterator[Tensor]) -> np.ndarray:
-    """All samples, each after its prompt, (S, bytes) uint8; how many bytes there are is told meanwhile."""
+def _collect(request: Request, generated: Iterator[Tensor]) -> np.ndarray:
+    """Return all samples, each after its prompt, (S, bytes) uint8, and show the progress."""
     data = request.data
-    given = [data.content(data.tokens(prompt)) for prompt in request.prompts for _ in range(request.count)]
+    prompts = [data.content(data.tokens(prompt)) for prompt in request.prompts for _ in range(request.count)]
     columns, counter = [], counting.WorkCounter("sampling", request.num_bytes, "bytes")
-    for number, tokens in enumerate(sampled, start=1):
+    for number, tokens in enumerate(generated, start=1):
         columns.append(tokens.cpu().numpy())
         counter.at(number * data.token_bytes)
     counter.close()
-    return np.concatenate([np.stack(given), data.content(np.stack(columns, axis=1))], axis=1)
+    return np.concatenate([np.stack(prompts), data.content(np.stack(columns, axis=1))], axis=1)
 
 
-def _write_output(request: Request, sampled: Iterator[Tensor]) -> None:
-    """To standard output: one sample byte by byte, several one after another once all are there."""
+def _write_output(request: Request, generated: Iterator[Tensor]) -> None:
+    """Write to standard output: one sample byte by byte, several one after another at the end."""
     if len(request.prompts) * request.count == 1:
         data, (prompt,) = request.data, request.prompts
-        tokens = itertools.chain([data.tokens(prompt)], (token.cpu().numpy() for token in sampled))
-        samples: list[Iterable[bytes]] = [(data.content(each).tobytes() for each in tokens)]
+        tokens = itertools.chain([data.tokens(prompt)], (token.cpu().numpy() for token in generated))
+        samples: list[Iterable[bytes]] = [(data.content(part).tobytes() for part in tokens)]
     else:
-        samples = [[sample.tobytes()] for sample in _collected(request, sampled)]
+        samples = [[sample.tobytes()] for sample in _collect(request, generated)]
     for number, pieces in enumerate(samples, start=1):
         if sys.stdout.isatty():
             if len(samples) > 1:
@@ -294,9 +295,9 @@ def _write_output(request: Request, sampled: Iterator[Tensor]) -> None:
 
 
 def write_text(pieces: Iterable[bytes], stream: TextIO) -> None:
-    """Text as it comes, for a terminal: a character once it is whole, what is no UTF-8 as the replacement character.
+    """Write text as it comes, for a terminal: complete characters, and the replacement character for invalid UTF-8.
 
-    Control characters but for line ends and tabs are left out: they could do anything to a terminal.
+    Control characters except line ends and tabs are omitted, because they can control a terminal.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     encoding = stream.encoding or "utf-8"

@@ -353,7 +353,7 @@ WRONG: list[tuple[str, str]] = [
     ("sample model --modality image", "--modality=image: config.json tells no picture's size; take --modality text"),
     ("sample model --rate 8000", "--rate=8000: the model writes text; leave it out"),
     ("sample model --seed -1", "--seed=-1: must be from 0 to 2**63 - 1"),
-    ("sample model --batch 3", "--batch: is of --likelihood FILE; leave it out"),
+    ("sample model --batch 3", "--batch: only works together with --likelihood FILE; leave it out"),
     ("sample model --likelihood text --min-context 64", "--min-context=64: must be from 0 to 63, less than the"),
     ("serve model --host '' --port 0", "--host=\"\": must be an address of this machine; such as 127.0.0.1"),
     ("serve model --host nowhere.invalid --port 0", "--host=nowhere.invalid: is no address of this machine; take"),

@@ -95,7 +95,7 @@ def test_every_byte_counts_once_however_small_the_file(size: int, tmp_path: Path
         (["--likelihood", "/"], "--likelihood=/: is a folder, not a plain file"),
         (["--likelihood", "{file}", "--min-context", "64"], "--min-context=64: must be from 0 to 63"),
         (["--likelihood", "{file}", "--batch", "0"], "--batch=0: must be from 1 to 65,536 contexts; such as 4"),
-        (["--batch", "3"], "--batch: is of --likelihood FILE; leave it out"),
+        (["--batch", "3"], "--batch: only works together with --likelihood FILE; leave it out"),
         (
             ["--likelihood", "{file}", "--prompt", "x"],
             "--likelihood: scores a file, and samples nothing; leave out --p",
