@@ -1,12 +1,13 @@
-"""Bytes to a code by a model's probabilities, and back: arithmetic coding, context by context.
+"""Arithmetic coding of bytes by a model's probabilities, context by context.
 
-The content is cut into contexts of the model's length, the last one shorter, each with nothing before it. Some stand
-side by side in one session, which steps from byte to byte in both directions: encoder and decoder compute the same
-shapes from the same bytes in one loop, by one thread, under the same settings. So one machine computes the same bits
-both ways. ``computed_crc32`` says whether another machine does, and checks within the code find out where it does not.
+The content is cut into contexts of the model's length, the last one shorter, with nothing before each. A batch of
+contexts shares one session, which advances byte by byte in both directions. So encoder and decoder compute the same
+shapes from the same bytes in one loop, by one thread and under the same settings, and one machine computes the same
+bits both ways. ``computed_crc32`` predicts whether another machine does, and checks within the code detect if it does
+not.
 
 The range coder gives a symbol an interval of the integers 0 to 2**40. It keeps a range of 2**56 to 2**64 numbers and
-narrows it to each symbol's share, which loses at most 2.2e-5 bits by rounding; all of it is integers, so that both
+narrows it to each symbol's share, which loses at most 2.2e-5 bits by rounding. It only uses integers, so that both
 directions agree to the bit. Letters: B rows, V symbols.
 """
 
@@ -23,48 +24,48 @@ import torch
 from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 
 MOST_ROWS = 32
-_MOST_CACHE_BYTES = 1 << 30  # of keys and values of all contexts side by side
-TOTAL_BITS = 40  # of the integers that all symbols of a step share: the most that one symbol can cost
+_MOST_CACHE_BYTES = 1 << 30  # of keys and values of a batch
+TOTAL_BITS = 40  # of the integers that symbols share, and the most that one symbol can cost
 TOTAL = 1 << TOTAL_BITS
 _STATE_BITS = 64
 _MASK = (1 << _STATE_BITS) - 1
 _LEAST_RANGE = 1 << (_STATE_BITS - 8)
-_UNWRITTEN = 7  # bytes of the state that an encoder leaves out at the end: they are zeros
+_UNWRITTEN = 7  # zero bytes of the state that an encoder omits at the end
 _SYMBOLS_PER_CHECK, _CHECK_BITS = 4096, 16
-# Positions of a fingerprint: so many, or this share of a longer context, which bounds its share of the work.
+# Positions for ``computed_crc32``: so many, or this share of a longer context, which bounds its share of the work.
 _PROBED_POSITIONS, _PROBED_SHARE = 64, 32
 _SUBNORMAL = 1e-40  # in fp32
 
-# The byte at a place in the content: takes the place, and its step's edges, (V + 1,) int64.
+# Maps a place in the content, and the edges there, (V + 1,) int64, to the byte.
 NextByte = Callable[[int, np.ndarray], int]
 
 
 class DamagedError(ValueError):
-    """The coded bytes are not what an encoder made."""
+    """No encoder writes such bytes."""
 
 
 def rows_for(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
-    """How many contexts stand side by side, for content of ``size`` bytes."""
+    """Return how many contexts share a batch, for content of ``size`` bytes."""
     widths = [block.mixer.head_widths(config) for block in config.blocks() if block.mixer is not None]
-    values = sum((each.kept_heads or config.heads) * (each.query_key + each.value) for each in widths)
-    kept = values * dtype.itemsize  # of a position
-    fitting = _MOST_CACHE_BYTES // (kept * min(max(size, 1), config.context))
+    values = sum((head.kept_heads or config.heads) * (head.query_key + head.value) for head in widths)
+    position_bytes = values * dtype.itemsize
+    fitting = _MOST_CACHE_BYTES // (position_bytes * min(max(size, 1), config.context))
     return max(1, min(fitting, MOST_ROWS, -(-size // config.context)))
 
 
 def encode(
     model: SparseTransformer, content: bytes, rows: int, counted: Callable[[int], None] = lambda _: None
 ) -> tuple[bytes, float]:
-    """The content's code, and the bits that the model's probabilities ask for.
+    """Return the content's code, and its bits under the model's probabilities.
 
     Args:
         model: in evaluation mode.
-        content: of symbols below the model's vocabulary.
-        rows: contexts side by side.
-        counted: called with how many bytes are done, again and again.
+        content: symbols below the model's vocabulary.
+        rows: contexts in a batch.
+        counted: called repeatedly with the number of finished bytes.
 
     Raises:
-        FloatingPointError: the model's logits are no numbers.
+        FloatingPointError: the model's logits are not finite.
     """
     encoder, shares, checks = RangeEncoder(), [], _Checks()
 
@@ -91,11 +92,11 @@ def decode(
     *,
     has_checks: bool = True,
 ) -> bytes:
-    """The content of a code; arguments as for ``encode``. A code without checks is of format 1.
+    """Return the content of a code; see ``encode``. A code without checks has format 1.
 
     Raises:
-        DamagedError: no content of so many bytes has this code.
-        FloatingPointError: the model's logits are no numbers.
+        DamagedError: no content of that size has this code.
+        FloatingPointError: the model's logits are not finite.
     """
     decoder, content, checks = RangeDecoder(code), bytearray(), _Checks()
 
@@ -103,7 +104,7 @@ def decode(
         symbol = decoder.decode(edges)
         if symbol > 255:
             raise DamagedError
-        if place >= len(content):  # grown as code is read: a damaged size could be any
+        if place >= len(content):  # grown step by step, because a damaged size could be huge
             content.extend(bytes(place + 1 - len(content)))
         content[place] = symbol
         check = checks.edges_after(symbol) if has_checks else None
@@ -118,15 +119,15 @@ def decode(
 
 
 class _Checks:
-    """What encoder and decoder know of the symbols so far, compared every 4,096 symbols within the code."""
+    """The CRC-32 of the symbols so far, which encoder and decoder compare in the code every 4,096 symbols."""
 
     def __init__(self) -> None:
         self._count = self._crc32 = 0
 
     def edges_after(self, symbol: int) -> np.ndarray | None:
-        """Add a symbol; return the edges of three intervals, the second of which must follow it in the code.
+        """Add a symbol; return the edges of three intervals if a check is due, else None.
 
-        None where no check is due. The second interval stands for the last 16 bits of the CRC-32 of all symbols.
+        The second interval, which must follow in the code, has the last 16 bits of the CRC-32 as its position.
         """
         self._crc32 = zlib.crc32(bytes([symbol]), self._crc32)
         self._count += 1
@@ -138,13 +139,13 @@ class _Checks:
 
 
 def computed_crc32(model: SparseTransformer, size: int, rows: int) -> int:
-    """The CRC-32 of edges that this machine computes in the shapes that coding has, for the same tokens everywhere.
+    """Return the CRC-32 of edges that this machine computes with the shapes of the coding, for fixed tokens.
 
-    They are those of the first positions of all rows: 64, or 1/32 of the context where that is more.
+    Uses the first positions of all rows: 64, or 1/32 of the context if that is more.
 
     Raises:
         DamagedError: no encoder has so many rows.
-        FloatingPointError: the model's logits are no numbers.
+        FloatingPointError: the model's logits are not finite.
     """
     longest = min(size, model.config.context)
     crc32 = 0
@@ -161,14 +162,14 @@ def computed_crc32(model: SparseTransformer, size: int, rows: int) -> int:
 
 
 def _step(model: SparseTransformer, size: int, rows: int, next_byte: NextByte, counted: Callable[[int], None]) -> None:
-    """Calls ``next_byte`` for every place of the content, position by position, with the model's edges there."""
+    """Call ``next_byte`` for every place of the content, position by position, with the model's edges there."""
     if not size:
         return
     context, done = model.config.context, 0
     with _coding_session(model, size, rows) as session:
         for first in range(0, size, rows * context):
             session.reset()
-            # Rows and positions beyond the content are computed too, on zeros: both directions have the same shapes.
+            # Rows and positions beyond the content are computed on zeros, so that both directions have the same shapes.
             places = first + context * np.arange(rows)
             longest = min(context, size - first)
             for position in range(longest):
@@ -185,9 +186,9 @@ def _step(model: SparseTransformer, size: int, rows: int, next_byte: NextByte, c
 
 @contextmanager
 def _coding_session(model: SparseTransformer, size: int, rows: int) -> Iterator[Session]:
-    """The session of a content of ``size`` bytes, under settings that nothing else in the process decides.
+    """Open a session for content of ``size`` bytes, under fixed settings.
 
-    That is one thread, no autocast, and subnormal numbers as they are. All is set back afterwards.
+    These are one thread, no autocast and no flushing of subnormal numbers. All are restored afterwards.
     """
     if not 1 <= rows <= MOST_ROWS:
         raise DamagedError
@@ -204,13 +205,13 @@ def _coding_session(model: SparseTransformer, size: int, rows: int) -> Iterator[
 
 
 def intervals(logits: np.ndarray) -> np.ndarray:
-    """The edges of the symbols' intervals: (B, V) logits -> (B, V + 1) int64, from 0 to 2**40.
+    """Return the edges of the symbols' intervals: (B, V) logits -> (B, V + 1) int64, from 0 to 2**40.
 
-    Each symbol gets 1, so that none is impossible, and its share of the rest by the softmax in fp64, rounded down: at
-    V = 256 it has all but 2**-32 of its probability. What rounding leaves goes to the most likely symbol.
+    Each symbol gets 1, so that none is impossible, plus its softmax share of the remaining numbers in fp64, rounded
+    down. At V = 256 it has all but 2**-32 of its probability. The rounding remainder goes to the most likely symbol.
 
     Raises:
-        FloatingPointError: a row holds no numbers.
+        FloatingPointError: a row has values that are not finite.
     """
     rows, symbols = logits.shape
     assert symbols < TOTAL >> 8
@@ -227,7 +228,7 @@ def intervals(logits: np.ndarray) -> np.ndarray:
 
 
 class RangeEncoder:
-    """Intervals to bytes."""
+    """Encodes intervals as bytes."""
 
     def __init__(self) -> None:
         self._low, self._range = 0, _MASK
@@ -244,14 +245,14 @@ class RangeEncoder:
             self._range <<= 8
 
     def finish(self) -> bytes:
-        """All bytes of the code."""
-        # A range of 2**56 holds a number whose last seven bytes are zeros. A decoder reads zeros after the end.
+        """Return all bytes of the code."""
+        # A range of 2**56 has a number with seven zero bytes at the end. A decoder reads zeros after the end.
         self._move(-(-self._low // _LEAST_RANGE) * _LEAST_RANGE)
         self._out.append(self._low >> (_STATE_BITS - 8))
         return bytes(self._out)
 
     def _move(self, low: int) -> None:
-        """Let the range begin at ``low``; a carry goes into the bytes that are written already."""
+        """Let the range begin at ``low``; a carry goes into bytes that are already written."""
         if low > _MASK:
             place = len(self._out) - 1
             while self._out[place] == 0xFF:
@@ -262,18 +263,18 @@ class RangeEncoder:
 
 
 class RangeDecoder:
-    """Bytes to symbols."""
+    """Decodes bytes to symbols."""
 
     def __init__(self, coded: bytes) -> None:
         self._coded, self._place = coded, _STATE_BITS // 8
         self._range = _MASK
-        self._code = int.from_bytes(coded[:8].ljust(8, b"\0"), "big")  # from the range's beginning
+        self._code = int.from_bytes(coded[:8].ljust(8, b"\0"), "big")  # relative to the range's beginning
 
     def decode(self, edges: np.ndarray) -> int:
-        """The next symbol, of (V + 1,) edges as ``intervals`` has them.
+        """Return the next symbol, given (V + 1,) edges from ``intervals``.
 
         Raises:
-            DamagedError: no encoder writes that.
+            DamagedError: no encoder writes such bytes.
         """
         unit = self._range >> TOTAL_BITS
         value = self._code // unit
@@ -291,6 +292,6 @@ class RangeDecoder:
         return symbol
 
     def check_end(self) -> None:
-        """Raise DamagedError where bytes are left, or were missing, after the last symbol."""
+        """Raise DamagedError if bytes remain, or were missing, after the last symbol."""
         if self._place != len(self._coded) + _UNWRITTEN:
             raise DamagedError

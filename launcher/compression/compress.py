@@ -1,32 +1,56 @@
-"""`longstride compress FILE` and `decompress`: lossless, by an exported model's probabilities. Need no deepspeed."""
+"""`longstride compress FILE` and `decompress`: lossless compression by an exported model's probabilities.
+
+A compressed file has the code, the model and the machine on which it can be read again:
+
+    4 bytes   "LSZ" and the format's version, 2
+    16 bytes  of the model's fingerprint
+    varint    bytes of the content
+    4 bytes   CRC-32 of the content
+    varint    contexts in a batch
+    varint    length of the next field
+    text      the machine that made the file, in ASCII: ``machine_name``
+    4 bytes   CRC-32 of numbers that the model computed there: ``coding.computed_crc32``
+    …         the code
+    4 bytes   CRC-32 of all bytes before
+
+Integers are little-endian. A varint has seven bits a byte, the lowest first. All fields but the code take about 60
+bytes. Format 1 had only torch's version as the text, ``settings_crc32`` instead of computed numbers, and no checks in
+its code. Needs no deepspeed.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
+import io
+import platform
 import sys
 import time
 import zlib
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from longstride.kernels import ConfigError
 from longstride.launcher.compression.coding import DamagedError, computed_crc32, decode, encode, rows_for
-from longstride.launcher.compression.compressed_file import (
-    Compressed,
-    NotReadableError,
-    machine_name,
-    settings_crc32,
-    shortened,
-)
 from longstride.launcher.files import check_new, naming, read_file, write_new
 from longstride.launcher.generation import check_bytes
 from longstride.launcher.models import Exported, computing_numbers, load_model, usable_device
 from longstride.launcher.output import counting
 from longstride.sparse_model import SparseTransformer
 
+_MAGIC = b"LSZ"
+FORMAT = 2
+_FINGERPRINT_BYTES = 16
+_VARINT_BYTES = 9
+_MOST_NAME = 80  # characters
+
 
 def run_compress(arguments: argparse.Namespace) -> int:
-    """Runs `compress`; returns its exit code."""
+    """Run `compress`; return its exit code."""
     usable_device(arguments.device)
     check_new(arguments.output)
     content = read_file(arguments.file, "FILE")
@@ -45,29 +69,29 @@ def run_compress(arguments: argparse.Namespace) -> int:
     counter.close()
     fingerprint = shortened(Exported(arguments.model, trust_code=arguments.trust_code).fingerprint())
     made_by = machine_name(model.embedding.start.device)
-    whole = Compressed(fingerprint, len(content), zlib.crc32(content), rows, made_by, computed, code).to_bytes()
-    write_new(arguments.output, whole)
-    line = f"{arguments.output}: {len(whole):,} bytes of {len(content):,}"
+    compressed = Compressed(fingerprint, len(content), zlib.crc32(content), rows, made_by, computed, code).to_bytes()
+    write_new(arguments.output, compressed)
+    line = f"{arguments.output}: {len(compressed):,} bytes of {len(content):,}"
     if content:
-        rate = f"{8 * len(whole) / len(content):.4f} bits per byte (the model's {bits / len(content):.4f})"
+        rate = f"{8 * len(compressed) / len(content):.4f} bits per byte (the model's {bits / len(content):.4f})"
         line += f", {rate}, in {time.perf_counter() - start:.1f} s"
     print(line, file=sys.stderr)
     return 0
 
 
 def run_decompress(arguments: argparse.Namespace) -> int:
-    """Runs `decompress`; returns its exit code. Writes nothing unless the content has its CRC-32."""
+    """Run `decompress`; return its exit code. Nothing is written unless the content has its CRC-32."""
     usable_device(arguments.device)
     check_new(arguments.output)
     try:
         compressed = Compressed.from_bytes(read_file(arguments.file, "FILE"))
     except NotReadableError as error:
         raise ConfigError(f"FILE={arguments.file}: {error}") from None
-    models = Exported(arguments.model, trust_code=arguments.trust_code).fingerprint()
-    if compressed.fingerprint != shortened(models):
+    fingerprint = Exported(arguments.model, trust_code=arguments.trust_code).fingerprint()
+    if compressed.fingerprint != shortened(fingerprint):
         needed = compressed.fingerprint.hex()
         rule = f"another model's file: its fingerprint begins with {needed}, and that of {arguments.model} with"
-        raise ConfigError(f"FILE={arguments.file}: is {rule} {models[: len(needed)]}; name the model with --model")
+        raise ConfigError(f"FILE={arguments.file}: is {rule} {fingerprint[: len(needed)]}; name the model with --model")
     model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
     if not arguments.elsewhere and (difference := _difference(compressed, model)) is not None:
         advice = "decompress it there, or try it with --elsewhere"
@@ -88,9 +112,9 @@ def run_decompress(arguments: argparse.Namespace) -> int:
 
 
 def _difference(compressed: Compressed, model: SparseTransformer) -> str | None:
-    """How a file's machine differs from this one, worded to follow "was compressed"; None where the bits agree."""
+    """Describe how a file's machine differs from this one, to follow "was compressed"; None if the bits agree."""
     made_by = compressed.made_by
-    if compressed.format == 1:  # which knows only what bits depend on, not the bits
+    if compressed.format == 1:  # which only has the settings that bits depend on
         if made_by == torch.__version__ and compressed.bits_crc32 == settings_crc32(model):
             return None
         differs = "on another processor, device or build of torch"
@@ -101,8 +125,137 @@ def _difference(compressed: Compressed, model: SparseTransformer) -> str | None:
         if computed_crc32(model, compressed.size, compressed.rows) == compressed.bits_crc32:
             return None
     except (DamagedError, FloatingPointError):
-        pass  # no model computes that where a file is made
-    here = machine_name(model.embedding.start.device)
-    if here == made_by:
+        pass  # an encoder would have failed
+    this_machine = machine_name(model.embedding.start.device)
+    if this_machine == made_by:
         return f"by {made_by} as here, and yet the model computes other bits: a setting such as MKL_CBWR differs"
-    return f"by {made_by}, and the model computes other bits here, by {here}"
+    return f"by {made_by}, and the model computes other bits here, by {this_machine}"
+
+
+class NotReadableError(ValueError):
+    """The bytes are no compressed file of this version, or damaged. The message follows the file's name."""
+
+
+def machine_name(device: torch.device) -> str:
+    """Return torch's version and the processor or GPU, for people to compare."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor() or platform.machine()
+    return f"torch {torch.__version__} on {name}"[:_MOST_NAME]
+
+
+def settings_crc32(model: SparseTransformer) -> int:
+    """Return format 1's CRC-32 of other influences on last bits: packages, processor or GPU, dtype."""
+    try:
+        version = importlib.metadata.version("longstride")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        version = ""
+    start = model.embedding.start
+    computing = [
+        version,
+        torch.__config__.show(),
+        torch.backends.cpu.get_cpu_capability(),
+        # Matrix products depend on architecture and processor.
+        f"{platform.machine()} {_processor()}",
+        np.__version__,  # its exp computes probabilities
+        torch.cuda.get_device_name(start.device) if start.is_cuda else start.device.type,
+        str(start.dtype),
+    ]
+    return zlib.crc32("\n".join(computing).encode())
+
+
+def _processor() -> str:
+    """Return the processor's name, empty if the system does not know it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """The content of a compressed file."""
+
+    fingerprint: bytes  # the first 16 of the model's 32
+    size: int  # bytes of the content
+    crc32: int  # of the content
+    rows: int  # contexts in a batch
+    made_by: str  # machine_name; in format 1 torch's version
+    bits_crc32: int  # coding.computed_crc32; in format 1 settings_crc32
+    code: bytes
+    format: int = FORMAT
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of the file."""
+        made_by = self.made_by.encode("ascii", "replace")
+        parts = [
+            _MAGIC,
+            bytes([self.format]),
+            self.fingerprint,
+            _varint(self.size),
+            self.crc32.to_bytes(4, "little"),
+            _varint(self.rows),
+            _varint(len(made_by)),
+            made_by,
+            self.bits_crc32.to_bytes(4, "little"),
+            self.code,
+        ]
+        content = b"".join(parts)
+        return content + zlib.crc32(content).to_bytes(4, "little")
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Compressed:
+        """Read a file.
+
+        Raises:
+            NotReadableError: it is another file, of a newer format, damaged or truncated.
+        """
+        if content[:3] != _MAGIC:
+            raise NotReadableError("is no file that `longstride compress` wrote")
+        if content[3:4] and not 1 <= content[3] <= FORMAT:
+            raise NotReadableError(f"is of format {content[3]}, and this Longstride reads 1 to {FORMAT}")
+        body, check = content[:-4], content[-4:]
+        damaged = NotReadableError("is damaged or cut short; fetch it again")
+        if len(body) < 4 or zlib.crc32(body).to_bytes(4, "little") != check:
+            raise damaged
+        file = io.BytesIO(body[4:])
+        try:
+            fingerprint = _take(file, _FINGERPRINT_BYTES)
+            size, crc32 = _take_varint(file), int.from_bytes(_take(file, 4), "little")
+            rows, made_by = _take_varint(file), _take(file, _take_varint(file)).decode("ascii")
+            bits_crc32 = int.from_bytes(_take(file, 4), "little")
+        except ValueError:
+            raise damaged from None
+        if len(made_by) > _MOST_NAME:
+            raise damaged
+        return cls(fingerprint, size, crc32, rows, made_by, bits_crc32, file.read(), content[3])
+
+
+def shortened(fingerprint: str) -> bytes:
+    """Return the part of a hexadecimal fingerprint that files contain."""
+    return bytes.fromhex(fingerprint)[:_FINGERPRINT_BYTES]
+
+
+def _take(file: io.BytesIO, size: int) -> bytes:
+    """Read the next bytes; ValueError if the file ends early."""
+    field = file.read(size)
+    if len(field) < size:
+        raise ValueError
+    return field
+
+
+def _take_varint(file: io.BytesIO) -> int:
+    value = 0
+    for number in range(_VARINT_BYTES):
+        (byte,) = _take(file, 1)
+        value |= (byte & 0x7F) << 7 * number
+        if byte < 0x80:
+            return value
+    raise ValueError
+
+
+def _varint(number: int) -> bytes:
+    parts = []
+    while number >= 0x80:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*parts, number])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from longstride.launcher import cli
 from longstride.launcher.compression.coding import MOST_ROWS, decode, encode, rows_for
-from longstride.launcher.compression.compressed_file import Compressed, machine_name, settings_crc32
+from longstride.launcher.compression.compress import Compressed, machine_name, settings_crc32
 from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.models.exported import load_model
 from longstride.sparse_model import SparseTransformer, generate
