@@ -17,8 +17,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 from longstride.launcher.output import exit_codes, lasting_output  # noqa: E402  the path comes first
-from longstride.launcher.stops import LauncherGone, StopFile, StopFlag  # noqa: E402
-from longstride.launcher.stops.stop_flag import end_now  # noqa: E402
+from longstride.launcher.stops import LauncherGone, StopFile, StopFlag, end_now  # noqa: E402
 
 
 def command(role: str, folder: Path, *words: str) -> list[str]:

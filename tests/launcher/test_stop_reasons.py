@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from longstride.launcher.stops.reasons import LEAVE_AT_ONCE, LauncherGone, StopFile, TimeIsUp
+from longstride.launcher.stops import LEAVE_AT_ONCE, LauncherGone, StopFile, TimeIsUp
 
 
 def test_time_is_up_after_so_many_seconds_of_the_process() -> None:

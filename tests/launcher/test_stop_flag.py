@@ -15,8 +15,7 @@ import pytest
 
 from longstride.launcher.cluster.restarts import read_progress
 from longstride.launcher.output import exit_codes
-from longstride.launcher.stops.reasons import LEAVE_AT_ONCE, StopFile
-from longstride.launcher.stops.stop_flag import SignalPipe, StopFlag
+from longstride.launcher.stops import LEAVE_AT_ONCE, SignalPipe, StopFile, StopFlag
 from tests.harness.runs import ROOT, hear_hangups, metrics, plain_environment, spawn
 
 Trained = Callable[..., Path]
@@ -48,9 +47,9 @@ def test_signal_to_one_rank_stops_all_and_nothing_is_lost(
 _STUCK = """
 import ctypes, sys, threading, time
 from contextlib import nullcontext
-from longstride.launcher.stops import stop_flag
-stop_flag._SAME_STOP_SECONDS = 0.5
-stop = stop_flag.StopFlag()
+from longstride.launcher import stops
+stops._SAME_STOP_SECONDS = 0.5
+stop = stops.StopFlag()
 stop.listen()
 def show():
     while stop.reason is None:
@@ -127,8 +126,8 @@ def test_stop_that_the_first_rank_alone_is_told_waits_until_all_have_met(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr("longstride.launcher.stops.stop_flag.end_now", ended.append)
-    monkeypatch.setattr("longstride.launcher.stops.stop_flag._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("longstride.launcher.stops.end_now", ended.append)
+    monkeypatch.setattr("longstride.launcher.stops._POLL_SECONDS", 0.01)
     file, stop, polls = StopFile(tmp_path / ".stop-1"), StopFlag(), threading.Semaphore(0)
     file.write("SIGTERM")
     stop.add_source(lambda: polls.release(), handled_only=True)  # type: ignore[func-returns-value]
