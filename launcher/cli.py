@@ -1,4 +1,4 @@
-"""`longstride VERB …`: help, options and mistakes; a verb's module is imported when its words are understood."""
+"""`longstride VERB …`: help, options and mistakes. A verb's module is imported once its words are parsed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import io
+import json
 import os
 import select
 import sys
@@ -43,7 +44,7 @@ _CONFIGURE = (
         "config schema",
         "the JSON schema of a run",
         add_schema_arguments,
-        "config.schema.run",
+        "cli.print_schema",
         examples=("longstride config schema", "longstride config schema --output longstride.schema.json"),
     ),
     Verb(
@@ -65,19 +66,19 @@ GROUPS = {
     "configure": _CONFIGURE,
 }
 VERBS = [verb for verbs in GROUPS.values() for verb in verbs]
-_FILES = ("DIR", "FILE", "PATH", "RUN", "CONFIG", "PNG", ".json", ".png")  # in metavars whose words name files
-_EXAMPLE_COLUMNS = 45  # of `longstride --help`; a summary stands beside what is shorter
+_FILES = ("DIR", "FILE", "PATH", "RUN", "CONFIG", "PNG", ".json", ".png")  # metavars with one of these name files
+_EXAMPLE_COLUMNS = 45  # in `longstride --help`, where the summary follows
 
 
 class Parser(argparse.ArgumentParser):
-    """Begins its help with examples, and reports a wrong command line as any other mistake: in one line."""
+    """A parser whose help begins with examples, and which reports a wrong command line in one line."""
 
     def __init__(self, *, examples: Sequence[str] = (), **settings: Any) -> None:
         super().__init__(**settings)
         self.examples = examples
 
     def format_help(self) -> str:
-        """What the verb does, examples, and its options."""
+        """Format the summary, the examples and the options of the verb."""
         about, self.description = self.description, None
         try:
             first = [f"{about}\n"] if about else []
@@ -86,12 +87,12 @@ class Parser(argparse.ArgumentParser):
             self.description = about
 
     def error(self, message: str) -> NoReturn:
-        """Reports the mistake and exits by code 2."""
+        """Report a mistake and exit with code 2."""
         sys.exit(report(AgreedError(f"{' '.join(message.split())}; `{self.prog} --help` tells the options")))
 
 
 def parser_of(verb: Verb) -> Parser:
-    """The parser of a verb's options."""
+    """Return the parser of a verb's options."""
     summary = f"{verb.summary[0].upper()}{verb.summary[1:]}."
     parser = Parser(prog=f"longstride {verb.words}", description=summary, examples=verb.examples)
     verb.add_arguments(parser)
@@ -99,70 +100,67 @@ def parser_of(verb: Verb) -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns its exit code.
+    """Run a command line and return its exit code.
 
-    A mistake of the user (2) and Ctrl-C (130) print no traceback, nor does a reader of standard output that goes away,
-    as `| head` does: a verb that it cuts off ends as by SIGPIPE (141), one that is done has its own code.
+    A mistake of the user (2) and Ctrl-C (130) print no traceback. Neither does a closed standard output, as by
+    `| head`: a verb that it interrupts exits like SIGPIPE (141), a finished one with its own code.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     words = [word for word in words if not word.startswith("--local_rank=")]  # the deepspeed launcher puts it first
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a stream of another encoding, such as ASCII, is no reason to fail
+    if isinstance(sys.stdout, io.TextIOWrapper):  # any encoding will do, even ASCII
         sys.stdout.reconfigure(errors="backslashreplace")
     code = exit_codes.UNREAD
     try:
         try:
             code = _run(words)
         finally:
-            print(end="", flush=True)  # and not as Python ends, when a failure could only be told
+            print(end="", flush=True)  # a failure while Python exits could not be handled
     except BrokenPipeError as error:
-        standing = select.poll()
-        standing.register(sys.stdout, 0)
-        if not standing.poll(0):  # it was another pipe
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if not poll.poll(0):  # another pipe is broken
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still buffers
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what Python still buffers
         if isinstance(error.__context__, SystemExit):
             raise error.__context__ from None
     except OSError as error:
-        # A full disk, which the verb may have told already: what it printed is still to be written.
+        # A full disk: the verb may have reported it already, but its output is still in the buffer.
         return code if code == exit_codes.WRONG_INPUT else report(error)
     return code
 
 
 def _run(words: list[str]) -> int:
-    """Runs the verb that the words begin with, or answers what is asked of all of them."""
+    """Run the verb that the words begin with, or print help or the version."""
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     if words == ["--version"]:
-        of_others = ", ".join(f"{package} {version_of(package)}" for package in ("torch", "triton", "deepspeed"))
-        print(f"longstride {version_of('longstride')} ({of_others})")  # none of them is imported
+        dependencies = ", ".join(f"{package} {version_of(package)}" for package in ("torch", "triton", "deepspeed"))
+        print(f"longstride {version_of('longstride')} ({dependencies})")  # none of them is imported
         return exit_codes.DONE
     verb = next((verb for verb in VERBS if words[: len(verb.words.split())] == verb.words.split()), None)
     if verb is None:
         return _help(words)
     try:
         Path.cwd()
-    except FileNotFoundError:  # torch ends a process that it imports there, with words about a library
-        return report(AgreedError("the working directory has been removed; change to one that is there"))
+    except FileNotFoundError:  # importing torch there would abort the process
+        return report(AgreedError("the working directory has been removed; change to one that exists"))
     try:
-        with ExitStack() as around:
+        with ExitStack() as contexts:
             if verb.words == "train":
-                around.enter_context(lasting_output())
-                # The imports take seconds. A signal meanwhile is a stop of the run, with the exit code of one.
-                around.enter_context(stopped_at_once())
+                contexts.enter_context(lasting_output())
+                # The imports take seconds. A signal meanwhile is a stop of the run, with its exit code.
+                contexts.enter_context(stopped_at_once())
             settle_libraries(os.environ)
             try:
-                parser, rest = parser_of(verb), words[len(verb.words.split()) :]
-            except ValueError as error:  # a modality of another package, which cannot be imported
+                parser, option_words = parser_of(verb), words[len(verb.words.split()) :]
+            except ValueError as error:  # a modality of another package cannot be imported
                 return report(error)
-            as_they_are = verb.passes_words and rest not in (["--help"], ["-h"])
-            options: Any = rest if as_they_are else parser.parse_intermixed_args(rest)
-            if (
-                not as_they_are
-                and "overrides" in options
-                and options.config is not None  # `doctor` may have none
-                and (lines := misspelt_keys(options.config, options.overrides))
-            ):
-                return report(AgreedError("\n".join(lines)))
+            options: Any = option_words
+            if not verb.passes_words or option_words in (["--help"], ["-h"]):
+                options = parser.parse_intermixed_args(option_words)
+                if "overrides" in options and options.config is not None:  # `doctor` needs no configuration
+                    if lines := misspelt_keys(options.config, options.overrides):
+                        return report(AgreedError("\n".join(lines)))
             module, _, function = verb.run.rpartition(".")
             run = getattr(importlib.import_module(f"longstride.launcher.{module}"), function)
             try:
@@ -175,38 +173,54 @@ def _run(words: list[str]) -> int:
         return exit_codes.STOPPED
 
 
-def _listed(verb: Verb) -> list[str]:
-    """An example of a verb and its summary: one line of `longstride --help`, or two where the example is long."""
-    example = verb.examples[0].removeprefix("longstride ")
-    if len(example) > _EXAMPLE_COLUMNS:
-        return [f"  {example}", f"  {'':{_EXAMPLE_COLUMNS}} {verb.summary}"]
-    return [f"  {example:{_EXAMPLE_COLUMNS}} {verb.summary}"]
-
-
 def _help(words: list[str]) -> int:
-    """Lists the verbs that begin as the words do, where that is asked; else says that there is no such verb."""
+    """List the verbs that begin with the words, if these ask for help; else report that there is no such verb."""
     first = [word for word in words if word not in ("-h", "--help")]
     verbs = [verb for verb in VERBS if verb.words.split()[: len(first)] == first]
     prefix = " ".join(["longstride", *first])
     if verbs and (len(first) < len(words) or not words):
         lines = [f"usage: {prefix} VERB …"]
         for title, group in GROUPS.items():
-            listed = [line for verb in group if verb in verbs for line in _listed(verb)]
-            lines += ["", f"{title}:", *listed] if listed else []
-        lines += ["", f"{prefix} VERB --help tells the options of one, with examples."]
-        print("\n".join(lines))
+            members = [verb for verb in group if verb in verbs]
+            lines += ["", f"{title}:"] if members else []
+            for verb in members:
+                example = verb.examples[0].removeprefix("longstride ")
+                if len(example) > _EXAMPLE_COLUMNS:
+                    lines.append(f"  {example}")
+                    example = ""
+                lines.append(f"  {example:{_EXAMPLE_COLUMNS}} {verb.summary}")
+        print("\n".join([*lines, "", f"{prefix} VERB --help tells the options of one, with examples."]))
         return exit_codes.DONE
     names = [verb.words for verb in VERBS]
-    close = [each for typed in (" ".join(words[:2]), words[0]) for each in difflib.get_close_matches(typed, names, n=1)]
-    meant = [verb.words for verb in verbs] or close[:1]
-    hint = f"; there is {', '.join(meant)}" if meant else ""
+    close = [name for text in (" ".join(words[:2]), words[0]) for name in difflib.get_close_matches(text, names, n=1)]
+    suggestions = [verb.words for verb in verbs] or close[:1]
+    hint = f"; there is {', '.join(suggestions)}" if suggestions else ""
     return report(AgreedError(f"no verb {' '.join(first[:2]) or words[0]}{hint}; `longstride --help` lists all"))
 
 
-def complete(arguments: argparse.Namespace) -> int:
-    """Runs `longstride completion`: prints a script by which a shell completes verbs, options and files.
+def print_schema(arguments: argparse.Namespace) -> int:
+    """Run `longstride config schema`: print or write the JSON schema of a run's configuration.
 
-    It is written once, from the parsers of all verbs, so that a TAB starts no Python.
+    Raises:
+        ConfigError: the file exists already, or cannot be written.
+    """
+    from longstride.launcher.config import RunConfig
+    from longstride.launcher.files import check_new, write_new
+
+    text = json.dumps(RunConfig.model_json_schema(), indent=2)
+    if arguments.output is None:
+        print(text)
+        return exit_codes.DONE
+    check_new(arguments.output)
+    write_new(arguments.output, f"{text}\n".encode())
+    say(f'wrote {arguments.output}; a configuration beside it has "$schema": "./{arguments.output.name}"')
+    return exit_codes.DONE
+
+
+def complete(arguments: argparse.Namespace) -> int:
+    """Run `longstride completion`: print a script with which a shell completes verbs, options and files.
+
+    The script comes from the parsers of all verbs, so that TAB starts no Python.
 
     Raises:
         AgreedError: shtab is not installed.
@@ -216,17 +230,16 @@ def complete(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise AgreedError(f'completion: needs shtab ({error}); pip install "longstride[completion]"') from None
     root = argparse.ArgumentParser(prog="longstride")
-    below: dict[tuple[str, ...], Any] = {(): root.add_subparsers()}
+    subparsers: dict[tuple[str, ...], Any] = {(): root.add_subparsers()}
     for verb in VERBS:
-        *above, last = verb.words.split()
-        group = tuple(above)
-        if group not in below:  # shtab completes parsers that have a help
-            below[group] = below[()].add_parser(*above, help=f"{group[0]} VERB").add_subparsers()
-        parser = below[group].add_parser(last, help=verb.summary)
+        *group, last = verb.words.split()
+        if tuple(group) not in subparsers:  # shtab only completes parsers with a help
+            subparsers[tuple(group)] = subparsers[()].add_parser(*group, help=f"{group[0]} VERB").add_subparsers()
+        parser = subparsers[tuple(group)].add_parser(last, help=verb.summary)
         verb.add_arguments(parser)
         for action in parser._actions:
             if action.choices is None and any(name in str(action.metavar) for name in _FILES):
-                vars(action)["complete"] = shtab.FILE  # by which shtab is told
+                vars(action)["complete"] = shtab.FILE
     print(shtab.complete(root, arguments.shell))
     return exit_codes.DONE
 

@@ -1,4 +1,4 @@
-"""Files that a command line names: plain ones are read whole, and new ones never replace another."""
+"""Files named on a command line: regular ones are read into memory, and new ones never replace another."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from longstride.data_pipelines import durable
 from longstride.data_pipelines.plain_files import read_plain
 from longstride.kernels import ConfigError
 
-MOST_BYTES = 1 << 30  # of a named file, which is held in memory: a model takes hours for a hundredth of it
+MOST_BYTES = 1 << 30  # a model needs hours for a hundredth of it
 
 
 def read_file(path: Path, option: str) -> bytes:
-    """The bytes of a plain file; ``option`` is what a command line calls it.
+    """Read a regular file; ``option`` is its name on the command line.
 
     Raises:
-        ConfigError: there is none, it is a folder, a pipe or a device, too long, or it cannot be read.
+        ConfigError: the file is missing, a folder, a pipe or a device, too long, or cannot be read.
     """
     try:
         return read_plain(path, MOST_BYTES)
@@ -28,7 +28,7 @@ def read_file(path: Path, option: str) -> bytes:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Puts a file's name before what is found wrong with its content; an option that is wrong has its own name."""
+    """Put a file's name before each ConfigError about its content, except for one that names an option."""
     try:
         yield
     except ConfigError as error:
@@ -37,16 +37,16 @@ def naming(what: str) -> Iterator[None]:
 
 
 def check_free(path: Path, option: str = "--output") -> None:
-    """Raise ConfigError where something has the name already."""
+    """Raise ConfigError if the path exists already."""
     if path.exists() or path.is_symlink():
         raise ConfigError(f"{option}={path}: exists already; nothing is overwritten")
 
 
-def check_new(path: Path, option: str = "--output", suffix: str = "") -> None:
-    """Raise ConfigError where no new file of a suffix can be made: before the work begins."""
+def check_new(path: Path, option: str = "--output", *suffixes: str) -> None:
+    """Raise ConfigError if no new file with one of the suffixes can be created. Call it before the work begins."""
     check_free(path, option)
-    if suffix and (path.suffix != suffix or not path.parent.is_dir()):
-        raise ConfigError(f"{option}={path}: must be a {suffix} in a folder that exists; such as new{suffix}")
+    if suffixes and (path.suffix not in suffixes or not path.parent.is_dir()):
+        raise ConfigError(f"{option}={path}: must be a {suffixes[0]} in a folder that exists; such as new{suffixes[0]}")
     if not path.parent.is_dir():
         raise ConfigError(f"{option}={path}: must lie in a folder that exists")
     if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -54,14 +54,15 @@ def check_new(path: Path, option: str = "--output", suffix: str = "") -> None:
 
 
 def write_new(path: Path, content: bytes, option: str = "--output") -> None:
-    """Write a file that appears whole, and never over another.
+    """Write a new file atomically.
 
     Raises:
-        ConfigError: a file of that name is there by now, or it cannot be written.
+        ConfigError: the file exists by now, or cannot be written.
     """
     try:
         durable.write_new(path, content)
     except FileExistsError:
         raise ConfigError(f"{option}={path}: exists already; nothing is overwritten") from None
     except OSError as error:
-        raise ConfigError(f"{option}={path}: cannot be written: {error.strerror}") from None
+        rule = f"cannot be written: {error.strerror}; name a file in another folder"
+        raise ConfigError(f"{option}={path}: {rule}") from None

@@ -1,4 +1,4 @@
-"""How verbs write a picture: by matplotlib without a screen, in one style, and never over a file."""
+"""Pictures of verbs: drawn by matplotlib without a screen, in one style, and written to new files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from matplotlib import pyplot as plt
 from longstride.launcher.files import check_new, write_new
 
 DOTS_PER_INCH = 160
-INK, FAINT = "#24292f", "#8c959f"  # of text, and of what stands behind it
-# Of lines, told apart by whoever sees fewer colours, too (Okabe & Ito 2008).
+INK, FAINT = "#24292f", "#8c959f"  # of text, and of axes
+# Colours of lines, which people with colour blindness can distinguish too (Okabe & Ito 2008).
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _STYLE: dict[str, Any] = {
     "font.size": 9,
@@ -49,13 +49,13 @@ _STYLE: dict[str, Any] = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """The style of all pictures, while a figure is drawn. It decorates a function, too."""
+    """Set the style of all pictures while a figure is drawn. Also a decorator."""
     with plt.rc_context(_STYLE):
         yield
 
 
 def curves(size: tuple[float, float] = (6.4, 3.8)) -> tuple[Any, Any]:
-    """A figure with one panel of curves, on a grid and without a frame above and to the right: (figure, axis)."""
+    """Create a figure with one panel of curves: (figure, axis), with a grid and without a frame on top and right."""
     figure, axis = plt.subplots(figsize=size, layout="constrained")
     axis.grid(visible=True)
     axis.spines[["top", "right"]].set_visible(False)
@@ -63,12 +63,12 @@ def curves(size: tuple[float, float] = (6.4, 3.8)) -> tuple[Any, Any]:
 
 
 def check_output(output: Path, option: str = "--output", suffix: str = ".png") -> None:
-    """Raise ConfigError where a picture cannot be written. Called before it is drawn."""
+    """Raise ConfigError if a picture cannot be written. Call it before drawing."""
     check_new(output, option, suffix)
 
 
 def save_picture(figure: Any, output: Path, option: str = "--output") -> None:
-    """Write a figure into a new file, which appears whole, and free its memory.
+    """Write a figure to a new file, and free its memory.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -86,5 +86,5 @@ def picture_of(figure: Any) -> bytes:
 
 
 def save_content(content: bytes, output: Path, option: str) -> None:
-    """Write a new file, which appears whole; ConfigError where it cannot be written."""
+    """Write a new file; raise ConfigError if it cannot be written."""
     write_new(output, content, option)

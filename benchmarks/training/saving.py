@@ -26,8 +26,8 @@ from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
 from longstride.launcher.checkpoints.saving import Saver
 from longstride.launcher.config import RunConfig
-from longstride.launcher.config.extending import DEEPSPEED_CONFIGS
 from longstride.launcher.config.json_file import load_json_object
+from longstride.launcher.config.loading import DEEPSPEED_CONFIGS
 from longstride.launcher.engine.build import build_engine
 from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.engine.step import EngineStep

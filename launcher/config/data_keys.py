@@ -1,4 +1,4 @@
-"""What `data` may hold: where the bytes come from, and in what order they are read."""
+"""The section `data`: where the bytes come from, and in what order they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _URL = re.compile(r"(?P<protocol>[^/]+://)(?P<user>[^/?#]*@)?(?P<path>[^?]*)(?P<
 
 
 class RemoteConfig(StrictModel):
-    """How remote shards are fetched. Credentials come from the environment of the store's library, never from here."""
+    """The settings for fetching remote shards. Credentials come from the environment of the store's library."""
 
     cache: str | None = Field(
         default=None, min_length=1, description="folder for fetched files; null: longstride in the user's cache"
@@ -50,7 +50,7 @@ class RemoteConfig(StrictModel):
 
 
 class PackingConfig(StrictModel):
-    """How packed documents meet in a context."""
+    """The attention between packed documents of one context."""
 
     attend: Literal["context", "document"] = Field(
         description="document: each is computed as in a context of its own; context: they are one text, as with true"
@@ -58,7 +58,7 @@ class PackingConfig(StrictModel):
 
 
 class DataConfig(StrictModel):
-    """Where the bytes come from."""
+    """The source of the bytes and the order in which they are read."""
 
     path: str = Field(
         min_length=1,
@@ -109,7 +109,7 @@ class DataConfig(StrictModel):
     @field_validator("packing", mode="before")
     @classmethod
     def _packing_object(cls, value: Any) -> Any:
-        """An object is told by its own rules alone, and not by those of a bool too."""
+        """Validate an object by its own rules, so that its errors do not mention booleans."""
         return PackingConfig.model_validate(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
@@ -135,19 +135,19 @@ class DataConfig(StrictModel):
 
     @property
     def packed(self) -> bool | None:
-        """Whether documents are laid end to end; None: as the modality has it."""
+        """Whether documents are laid end to end; None: the modality decides."""
         return True if isinstance(self.packing, PackingConfig) else self.packing
 
     @property
     def apart(self) -> bool:
-        """Whether packed documents do not see each other."""
+        """Whether packed documents cannot attend to each other."""
         return isinstance(self.packing, PackingConfig) and self.packing.attend == "document"
 
     def check_order(self) -> None:
-        """Whether the data can be read; the order "streaming" is known only so that older runs can be exported.
+        """Check that data in this order can be read. "streaming" only exists so that older runs can be exported.
 
         Raises:
-            ConfigError: it is "streaming", with the command that converts.
+            ConfigError: the order is "streaming"; the message has the command that converts the data.
         """
         if self.order == "exact":
             return
@@ -157,34 +157,35 @@ class DataConfig(StrictModel):
         raise ConfigError.at("data.order", self.order, f"{rule}; such as exact, in a new run")
 
 
-# The data room's settings by their names there, and their paths in the configuration.
+# The path in the configuration of each setting of the data room.
 DATA_PATHS = {
     **{name: f"data.{name}" for name in DataConfig.model_fields},
     **{name: f"data.remote.{name}" for name in RemoteConfig.model_fields},
 }
 
 
-# `data.path` counts from the folder in which a run is started. That folder is the run folder's path without
-# `train.output`, where both are relative; so a project that is moved as a whole keeps its runs and their data.
+# `data.path` is relative to the folder in which a run is started. If `train.output` is relative too, that folder is the
+# run folder's path without `train.output`. So a project that is moved as a whole keeps its runs and their data.
 def lasting_path(data: str, output: str) -> str:
-    """The path of the data as a run saves it, for ``found_path``; absolute where the run folder would not tell it."""
-    if not _is_relative(data) or _start(output, Path(output).resolve()) == Path.cwd().resolve():
+    """Return the path of the data as a run saves it: absolute if the run folder would not lead to it."""
+    if not _is_relative(data) or _start_folder(output, Path(output).resolve()) == Path.cwd().resolve():
         return data
     return str(Path(data).absolute())
 
 
 def found_path(data: str, output: str, run: Path) -> str:
-    """A saved path of data as it is found from here; as it is where there is nothing.
+    """Return a saved path of data as seen from the working directory; unchanged if nothing is there.
 
-    ``output`` as it was saved beside it, ``run`` the run's folder, wherever it is now.
+    ``output`` is the saved ``train.output``, ``run`` the run's folder at its present place.
     """
-    start = _start(output, run.resolve())
-    found = _is_relative(data) and start is not None and (start / data).exists()
-    return str(start / data) if found and start else data
+    start = _start_folder(output, run.resolve())
+    if start is not None and _is_relative(data) and (start / data).exists():
+        return str(start / data)
+    return data
 
 
-def _start(output: str, run: Path) -> Path | None:
-    """The folder that a run, by its absolute path, was started in; None where its ``output`` does not tell."""
+def _start_folder(output: str, run: Path) -> Path | None:
+    """Return the folder in which a run was started, by its absolute path; None if ``output`` does not lead there."""
     parts = PurePath(output).parts
     if PurePath(output).is_absolute() or not parts or ".." in parts or run.parts[-len(parts) :] != parts:
         return None

@@ -1,4 +1,4 @@
-"""Which keys the `deepspeed` section may hold, and of what type. DeepSpeed itself ignores much in silence."""
+"""The section `deepspeed`: its keys and their types. DeepSpeed itself silently ignores many wrong ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from longstride.kernels import ConfigError, Problem, nearest
 from longstride.sparse_model import StrictModel, config_error
 
-# Keys whose meaning is said elsewhere: two places for one number would disagree one day.
+# Keys that another section of the configuration sets: two places for one number could disagree.
 OWNED = {
     "train_batch_size": "give train.global_batch instead",
     "train_micro_batch_size_per_gpu": "give train.micro_batch instead",
@@ -83,18 +83,18 @@ class _Timers(StrictModel):
 
 
 class _ZeroOptimization(StrictModel, extra="allow"):
-    """The keys that the launcher computes with before DeepSpeed's own class has checked them all."""
+    """The keys that the launcher uses before DeepSpeed's own class has checked all of them."""
 
     reduce_bucket_size: float = Field(default=0, ge=0)
     stage3_max_live_parameters: float = Field(default=0, ge=0)
 
 
 class _Section(StrictModel):
-    """What the training loop works with. The defaults are never used; what is given goes to DeepSpeed as it is.
+    """The keys that the training loop supports. The defaults are never used; the section goes to DeepSpeed unchanged.
 
-    Absent on purpose: pipeline, curriculum, elasticity, autotuning, tensor and expert parallelism and inference, which
-    need another loop or model; managed_gradient_accumulation and torch_autocast, which would change what a step is.
-    The plain objects are checked by DeepSpeed's own classes, see the engine's ``check_engine``.
+    These are absent on purpose: pipeline, curriculum, elasticity, autotuning, tensor and expert parallelism and
+    inference need another loop or model; managed_gradient_accumulation and torch_autocast would change what a step is.
+    DeepSpeed's own classes check the plain objects, see the engine's ``check_engine``.
     """
 
     activation_checkpointing: _ActivationCheckpointing = _ActivationCheckpointing()
@@ -136,15 +136,15 @@ _KINDS: tuple[tuple[type, tuple[type, ...], str], ...] = (
     (int, (int, float), "must be a number"),
     (float, (int, float), "must be a number"),
 )
-_PACKAGES = {"comet": "comet_ml", "tensorboard": "tensorboard", "wandb": "wandb"}  # that the monitors import
+_PACKAGES = {"comet": "comet_ml", "tensorboard": "tensorboard", "wandb": "wandb"}  # imported by the monitors
 
 
 def check_keys(section: dict[str, Any]) -> None:
-    """Whether the `deepspeed` section keeps the rules that can be checked without importing deepspeed.
+    """Check the rules of the `deepspeed` section that need no import of DeepSpeed.
 
     Raises:
-        ConfigError: every key that is set elsewhere, unknown, of a wrong type or contradictory; paths relative to the
-            section.
+        ConfigError: every key that is set elsewhere, unknown, of a wrong type or contradictory; paths are relative to
+            the section.
     """
     problems = [
         Problem(key, OWNED.get(key) or f"unknown key; {nearest(key, KNOWN)}") for key in section if key not in KNOWN
@@ -164,10 +164,10 @@ def check_keys(section: dict[str, Any]) -> None:
 
 
 def part_errors(section: dict[str, Any], models: Mapping[str, type[BaseModel]]) -> list[ConfigError]:
-    """What is wrong with the parts of the section that DeepSpeed's own classes describe, by the parts' names.
+    """Check the parts of the section that DeepSpeed's own classes (``models``, by name) describe; return all errors.
 
-    A value of a wrong type, which those classes would convert in silence, is an error too. So is a monitor that is
-    switched on and whose package is not installed here. Paths begin with `deepspeed`.
+    A value of a wrong type, which those classes would silently convert, is an error too. So is an enabled monitor if
+    its package is not installed. Paths begin with `deepspeed`.
     """
     errors = []
     for name, model in models.items():
@@ -187,12 +187,12 @@ def part_errors(section: dict[str, Any], models: Mapping[str, type[BaseModel]]) 
 
 
 def _type_problems(model: type[BaseModel], content: dict[str, Any], path: str) -> list[Problem]:
-    """Values of another type than the model's field. Whole numbers may be written as 5e8."""
+    """Find values of another type than the model's field. Whole numbers may be written as 5e8."""
     problems = []
     fields = {key: field for name, field in model.model_fields.items() for key in (name, field.alias) if key}
     for key, value in content.items():
         if key not in fields:
-            continue  # said by the model itself
+            continue  # the model itself reports it
         annotation = fields[key].annotation
         kinds = typing.get_args(annotation) or (annotation,)
         classes = (kind for kind in kinds if isinstance(kind, type) and not typing.get_args(kind))
@@ -206,17 +206,17 @@ def _type_problems(model: type[BaseModel], content: dict[str, Any], path: str) -
 
 
 def enabled(section: dict[str, Any], name: str) -> bool:
-    """Whether a part such as fp16 is switched on."""
+    """Whether a part such as fp16 is enabled."""
     return bool(section.get(name, {}).get("enabled", False))
 
 
 def precision(section: dict[str, Any]) -> str:
-    """fp32, fp16 or bf16."""
+    """Return fp32, fp16 or bf16."""
     return next((name for name in ("fp16", "bf16") if enabled(section, name)), "fp32")
 
 
 def _contradictions(section: dict[str, Any]) -> list[Problem]:
-    """What a section whose keys are all known asks for, and a run cannot do."""
+    """Find settings that a run does not support, in a section of known keys."""
     problems = []
     if enabled(section, "fp16") and enabled(section, "bf16"):
         problems.append(Problem("fp16.enabled", "fp16 and bf16 cannot both be on", True))
@@ -224,10 +224,10 @@ def _contradictions(section: dict[str, Any]) -> list[Problem]:
         key = f"{name}_master_weights_and_grads"
         if section.get(name, {}).get(key, False) is not False:
             problems.append(Problem(f"{name}.{key}", "must be false: master weights are fp32", section[name][key]))
-    # Gradients that are no finite numbers would spoil the weights in silence.
+    # Gradients that are not finite would silently spoil the weights.
     for part, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if section.get(part, {}).get(key) is False:
-            rule = "must be true: without it nobody sees gradients that are no finite numbers"
+            rule = "must be true: without it nobody sees gradients that are not finite"
             problems.append(Problem(f"{part}.{key}", rule, False))
     zero = section.get("zero_optimization", {})
     stage, gathered_as = zero.get("stage", 0), section.get("data_types", {}).get("grad_accum_dtype")
@@ -243,13 +243,13 @@ def _contradictions(section: dict[str, Any]) -> list[Problem]:
         problems.append(Problem("zero_optimization.elastic_checkpoint", "ZeRO 3 cannot save so; leave it out", True))
     if zero.get("legacy_stage1"):
         problems.append(Problem("zero_optimization.legacy_stage1", "DeepSpeed has removed it; leave it out", True))
-    # States moved to where a checkpoint would not find them, or offloading that needs DeepSpeed's own Adam.
+    # A checkpoint would not find states that these keys move, or they need DeepSpeed's own Adam.
     if zero.get("zenflow") is not None:
         problems.append(Problem("zero_optimization.zenflow", "needs DeepSpeed's own optimiser; leave it out"))
     for name in ("offload_optimizer", "offload_param"):
         part = zero.get(name)
         for key, accepted, rule in _OFFLOAD:
-            # What is no object is refused by DeepSpeed's class.
+            # DeepSpeed's class refuses any other type.
             if isinstance(part, dict) and key in part and part[key] not in accepted:
                 problems.append(Problem(f"zero_optimization.{name}.{key}", rule, part[key]))
     return problems

@@ -1,4 +1,4 @@
-"""JSON files written by hand: errors with line and column, keys that stand twice, ``path.to.key=value`` overrides."""
+"""JSON files written by hand: errors with line and column, repeated keys, ``path.to.key=value`` overrides."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from longstride.data_pipelines.plain_files import JSONError, RepeatedKeyError, parse_json, read_plain
 from longstride.kernels import ConfigError, join_paths
 
-MOST_OBJECT_BYTES = 2**24  # of such a file: the manifest of a checkpoint of 16,384 ranks has two thirds of it
-# A string, or a mark of structure: enough to find keys.
+MOST_OBJECT_BYTES = 2**24  # the manifest of a checkpoint of 16,384 ranks takes two thirds of it
+# A string or a structural character, which is enough to find keys.
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]:,]')
 
 
 def load_json_object(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Load the object in a JSON file.
 
     Raises:
-        ConfigError: no such file, no plain one, too long, or as ``parse_json_object``.
+        ConfigError: the file is missing, not a regular one or too long, or as ``parse_json_object``.
     """
     try:
         content = read_plain(path, MOST_OBJECT_BYTES, follow_links=follow_links)
@@ -29,7 +29,7 @@ def load_json_object(path: Path, *, follow_links: bool = True) -> dict[str, Any]
 
 
 def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
-    """The object in the bytes of a JSON file.
+    """Parse the object in the bytes of a JSON file. ``path`` is only for messages.
 
     Raises:
         ConfigError: not UTF-8, not JSON (with line and column), a key twice in one object, not an object.
@@ -37,9 +37,9 @@ def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
     try:
         value = parse_json(content, keys_once=True)
     except RepeatedKeyError as error:
-        twice = _repeated_keys(content.decode())
-        places = [f"{path}:{line}:{column}: key {key} stands twice" for line, column, key in twice]
-        raise ConfigError(*(places or [f"{path}: {error}"])) from None  # none where one is written by its escapes
+        repeated = _repeated_keys(content.decode())
+        places = [f"{path}:{line}:{column}: key {key} stands twice" for line, column, key in repeated]
+        raise ConfigError(*(places or [f"{path}: {error}"])) from None  # none if one is written with escapes
     except JSONError as error:
         place = path if error.line is None else f"{path}:{error.line}:{error.column}"
         raise ConfigError(f"{place}: {error}") from None
@@ -49,7 +49,7 @@ def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """``train.steps=10`` as (["train", "steps"], 10); a value that is no JSON is a string.
+    """Parse ``train.steps=10`` to (["train", "steps"], 10); a value that is not JSON is a string.
 
     Raises:
         ConfigError: no ``=``, or an empty part of the path.
@@ -61,16 +61,16 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     try:
         return parts, parse_json(value)
     except JSONError as error:
-        if error.line is not None:  # no JSON at all
+        if error.line is not None:  # not JSON at all
             return parts, value
         raise ConfigError(f"{path}: {error}") from None
 
 
 def put(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
-    """Sets a nested key in place, making the objects on the way.
+    """Set a nested key in place, and create missing objects on the way.
 
     Raises:
-        ConfigError: the path leads through something that is no object.
+        ConfigError: the path leads through a value that is not an object.
     """
     place = content
     for number, part in enumerate(parts[:-1]):
@@ -82,7 +82,7 @@ def put(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
 
 
 def flattened(content: object, prefix: str = "") -> dict[str, object]:
-    """Nested objects as one object of dotted paths; lists count as values."""
+    """Flatten nested objects to one object with dotted paths; lists count as values."""
     if not isinstance(content, dict) or not content:
         return {prefix: content}
     flat: dict[str, object] = {}
@@ -92,9 +92,9 @@ def flattened(content: object, prefix: str = "") -> dict[str, object]:
 
 
 def _repeated_keys(text: str) -> list[tuple[int, int, str]]:
-    """(line, column, key) of every key that its object holds already; the text is known to be JSON."""
+    """Find (line, column, key) of every key that occurs again in its object. The text must be valid JSON."""
     repeated = []
-    open_objects: list[set[str]] = []  # the keys so far; a list has an empty set that never fills
+    open_objects: list[set[str]] = []  # the keys so far; the set of a list stays empty
     last = None
     for token in _TOKEN.finditer(text):
         mark = token.group()

@@ -1,103 +1,223 @@
-"""A run's configuration: its file and what that extends, and on top of them the keys of the command line."""
+"""Load a run's configuration: its file, the files that it extends, and the overrides of the command line."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from longstride.data_pipelines.plain_files import expand_path
-from longstride.kernels import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem, nearest
 from longstride.launcher.config.deepspeed_keys import KNOWN
-from longstride.launcher.config.extending import (
-    EXTENDS,
-    SCHEMA,
-    Written,
-    find_config,
-    load_written,
-    name_length,
-    resolve_deepspeed,
-)
-from longstride.launcher.config.json_file import flattened, parse_override, put
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.config.schema import known_keys
+from longstride.launcher.config.json_file import flattened, load_json_object, parse_override, put
+from longstride.launcher.config.run_config import EXTENDS, SCHEMA, RunConfig, schema_entries
 
-# Keys whose values are paths; those of DeepSpeed's section by their names there.
+DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+EXPERIMENTS = DEEPSPEED_CONFIGS / "experiments"
+# Keys whose values are paths; those of the DeepSpeed section by their names there.
 PATHS = re.compile(
     r"data\.path|data\.remote\.cache|train\.output|deepspeed\.(?:.+\.)?(?:output_path|output_file|nvme_path)"
 )
-_MOST_PLACES = 3  # that are named for a key
+_MOST_SUGGESTIONS = 3  # for an unknown key
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The merged content of a configuration file and the files that it extends."""
+
+    content: dict[str, Any]  # without "extends" and "$schema"
+    origins: Mapping[str, Path]  # the file of each value that comes from a base, by dotted path
+    own_paths: frozenset[str]  # dotted paths of the values that the file itself has
+
+    def locate(self, problem: Problem) -> Problem:
+        """Put the name of the base before a problem's path if the value comes from a base."""
+        path = problem.path.replace("[", ".[")
+        while path and path not in self.own_paths:
+            if path in self.origins:
+                return replace(problem, path=f"{self.origins[path]}: {problem.path}")
+            path = path.rpartition(".")[0]
+        return problem
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), tell: Callable[[str], None] | None = None
+    path: str | Path, overrides: Sequence[str] = (), notify: Callable[[str], None] | None = None
 ) -> RunConfig:
-    """The configuration in a file (see ``find_config``), with ``path.to.key=value`` overrides applied in order.
+    """Load a configuration file (see ``find_config``) and apply ``path.to.key=value`` overrides in order.
 
-    ``tell`` is given a line where the command line's steps change more than they say.
+    ``notify`` receives a line if an override of ``train.steps`` also shortens the warm-up.
 
     Raises:
-        ConfigError: every wrong field, one line each.
+        ConfigError: every wrong field, one line per field.
     """
-    written = load_written(find_config(path))
-    content, parsed = written.content, [parse_override(text) for text in overrides]
-    given = {".".join(parts): value for parts, value in parsed}
-    if EXTENDS in given:
-        raise ConfigError.at(EXTENDS, given[EXTENDS], "stands in a file; to take another base, write a file with it")
-    if SCHEMA in given:
-        raise ConfigError.at(SCHEMA, given[SCHEMA], "stands in a file, for editors; leave it out here")
-    of_train = {name.removeprefix("train."): value for name, value in given.items() if name.startswith("train.")}
-    warm_up = _shorter_warm_up(content.get("train"), of_train) if "train" not in given else None
-    name_length(content.get("train"), of_train)
+    source = _load_source(find_config(path))
+    content, parsed = source.content, [parse_override(text) for text in overrides]
+    values = {".".join(parts): value for parts, value in parsed}
+    if EXTENDS in values:
+        raise ConfigError.at(EXTENDS, values[EXTENDS], "stands in a file; to take another base, write a file with it")
+    if SCHEMA in values:
+        raise ConfigError.at(SCHEMA, values[SCHEMA], "stands in a file, for editors; leave it out here")
+    train_values = {name.removeprefix("train."): value for name, value in values.items() if name.startswith("train.")}
+    warm_up = _shorter_warm_up(content.get("train"), train_values) if "train" not in values else None
+    _replace_length(content.get("train"), train_values)
     for parts, value in parsed:
-        # An override below a named DeepSpeed configuration changes a copy of what the name stands for.
+        # An override below a named DeepSpeed configuration changes a copy of the named file.
         if parts[0] == "deepspeed" and len(parts) > 1:
-            resolve_deepspeed(content)
+            _resolve_deepspeed(content)
         put(content, parts, value)
     if warm_up is not None:
-        if tell is not None:
-            rule = f"becomes {warm_up}, in proportion to train.steps={given['train.steps']}; give it too for another"
-            tell(str(Problem("train.warmup_steps", rule, content["train"]["warmup_steps"])))
+        if notify is not None:
+            rule = f"becomes {warm_up}, in proportion to train.steps={values['train.steps']}; give it too for another"
+            notify(str(Problem("train.warmup_steps", rule, content["train"]["warmup_steps"])))
         content["train"]["warmup_steps"] = warm_up
-    written = replace(written, given=written.given | _with_parents(given))
+    overridden = {".".join(parts[:end]) for parts, _ in parsed for end in range(1, len(parts) + 1)}
+    source = replace(source, own_paths=source.own_paths | overridden)
     try:
-        resolve_deepspeed(content)
-        _expand_paths(content)
+        _resolve_deepspeed(content)
+        problems = []
+        for name, text in flattened(content).items():
+            if isinstance(text, str) and PATHS.fullmatch(name):
+                try:
+                    put(content, name.split("."), expand_path(text))
+                except ValueError as error:
+                    problems.append(Problem(name, str(error), text))
+        if problems:
+            raise ConfigError(*problems)
         config = RunConfig.model_validate(content)
     except ConfigError as error:
-        raise ConfigError(*_advised(error.problems, written)) from None
+        raise ConfigError(*map(source.locate, _with_suggestions(error.problems))) from None
     config.data.check_order()
     return config
 
 
-def _expand_paths(content: dict[str, Any]) -> None:
-    """Expands every path of a configuration that a person wrote, in place; what a run saved has been expanded.
+def find_config(text: str | Path) -> Path:
+    """Find the file of a path, or of the bare name of a preset in ds_configs/experiments.
+
+    A path is not checked any further: that is up to the reader of the file.
 
     Raises:
-        ConfigError: every path that cannot be.
+        ConfigError: an empty name, an override instead of a file, an unknown bare name, or a missing file next to one
+            of a similar name.
     """
-    problems = []
-    for place, text in flattened(content).items():
-        if isinstance(text, str) and PATHS.fullmatch(place):
-            try:
-                put(content, place.split("."), expand_path(text))
-            except ValueError as error:
-                problems.append(Problem(place, str(error), text))
-    if problems:
-        raise ConfigError(*problems)
+    path = Path(text)
+    if text == "":
+        raise ConfigError("CONFIG=: names no file; such as my.json, or demo")
+    if "=" in path.name and not path.exists():
+        rule = "no such file; changes stand behind the configuration's file, as in my.json train.steps=100"
+        raise ConfigError(f"{text}: {rule}")
+    if path.is_file() or len(path.parts) != 1 or path.suffix:
+        neighbours = {} if path.exists() else {file.stem: file for file in path.parent.glob("*.json")}
+        if near := difflib.get_close_matches(path.stem, neighbours, n=1):
+            raise ConfigError(f"{text}: no such file; nearest {neighbours[near[0]]}")
+        return path
+    presets = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
+    if path.name not in presets:
+        rule = f"no such file, and none of that name in ds_configs/experiments; {nearest(str(text), presets)}"
+        raise ConfigError(f"{text}: {rule}")
+    return EXPERIMENTS / f"{path.name}.json"
 
 
-def _shorter_warm_up(train: Any, given: dict[str, Any]) -> int | None:
-    """Steps of the warm-up where a command line asks for a shorter run than a file's warm-up is.
+def load_content(source: str | Path) -> dict[str, Any]:
+    """Load the merged, unchecked content of a configuration; see ``find_config``.
 
-    It stays the same share of the run; of epochs, whose steps are not known yet, it becomes a tenth. None: the file's
-    own fits, is wrong by itself, or is given on the command line too.
+    Raises:
+        ConfigError: a file cannot be read, extends no file, or extends itself in the end.
     """
-    steps = given.get("steps")
-    if not isinstance(train, dict) or "warmup_steps" in given or type(steps) is not int or steps < 1:
+    return _load_source(find_config(source)).content
+
+
+def _load_source(path: Path, extending: tuple[Path, ...] = ()) -> _Source:
+    """Load a file and merge it over the one that it extends. ``extending``: the files that lead here."""
+    content = load_json_object(path)
+    if not isinstance(content.pop(SCHEMA, ""), str):
+        raise ConfigError(f"{path}: {SCHEMA}: must be text, the file or address of a JSON schema; or leave it out")
+    own_paths = frozenset(_dotted_paths(content))
+    if EXTENDS not in content:
+        return _Source(content, {}, own_paths)
+    name = content.pop(EXTENDS)
+    if not isinstance(name, str) or not name:
+        rule = "must be text: the path of a file, from this file's folder, or a name in ds_configs/experiments"
+        raise ConfigError(f"{path}: {Problem(EXTENDS, rule, name)}")
+    try:
+        base, chain = path.parent / expand_path(name), (*extending, path)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {Problem(EXTENDS, str(error), name)}") from None
+    if not base.is_file():
+        presets = {file.stem: file for file in sorted(EXPERIMENTS.glob("*.json"))}
+        if name not in presets:
+            rule = f"no such file in the folder of {path.name}, and none of that name in ds_configs/experiments"
+            raise ConfigError(f"{path}: {Problem(EXTENDS, f'{rule}; {nearest(name, presets)}', name)}")
+        base = presets[name]
+    if base.resolve() in {file.resolve() for file in chain}:
+        circle = " extends ".join(map(str, (*chain, base)))
+        raise ConfigError(f"{path}: {Problem(EXTENDS, f'leads in a circle: {circle}; name another file', name)}")
+    below = _load_source(base, chain)
+    try:  # a file's notes are about that file alone
+        merged = _merge({key: value for key, value in below.content.items() if key != "notes"}, content)
+    except ConfigError as error:  # a wrong name of a DeepSpeed configuration in the base
+        raise ConfigError(*(replace(problem, path=f"{base}: {problem.path}") for problem in error.problems)) from None
+    inherited = (_dotted_paths(merged) - own_paths) & (below.own_paths | below.origins.keys())
+    return _Source(merged, {path: below.origins.get(path, base) for path in inherited}, own_paths)
+
+
+def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge objects key by key into a new one. A list, or an object of another kind, replaces the base's."""
+
+    def kind(value: Mapping[str, Any]) -> object:
+        return value.get("type") or ("heads" if isinstance(value.get("heads"), list) else None)
+
+    merged = dict(base)
+    if isinstance(changes.get("deepspeed"), dict):  # changes to the file that the base names
+        _resolve_deepspeed(merged)
+    if isinstance(base.get("train"), dict) and isinstance(changes.get("train"), dict):
+        merged["train"] = dict(base["train"])
+        _replace_length(merged["train"], changes["train"])
+    for key, value in changes.items():
+        below = merged.get(key)
+        if isinstance(below, dict) and isinstance(value, dict) and kind(value) in (None, kind(below)):
+            merged[key] = _merge(below, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _replace_length(train: Any, changes: Mapping[str, Any]) -> None:
+    """Drop a file's epochs where changes set the steps, and the other way round, in place. A null changes nothing."""
+    for name, replaced in (("steps", "epochs"), ("epochs", "steps")):
+        if isinstance(train, dict) and changes.get(name) is not None and replaced not in changes:
+            train.pop(replaced, None)
+
+
+def _resolve_deepspeed(content: dict[str, Any]) -> None:
+    """Replace the name of a DeepSpeed configuration by its content, in place."""
+    name = content.get("deepspeed")
+    if not isinstance(name, str):
+        return
+    names = sorted(path.stem for path in DEEPSPEED_CONFIGS.glob("*.json"))
+    if name not in names:
+        raise ConfigError.at("deepspeed", name, f"no such file in ds_configs; {nearest(name, names)}")
+    content["deepspeed"] = load_json_object(DEEPSPEED_CONFIGS / f"{name}.json")
+
+
+def _dotted_paths(content: object, prefix: str = "") -> set[str]:
+    """Return the dotted paths of all keys, objects included."""
+    paths: set[str] = set()
+    if isinstance(content, dict):
+        for key, value in content.items():
+            path = f"{prefix}.{key}" if prefix else key
+            paths |= {path} | _dotted_paths(value, path)
+    return paths
+
+
+def _shorter_warm_up(train: Any, overrides: dict[str, Any]) -> int | None:
+    """Shorten the warm-up if the command line asks for fewer steps than the file's warm-up has.
+
+    It stays the same share of the run; a run whose file gives epochs gets a tenth. None leaves the file's warm-up.
+    """
+    steps = overrides.get("steps")
+    if not isinstance(train, dict) or "warmup_steps" in overrides or type(steps) is not int or steps < 1:
         return None
     before, warm_up = train.get("steps"), train.get("warmup_steps")
     if type(warm_up) is not int or warm_up <= steps:
@@ -107,28 +227,24 @@ def _shorter_warm_up(train: Any, given: dict[str, Any]) -> int | None:
     return None if type(before) is not int or warm_up > before else warm_up * steps // before
 
 
-def _with_parents(names: Iterable[str]) -> set[str]:
-    """Dotted paths, and those of the objects that they lead through."""
-    parts = [name.split(".") for name in names]
-    return {".".join(each[:length]) for each in parts for length in range(1, len(each) + 1)}
-
-
-def _advised(problems: Sequence[Problem], written: Written) -> list[Problem]:
-    """The problems, told by the files that they stand in; an unknown key that is known elsewhere is led there."""
-    places: dict[str, list[str]] = {}  # of each key's name
-    if any(problem.rule.startswith("unknown key; ") for problem in problems):
-        for place in sorted(
-            (*known_keys(), *(f"deepspeed.{name}" for name in KNOWN)), key=lambda each: each.count(".")
-        ):
-            places.setdefault(place.rpartition(".")[2], []).append(place)
-    advised = []
+def _with_suggestions(problems: Sequence[Problem]) -> list[Problem]:
+    """Point an unknown key to the sections that know its name, or a similar one."""
+    if not any(problem.rule.startswith("unknown key; ") for problem in problems):
+        return list(problems)
+    paths: dict[str, list[str]] = {}  # by the last part of each
+    keys = [path for path, _ in schema_entries(RunConfig.model_json_schema())]
+    for path in sorted(
+        dict.fromkeys([*keys, *(f"deepspeed.{name}" for name in KNOWN)]), key=lambda key: key.count(".")
+    ):
+        paths.setdefault(path.rpartition(".")[2], []).append(path)
+    improved = []
     for problem in problems:
         if problem.rule.startswith("unknown key; "):
             name = problem.path.rpartition(".")[2]
-            if name not in places and "nearest" not in problem.rule:
-                name = next(iter(difflib.get_close_matches(name, places, n=1, cutoff=0.8)), name)
-            if name in places:
-                rule = f"unknown key; did you mean {' or '.join(places[name][:_MOST_PLACES])}"
-                problem = replace(problem, rule=rule)
-        advised.append(written.told_by_file(problem))
-    return advised
+            if name not in paths and "nearest" not in problem.rule:
+                name = next(iter(difflib.get_close_matches(name, paths, n=1, cutoff=0.8)), name)
+            if name in paths:
+                suggestion = " or ".join(paths[name][:_MOST_SUGGESTIONS])
+                problem = replace(problem, rule=f"unknown key; did you mean {suggestion}")
+        improved.append(problem)
+    return improved

@@ -1,20 +1,81 @@
-"""What `train` may hold: how long, how fast, what is written when, and what becomes of a step that goes wrong."""
+"""The section `train`: its length, optimiser, outputs, and what happens to a step that goes wrong."""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from longstride.kernels import ConfigError, Problem
-from longstride.launcher.config.optimization import OptimizerConfig, ScheduleConfig
 from longstride.sparse_model import StrictModel
 
 GuardPolicy = Literal["skip", "rewind", "stop"]
+_RATES = "a learning rate for each part of the network; one that is left out has train.learning_rate"
+
+
+class RatesConfig(StrictModel):
+    """The learning rate of each part of the network; null: ``train.learning_rate``. The schedule scales all of them."""
+
+    matrices: float | None = Field(default=None, gt=0, description="linear layers of the residual blocks")
+    embeddings: float | None = Field(
+        default=None, gt=0, description="of tokens and positions, and the tables of synthesizers"
+    )
+    vectors: float | None = Field(
+        default=None,
+        gt=0,
+        description="norms, biases, convolutions, routers of experts, spans, the first position",
+    )
+    output: float | None = Field(default=None, gt=0, description="the projection to logits")
+    tables: float | None = Field(default=None, gt=0, description="n-gram tables")
+
+
+class AdamWConfig(StrictModel):
+    """AdamW (Loshchilov and Hutter 2019) with a rate for each part."""
+
+    type: Literal["adamw"] = Field(description="AdamW (Loshchilov and Hutter 2019)")
+    rates: RatesConfig = Field(default=RatesConfig(), description=_RATES)
+
+
+class MuonConfig(StrictModel):
+    """Muon on matrices (Jordan et al. 2024), AdamW on all other parts."""
+
+    type: Literal["muon"] = Field(description="Muon (Jordan et al. 2024) on matrices, AdamW on the rest")
+    rates: RatesConfig = Field(default=RatesConfig(), description=_RATES)
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="decay of the mean gradient of a matrix")
+    nesterov: bool = Field(default=True, description="look one step of the momentum ahead")
+    steps: int = Field(default=5, gt=0, description="steps of the iteration that makes an update orthogonal")
+
+
+class AdafactorConfig(StrictModel):
+    """Adafactor (Shazeer and Stern 2018): second moments by row and column, steps relative to a tensor's size."""
+
+    type: Literal["adafactor"] = Field(description="Adafactor (Shazeer and Stern 2018); ZeRO 0 alone")
+    rates: RatesConfig = Field(default=RatesConfig(), description=_RATES)
+    beta2_decay: float = Field(default=-0.8, lt=0, description="at step t, 1 - t^this is the weight of the past")
+    smallest_scale: float = Field(
+        default=1e-3, gt=0, description="smallest size of a tensor that its step is relative to"
+    )
+    clip: float = Field(default=1.0, gt=0, description="the root mean square at which a tensor's update is cut")
+
+
+class WsdConfig(StrictModel):
+    """Warm-up, a constant rate, and a linear decay to the final one."""
+
+    type: Literal["wsd"] = Field(description="warm-up, a constant rate, and a linear decay to the final one")
+    decay_fraction: float = Field(
+        default=0.5, gt=0, le=1, description="share of all steps in which the rate decays, at the end"
+    )
+
+
+OptimizerConfig = Annotated[AdamWConfig | MuonConfig | AdafactorConfig, Field(discriminator="type")]
+ScheduleConfig = Annotated[
+    Annotated[Literal["cosine", "constant"], Tag("name")] | Annotated[WsdConfig, Tag("object")],
+    Discriminator(lambda value: "name" if isinstance(value, str) else "object"),  # or a mistake is reported twice
+]
 
 
 class SpikeConfig(StrictModel):
-    """What counts as a spike: a loss above the mean of the last ones by so many standard deviations."""
+    """The rule for a spike: a loss too many standard deviations above the mean of the last losses."""
 
     deviations: float = Field(
         default=6.0, gt=0, description="standard deviations above the mean, from which a loss is a spike"
@@ -26,7 +87,7 @@ class SpikeConfig(StrictModel):
 
 
 class GuardsConfig(StrictModel):
-    """What becomes of a step that would spoil the weights."""
+    """The policies for steps that would spoil the weights."""
 
     non_finite: GuardPolicy = Field(
         default="stop", description="policy where the loss, or in bf16 and fp32 a gradient, is no finite number"
@@ -46,7 +107,7 @@ class GuardsConfig(StrictModel):
 
 
 class StopWhenConfig(StrictModel):
-    """When a run is over before its last step: its validation loss has come to a standstill."""
+    """The rule that ends a run before its last step: the validation loss no longer improves."""
 
     evaluations: int = Field(gt=0, description="evaluations in a row that did not improve")
     by: float = Field(
@@ -55,7 +116,7 @@ class StopWhenConfig(StrictModel):
 
 
 class SamplesConfig(StrictModel):
-    """What is sampled from the model in training."""
+    """The samples that are taken from the model in training."""
 
     prompt: str = Field(default="", description="that the samples of text continue")
     bytes: int | None = Field(
@@ -70,10 +131,10 @@ class SamplesConfig(StrictModel):
 
 
 class TrainConfig(StrictModel):
-    """How long, how fast, and what is written when."""
+    """The length and the optimisation of a run, and its outputs."""
 
-    MOST_CONTEXTS: ClassVar[int] = 65_536  # that are computed at once
-    MOST_PROCESSES: ClassVar[int] = 16_384  # of a run: the manifest of more would be longer than what is read of one
+    MOST_CONTEXTS: ClassVar[int] = 65_536  # in a micro-batch
+    MOST_PROCESSES: ClassVar[int] = 16_384  # the manifest of more would be longer than the limit for reading one
 
     output: str = Field(min_length=1, description="run folder; one that holds a run is only taken with --resume")
     steps: int | None = Field(
@@ -214,19 +275,19 @@ class TrainConfig(StrictModel):
         return self
 
     def rate_of(self, part: str | None) -> float:
-        """The learning rate of a part of the network, one of the fields of ``RatesConfig``; None: of all of it."""
+        """Return the learning rate of a part of the network, a field of ``RatesConfig``; None: the general one."""
         rate: float | None = getattr(self.optimizer.rates, part) if self.optimizer and part else None
         return self.learning_rate if rate is None else rate
 
     @property
     def last_step(self) -> int:
-        """Optimiser steps of the run, which must be known: see the data room's ``resolve_steps``."""
-        assert self.steps is not None, "epochs are steps only once the data is known"
+        """The number of optimiser steps; a run by epochs needs ``resolve_steps`` of the data room first."""
+        assert self.steps is not None, "epochs become steps once the data is known"
         return self.steps
 
 
 def batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:
-    """The rule that a batch is a multiple, with the nearest that are."""
+    """Return the problem of a batch that is no multiple of ``unit``, with the nearest multiples."""
     below = value // unit * unit
     good = ", ".join(str(multiple) for multiple in (below, below + unit) if multiple)
     return Problem(path, f"must be a multiple of {divisor}; nearest {good}", value)

@@ -331,7 +331,7 @@ WRONG: list[tuple[str, str]] = [
     ("completion", "the following arguments are required: shell; `longstride completion --help` tells the options"),
     ("completion fish", "argument shell: invalid choice: 'fish' (choose from "),
     ("completion bash zsh", "unrecognized arguments: zsh; `longstride completion --help` tells the options"),
-    ("config schema --output text/a.json", "--output=text/a.json: its folder does not exist; make it, or name another"),
+    ("config schema --output text/a.json", "--output=text/a.json: must lie in a folder that exists"),
     ("config schema --output /proc/a.json", "--output=/proc/a.json: cannot be written: No such file or directory;"),
     # Folders of other files than texts, and numbers that a manifest could not tell.
     ("data build tables --output new", "there are .csv, .json: name those to take by --suffix"),

@@ -90,7 +90,7 @@ def test_ctrl_c_ends_a_verb_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     def stop(arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("longstride.launcher.config.schema.run", stop)
+    monkeypatch.setattr("longstride.launcher.cli.print_schema", stop)
     assert cli.main(["config", "schema"]) == 130
     assert capsys.readouterr().err == "longstride: stopped\n"
 

@@ -11,7 +11,7 @@ import pytest
 from longstride.data_pipelines.building.build import build
 from longstride.launcher import demo
 from longstride.launcher.config import load_config
-from longstride.launcher.config.extending import DEEPSPEED_CONFIGS
+from longstride.launcher.config.loading import DEEPSPEED_CONFIGS
 
 
 @pytest.mark.parametrize("path", sorted((DEEPSPEED_CONFIGS / "experiments").glob("*.json")), ids=lambda path: path.stem)

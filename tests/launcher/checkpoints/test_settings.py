@@ -20,7 +20,7 @@ from longstride.launcher.checkpoints import Saver, open_checkpoint, restore
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.config.deepspeed_keys import _Section
-from longstride.launcher.config.schema import entries
+from longstride.launcher.config.run_config import schema_entries
 from longstride.launcher.engine import EngineStep, build_engine, check_engine, prepare_accelerator
 from longstride.launcher.engine.build import _PART_MODELS
 from longstride.launcher.engine.optimizer import rate_factor
@@ -121,7 +121,7 @@ def known_entries(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, di
 def other_values() -> dict[str, Any]:
     """Every key of `train` and `deepspeed`, by its path, with another value than its default."""
     schemas = {"train": TrainConfig.model_json_schema(), "deepspeed": _Section.model_json_schema()}
-    own = (pair for prefix, schema in schemas.items() for pair in entries(schema, schema.get("$defs", {}), prefix))
+    own = (pair for prefix, schema in schemas.items() for pair in schema_entries(schema, prefix))
     theirs = (pair for name in LOADED_PARTS for pair in known_entries(_PART_MODELS[name], f"deepspeed.{name}"))
     values = {
         place: OTHERS.get(place, other_value(entry))

@@ -10,7 +10,7 @@ import pytest
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.config.deepspeed_keys import KNOWN, OWNED
-from longstride.launcher.config.extending import DEEPSPEED_CONFIGS
+from longstride.launcher.config.loading import DEEPSPEED_CONFIGS
 from tests.harness.runs import configuration
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from longstride.kernels.patterns import Column, Dense, Fixed, Local, Strided
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.config.extending import EXPERIMENTS
+from longstride.launcher.config.loading import EXPERIMENTS
 from longstride.launcher.engine.build import check_section
 from longstride.launcher.planning.costs import dense_pairs, parameter_parts, states, step_flops, work
 from longstride.launcher.planning.plan import run_length

@@ -10,15 +10,15 @@ import pytest
 
 from longstride.launcher import cli
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.config.extending import EXPERIMENTS
-from longstride.launcher.config.schema import entries
+from longstride.launcher.config.loading import EXPERIMENTS
+from longstride.launcher.config.run_config import schema_entries
 
 LEAST_KEYS = 180
 
 
 def test_every_key_has_a_description() -> None:
     made = RunConfig.model_json_schema()
-    told = list(entries(made, made["$defs"]))
+    told = list(schema_entries(made))
     assert len({place for place, _ in told}) > LEAST_KEYS
     assert not sorted({place for place, entry in told if not entry.get("description", "").strip()})
 
@@ -34,7 +34,7 @@ def test_a_file_that_extends_need_not_be_whole_and_any_other_must() -> None:
 @pytest.mark.parametrize("preset", sorted(EXPERIMENTS.glob("*.json")), ids=lambda path: path.stem)
 def test_the_schema_knows_all_that_presets_say(preset: Path) -> None:
     made = RunConfig.model_json_schema()
-    known = {place for place, _ in entries(made, made["$defs"])}
+    known = {place for place, _ in schema_entries(made)}
 
     def places(value: Any, prefix: str) -> set[str]:
         found = set()
@@ -55,11 +55,11 @@ def test_schema_is_written_whole_and_never_over_another(tmp_path: Path, capsys: 
     assert json.loads(file.read_text()) == RunConfig.model_json_schema()
     before = file.read_bytes()
     assert cli.main(["config", "schema", "--output", str(file)]) == 2
-    rule = "exists already; name a new file, or remove it"
+    rule = "exists already; nothing is overwritten"
     assert capsys.readouterr() == ("", f"longstride: error: --output={file}: {rule}\n")
     assert file.read_bytes() == before
     assert cli.main(["config", "schema", "--output", "nowhere/new.json"]) == 2
-    assert "--output=nowhere/new.json: its folder does not exist" in capsys.readouterr().err
+    assert "--output=nowhere/new.json: must lie in a folder that exists" in capsys.readouterr().err
 
 
 def test_the_name_of_the_schema_changes_nothing_of_a_run(tmp_path: Path) -> None:

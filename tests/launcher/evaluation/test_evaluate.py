@@ -355,7 +355,7 @@ def test_numbers_go_when_the_picture_cannot_be_written(tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patched:
         patched.setattr("longstride.data_pipelines.durable.write_new", full)
-        with pytest.raises(ConfigError, match=r"by\.png: cannot be written: No space left on device$"):
+        with pytest.raises(ConfigError, match=r"by\.png: cannot be written: No space left on device; name a file"):
             write_positions(*arguments)
     assert not list(tmp_path.iterdir())
     write_positions(*arguments)
