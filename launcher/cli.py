@@ -158,9 +158,10 @@ def _run(words: list[str]) -> int:
             options: Any = option_words
             if not verb.passes_words or option_words in (["--help"], ["-h"]):
                 options = parser.parse_intermixed_args(option_words)
-                if "overrides" in options and options.config is not None:  # `doctor` needs no configuration
-                    if lines := misspelt_keys(options.config, options.overrides):
-                        return report(AgreedError("\n".join(lines)))
+                # `doctor` needs no configuration.
+                config = options.config if "overrides" in options else None
+                if config is not None and (lines := misspelt_keys(config, options.overrides)):
+                    return report(AgreedError("\n".join(lines)))
             module, _, function = verb.run.rpartition(".")
             run = getattr(importlib.import_module(f"longstride.launcher.{module}"), function)
             try:

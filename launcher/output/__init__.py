@@ -1,7 +1,6 @@
-"""What users and launchers see of a verb: exit codes, lines on standard error, file names, the stub for
-transformers, lines of metrics, and what must be settled before heavy libraries are imported.
+"""The output of verbs: exit codes, lines on standard error, file names, lines of metrics, the stub for transformers.
 
-Imports neither torch nor deepspeed nor numpy: every verb starts here.
+Imports neither torch nor DeepSpeed nor NumPy: every verb starts here.
 """
 
 from longstride.launcher.output import counting, exit_codes, file_names, hub_stub, metrics_file

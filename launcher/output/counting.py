@@ -1,4 +1,4 @@
-"""How much of some work is done, on standard error, and numbers as a person reads them."""
+"""Progress of long work on standard error, and numbers formatted for people."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from longstride.launcher.output.messages import say
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_QUIET_SECONDS = 2.0  # what is done sooner is told by its result alone
-LINE_SECONDS = 10.0  # between lines where there is no terminal
-USUAL_SIZE = {"ncols": 80, "nrows": 20}  # of a terminal that says it has none, where tqdm would show nothing
-_MOST_YEARS = 1_000  # that are told by their number
+_QUIET_SECONDS = 2.0  # shorter work shows no progress
+LINE_SECONDS = 10.0  # between lines without a terminal
+USUAL_SIZE = {"ncols": 80, "nrows": 20}  # for a terminal that reports no size, where tqdm would show nothing
+_MOST_YEARS = 1_000  # beyond, a duration is "more than"
 
 
 class WorkCounter:
-    """Counts up to ``total``: on a terminal a bar, elsewhere a line every ten seconds; nothing of what is done at once.
+    """A progress display: a bar on a terminal, elsewhere a line every ten seconds; nothing for short work.
 
-    ``unit`` is what is counted, in the plural. One that is not ``shown``, as of ranks behind the first, counts alone.
+    ``unit`` names what is counted, in the plural. A counter that is not ``shown``, as on ranks above 0, only counts.
     """
 
     def __init__(self, what: str, total: int, unit: str, *, shown: bool = True) -> None:
@@ -33,37 +33,37 @@ class WorkCounter:
         self._bar: tqdm | None = None
 
     def add(self, count: int) -> None:
-        """So much more is done."""
+        """Count more finished work."""
         self.at(self._done + count)
 
     def at(self, done: int, total: int | None = None) -> None:
-        """So much is done; of ``total``, where that has not been known before."""
+        """Set the finished work, and ``total`` if it was not known before."""
         self._done, self._total = done, self._total if total is None else total
         now = time.monotonic()
         if not self._shown or now < self._next:
             return
-        with suppress(OSError):  # a terminal that is gone
+        with suppress(OSError):  # the terminal is gone
             if not sys.stderr.isatty():
                 self._next = now + LINE_SECONDS
-                left = (now - self._start) * (self._total / max(1, self._done) - 1)
+                seconds = (now - self._start) * (self._total / max(1, self._done) - 1)
                 share = f"{self._done:,} of {self._total:,} {self._unit}"
-                say(f"{self._what}: {share}, about {duration(max(0.0, left))} left")
+                say(f"{self._what}: {share}, about {duration(max(0.0, seconds))} left")
                 return
             if self._bar is None:
-                from tqdm import tqdm  # late: most work is done sooner
+                from tqdm import tqdm  # late: most work needs no bar
 
                 form = "{desc}: {percentage:3.0f} % {bar:30} {n_fmt} of {total_fmt} {unit}, {remaining} left"
                 size = {} if terminal_size(sys.stderr) else USUAL_SIZE
                 self._bar = tqdm(
                     desc=self._what, total=self._total, unit=self._unit, bar_format=form, leave=False, **size
                 )
-                self._bar.n = self._done  # what came before the bar
+                self._bar.n = self._done  # includes work before the bar
                 self._bar.refresh()
             self._bar.total = self._total
             self._bar.update(self._done - self._bar.n)
 
     def close(self) -> None:
-        """Wipes the bar, so that the result takes its place."""
+        """Clear the bar, so that the result takes its place."""
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.close()
@@ -71,7 +71,7 @@ class WorkCounter:
 
 
 def terminal_size(stream: TextIO) -> os.terminal_size | None:
-    """Return how large a terminal is; None where it does not say, as some that programs open."""
+    """Return the size of a terminal; None if it reports none, like some pseudo-terminals."""
     try:
         size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
@@ -80,14 +80,14 @@ def terminal_size(stream: TextIO) -> os.terminal_size | None:
 
 
 def duration(seconds: float) -> str:
-    """A time as a person says it: 45 s, 3 min 20 s, 25 min, 2 h 13 min, 3 d 4 h."""
+    """Format a time with one or two units: 45 s, 3 min 20 s, 25 min, 2 h 13 min, 3 d 4 h."""
     if seconds > _MOST_YEARS * 365 * 86_400:
         return f"more than {_MOST_YEARS:,} years"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 600:
-        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 600:
+        return f"{rounded // 60} min {rounded % 60} s" if rounded % 60 else f"{rounded // 60} min"
     minutes = round(seconds / 60)
     if minutes < 60:
         return f"{minutes} min"
@@ -98,18 +98,36 @@ def duration(seconds: float) -> str:
 
 
 def step_duration(seconds: float) -> str:
-    """The time of a step, to about three digits: 12.3 ms, 4.25 s, 180 s."""
+    """Format the time of a step with about three digits: 12.3 ms, 4.25 s, 180 s."""
     return f"{1_000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def amount(value: float) -> str:
-    """Return a number with three digits, a space and a prefix: "41.3 k"."""
+    """Format a number with three digits, a space and a prefix: "41.3 k"."""
     for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)):
         if value >= 0.9995 * size or not prefix:
             return f"{value / size:#.3g}".rstrip(".") + f" {prefix}"
     raise AssertionError
 
 
+def flops(count: float, digits: str = ",.3g") -> str:
+    """Format a number of operations with a prefix: 1.2 TFLOP."""
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:{digits}} {prefix}FLOP"
+    return f"{count:,.0f} FLOP"
+
+
+def memory(num_bytes: float) -> str:
+    """Format bytes of memory with a binary prefix: 310 MiB, 2.25 GiB."""
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def traffic(num_bytes: float) -> str:
+    """Format bytes on a network with a decimal prefix: 1.250 MB, 3.100 GB."""
+    return f"{num_bytes / 1e9:,.3f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.3f} MB"
+
+
 def percent(share: float) -> str:
-    """Return a share with two digits: 4.7 %, 38 %."""
+    """Format a share with two digits: 4.7 %, 38 %."""
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"

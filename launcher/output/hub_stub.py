@@ -1,4 +1,4 @@
-"""The file by which transformers finds the classes of an exported model: it leads to the installed Longstride.
+"""The file in an exported model through which transformers finds the classes of the installed Longstride.
 
 ``longstride export`` writes it, and so does ``save_pretrained`` of a model that transformers has loaded.
 """
@@ -7,7 +7,7 @@ from pathlib import Path
 
 MODULE = "modeling_longstride"
 FILE = f"{MODULE}.py"
-# In a `try`: transformers takes other imports for packages to be installed by their names.
+# In a `try`, because transformers asks to install the packages of all other imports.
 TEXT = '''"""What transformers runs by `trust_remote_code=True`: it leads to the installed Longstride."""
 
 try:
@@ -17,14 +17,14 @@ except ImportError as error:
 
 __all__ = ["LongstrideConfig", "LongstrideForCausalLM", "LongstrideTokenizer"]
 '''
-# What config.json tells of it, and tokenizer_config.json.
+# The entries of config.json and tokenizer_config.json that point to it.
 AUTO_MAP = {"AutoConfig": f"{MODULE}.LongstrideConfig", "AutoModelForCausalLM": f"{MODULE}.LongstrideForCausalLM"}
 TOKENIZER_AUTO_MAP = {"AutoTokenizer": [f"{MODULE}.LongstrideTokenizer", None]}
 
 
 def write(folder: Path) -> None:
-    """Puts the file into a folder, which is made where there is none; one that is there already stays as it is."""
+    """Write the file into a folder, which is created if needed. An equal file is not touched."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / FILE
-    if not kept.is_file() or kept.read_text() != TEXT:
-        kept.write_text(TEXT)
+    path = folder / FILE
+    if not path.is_file() or path.read_text() != TEXT:
+        path.write_text(TEXT)

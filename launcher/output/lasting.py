@@ -1,8 +1,8 @@
-"""Standard output and standard error that a run outlives: closed, full, or never read.
+"""Standard output and standard error that cannot stop a run, even if they are closed, full, or never read.
 
-A pipe that nobody empties, or a terminal that was halted by Ctrl-S, holds whoever writes to it for ever, and with a
-rank its whole run. So a thread writes, and whoever prints waits for it in a measured way: a reader that reads sees
-every line at once and in order, one that stalls costs a run two seconds, and then a hundredth of its time.
+Writing to a pipe that nobody reads, or to a terminal halted by Ctrl-S, blocks for ever, and a blocked rank blocks its
+run. So a thread writes, and printing only waits for it within a budget. An active reader sees every line at once and
+in order. A stalled one costs the run two seconds, and then a hundredth of its time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 _CLOSED = (errno.EIO, errno.EPIPE)
-_PATIENCE_SECONDS = 2.0  # that writers wait for a reader that stalls
-_PATIENCE_GROWTH = 0.01  # of the time that passes: with it patience comes back
-_STALL_SECONDS = 5.0  # at the end: a reader that has taken nothing for so long is not waited for
-_END_SECONDS = 10.0  # at the end, for one that reads slowly
-_MOST_BYTES = 2**20  # that wait for a reader; what comes then is left out, and counted
-_BLOCK_BYTES = 2**13  # that a stream without lines keeps until it is flushed
-_AT_ONCE_BYTES = 4096  # written at once: pipes take so many whole, so that lines of several processes do not mix
+_PATIENCE_SECONDS = 2.0  # budget of a printing thread for a stalled reader
+_PATIENCE_GROWTH = 0.01  # share of the passing time by which the budget recovers
+_STALL_SECONDS = 5.0  # at the end: a reader that took nothing for so long is given up
+_END_SECONDS = 10.0  # at the end, for a slow reader
+_MOST_BYTES = 2**20  # in the queue; further lines are dropped and counted
+_BLOCK_BYTES = 2**13  # buffered by a stream without line buffering until it is flushed
+_AT_ONCE_BYTES = 4096  # pipes write so many atomically, so that lines of several processes do not mix
 
 
 class LastingOutput:
-    """A text stream that nobody waits long for; ``dropped``: the numbers of the errors that it passes over.
+    """A text stream that never blocks for long; ``dropped`` are the errno values of errors that it ignores.
 
-    A stream without a file, as a test may put in place, is written to at once.
+    A stream without a file descriptor, as in tests, is written to directly.
     """
 
     def __init__(self, stream: TextIO, dropped: tuple[int, ...] = _CLOSED) -> None:
@@ -39,104 +39,104 @@ class LastingOutput:
         self._file: int | None = None
         with suppress(OSError, ValueError, AttributeError):
             self._file = stream.fileno()
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        """Nothing waits: at the start, and in a forked process, which has no thread and whose lines are its own."""
-        self._changed = threading.Condition()  # reentrant: a signal's handler may print while its thread prints
-        self._text: list[str] = []  # of a line that has not ended
-        self._waiting: deque[bytes] = deque()
-        self._waiting_bytes = self._left_out = self._given = self._written = 0
-        self._writes = False  # whether a thread does
+    def _reset(self) -> None:
+        """Begin with an empty queue: at the start, and in a forked process, which has no writing thread."""
+        self._changed = threading.Condition()  # reentrant: a signal handler may print while its thread prints
+        self._text: list[str] = []  # the unfinished line
+        self._queue: deque[bytes] = deque()
+        self._queue_bytes = self._dropped_lines = self._accepted = self._written = 0
+        self._is_writing = False  # whether the thread runs
         self._failure: OSError | None = None
         self._patience, self._measured = _PATIENCE_SECONDS, time.monotonic()
-        self._moved = self._measured  # when the reader last took something, or had taken all there was
+        self._moved = self._measured  # when the reader last took something, or had taken everything
         self._pid = os.getpid()  # last: another thread of a forked process would wait for the lock of its parent
 
     def write(self, text: str) -> int:
-        """Writes the text; returns 0 where it was dropped."""
+        """Write the text; return 0 if it was dropped."""
         if self._file is None:
-            return self._at_once(lambda: self._stream.write(text))
-        with self._own():
+            return self._write_directly(lambda: self._stream.write(text))
+        with self._lock():
             self._text.append(text)
-            # Unbuffered as well, as launchers start ranks: so that a line stays whole.
+            # Lines are kept together on unbuffered streams too, with which launchers start ranks.
             ends = "\n" in text and (self._stream.line_buffering or getattr(self._stream, "write_through", False))
             if ends or sum(map(len, self._text)) >= _BLOCK_BYTES:
-                kept = self._give()
-                self._wait_patiently()
-                return len(text) if kept else 0
+                is_accepted = self._enqueue()
+                self._wait_within_budget()
+                return len(text) if is_accepted else 0
             return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Writes the lines, which the stream's own method would put past those that wait."""
+        """Write the lines behind those in the queue; the stream's own method would overtake them."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Waits until all is written, but not for long."""
+        """Wait until everything is written, but not for long."""
         if self._file is None:
-            self._at_once(lambda: self._stream.flush() or 0)
+            self._write_directly(lambda: self._stream.flush() or 0)
             return
-        with self._own():
-            self._give()
-            self._wait_patiently()
+        with self._lock():
+            self._enqueue()
+            self._wait_within_budget()
 
     def settle(self) -> None:
-        """Waits until all is written, for as long as its reader reads: before the process ends."""
+        """Wait until everything is written, as long as the reader reads. Call it before the process ends."""
         if self._file is None:
-            self._at_once(lambda: self._stream.flush() or 0)
+            self._write_directly(lambda: self._stream.flush() or 0)
             return
-        with self._own():
-            self._give()
+        with self._lock():
+            self._enqueue()
             end = time.monotonic() + _END_SECONDS
-            while self._writes and (left := min(end, self._moved + _STALL_SECONDS) - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while self._is_writing and (seconds := min(end, self._moved + _STALL_SECONDS) - time.monotonic()) > 0:
+                self._changed.wait(seconds)
             self._raise_failure()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _own(self) -> threading.Condition:
-        """The lock of this process's lines."""
+    def _lock(self) -> threading.Condition:
+        """Return the lock of this process; a forked process gets a new one."""
         if self._pid != os.getpid():
-            self._begin()
+            self._reset()
         return self._changed
 
-    def _give(self) -> bool:
-        """Hands the text to the thread that writes; returns False where it is left out, as too much waits."""
-        parts, self._text = self._text, []  # at once: a signal's handler that prints here would give them too
+    def _enqueue(self) -> bool:
+        """Pass the text to the writing thread; return False if it is dropped because the queue is full."""
+        parts, self._text = self._text, []  # before anything else: a signal handler that prints would repeat them
         text = "".join(parts)
         content = text.encode(self._stream.encoding, self._stream.errors or "strict")
         if not content:
             return True
-        if self._waiting_bytes and self._waiting_bytes + len(content) > _MOST_BYTES:
-            self._left_out += text.count("\n")
+        if self._queue_bytes and self._queue_bytes + len(content) > _MOST_BYTES:
+            self._dropped_lines += text.count("\n")
             return False
         self._add(self._note() + content)
-        if not self._writes:
+        if not self._is_writing:
             self._moved = time.monotonic()
-            threading.Thread(target=self._write_on, daemon=True, name="output").start()  # it waits for the lock
-            self._writes = True
+            threading.Thread(target=self._write_queue, daemon=True, name="output").start()  # it waits for the lock
+            self._is_writing = True
         return True
 
     def _add(self, content: bytes) -> None:
-        self._waiting += (content[at : at + _AT_ONCE_BYTES] for at in range(0, len(content), _AT_ONCE_BYTES))
-        self._waiting_bytes += len(content)
-        self._given += len(content)
+        self._queue += (content[at : at + _AT_ONCE_BYTES] for at in range(0, len(content), _AT_ONCE_BYTES))
+        self._queue_bytes += len(content)
+        self._accepted += len(content)
 
     def _note(self) -> bytes:
-        """A line about those that were left out, if any were."""
-        count, self._left_out = self._left_out, 0
+        """Return a line about the dropped lines, if there are any."""
+        count, self._dropped_lines = self._dropped_lines, 0
         lines = f"{count:,} line{'s are' if count > 1 else ' is'}"
         return f"longstride: {lines} not shown: nothing read them in time\n".encode() if count else b""
 
-    def _wait_patiently(self) -> None:
-        """Waits until what was given is written, as long as patience lasts."""
-        begun = time.monotonic()
-        patience = min(_PATIENCE_SECONDS, self._patience + (begun - self._measured) * _PATIENCE_GROWTH)
-        target, end = self._given, begun + patience
-        while self._written < target and (left := end - time.monotonic()) > 0:
-            self._changed.wait(left)
+    def _wait_within_budget(self) -> None:
+        """Wait until the accepted text is written, or the budget is used up."""
+        begin = time.monotonic()
+        patience = min(_PATIENCE_SECONDS, self._patience + (begin - self._measured) * _PATIENCE_GROWTH)
+        target, end = self._accepted, begin + patience
+        while self._written < target and (seconds := end - time.monotonic()) > 0:
+            self._changed.wait(seconds)
         self._measured = time.monotonic()
         self._patience = max(0.0, end - self._measured)
         self._raise_failure()
@@ -146,41 +146,41 @@ class LastingOutput:
         if failure is not None:
             raise failure
 
-    def _write_on(self) -> None:
-        """Writes until nothing waits: a thread that ends then."""
+    def _write_queue(self) -> None:
+        """Write until the queue is empty; then the thread ends."""
         while True:
             with self._changed:
-                if not self._waiting:
+                if not self._queue:
                     self._add(self._note())
-                if not self._waiting:
-                    self._writes = False
+                if not self._queue:
+                    self._is_writing = False
                     self._changed.notify_all()
                     return
-                content = self._waiting.popleft()
+                content = self._queue.popleft()
             failure = self._write_content(content)
             with self._changed:
-                self._waiting_bytes -= len(content)
+                self._queue_bytes -= len(content)
                 self._written += len(content)
                 self._moved = time.monotonic()
                 self._failure = failure or self._failure
                 self._changed.notify_all()
 
     def _write_content(self, content: bytes) -> OSError | None:
-        """Writes bytes to the file, however long that takes; returns an error that is not passed over."""
+        """Write bytes to the file, however long that takes; return an error unless it is ignored."""
         assert self._file is not None
         try:
             while content:
                 try:
                     content = content[os.write(self._file, content) :]
-                except BlockingIOError:  # another process that has the file does not wait
-                    ready = select.poll()
-                    ready.register(self._file, select.POLLOUT)
-                    ready.poll()
+                except BlockingIOError:  # another process made the file non-blocking
+                    poll = select.poll()
+                    poll.register(self._file, select.POLLOUT)
+                    poll.poll()
         except OSError as error:
             return None if error.errno in self._dropped else error
         return None
 
-    def _at_once(self, work: Callable[[], int]) -> int:
+    def _write_directly(self, work: Callable[[], int]) -> int:
         try:
             return work()
         except OSError as error:
@@ -190,7 +190,7 @@ class LastingOutput:
 
 
 def settle_output() -> None:
-    """Waits until standard output and standard error are written, for as long as their readers read."""
+    """Wait until standard output and standard error are written, as long as their readers read."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, LastingOutput):
             stream.settle()
@@ -200,10 +200,9 @@ def settle_output() -> None:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Keeps a closed terminal, a reader that has gone, and a full disk from ending the block; one that stalls, from
-    holding it.
+    """Make the block survive a closed terminal, a lost or stalled reader, and a full disk.
 
-    A full disk costs standard error its lines. On standard output, which carries a verb's result, it stays an error.
+    On a full disk standard error loses its lines. On standard output, which carries a verb's result, it is an error.
     """
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (

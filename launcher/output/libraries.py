@@ -1,4 +1,4 @@
-"""What a program settles before it imports DeepSpeed, torch or Triton, once, as it starts; and their versions."""
+"""Settings that a program makes once, before it imports DeepSpeed, torch or Triton; and versions of packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def version_of(package: str) -> str:
-    """The version of a package, or "not installed": a checkout runs where only PYTHONPATH names it."""
+    """Return the version of a package, or "not installed", as for a checkout that is only on PYTHONPATH."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -22,20 +22,13 @@ def version_of(package: str) -> str:
 
 
 def settle_libraries(environment: MutableMapping[str, str]) -> None:
-    """Keep DeepSpeed's line off standard output, and name folders for compilers where their defaults are none.
+    """Keep DeepSpeed's lines off standard output, and set the compilers' caches for users without a home or a name.
 
-    DeepSpeed prints "Setting accelerator to CPU" as it is imported, among a verb's results.
+    DeepSpeed prints "Setting accelerator to CPU" among a verb's results when it is imported. A container under an
+    arbitrary user id has neither home nor name: Triton would write into a folder called ~ in the working directory, or
+    fail at the root, and older versions of torch fail without a user's name.
     """
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
-    _name_compiler_caches(environment)
-
-
-def _name_compiler_caches(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that name the caches of Triton and torch for users without a home folder or a name.
-
-    A container that runs as some user id has such users. Triton would write into a folder called ~ in the working
-    directory, or fail at the root; older versions of torch fail without a user's name.
-    """
     missing = []
     try:
         has_home = os.access(Path.home(), os.W_OK | os.X_OK)
@@ -54,14 +47,11 @@ def _name_compiler_caches(environment: MutableMapping[str, str]) -> None:
 
 
 def _private_folder() -> Path:
-    """Return the user's folder among the temporary ones, or a new one where somebody else has taken its name.
-
-    What lies there is run, so nobody else may write there.
-    """
+    """Return the user's temporary folder, or a new one if somebody else could write there: its content is executed."""
     folder = Path(tempfile.gettempdir(), f"longstride-{os.getuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+    status = folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
         return folder
     return Path(tempfile.mkdtemp(prefix="longstride-"))

@@ -490,7 +490,7 @@ def test_a_removed_working_directory_is_told(place: Path, tmp_path: Path, words:
     script = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m longstride.launcher.cli {words}"
     environment = {**plain_environment(), "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    line = "longstride: error: the working directory has been removed; change to one that is there\n"
+    line = "longstride: error: the working directory has been removed; change to one that exists\n"
     assert (ended.returncode, ended.stderr) == (2, line)
 
 
