@@ -28,8 +28,8 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=PRECISIONS, default=None, help="compute in this precision (default: the run's)")
     add_weights_argument(parser)
     add_trust_argument(parser)
-    seen = "score bytes that see at least M earlier bytes, where there are so many (default: 0)"
-    add("--min-context", type=int, default=0, metavar="M", help=seen)
+    least = "score bytes that see at least M earlier bytes, where there are so many (default: 0)"
+    add("--min-context", type=int, default=0, metavar="M", help=least)
     drawn = "draw the loss by position in the context, and write its numbers to FILE.json"
     add("--positions", type=path, metavar="FILE.png", help=drawn)
     shared = "share each context among U of the processes that a launcher started (default: 1)"
@@ -37,12 +37,12 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Queries(argparse.Action):
-    """`--query P …`; a word behind the numbers is the source, which may stand there as well as before them."""
+    """Parses `--query P …`; a word behind the numbers is the source, which may also stand before the option."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        """Adds the numbers to those of the options before."""
+        """Add the numbers to those of earlier `--query` options."""
         numbers = list(values)
         if len(numbers) > 1 and not _is_number(numbers[-1]) and namespace.behind is None:
             namespace.behind = path(numbers.pop())
@@ -56,7 +56,7 @@ def _is_number(word: str) -> bool:
 
 
 def _add_source(parser: argparse.ArgumentParser, metavar: str, help_text: str) -> None:
-    # The parser does not ask for it, as it may stand behind the numbers of --query.
+    # Optional for the parser, because it may also stand behind the numbers of --query.
     parser.add_argument("source", type=path, nargs="?", metavar=metavar, help=help_text)
     parser.set_defaults(behind=None)
 

@@ -1,18 +1,24 @@
-"""What a verb is, and options that several verbs have."""
+"""The class of verbs, options that several verbs share, and an early search for misspelt keys."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from longstride.data_pipelines.plain_files import expand_path
+from longstride.data_pipelines.plain_files import JSONError, expand_path, parse_json, read_plain
 
 TRUST_OPTION = "--trust-checkpoint"
 PRECISIONS = ("bf16", "fp16", "fp32")
 WEIGHTS = ("trained", "ema")
+KEYS = Path(__file__).with_name("keys.json")
+_PRESETS = Path(__file__).resolve().parents[2] / "ds_configs" / "experiments"
+_MOST_CONFIG_BYTES = 1 << 20  # a larger file is not searched for misspelt keys
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
@@ -22,13 +28,13 @@ class Verb(NamedTuple):
     words: str
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: str  # a function below longstride.launcher, imported once the words are understood
+    run: str  # a function below longstride.launcher, imported once the words are parsed
     examples: tuple[str, ...]  # in its help; `longstride --help` shows the first one
-    passes_words: bool = False  # ``run`` takes all words but --help as they are: the options are another program's
+    passes_words: bool = False  # ``run`` takes all words but --help unparsed: another program has the options
 
 
 def place(text: str) -> str:
-    """Take an option that names a path or a URL; see ``expand_path``."""
+    """Parse an option that names a path or a URL; see ``expand_path``."""
     try:
         return expand_path(text)
     except ValueError as error:
@@ -36,12 +42,12 @@ def place(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """Take an option that names a path."""
+    """Parse an option that names a path."""
     return Path(place(text))
 
 
 def add_config_argument(parser: argparse.ArgumentParser, name: str) -> None:
-    """Declare a run's configuration as ``name``: an option, or an argument by its place."""
+    """Declare a run's configuration as ``name``: an option or a positional argument."""
     what = "JSON file of the run, or the name of one of ds_configs/experiments, such as enwik8_fixed"
     if name.startswith("--"):
         parser.add_argument(name, type=place, required=True, metavar="X.json|NAME", help=what)
@@ -50,46 +56,43 @@ def add_config_argument(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def add_override_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare changes to a run's configuration, behind all options."""
+    """Declare overrides of a run's configuration, which follow all options."""
     parser.add_argument(
         "overrides",
         nargs="*",
-        default=[],  # or argparse names it among what is missing
+        default=[],  # otherwise argparse lists it as missing
         metavar="path.to.key=value",
         help="changes to the configuration, each value as JSON, such as train.steps=100",
     )
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare `--trust-checkpoint`, of every verb that reads a checkpoint: the user's word that it may run code.
-
-    Where such a verb reads an export, it stands for `--trust-code`.
-    """
+    """Declare `--trust-checkpoint`, by which the user allows a checkpoint to run code; `--trust-code` for an export."""
     code = "open files of the checkpoint that hold more than tensors and numbers, and run the code that they ask for"
     parser.add_argument(TRUST_OPTION, "--trust-code", action="store_true", help=code, dest="trust_checkpoint")
 
 
 def add_code_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare `--trust-code`, of every verb that reads an export: the user's word that other packages are imported."""
+    """Declare `--trust-code`, by which the user allows an export to import other packages."""
     code = "import the packages that define parts of the model, beside our own"
     parser.add_argument("--trust-code", action="store_true", help=code)
 
 
 def step_named(text: str) -> int | str:
-    """Take an option that names a checkpoint: the number of its step, or best."""
+    """Parse an option that names a checkpoint: the number of its step, or best."""
     if text != "best" and not _NUMBER.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
     return text if text == "best" else int(text)
 
 
 def add_step_argument(parser: argparse.ArgumentParser, use: str = "read") -> None:
-    """Declare `--step`, of every verb that reads a run: a number, "best", or None for the newest checkpoint."""
+    """Declare `--step`, which chooses a checkpoint: a number, "best", or None for the newest."""
     which = "of this step, or the one with the lowest validation loss (default: the newest)"
     parser.add_argument("--step", type=step_named, metavar="N|best", help=f"{use} the checkpoint {which}")
 
 
 def add_weights_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare `--weights`, which chooses among the weights of a checkpoint."""
+    """Declare `--weights`, which chooses between the trained weights and their moving average."""
     parser.add_argument(
         "--weights",
         choices=WEIGHTS,
@@ -99,7 +102,42 @@ def add_weights_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_argument(parser: argparse.ArgumentParser, work: str, default: str | None = None) -> None:
-    """Declare `--device`, None where the verb is to choose."""
-    told = default or "cuda where there is a GPU, else cpu"
-    text = f"{work} on this device, such as cpu or cuda:1 (default: {told})"
+    """Declare `--device`; without a default the verb chooses."""
+    usual = default or "cuda where there is a GPU, else cpu"
+    text = f"{work} on this device, such as cpu or cuda:1 (default: {usual})"
     parser.add_argument("--device", default=default, metavar="DEVICE", help=text)
+
+
+def misspelt_keys(config: str | None, overrides: Sequence[str]) -> list[str]:
+    """Find misspelt keys of a configuration without importing torch; return a line for each.
+
+    ``keys.json`` has the keys of every object with a fixed set of keys; `python docs/keys.py` writes it. Only unknown
+    keys that resemble a known one are found. The classes of the configuration find all others later.
+    """
+    keys_of: dict[str, list[str]] = json.loads(KEYS.read_text(encoding="utf-8"))
+    all_keys = {key for keys in keys_of.values() for key in keys}
+    paths = []
+    if config is not None:
+        file = Path(config)
+        if not file.is_file():
+            file = _PRESETS / f"{file.name}.json"
+        with suppress(OSError, JSONError):  # reported later
+            paths += [path for path in _dotted_paths(parse_json(read_plain(file, _MOST_CONFIG_BYTES))) if path]
+    for override in overrides:
+        parts = override.partition("=")[0].split(".")
+        paths += [".".join(parts[: end + 1]) for end in range(len(parts))]
+    lines = {}
+    for path in dict.fromkeys(paths):
+        section, _, key = path.rpartition(".")
+        if section in keys_of and key not in all_keys and (near := difflib.get_close_matches(key, keys_of[section], 1)):
+            lines[path] = f"{path}: unknown key; nearest {near[0]}"
+    return ["".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line) for line in lines.values()]
+
+
+def _dotted_paths(content: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all keys of nested objects, the empty one first."""
+    yield path
+    if isinstance(content, dict):
+        for key, value in content.items():
+            if key and "." not in key:
+                yield from _dotted_paths(value, f"{path}.{key}" if path else key)

@@ -23,7 +23,7 @@ SOME_HOSTS = "HOST[:SLOT,…][@…]"
 
 
 def add_from_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--from` and the options beside it, of every verb that starts a run."""
+    """Declare `--from` and its options, of every verb that starts a run."""
     add = parser.add_argument
     what = "take the first weights from an exported folder or from another run; the optimiser begins anew"
     add("--from", type=place, dest="source", metavar="MODEL|RUN", help=what)
@@ -37,7 +37,7 @@ def add_from_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that training has however it is started."""
+    """Declare the options that training has in every launcher."""
     add_config_argument(parser, "--config")
     parser.add_argument(
         "--resume",
@@ -83,10 +83,10 @@ def add_new_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of launcher/train.py: also those that launchers set, and a person does not."""
+    """Declare the options of launcher/train.py, with those that only launchers set."""
     add_rank_arguments(parser)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # set by the deepspeed launcher
-    # Set by `longstride train`: the file by which it asks for a stop, and the time at which it began, by the clock.
+    # Set by `longstride train`: the file by which it requests a stop, and the time at which it began.
     parser.add_argument("--stop-file", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, default=None, help=argparse.SUPPRESS)
 
@@ -95,8 +95,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `longstride train`."""
     add_rank_arguments(parser)
     add = parser.add_argument
-    here = "start so many processes on this host (default: one for each GPU, or one on a CPU)"
-    add("--processes", type=int, default=None, metavar="N", help=here)
+    local = "start so many processes on this host (default: one for each GPU, or one on a CPU)"
+    add("--processes", type=int, default=None, metavar="N", help=local)
     lines = f"start them on the hosts of this file, lines such as `node1 slots=4` (default: {HOSTFILE} if it is there)"
     add("--hostfile", type=path, default=None, metavar="FILE", help=lines)
     reach = "reach several hosts by this launcher (default: pdsh)"
@@ -129,8 +129,8 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus", action="store_true", help="ask for a GPU for each process")
     cores = "give each process, with its loader workers, so many cores (default: SLURM's)"
     add("--cpus-per-process", type=int, metavar="C", help=cores)
-    more = "add a line #SBATCH --OPTION to the script, such as qos=long or mem=0; repeatable"
-    add("--sbatch", action="append", default=[], metavar="OPTION", help=more)
+    lines = "add a line #SBATCH --OPTION to the script, such as qos=long or mem=0; repeatable"
+    add("--sbatch", action="append", default=[], metavar="OPTION", help=lines)
     add("--job-name", metavar="NAME", help="name the job and the script so (default: the run folder's name)")
     stop = "save and stop so many seconds before the time is up (default: 120)"
     add("--stop-seconds", type=int, default=120, metavar="S", help=stop)
@@ -147,8 +147,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     many = "plan for each of these numbers of processes (default: as many as the batch allows, at most 8)"
     add("--processes", nargs="+", default=[], metavar="W", help=many)
-    known = "take the train split to have so many contexts, where the data is not on this machine"
-    add("--contexts", type=int, metavar="N", help=known)
+    size = "take the train split to have so many contexts, where the data is not on this machine"
+    add("--contexts", type=int, metavar="N", help=size)
     kind = "plan for CPUs or GPUs (default: cpu where model.backend is cpu; this machine's with --measure; else cuda)"
     add("--device", choices=("cpu", "cuda"), default=None, help=kind)
     rates = parser.add_mutually_exclusive_group()

@@ -83,13 +83,13 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     score.add_argument("--likelihood", type=path, metavar="FILE", help="print the bits per byte of a file's bytes")
     decoded = "score the file's pixels or its sound, as the model writes them"
     score.add_argument("--decoded", action="store_true", help=decoded)
-    seen = "let every byte see at least M earlier ones (default: 0)"
-    score.add_argument("--min-context", type=int, metavar="M", help=seen)
+    least = "let every byte see at least M earlier ones (default: 0)"
+    score.add_argument("--min-context", type=int, metavar="M", help=least)
     score.add_argument("--batch", type=int, metavar="B", help="compute B contexts at once (default: what is quick)")
 
 
 def add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare no options, and say whose they are."""
+    """Declare no options: all words go to lm_eval."""
     parser.epilog = (
         "All words are lm_eval's, such as `--model longstride --model_args path=model --tasks wikitext`; "
         "`longstride lm-eval run --help` tells them. model_args: path, batch_size, device, dtype, min_context and "
