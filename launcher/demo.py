@@ -1,4 +1,4 @@
-"""`make demo`: trains on the Python sources of this machine and samples Python, in a few minutes.
+"""`make demo`: train on the Python sources of this machine and sample Python, in a few minutes.
 
 Each stage prints and runs a command that a user could type. Each demo writes to a new folder in runs/.
 """
@@ -6,6 +6,7 @@ Each stage prints and runs a command that a user could type. Each demo writes to
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import lzma
 import shlex
@@ -15,6 +16,7 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +32,18 @@ CONFIG = ROOT / "ds_configs" / "experiments" / "demo.json"
 DATA = ROOT / "data" / "python-sources"
 CPU_PROCESSES = 2
 PROMPT = "def read_lines(path):\n    "
-MIN_CONTEXT = 128  # bytes that a scored byte sees at least, as a compressor sees all before it
+MIN_CONTEXT = 128  # bytes before each scored byte: a fair comparison with compressors, which see all before it
 SAMPLE_BYTES = 160  # of each evaluation's sample
-_SHOWN_LINES = 6  # of it
-FILES, FILE_BYTES = 3, 20_000  # that are compressed, and about how long they are
+_SHOWN_LINES = 6  # of a sample
+FILES, FILE_BYTES = 3, 20_000  # number and approximate length of the compressed files
 
 
 class StageError(RuntimeError):
-    """The command of a stage failed, and has printed why."""
+    """The command of a stage failed, and has printed the reason."""
 
 
 def main() -> int:
-    """Runs every stage; returns the exit code."""
+    """Run every stage; return the exit code."""
     folder = new_folder(ROOT / "runs")
     started = time.monotonic()
     try:
@@ -55,7 +57,7 @@ def main() -> int:
 
 
 def run_stages(folder: Path) -> str:
-    """Makes shards, a run, a model and pictures; returns the lines that say what came out.
+    """Create shards, a run, a model and pictures; return a summary of the results.
 
     Raises:
         StageError: a command failed.
@@ -63,7 +65,7 @@ def run_stages(folder: Path) -> str:
     trained, exported = folder / "train", folder / "model"
     sources = sysconfig.get_paths()["stdlib"]
     stage("data", "build", sources, "--exclude", "site-packages", "--output", DATA)
-    # The launcher takes all GPUs by itself; on a CPU the number of processes must be given.
+    # By default the launcher uses all GPUs, but only one process on a CPU.
     processes = () if torch.cuda.is_available() else ("--processes", CPU_PROCESSES)
     precision = () if torch.cuda.is_available() or has_bf16_products() else ("deepspeed=zero0_fp32",)
     begin = time.monotonic()
@@ -72,7 +74,7 @@ def run_stages(folder: Path) -> str:
     stage("train", "--config", CONFIG, *processes, *places, f"train.samples={samples}", *precision)
     training_seconds = time.monotonic() - begin
     with ThreadPoolExecutor() as pool:
-        learned = pool.submit(xz_that_has_read, DATA)  # a minute of one core, beside what else is to be done
+        xz_bits = pool.submit(xz_that_has_read, DATA)  # a minute of one core, in parallel
         positions = folder / "by-position.png"
         words = ("--batch", 16, "--min-context", MIN_CONTEXT, "--positions", positions)
         held_out = json.loads(stage("evaluate", trained, *words, capture=True))
@@ -81,7 +83,7 @@ def run_stages(folder: Path) -> str:
         stage("show", "loss", trained, "--output", folder / "loss.png")
         stage("show", "attention", trained, "--output", folder / "attention.png")
         stage("sample", exported, "--prompt", PROMPT, "--bytes", 400, "--temperature", 0.7)
-        sizes = compressors() | {"xz -9 that has read the train split": learned.result()}
+        sizes = compressors() | {"xz -9 that has read the train split": xz_bits.result()}
     sizes["this model"] = held_out["bits_per_byte"]
     parts = by_position(json.loads(positions.with_suffix(".json").read_text()))
     return "\n".join(
@@ -105,25 +107,25 @@ def run_stages(folder: Path) -> str:
 
 
 def samples_on_the_way(folder: Path) -> list[str]:
-    """Lines of the run's samples: the step of each, and what it wrote behind the prompt."""
+    """Return lines with the run's samples: the step, and the text after the prompt."""
     lines = []
     for file in sorted(folder.glob("step-*.txt")):
         text = file.read_text(errors="replace").removeprefix(PROMPT).rstrip()
         lines.append(f"  step {int(file.stem.removeprefix('step-'))}:")
-        shown = ["".join(each if each.isprintable() else "\ufffd" for each in line) for line in text.splitlines()]
+        shown = ["".join(sign if sign.isprintable() else "\ufffd" for sign in line) for line in text.splitlines()]
         lines += [f"      | {line[:100]}" for line in shown[:_SHOWN_LINES]]
     return lines
 
 
 def compressors() -> dict[str, float]:
-    """Bits per byte of general compressors on the held-out bytes, all files in one stream."""
+    """Return the bits per byte of general compressors on the held-out bytes, with all files in one stream."""
     held_out = content(DATA, "validation")
     sizes = {"gzip -9": len(gzip.compress(held_out, 9)), "xz -9": len(lzma.compress(held_out, preset=9))}
     return {name: 8 * size / len(held_out) for name, size in sizes.items()}
 
 
 def xz_that_has_read(data: Path) -> float:
-    """Bits per byte of the held-out bytes behind the train split in one xz stream: what they add to its size."""
+    """Return the bits per byte that the held-out bytes add to an xz stream of the train split."""
     before, held_out = content(data, "train"), content(data, "validation")
     with ThreadPoolExecutor(2) as pool:
         alone, both = pool.map(lambda text: len(lzma.compress(text, preset=9)), (before, before + held_out))
@@ -131,14 +133,14 @@ def xz_that_has_read(data: Path) -> float:
 
 
 def content(data: Path, split: str) -> bytes:
-    """All bytes of a split."""
+    """Return all bytes of a split."""
     return b"".join(map(bytes, split_bytes(data, split)))
 
 
 def by_position(scored: dict[str, Any]) -> list[str]:
-    """Lines with the loss of each eighth of the context, from the numbers that `longstride evaluate` has drawn.
+    """Return lines with the loss of each eighth of the context, from the numbers of `longstride evaluate`.
 
-    An eighth that only the first context is scored in is left out, as it is when every byte sees so many before it.
+    An eighth that is only scored in the first context is left out.
     """
     columns = scored["positions"]
     bins = list(zip(columns["first"], columns["end"], columns["bytes"], columns["bits_per_byte"], strict=True))
@@ -153,22 +155,22 @@ def by_position(scored: dict[str, Any]) -> list[str]:
 
 
 def compressed_files(folder: Path, model: Path) -> list[str]:
-    """Compresses some held-out files and gets them back; returns a table of their sizes.
+    """Compress some held-out files and decompress them; return a table of their sizes.
 
     Raises:
-        StageError: a command failed, or a file came back as another one.
+        StageError: a command failed, or a file was not restored.
     """
     folder.mkdir()
-    drawn = sorted(sample_documents(DATA, "validation", 24), key=lambda each: abs(len(each.content) - FILE_BYTES))
+    documents = sample_documents(DATA, "validation", 24)
     lines, totals = [f"  {'':<24}{'bytes':>8}{'longstride':>12}{'xz -9':>8}{'gzip -9':>9}"], [0, 0, 0, 0]
-    for each in drawn[:FILES]:
-        file, content = folder / each.key, each.content.tobytes()
+    for document in sorted(documents, key=lambda document: abs(len(document.content) - FILE_BYTES))[:FILES]:
+        file, content = folder / document.key, document.content.tobytes()
         file.write_bytes(content)
         packed, back = file.with_name(f"{file.name}.lsz"), file.with_name(f"{file.name}.back")
         stage("compress", file, "--model", model, "--output", packed)
         stage("decompress", packed, "--model", model, "--output", back)
         if back.read_bytes() != content:
-            raise StageError(f"{packed} came back as another file")
+            raise StageError(f"{packed} was decompressed to another file")
         others = len(lzma.compress(content, preset=9)), len(gzip.compress(content, 9))
         sizes = [len(content), packed.stat().st_size, *others]
         totals = [total + size for total, size in zip(totals, sizes, strict=True)]
@@ -177,12 +179,12 @@ def compressed_files(folder: Path, model: Path) -> list[str]:
 
 
 def sizes_line(name: str, sizes: Sequence[int]) -> str:
-    """A line of the table of sizes."""
+    """Format a line of the table of sizes."""
     return f"  {name:<24}" + "".join(f"{size:>{width},}" for size, width in zip(sizes, (8, 12, 8, 9), strict=True))
 
 
 def stage(*words: object, capture: bool = False) -> str:
-    """Runs `longstride WORDS …`; returns its standard output if ``capture``, else prints it.
+    """Run `longstride WORDS …`; return its standard output if ``capture``, else print it.
 
     Raises:
         StageError: the command failed.
@@ -196,15 +198,13 @@ def stage(*words: object, capture: bool = False) -> str:
 
 
 def new_folder(parent: Path) -> Path:
-    """Makes the first of demo-1, demo-2, … that does not exist yet."""
-    number = 1
-    while True:
-        folder = parent / f"demo-{number}"
-        try:
+    """Create the first of demo-1, demo-2, … that does not exist yet."""
+    for number in itertools.count(1):
+        with suppress(FileExistsError):
+            folder = parent / f"demo-{number}"
             folder.mkdir(parents=True)
             return folder
-        except FileExistsError:
-            number += 1
+    raise AssertionError
 
 
 if __name__ == "__main__":

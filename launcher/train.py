@@ -1,6 +1,6 @@
 """`deepspeed launcher/train.py --config X.json [--resume auto|best|never|STEP] [--profile N] [path.to.key=value …]`.
 
-`longstride train` starts the same. Every mistake of the user is found before a process group or a file is made.
+`longstride train` starts this script. Every mistake of the user is found before a process group or a file is created.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Python puts this folder first on the path, where the names of our rooms would shadow others' (config, data). The
-    # folder that holds `longstride` takes its place, so that nothing need be installed.
+    # Python puts this folder first on the path, where our packages would shadow others (config, data). It is replaced
+    # by the folder of `longstride`, so that nothing needs to be installed.
     sys.path[0] = str(next(folder for folder in Path(__file__).resolve().parents if (folder / "longstride").is_dir()))
 
 from longstride.launcher.output import (
@@ -33,7 +33,7 @@ from longstride.launcher.verbs import add_script_arguments
 
 
 def main(arguments: list[str], stop: StopFlag | None = None) -> int:
-    """Take part in a run as one rank; return the exit code. ``stop`` may listen already."""
+    """Take part in a run as one rank; return the exit code. ``stop`` may already listen."""
     parser = argparse.ArgumentParser(prog="launcher/train.py", description=__doc__.splitlines()[0])
     add_script_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
@@ -46,8 +46,8 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
 
 
 def train(options: argparse.Namespace, stop: StopFlag) -> int:
-    """Check all that this rank can check alone, meet the others, and train; or replay a step. Return the exit code."""
-    from longstride.kernels import ConfigError  # late, as all that imports torch: a stop may come meanwhile
+    """Check the setup on this rank, meet the others, and train; or replay a step. Return the exit code."""
+    from longstride.kernels import ConfigError  # late, like everything that imports torch: a stop may come meanwhile
     from longstride.launcher.config import load_config
     from longstride.launcher.ranks import Ranks, adopt_place, process_group, run_lock
 
@@ -57,13 +57,13 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
     stop_file = StopFile(options.stop_file) if options.stop_file is not None and is_first else None
     if stop_file is not None:
         stop.add_source(stop_file, handled_only=not replays)  # a replay handles no stop
-    # `longstride train` has said already what the command line changes.
-    say_changes = say if options.started is None and is_first else None
-    config = load_config(options.config, options.overrides, say_changes).with_lasting_data()
+    # `longstride train` has printed the changes already.
+    notify = say if options.started is None and is_first else None
+    config = load_config(options.config, options.overrides, notify).with_lasting_data()
     if config.train.max_seconds is not None:
         stop.add_source(TimeIsUp(config.train.max_seconds, options.started))
 
-    # Late: deepspeed takes seconds to import, which a mistake in the file should not cost.
+    # Late: a mistake in the file should not wait for the import of DeepSpeed, which takes seconds.
     with said_where_slow("importing torch and DeepSpeed"):
         from longstride.launcher import training
         from longstride.launcher.checkpoints import restore
@@ -85,31 +85,31 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
     run = Run(config, ranks, data, stop, options.resume, train.epochs, profiled, options.trust_checkpoint, source)
     if replays:
         return training.replay_step(run, int(options.replay))
-    wrong, initial = None, None
+    problem, initial = None, None
     try:
         with said_where_slow("reading the data and the run folder"):
             initial = training.open_initial(run, *training.choose_start(run).candidates[:1])
     except (OSError, ValueError) as error:
-        wrong = mistake(error)
-        if ranks.world_size == 1 or wrong is None:
+        problem = mistake(error)
+        if ranks.world_size == 1 or problem is None:
             raise
-        # This rank may have met it alone, and the others wait for it: it is told once all have met.
+        # Perhaps only this rank has the problem, and the others wait for it: it is reported once all have met.
     else:
         with said_where_slow("compiling kernels"):
             training.compile_step(run)
         stop.listen()
 
     group = process_group(ranks, train.timeout_seconds, run.folder, lambda: launcher_gone() is not None)
-    # A loss is reported while stops are handled: a launcher that has seen it sends the other ranks SIGTERM.
+    # A lost rank is reported while stops are handled, because its launcher sends the other ranks SIGTERM.
     with group as watchdog, stop.handled(), watchdog.reporting(), run_lock(run.folder, ranks):
         with exit_on_mistake(ranks.barrier):
-            training.check_agreement(run, watchdog.hosts)  # first: it says who has something else, and what
-            ranks.agree(wrong)
+            training.check_agreement(run, watchdog.hosts)  # first: it names the rank that differs
+            ranks.agree(problem)
         checkpoint = training.begin(run)
         with exit_on_mistake(ranks.barrier):
             try:
                 config.check_hosts(watchdog.hosts)
-            except ConfigError as error:  # of all ranks: where launchers place them, only the ranks can tell
+            except ConfigError as error:  # on all ranks: only they know where the launcher placed them
                 raise AgreedError(str(error)) from None
             initial = training.agreed_initial(run, initial, checkpoint, watchdog.hosts)
             with said_where_slow("building the engine"):
@@ -137,12 +137,12 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
                 ranks.barrier()  # a launcher ends all ranks once one has ended
             engine.destroy()
             if stop_file is not None and launcher_gone():
-                stop_file.remove()  # nobody else is left who would
+                stop_file.remove()  # the launcher can no longer do it
     return code
 
 
 if __name__ == "__main__":
-    with lasting_output():  # before anything can be said, or a library keeps the streams
+    with lasting_output():  # before anything is printed, and before a library keeps the streams
         listening = StopFlag()
         listening.listen()  # the imports take seconds
         from longstride.launcher.ranks import leave

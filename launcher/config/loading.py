@@ -212,7 +212,7 @@ def _dotted_paths(content: object, prefix: str = "") -> set[str]:
 
 
 def _shorter_warm_up(train: Any, overrides: dict[str, Any]) -> int | None:
-    """Shorten the warm-up if the command line asks for fewer steps than the file's warm-up has.
+    """Reduce the warm-up if the command line asks for fewer steps than the file's warm-up has.
 
     It stays the same share of the run; a run whose file gives epochs gets a tenth. None leaves the file's warm-up.
     """
@@ -228,7 +228,7 @@ def _shorter_warm_up(train: Any, overrides: dict[str, Any]) -> int | None:
 
 
 def _with_suggestions(problems: Sequence[Problem]) -> list[Problem]:
-    """Point an unknown key to the sections that know its name, or a similar one."""
+    """Refer an unknown key to the sections that know its name, or a similar one."""
     if not any(problem.rule.startswith("unknown key; ") for problem in problems):
         return list(problems)
     paths: dict[str, list[str]] = {}  # by the last part of each

@@ -1,4 +1,4 @@
-"""What is asked of a run, its batches from its data folder, and the verbs `data build`, `index` and `verify`."""
+"""The setup of a run, its batches from a data folder, and the verbs `data build`, `data index` and `data verify`."""
 
 from longstride.launcher.data.folders import check_location
 from longstride.launcher.data.run import (

@@ -1,4 +1,4 @@
-"""What is asked of a run, as one value, and what can be found wrong with it before it starts. Imports no deepspeed."""
+"""The setup of a run as one value, and the checks before it starts. Imports no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,86 +18,86 @@ from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
 
-# What a start writes before its first step, beside an empty folder of checkpoints and metrics without a line.
-_OF_A_START = re.compile(r"config\.json|data\.json|starts\.jsonl|\.lock|hosts-\d+\.env|\.(?:stop|start)-.*")
-_NUMBER = re.compile("[0-9]{1,18}")  # of a step or of steps: more digits than any run has
+# The files of a start before its first step, besides an empty folder of checkpoints and empty metrics.
+_START_FILES = re.compile(r"config\.json|data\.json|starts\.jsonl|\.lock|hosts-\d+\.env|\.(?:stop|start)-.*")
+_NUMBER = re.compile("[0-9]{1,18}")  # of a step or of steps
 
 
 @dataclass(frozen=True, slots=True)
 class FromOptions:
-    """Where a run's first weights come from, as it is asked: `--from` and the options beside it."""
+    """The source of a run's first weights: `--from` and its options."""
 
-    path: Path  # an exported model's folder, or a run's
-    step: int | Literal["best"] | None = None  # of a run; None: its newest
+    path: Path  # folder of an exported model or of a run
+    step: int | Literal["best"] | None = None  # checkpoint of a run; None: the newest
     weights: str = "trained"  # or "ema"
-    positions: str | None = None  # repeat, interpolate or fresh: how position tables of other sizes are made
-    partly: bool = False  # whether what does not fit begins anew
+    positions: str | None = None  # repeat, interpolate or fresh: for position tables of other sizes
+    partly: bool = False  # whether parameters that do not fit begin anew
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, resume: str, *, elsewhere: bool = False) -> FromOptions | None:
-        """By a command line and what its --resume says; None: it names no source.
+        """Return the options of a command line, or None without --from. ``resume`` is the value of --resume.
 
-        A folder that only hosts ``elsewhere`` have is checked there.
+        If only hosts ``elsewhere`` have the folder, they check it.
 
         Raises:
-            ConfigError: the folder is none, or an option makes no sense.
+            ConfigError: the folder holds no model, or an option makes no sense.
         """
-        beside = {
+        options = {
             "--from-step": arguments.from_step,
             "--from-weights": arguments.from_weights if arguments.from_weights != "trained" else None,
             "--from-positions": arguments.from_positions,
             "--from-partly": arguments.from_partly or None,
         }
         if arguments.source is None:
-            for option, given in beside.items():
-                if given is not None:
-                    shown = option if given is True else f"{option}={given}"
+            for option, value in options.items():
+                if value is not None:
+                    shown = option if value is True else f"{option}={value}"
                     raise ConfigError(f"{shown}: says how weights are taken, and no --from says where from; give both")
             return None
         path = Path(arguments.source)
         if resume not in ("auto", "never"):
             rule = f"says where a run begins, and --resume={resume} has it go on; leave one of them out"
             raise ConfigError(f"--from={path}: {rule}")
-        there = path.is_dir() and ((path / file_names.CONFIG).exists() or (path / file_names.CHECKPOINTS).is_dir())
-        if not there and not elsewhere and resume != "auto":  # which may not need it
+        has_model = path.is_dir() and ((path / file_names.CONFIG).exists() or (path / file_names.CHECKPOINTS).is_dir())
+        if not has_model and not elsewhere and resume != "auto":  # a resumed run does not need it
             what = "holds no model" if path.is_dir() else "no such folder"
             raise ConfigError(f"--from={path}: {what}; name a folder of `longstride export`, or a run folder")
         return cls(path, *(getattr(arguments, f"from_{name}") for name in ("step", "weights", "positions", "partly")))
 
     def words(self) -> list[str]:
-        """The same on a command line that is read in any folder."""
+        """Return the options as words of a command line for any working directory."""
         words = ["--from", str(self.path.absolute()), "--from-weights", self.weights]
-        for option, given in (("--from-step", self.step), ("--from-positions", self.positions)):
-            words += [] if given is None else [option, str(given)]
+        for option, value in (("--from-step", self.step), ("--from-positions", self.positions)):
+            words += [] if value is None else [option, str(value)]
         return words + ["--from-partly"] * self.partly
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All that is asked of a run on this rank, as one value. Its steps are resolved: see ``resolve_steps``."""
+    """The setup of a run on this rank. Its number of steps is known: see ``resolve_steps``."""
 
     config: RunConfig
     ranks: Ranks
     data: RunData
-    stop: StopFlag | None = None  # None: nothing asks for one
+    stop: StopFlag | None = None  # None: the run cannot be stopped
     resume: str = "never"  # auto, best, never or a step
-    epochs: float | None = None  # where the steps were given so
-    profile_steps: int = 0  # that are recorded by torch's profiler
+    epochs: float | None = None  # if the configuration gives them instead of steps
+    profile_steps: int = 0  # recorded by torch's profiler
     trusted: bool = False  # whether checkpoints may hold more than tensors and numbers
-    source: FromOptions | None = None  # of the first weights; None: they are drawn
-    origin: dict[str, Any] | None = None  # what became of it, as manifests of checkpoints have it
+    source: FromOptions | None = None  # of the first weights; None: random ones
+    origin: dict[str, Any] | None = None  # the source as manifests of checkpoints describe it
 
     @property
     def folder(self) -> Path:
-        """Where it is written to."""
+        """The run folder."""
         return Path(self.config.train.output)
 
 
 def resolve_steps(config: RunConfig, data: RunData, ranks: Ranks | None = None) -> RunConfig:
-    """The configuration with ``train.steps`` in place of ``train.epochs``; unchanged where steps are given.
+    """Replace ``train.epochs`` by ``train.steps``; a configuration with steps is returned unchanged.
 
-    Every rank finds the same, from the manifest alone. So what is saved with a run says how long it is, whatever
-    becomes of the data. The first of ``ranks`` prints it.
+    Every rank gets the same number from the manifest, and rank 0 prints it. So the saved configuration has the length
+    of the run even if the data changes.
 
     Raises:
         ConfigError: the warm-up is longer than the run.
@@ -116,12 +116,12 @@ def resolve_steps(config: RunConfig, data: RunData, ranks: Ranks | None = None) 
 
 
 def steps_of(train: TrainConfig, contexts: int) -> int:
-    """Whole steps in the run's epochs of so many contexts; at least 1.
+    """Return the number of whole steps in the run's epochs of ``contexts`` contexts; at least 1.
 
     Raises:
         ConfigError: the warm-up is longer.
     """
-    # As the user wrote it: 0.29 of 100 contexts are 29, and 28.999… in binary.
+    # A decimal fraction, as the user wrote it: 0.29 of 100 contexts are 29, but 28.999… in binary.
     steps = max(1, int(Fraction(str(train.epochs)) * contexts / train.global_batch))
     if train.warmup_steps > steps:
         rule = f"must be at most the {steps:,} steps that {train.epochs:g} epochs are"
@@ -130,11 +130,11 @@ def steps_of(train: TrainConfig, contexts: int) -> int:
 
 
 def check_output(output: str, resume: str, replay: str | None = None) -> None:
-    """Check that a run may be written to a folder by --resume, or that it holds one for --replay. Writes nothing.
+    """Check that --resume allows to write a run to the folder, or that the folder has a run for --replay.
 
     Raises:
-        ConfigError: an option is no choice; the folder is a file, cannot be written or holds a run already; or there is
-            no run to replay a step of.
+        ConfigError: a wrong value of an option; the folder is a file, cannot be written or holds a run already; or
+            there is no run to replay a step of.
     """
     run = Path(output)
     if replay is not None:
@@ -164,8 +164,8 @@ def check_output(output: str, resume: str, replay: str | None = None) -> None:
 
 
 def _is_only_started(run: Path) -> bool:
-    """Whether a run folder holds what a start writes, and no step: it ended before its first one."""
-    # Without a lock no run was ever there, and a config.json is somebody else's, such as an export's.
+    """Whether a run folder only has the files of a start: the run ended before its first step."""
+    # Without a lock there was never a run, and a config.json belongs to something else, such as an export.
     if not (run / file_names.LOCK).exists():
         return False
     for path in run.iterdir():
@@ -173,13 +173,13 @@ def _is_only_started(run: Path) -> bool:
             continue
         if path.name == file_names.CHECKPOINTS and path.is_dir() and not any(path.iterdir()):
             continue
-        if not _OF_A_START.fullmatch(path.name):
+        if not _START_FILES.fullmatch(path.name):
             return False
     return True
 
 
 def discard_start(run: Path) -> bool:
-    """Removes a run folder that holds no step yet; returns whether none is there. Nothing may write there any more."""
+    """Remove a run folder without a step; return whether it is gone. No process may still write there."""
     with suppress(OSError):
         if run.is_dir() and (_is_only_started(run) or not any(run.iterdir())):
             for path in run.iterdir():
@@ -189,10 +189,10 @@ def discard_start(run: Path) -> bool:
 
 
 def profile_steps(profile: str | None, replay: str | None) -> int:
-    """How many steps --profile asks to record; 0 where it is not given.
+    """Return the number of steps that --profile records; 0 without the option.
 
     Raises:
-        ConfigError: it is no number of steps, or a step is to be replayed.
+        ConfigError: it is not a number of steps, or is combined with --replay.
     """
     if profile is None:
         return 0
@@ -204,10 +204,10 @@ def profile_steps(profile: str | None, replay: str | None) -> int:
 
 
 def check_data(config: RunConfig, *, elsewhere: bool = False) -> None:
-    """Whether the data is as the configuration says. Data that only hosts ``elsewhere`` have is checked there.
+    """Check that the data fits the configuration. If only hosts ``elsewhere`` have it, they check it.
 
     Raises:
-        ConfigError: the data does not fit it.
+        ConfigError: the data does not fit.
         DataError: the folder or a shard's index is wrong.
     """
     if elsewhere and "://" not in config.data.path and not Path(config.data.path).exists():

@@ -1,6 +1,6 @@
-"""A run's batches: the training stream and the evaluation of its configuration, taken by all ranks together.
+"""A run's batches for training and evaluation, taken by all ranks together.
 
-Letters: G contexts a global batch, W ranks.
+Letters: G contexts in a global batch, W ranks.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ _PLACES = {
     **DATA_PATHS,
 }
 _BYTE_VALUES = 256
-_FAILED, _HAS_BATCH, _AT_THE_END, _LOST = 0, 1, 2, 3  # what a rank tells the others of its next batch
+_FAILED, _HAS_BATCH, _AT_THE_END, _LOST = 0, 1, 2, 3  # states of a rank's next batch
 SomeBatch = TypeVar("SomeBatch", Batch, EvaluationBatch)
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch(Generic[SomeBatch]):
-    """What all ranks take at once, in a step or an evaluation; each rank holds its part."""
+    """A batch over all ranks, for a step or an evaluation."""
 
     part: SomeBatch  # of this rank
-    num_tokens: int  # over all contexts, without padding: what the loss is normalised by
-    content: int  # tokens of them that are the data's own, without separators; of an evaluation those to be scored
-    sample_ids: tuple[int, ...]  # of all ranks, in rank order; once of those that share contexts
+    num_tokens: int  # over all contexts, without padding: the loss is normalised by it
+    content: int  # tokens of the data, without separators; in an evaluation only the scored ones
+    sample_ids: tuple[int, ...]  # of all ranks, in rank order; ranks that share contexts count once
     sample_ids_crc32: int  # of the same as little-endian int64
-    substitutions: tuple[Substitution, ...]  # of all ranks: what stands in for damaged contexts
+    substitutions: tuple[Substitution, ...]  # of all ranks: replacements for damaged contexts
 
 
 def together(
@@ -77,15 +77,15 @@ def together(
     device: torch.device,
     stop: StopFlag | None = None,
 ) -> Generator[GlobalBatch[SomeBatch]]:
-    """The ranks' batches, of so many rows each, once all ranks have theirs. All ranks must call.
+    """Yield global batches, of ``rows`` rows per rank, once all ranks have theirs. All ranks must call.
 
-    One small collective a step comes before anything is computed, so that no rank waits for one that has no batch: it
-    is at its end, has failed, or was asked to stop.
+    A small collective precedes each step. So no rank begins a step in which another has no batch, because its data
+    ended, it failed, or it has to stop.
 
     Raises:
-        AgreedError: on every rank, where any rank cannot open its batches or take the next, or has fewer than others.
-        StopAskedError: on every rank, where any rank has been asked to stop.
-        LostWorkerError: on every rank, where a worker that reads for any rank was killed or stopped.
+        AgreedError: on every rank, if any rank cannot open its batches or take the next, or has fewer than others.
+        StopAskedError: on every rank, if any rank has to stop.
+        LostWorkerError: on every rank, if a worker that reads for any rank was killed or stopped.
     """
     batches: Iterator[SomeBatch] | None = None
     while True:
@@ -101,43 +101,43 @@ def together(
             problem = str(error)
         except LostWorkerError as error:
             state, problem = _LOST, f"rank {ranks.rank}: {error}"
-        except Exception as error:  # no mistake of the user: its traceback is printed here
+        except Exception as error:  # not a mistake of the user: this rank prints the traceback
             traceback.print_exception(error)
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             problem = f"rank {ranks.rank} cannot take its batch: {what}"
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
-        asked = int(stop is not None and stop.reason is not None)
+        must_stop = int(stop is not None and stop.reason is not None)
         if batch is not None:
             tokens, content = int(batch.lengths.sum()), int(batch.content.sum())
-            row = torch.cat([torch.tensor([state, tokens, len(substitutions), asked, content]), batch.sample_ids])
+            row = torch.cat([torch.tensor([state, tokens, len(substitutions), must_stop, content]), batch.sample_ids])
         else:
             row = torch.zeros(5 + rows, dtype=torch.int64)
-            row[0], row[3] = state, asked
+            row[0], row[3] = state, must_stop
         everyone = ranks.gather_int64(row, device)  # (W, 5 + rows)
         states = everyone[:, 0]
         if bool((states == _AT_THE_END).all()):
             return
         missing = set(states.tolist()) - {_HAS_BATCH}
         if missing - {_LOST}:
-            # Where nobody has failed, only other data can make some ranks end before others.
+            # If no rank has failed, only different data can end some ranks before others.
             ended = ", ".join(str(rank) for rank, state in enumerate(states.tolist()) if state == _AT_THE_END)
             rule = f"rank {ended} of {len(states)} finds less data than the others; give all hosts the same"
             problems = [text for text in ranks.gather_objects(problem) if text] or [f"data.path: {rule}"]
             raise AgreedError("\n".join(dict.fromkeys(problems)))
-        if bool(everyone[:, 3].any()):  # before what is lost: that may be a part of the stop
+        if bool(everyone[:, 3].any()):  # before lost workers, which the stop may have killed
             reasons = [text for text in ranks.gather_objects(stop and stop.reason) if text]
             raise StopAskedError(", ".join(dict.fromkeys(reasons)))
         if batch is None or missing:
             raise LostWorkerError("; ".join(text for text in ranks.gather_objects(problem) if text))
         groups = everyone.unflatten(0, (-1, ranks.sequence_parallel))
-        everyone = groups[:, 0]  # those that share contexts have the same
+        everyone = groups[:, 0]  # ranks that share contexts have equal rows
         if not bool((groups == everyone[:, None]).all()):
             raise AgreedError(
                 "data.path: ranks that share a context find different contexts there; give all hosts the same"
             )
         if int(everyone[:, 2].sum()):
             parts = ranks.gather_objects(substitutions)[:: ranks.sequence_parallel]
-            substitutions = tuple(each for part in parts for each in part)
+            substitutions = tuple(substitution for part in parts for substitution in part)
         ids = everyone[:, 5:].contiguous().numpy().astype("<i8")
         num_tokens, content = int(everyone[:, 1].sum()), int(everyone[:, 4].sum())
         crc32 = zlib.crc32(ids.tobytes())
@@ -145,14 +145,14 @@ def together(
 
 
 def within_vocabulary(batches: Iterator[SomeBatch], vocabulary: int) -> Iterator[SomeBatch]:
-    """The same batches; DataError at one with a byte that the model lacks. It may: ASCII has none above 127."""
+    """Yield the batches; raise DataError at a byte outside the vocabulary, which may be smaller, such as ASCII."""
     for batch in batches:
         _check_tokens(batch.tokens, vocabulary)
         yield batch
 
 
 def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
-    """Raise DataError for a byte that the model lacks: an index that ends a process, or all work of its GPU."""
+    """Raise DataError for a byte outside the vocabulary: its index would abort the process or all work of its GPU."""
     if vocabulary < _BYTE_VALUES and (most := int(tokens.max())) >= vocabulary:
         rule = f"a byte of the data is {most}; {_BYTE_VALUES} takes any"
         raise DataError(f"model.vocabulary={vocabulary}: {rule}")
@@ -160,32 +160,34 @@ def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
 
 @contextmanager
 def placed() -> Iterator[None]:
-    """Names the configuration's key where data does not fit a setting: the data room does not know its path."""
+    """Replace the name of a setting in a DataError by its path in the configuration."""
     try:
         yield
     except DataError as error:
-        name, _, rest = str(error).partition("=")
+        name, _, message = str(error).partition("=")
         if name in _PLACES:
-            raise DataError(f"{_PLACES[name]}={rest}") from None
+            raise DataError(f"{_PLACES[name]}={message}") from None
         raise
 
 
 class RunData:
-    """The data of a run, opened once in a process, so that training and scoring belong to one manifest.
+    """The data of a run. It is opened once in a process, so that training and scoring use the same manifest.
 
-    Raises DataError where there is no data folder, and ConfigError where its palette is not the model's vocabulary.
+    Raises:
+        DataError: there is no data folder.
+        ConfigError: the size of its palette is not the model's vocabulary.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, location: str | None = None) -> None:
         self._config, self._ranks = config, ranks
-        if location is None:  # a run's configuration may be older
+        if location is None:  # the configuration may belong to an older run
             config.data.check_order()
         data = config.data
         self._cut = Cut(packing=data.packed, separator=data.separator, hop=data.hop, apart=data.apart)
-        self._span: Span | None = None  # of contexts that others share: what this rank's model looks at
+        self._span: Span | None = None  # the positions that this rank's model reads of a shared context
         if ranks.sequence_parallel > 1:
-            own = Division(ranks.sequence_rank, ranks.sequence_parallel).section(config.model.context)
-            self._span = Span(own.start - config.model.reach, own.stop)
+            section = Division(ranks.sequence_rank, ranks.sequence_parallel).section(config.model.context)
+            self._span = Span(section.start - config.model.reach, section.stop)
         with placed():
             remote = RemoteSettings(**config.data.remote.model_dump())
             self._folder = DataFolder(location or config.data.path, remote)
@@ -195,24 +197,24 @@ class RunData:
 
     @property
     def modality(self) -> str:
-        """The kind of data, by its name."""
+        """The name of the kind of data."""
         return self._folder.manifest.modality
 
     @property
     def packed(self) -> bool:
-        """Whether documents are laid end to end; else contexts may be short, and are filled up."""
+        """Whether documents are laid end to end; otherwise short contexts are padded."""
         return modality_named(self.modality).packing if self._cut.packing is None else self._cut.packing
 
     @property
     def fills_contexts(self) -> bool:
-        """Whether every position of every context holds the data: no padding and no separators."""
+        """Whether every position of every context holds data: no padding and no separators."""
         if self.packed:
             return self._cut.separator is None
         return modality_named(self.modality).document_bytes(self._folder.manifest.properties) is not None
 
     @property
     def oddity(self) -> str | None:
-        """What the run does that is rarely meant, in a line; None: nothing."""
+        """A line about an unusual setting that is rarely intended; None if there is none."""
         embedding = self._config.model.embedding
         if embedding.type not in MODALITIES or embedding.type == self.modality:
             return None
@@ -221,12 +223,12 @@ class RunData:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hexadecimal) over what the data folder says of itself, its place left out."""
+        """SHA-256 (hexadecimal) over the manifest of the data folder, without its location."""
         return self._folder.manifest.fingerprint
 
     @cached_property
     def identity(self) -> ModelData:
-        """What a run on this data is trained on; without a fingerprint where its documents do not fit the run."""
+        """The description of the data that a run saves; without a fingerprint if its documents do not fit the run."""
         data, manifest = self._config.data, self._folder.manifest
         lines = {name: "\n".join(shard.line() for shard in split.shards) for name, split in manifest.splits.items()}
         fingerprint = None
@@ -246,22 +248,22 @@ class RunData:
         return name in self._folder.manifest.splits
 
     def split_tokens(self, split: str) -> int:
-        """How many tokens the documents of a split have together."""
+        """Count the tokens of all documents of a split."""
         num_bytes = self._folder.manifest.splits[split].content_bytes
         return num_bytes if self.palette is None else num_bytes // CHANNELS
 
     @property
     def palette(self) -> Palette | None:
-        """By which pictures are read; None where tokens are bytes. Raises DataError for a damaged one."""
+        """The palette of the pictures; None if tokens are bytes. A damaged one raises DataError."""
         return self._folder.palette
 
     @property
     def unit(self) -> str:
-        """What a token stands for."""
+        """The name of what a token stands for."""
         return self.identity.unit
 
     def stream(self, state: StreamState | None = None) -> ByteStream:
-        """This rank's training batches from a state on; None is the beginning.
+        """Open this rank's training batches at a state; None is the beginning.
 
         Raises:
             DataError: the split or state does not fit the run.
@@ -287,7 +289,10 @@ class RunData:
     def batches(
         self, stream: ByteStream | StreamState | None, device: torch.device, stop: StopFlag | None = None
     ) -> Generator[GlobalBatch[Batch]]:
-        """Yield the global batches of a stream, or of one opened at a state; see ``together``. All ranks must call."""
+        """Yield the global batches of a stream, or of one that is opened at a state; see ``together``.
+
+        All ranks must call.
+        """
 
         def open_batches() -> Iterator[Batch]:
             opened = stream if isinstance(stream, ByteStream) else self.stream(stream)
@@ -304,7 +309,7 @@ class RunData:
         limit: int | None = None,
         min_context: int = 0,
     ) -> Iterator[EvaluationBatch]:
-        """This rank's contexts of a split, by default the run's validation split in its micro-batches.
+        """Open this rank's contexts of a split, by default the run's validation split in its micro-batches.
 
         Raises:
             DataError: the split does not fit the run.
@@ -325,11 +330,14 @@ class RunData:
         return within_vocabulary(batches, self._config.model.vocabulary)
 
     def context(self, number: int, split: str | None = None) -> Tensor:
-        """Context ``number`` of a split (None: the validation split): (n,) integers, n from 1 to the model's context.
+        """Read context ``number`` of a split (None: the validation split).
+
+        Returns:
+            (n,) integers, n at most the model's context.
 
         Raises:
-            DataError: the split does not fit the run, has no such context, is damaged there, or has a byte that the
-                model lacks.
+            DataError: the split does not fit the run, has no such context, is damaged there, or has a byte outside the
+                vocabulary.
         """
         split, context = split or self._config.data.validation_split, self._config.model.context
         with placed():
@@ -338,13 +346,13 @@ class RunData:
         return tokens
 
     def check(self) -> None:
-        """Whether a run can be trained and evaluated, as far as can be known before its bytes are read.
+        """Check that the data can be used for training and evaluation, as far as possible without reading all of it.
 
         Raises:
-            ConfigError: the model's positions are as many as those of the data's pictures, and otherwise arranged; or
-                contexts have padding, and a part of the model does not support it.
-            DataError: a split or shard is missing, damaged or too small, or the first context has bytes that the model
-                does not know.
+            ConfigError: the position embedding has another shape than the data's pictures, or contexts have padding
+                and a part of the model does not support it.
+            DataError: a split or shard is missing, damaged or too small, or the first context has bytes outside the
+                vocabulary.
         """
         stream, data = self.stream(), self._config.data
         if not self.packed:
@@ -354,9 +362,9 @@ class RunData:
                 raise error.under("model") from None
         is_evaluated = self._config.train.evaluate_every is not None
         if is_evaluated and not self.has_split(data.validation_split):
-            held = [*self._folder.manifest.splits]
-            good = "".join([f"take {name}, or " for name in held if name != data.train_split][:1])
-            rule = f"no split of {data.path}, which holds {', '.join(held)}; {good}train without evaluations by"
+            splits = [*self._folder.manifest.splits]
+            good = "".join([f"take {name}, or " for name in splits if name != data.train_split][:1])
+            rule = f"no split of {data.path}, which holds {', '.join(splits)}; {good}train without evaluations by"
             rule = f"{rule} train.evaluate_every=null"
             raise ConfigError.at("data.validation_split", data.validation_split, rule)
         if is_evaluated:
@@ -365,7 +373,7 @@ class RunData:
         pictures = {name: stream.properties[name] for name in names if name in stream.properties}
         embedding = self._config.model.embedding
         if self.palette is not None:
-            pictures["channels"] = 1  # of positions: a pixel has one
+            pictures["channels"] = 1  # a pixel of a palette is one position
         if (
             len(pictures) == 3
             and embedding.type != "learned"

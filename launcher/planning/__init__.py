@@ -1,5 +1,4 @@
-"""What a run will cost and whether it would start, before it is started: `longstride plan`, `new`, `train --dry-run`.
+"""The costs of a run, and a trial of its start: `longstride plan`, `new` and `train --dry-run`.
 
-`costs` has what is counted: parameters, operations, memory. It imports torch, and is not imported with the verb.
-`dry_run` imports deepspeed; it is handed out as a module, and imported by none before it is wanted.
+`costs` imports torch and `dry_run` DeepSpeed, so nothing imports them before they are needed.
 """

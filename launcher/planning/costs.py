@@ -1,14 +1,14 @@
-"""What a run takes: parameters and operations counted from its model, and the memory of a process.
+"""The costs of a run: parameters and operations counted from its model, and the memory of a process.
 
 Letters: N positions, C width, D head width, P parameters, W processes.
 
-**Operations**: a multiplication and an addition are two. Matrix products are counted. A linear layer's take 2 a weight
-and position, and twice that in the backward pass. Attention's take 2·D a pair of query and key for the scores and as
-much for the sum of values; the backward pass has the scores once more and four products (5 products for 2, as
-FlashAttention counts them). It also computes again what the model does not keep: the logits, and of long contexts the
-first half of feed-forward.
+**Operations**: a multiplication and an addition count as two. Only matrix products are counted. A linear layer takes 2
+per weight and position, and twice that in the backward pass. Attention takes 2·D per pair of query and key for the
+scores, and as much for the sum of values. Its backward pass repeats the scores and has four more products (5 for 2, as
+FlashAttention counts them). The backward pass also recomputes what the model does not store: the logits, and for long
+contexts the first half of feed-forward.
 
-**Memory**: the optimiser's states by formula; activations are rehearsed (``rehearsal``).
+**Memory**: formulas for the optimiser's states; activations are rehearsed (``rehearsal``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from longstride.sparse_model import BlockConfig, Division, ModelConfig, Ngrams, 
 
 STAGES = (0, 1, 2, 3)
 MUON_BATCH = 1 << 24  # weights of the matrices that Muon computes at once
-_BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its stage3_max_live_parameters
+_BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half of its stage3_max_live_parameters
 
 
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
@@ -41,34 +41,34 @@ def parameter_parts(config: ModelConfig) -> dict[str, int]:
 
 
 def engine_parameters(config: ModelConfig) -> int:
-    """Return how many parameters DeepSpeed's optimiser updates: all but n-gram tables."""
+    """Count the parameters that DeepSpeed's optimiser updates: all but n-gram tables."""
     parts = parameter_parts(config)
     return sum(parts.values()) - parts.get(Ngrams.part, 0)
 
 
 def _one_of_each(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConfig, tuple[Any, int]]]:
-    """The model with one of each kind of its blocks, without memory; the block of each kind, and how many it has."""
+    """Build the model with one block of each kind, without memory; return it with each kind's block and number."""
     model, counts = SparseTransformer.of_each_kind(config)
     return model, {kind: (block, count) for (kind, count), block in zip(counts.items(), model.blocks, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a layer sends where several processes share a context.
+    """The traffic of a layer under sequence parallelism.
 
-    Bytes are those of a forward pass over a micro-batch, of a process in the mean; the backward pass sends as much.
+    Bytes are sent in the forward pass of a micro-batch, per process in the mean; the backward pass sends as many.
     """
 
-    taken: str  # heads or keys, or columns: its rows are divided by them, and nothing travels in attention
-    heads_bytes: int | None  # None: heads do not divide
-    keys_bytes: int | None  # None: no pattern says which keys are read
-    anew: int  # times that the rows are divided anew before it
-    anew_bytes: int  # by that
-    copies: int  # of each head of keys and values, where these are fewer than the processes and heads are exchanged
+    taken: str  # heads, keys, or columns: then rows are divided by columns, and attention exchanges nothing
+    heads_bytes: int | None  # None: the processes do not divide the heads
+    keys_bytes: int | None  # None: no pattern tells which keys are read
+    anew: int  # how often the rows are divided again before the layer
+    anew_bytes: int  # sent for that
+    copies: int  # of each head of keys and values, if heads are exchanged and are fewer than the processes
 
 
 def exchanges(config: RunConfig) -> list[Exchange | None]:
-    """Return what each block that has a mixer sends, as the model's parts count it; None: its mixer is no attention."""
+    """Count the traffic of each block that has a mixer, as the model's parts do; None if the mixer is no attention."""
     model, train = config.model, config.train
     size, element = train.sequence_parallel or 1, train.micro_batch * DTYPES[config.precision].itemsize
     requested: tuple[Any, ...] = ("heads", "keys", "heads" if config.data.apart else train.sequence_exchange)
@@ -105,29 +105,29 @@ def exchanges(config: RunConfig) -> list[Exchange | None]:
 
 
 def buffer_numbers(config: ModelConfig) -> int:
-    """Count the numbers in buffers, which every process holds in fp32: what a part keeps and no gradient trains."""
+    """Count the elements of all buffers, which are not trained and which every process holds in fp32."""
     model, kinds = _one_of_each(config)
     modules = [(model, 1), *((block, count - 1) for block, count in kinds.values())]
     return sum(count * buffer.numel() for module, count in modules for buffer in module.buffers())
 
 
 def dense_pairs(config: ModelConfig) -> int:
-    """Count the pairs of a layer with dense causal attention, all heads together."""
+    """Count the pairs of a layer with dense causal attention over all heads."""
     return config.heads * config.context * (config.context + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """Operations of one pass of a model over one context."""
+    """The operations of a model over one context."""
 
     layers: tuple[Work, ...]  # of each block that has a mixer
-    blocks: Work  # of all, which activation checkpointing recomputes
-    rest: Work
+    blocks: Work  # of all blocks, which activation checkpointing recomputes
+    logits: Work
 
     @property
     def whole(self) -> Work:
-        """Operations of the whole model."""
-        return self.blocks + self.rest
+        """The operations of the whole model."""
+        return self.blocks + self.logits
 
 
 def work(config: ModelConfig, micro_batch: int = 1) -> ModelWork:
@@ -154,39 +154,42 @@ def step_flops(work: ModelWork, config: RunConfig) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes that a process holds under one ZeRO stage, whatever it computes."""
+    """The bytes of a process under one ZeRO stage, without activations."""
 
-    weights: int  # and buffers of the model
+    weights: int  # with buffers of the model
     gradients: int
     masters: int  # fp32 copies of the weights
     moments: int  # of the optimiser, in fp32
     average: int  # the fp32 moving average of the weights
     buffers: int  # in which DeepSpeed gathers weights and gradients
-    at_step: int  # fp32 gradients and Muon's whole matrices, which exist only in the optimiser's step
-    tables: int = 0  # n-gram tables, what their optimiser keeps, and the gradients of a step's positions
-    tables_at_step: int = 0  # what the processes exchange of them, and sums for the rows
+    at_step: int  # fp32 gradients and Muon's gathered matrices, which only exist in the optimiser's step
+    tables: int = 0  # n-gram tables, their optimiser's states, and the gradients of a step's positions
+    tables_at_step: int = 0  # exchanged rows of the tables, and sums of their gradients
 
     def resident(self) -> int:
-        """Return all but what exists only in the optimiser's step."""
-        kept = self.weights + self.gradients + self.masters + self.moments + self.average
-        return kept + self.buffers + self.tables
+        """Return all bytes but those that only exist in the optimiser's step."""
+        parameters = self.weights + self.gradients + self.masters + self.moments + self.average
+        return parameters + self.buffers + self.tables
 
     def peak(self, activations: Activations) -> int:
-        """Return the bytes at the worst moment of a step: in the backward pass, or at its end in the optimiser."""
+        """Return the peak of a step: in the backward pass, or after it in the optimiser."""
         return self.resident() + max(activations.peak, self.at_step, self.tables_at_step)
 
 
 def states(num_parameters: int, config: RunConfig, processes: int, stage: int, device: str = "cuda") -> States:
-    """Return what weights and optimiser take on each of W processes (Rajbhandari et al. 2020, section 3.1).
+    """Return the memory of weights and optimiser on each of W processes (Rajbhandari et al. 2020, section 3.1).
 
-    ``num_parameters``: without n-gram tables, which stage 3 alone shards. Stage 1 shards masters, moments and average,
-    stage 2 gradients too, stage 3 weights too. What is offloaded to the CPU is counted all the same. ``device``: cuda
-    or cpu, whose memory is taken only where it is written.
+    Stage 1 shards masters, moments and average, stage 2 also gradients, stage 3 also weights and n-gram tables. States
+    that are offloaded to the CPU are included.
+
+    Args:
+        num_parameters: without n-gram tables.
+        device: cuda, or cpu, where memory only counts once it is written.
     """
     half = config.precision != "fp32"
-    copied = half or stage in (1, 2)  # of which DeepSpeed copies even fp32 weights, and gradients for the step
-    gathered_in = (stage and config.deepspeed.get("data_types", {}).get("grad_accum_dtype")) or config.precision
-    gradient_bytes = 4 if gathered_in == "fp32" else 2
+    copied = half or stage in (1, 2)  # these stages copy even fp32 weights, and gradients for the step
+    gradient_dtype = (stage and config.deepspeed.get("data_types", {}).get("grad_accum_dtype")) or config.precision
+    gradient_bytes = 4 if gradient_dtype == "fp32" else 2
 
     def share(numel: int, from_stage: int) -> int:
         return -(-numel // processes) if stage >= from_stage else numel
@@ -195,7 +198,7 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int, d
     matrix_bytes = 0
     if config.train.optimizer and config.train.optimizer.type == "muon":
         matrices = share(matrix_weights(config.model), 1)
-        # Sent and received, or being computed some at a time; beside that what came and what has been computed.
+        # Sent and received, or computed in batches; in addition the received and the computed matrices.
         matrix_bytes = (2 if half else 4) * (2 * matrices + max(2 * matrices, 4 * min(matrices, MUON_BATCH)))
     return States(
         weights=(2 if half else 4) * share(num_parameters, 3) + 4 * buffer_numbers(config.model),
@@ -212,17 +215,17 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int, d
 
 @dataclass(frozen=True, slots=True)
 class TableStep:
-    """What n-gram tables take. A step touches and exchanges at most so much: positions may share rows."""
+    """The memory of n-gram tables. The figures of a step are upper bounds: positions may share rows."""
 
     rows: int
-    row_bytes: int  # of one with its second moment, its number of steps, and the moving average
-    touched_rows: int  # by a step of all processes
+    row_bytes: int  # a row with its second moment, its step counter, and the moving average
+    touched_rows: int  # in a step of all processes
     sum_bytes: int  # for the gradient of a touched row
-    sent_bytes: int  # by all processes to every other: gradients of their positions, and numbers of rows
+    sent_bytes: int  # by all processes to every other: gradients of their positions, and row numbers
 
 
 def table_step(config: RunConfig) -> TableStep:
-    """Return what n-gram tables take in a step of the optimiser; all 0 where the model has none."""
+    """Return the memory of n-gram tables in an optimiser's step; all 0 if the model has none."""
     model, tables = config.model, config.model.ngrams
     if tables is None:
         return TableStep(0, 0, 0, 0, 0)
@@ -238,9 +241,10 @@ def table_step(config: RunConfig) -> TableStep:
 
 
 def moment_elements(config: RunConfig, num_parameters: int) -> int:
-    """Count what the optimiser keeps of all parameters together: Adam two a weight, Muon one a matrix's weight.
+    """Count the elements of the optimiser's moments.
 
-    Adafactor keeps one a row and one a column of a matrix, and one a weight of a vector.
+    Adam has two per weight, Muon one per weight of a matrix. Adafactor has one per row and one per column of a matrix,
+    and one per weight of a vector.
     """
     kind = config.train.optimizer and config.train.optimizer.type
     if kind == "muon":
@@ -256,24 +260,24 @@ def moment_elements(config: RunConfig, num_parameters: int) -> int:
 
 
 def matrix_weights(config: ModelConfig) -> int:
-    """Count the weights of the matrices in the residual blocks, which are Muon's."""
+    """Count the weights of the matrices in the residual blocks, which Muon updates."""
     return _summed_over_parameters(config, lambda part, shape: shape.numel() if part == "matrices" else 0)
 
 
 def _summed_over_parameters(config: ModelConfig, measure: Callable[[str, torch.Size], int]) -> int:
-    """Sum a measure of each parameter's part and shape over all but n-gram tables."""
+    """Sum a measure of part and shape over all parameters but n-gram tables."""
     model, kinds = _one_of_each(config.model_copy(update={"ngrams": None}))
     roles = model.parameter_roles()
     times = [count for _, count in kinds.values()]
     total = 0
-    for name, each in model.named_parameters():
-        of_block = re.match(r"blocks\.(\d+)\.", name)
-        total += (times[int(of_block[1])] if of_block else 1) * measure(roles[name].part, each.shape)
+    for name, parameter in model.named_parameters():
+        block = re.match(r"blocks\.(\d+)\.", name)
+        total += (times[int(block[1])] if block else 1) * measure(roles[name].part, parameter.shape)
     return total
 
 
 def _buffer_bytes(num_parameters: int, config: RunConfig, stage: int, gradient_bytes: int, device: str) -> int:
-    """The buckets in which stages 1 to 3 reduce gradients, and other processes' weights that stage 3 may hold."""
+    """Return the bytes of the buckets in which stages 1 to 3 reduce gradients, and of weights that stage 3 gathers."""
     if stage == 0:
         return 0
     zero, weight_bytes = config.deepspeed.get("zero_optimization", {}), 4 if config.precision == "fp32" else 2
@@ -283,7 +287,7 @@ def _buffer_bytes(num_parameters: int, config: RunConfig, stage: int, gradient_b
         element = min(gradient_bytes, weight_bytes) if stage == 2 else gradient_bytes
         bucket = element * int(zero.get("reduce_bucket_size", _BUCKET))
         bucket *= 2 if zero.get("overlap_comm") and stage < 3 else 1
-        if device == "cpu":  # all that is written of it
+        if device == "cpu":  # memory that is not written does not count
             bucket = min(bucket, element * num_parameters)
     if stage < 3:
         return bucket

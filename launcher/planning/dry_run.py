@@ -1,8 +1,8 @@
-"""`longstride train --dry-run`: a run's whole start and a step of its first process, where no other is started.
+"""`longstride train --dry-run`: the start of a run and a step of its first process, without the other processes.
 
-One process stands for the first of W, by torch's fake process group: it sends nothing and waits for nobody. So a
-configuration for a cluster is tried on one machine: DeepSpeed's section, the data, the checkpoint to go on from, the
-first weights, the kernels and the memory of one process. The run folder gets nothing. Importing it imports deepspeed.
+One process stands for the first of W with torch's fake process group, which sends nothing and waits for nobody. So a
+configuration for a cluster is tried on one machine: the DeepSpeed section, the data, the checkpoint to resume, the
+first weights, the kernels and the memory of one process. Nothing is written. Importing this module imports DeepSpeed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ _GIB = 2**30
 
 
 def start(config: RunConfig, processes: int, resume: str, source: FromOptions | None, *, trusted: bool) -> int:
-    """Does what is described above, and prints the plan; returns the exit code.
+    """Try the start of a run, and print its plan; return the exit code.
 
-    ``source``: of the first weights. ``trusted``: whether checkpoints may hold more than tensors and numbers.
+    Args:
+        processes: the number of processes of the run.
+        resume: the value of --resume.
+        source: source of the first weights.
+        trusted: whether checkpoints may hold more than tensors and numbers.
 
     Raises:
-        ConfigError, DataError, AgreedError: what would keep the run from starting.
+        ConfigError, DataError, AgreedError: the run would not start.
     """
     config = config.without_monitors()
     ranks = FakeRanks(world_size=processes, sequence_parallel=config.train.sequence_parallel or 1)
@@ -90,16 +94,16 @@ def start(config: RunConfig, processes: int, resume: str, source: FromOptions | 
 
 
 def _take_step(run: Run, state: StreamState | None, initial: InitialWeights | None) -> int:
-    """Builds the engine, reads the first batch behind ``state``, and takes a step with one micro-batch of it."""
+    """Build the engine, read the first batch after ``state``, and take a step with one micro-batch of it."""
     config, ranks, size = run.config, run.ranks, run.config.train.micro_batch
-    one = config.train.model_copy(update={"global_batch": size * ranks.data_world_size})
+    train = config.train.model_copy(update={"global_batch": size * ranks.data_world_size})
     with process_group(ranks, config.train.timeout_seconds) as watchdog:
         initial = agreed_initial(run, initial, None, watchdog.hosts)
         with said_where_slow("compiling kernels"):
             compile_step(run)
         with said_where_slow("building the engine"):
             fill = None if initial is None else initial.fill
-            engine = build_engine(config.model_copy(update={"train": one}), ranks, fill)
+            engine = build_engine(config.model_copy(update={"train": train}), ranks, fill)
         for line in initial.lines() if initial is not None else ():
             say(line)
         with closing(run.data.batches(state, engine.device, run.stop)) as batches:
@@ -107,27 +111,22 @@ def _take_step(run: Run, state: StreamState | None, initial: InitialWeights | No
         part = batch.part
         for substitution in batch.substitutions:
             say(str(substitution))
-        first = replace(
-            part,
-            tokens=part.tokens[:size],
-            lengths=part.lengths[:size],
-            sample_ids=part.sample_ids[:size],
-            begins=None if part.begins is None else part.begins[:size],
-            separators=None if part.separators is None else part.separators[:size],
-        )
-        tokens, content = (int(each.sum()) * ranks.data_world_size for each in (first.lengths, first.content))
+        names = ("tokens", "lengths", "sample_ids", "begins", "separators")
+        rows = {name: value[:size] for name in names if (value := getattr(part, name)) is not None}
+        first = replace(part, **rows)
+        tokens, content = (int(counts.sum()) * ranks.data_world_size for counts in (first.lengths, first.content))
         batch = replace(batch, part=first, num_tokens=tokens, content=content)
         guards, begin = Guards(config.train.guards), time.perf_counter()
         engine.train()
         with said_where_slow("taking a step"):
-            taken = train_step(engine, batch, size, ranks, guards, unit=run.data.unit)
+            line = train_step(engine, batch, size, ranks, guards, unit=run.data.unit)
         seconds = time.perf_counter() - begin
         engine.destroy()
-    unit, bits = metrics_file.bits_of(taken)
+    unit, bits = metrics_file.bits_of(line)
     if guards.verdict is not None:
         say(f"the first step would not pass the guards: {guards.verdict}")
         return exit_codes.GUARDED
-    # Of weights and rows that other processes would have, this one has none: then the loss says nothing.
+    # Without the weights and rows of the other processes the loss means nothing.
     loss = f", {bits:.4f} {unit}" if bits is not None and config.zero_stage < 3 and ranks.sequence_parallel == 1 else ""
     count = len(part.tokens)
     say(f"read the first batch, of which this process has {count} context{'s' if count > 1 else ''}")

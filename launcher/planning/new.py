@@ -1,8 +1,7 @@
-"""`longstride new NAME`: a configuration that fits a data folder and a machine, to begin with.
+"""`longstride new NAME`: a first configuration that fits a data folder and a machine.
 
-The recipe of docs/recipes.md, or the preset of `--like`, is fitted to the data (`recipes`). Then the plan is asked
-what fits the memory of a process: the largest micro-batch, with block inputs alone kept where all activations do not
-fit.
+The recipe of docs/recipes.md, or the preset of `--like`, is fitted to the data (`recipes`). Then the plan finds the
+largest micro-batch that fits the memory of a process, with activation checkpointing if necessary.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from longstride.kernels import ConfigError, nearest
 from longstride.launcher.config import EXPERIMENTS, RunConfig, TrainConfig, load_config, load_content
 from longstride.launcher.verbs import SIZES
 
-SCHEMA_FILE = "longstride.schema.json"  # beside the configurations that name it
+SCHEMA_FILE = "longstride.schema.json"  # in the folder of the configurations that name it
 MOST_MICRO_BATCH = {"cpu": 4, "cuda": 64}
-MOST_POSITIONS = 1 << 15  # of a micro-batch: more of them make no product quicker
-FREE_SHARE = {"cpu": 0.7, "cuda": 0.9}  # of the memory, that a plan may fill: Python and allocators take some
+MOST_POSITIONS = 1 << 15  # of a micro-batch: more make products no faster
+FREE_SHARE = {"cpu": 0.7, "cuda": 0.9}  # of the memory for a plan: Python and allocators need some
 MOST_CPU_PROCESSES = 8
 MOST_MEMORY_GIB = 1_000_000  # of a card
 _GIB = 2**30
@@ -33,13 +32,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{,99}")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run is to fit."""
+    """The machine that a run has to fit."""
 
     kind: str  # cpu or cuda
     processes: int
-    process_bytes: int  # memory of one that a plan may fill
+    process_bytes: int  # memory of a process for a plan
     precision: str
-    words: str  # what was found, or told
+    words: str  # description
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longstride.launcher.data import check_data
     from longstride.launcher.planning import recipes
 
-    output, location = _check_words(arguments)
+    output, location = _check_options(arguments)
     data = recipes.Data.read(location)
     if arguments.modality not in (None, data.modality):
         rule = f"{location} holds {data.modality}; leave --modality out, or name another folder by --data"
@@ -66,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         model = recipes.model_like(arguments.like, preset["model"], size, data)
     context = int(model["context"])
-    global_batch = _global_batch(size.step_bytes, context, machine.processes)
+    # About ``step_bytes`` bytes, and a power of two contexts for each process.
+    contexts = max(1, size.step_bytes // (context * machine.processes))
+    global_batch = machine.processes * (1 << (contexts.bit_length() - 1))
     train = recipes.train_of(size, data, context, global_batch)
     content: dict[str, Any] = {
         "notes": "",
@@ -80,11 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
         "deepspeed": f"zero1_{machine.precision}",
     }
     peak = _fit(content, machine, arguments.size)
-    check_data(_checked(content))
-    words = _words(content, data, machine, arguments.like, arguments.size, peak)
-    content["notes"] = " ".join(words)
+    check_data(_resolve(content))
+    notes = _notes(content, data, machine, arguments.like, arguments.size, peak)
+    content["notes"] = " ".join(notes)
     _write(output, content)
-    print("\n".join([f"wrote {output}", *(f"  {line}" for line in words), "next:"]))
+    print("\n".join([f"wrote {output}", *(f"  {line}" for line in notes), "next:"]))
     processes = f" --processes {machine.processes}"
     timed = " --measure    # memory, operations, hours" if arguments.memory is None else "    # memory, operations"
     print(f"  longstride plan {output}{processes} --device {machine.kind}{timed}")
@@ -92,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_words(arguments: argparse.Namespace) -> tuple[Path, str]:
-    """Check the options; return the file to write and the place of the data."""
+def _check_options(arguments: argparse.Namespace) -> tuple[Path, str]:
+    """Check the options; return the file to write and the location of the data."""
     if not _NAME.fullmatch(arguments.name):
         rule = "must be at most 100 letters, digits, dots, dashes and underscores, the first a letter or a digit"
         rule += "; such as mine. --output names a file elsewhere"
@@ -142,7 +143,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
     processes = arguments.processes
     if processes is not None:
-        processes = _number("--processes", processes, TrainConfig.MOST_PROCESSES, "8", whole=True)
+        processes = _number("--processes", processes, TrainConfig.MOST_PROCESSES, "8", is_integer=True)
     if arguments.memory is not None:
         memory = _number("--memory", arguments.memory, MOST_MEMORY_GIB, "80")
         count = int(processes or 1)
@@ -162,20 +163,20 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     return Machine("cpu", count, int(FREE_SHARE["cpu"] * free / count), precision, words)
 
 
-def _number(option: str, text: str, most: int, good: str, *, whole: bool = False) -> float:
-    """Return a number from 1 to the most; ConfigError where the text is none."""
+def _number(option: str, text: str, most: int, good: str, *, is_integer: bool = False) -> float:
+    """Parse a number from 1 to ``most``; raise ConfigError for anything else."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 1 <= number <= most or (whole and number != int(number)):
-        what = "a whole number" if whole else "a number"
+    if not 1 <= number <= most or (is_integer and number != int(number)):
+        what = "a whole number" if is_integer else "a number"
         raise ConfigError(f"{option}={text}: must be {what} from 1 to {most:,}; such as {good}")
     return number
 
 
 def free_bytes() -> int:
-    """Return the bytes of this machine's memory that are free, or that this process's group may still take."""
+    """Return the free bytes of this machine's memory, or of this process's control group if these are fewer."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     meminfo = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
     free = meminfo.get("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -185,20 +186,14 @@ def free_bytes() -> int:
     return free
 
 
-def _global_batch(step_bytes: int, context: int, processes: int) -> int:
-    """Return the contexts of a step: about so many bytes, and a power of two for each process."""
-    each = max(1, step_bytes // (context * processes))
-    return processes * (1 << (each.bit_length() - 1))
-
-
-def _checked(content: dict[str, Any]) -> RunConfig:
-    """Check the configuration as `longstride train` reads it."""
-    section = load_config("demo", [f"deepspeed={content['deepspeed']}"]).deepspeed  # what the name stands for
+def _resolve(content: dict[str, Any]) -> RunConfig:
+    """Validate the configuration like `longstride train`, with the section that `deepspeed` names."""
+    section = load_config("demo", [f"deepspeed={content['deepspeed']}"]).deepspeed
     return RunConfig.model_validate(content | {"deepspeed": section})
 
 
 def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
-    """Put the largest micro-batch that fits into the `train` object, recomputed where it must be; return the peak.
+    """Set the largest micro-batch that fits, with activation checkpointing if necessary; return the peak in bytes.
 
     Raises:
         ConfigError: not even one context fits.
@@ -213,13 +208,13 @@ def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
         micro_batch = min(train["global_batch"] // machine.processes, 1 << (most.bit_length() - 1))
         while micro_batch:
             train |= {"micro_batch": micro_batch, "activation_checkpointing": recomputed}
-            config = _checked(content)
+            config = _resolve(content)
             numel = engine_parameters(config.model)
-            held = states(numel, config, machine.processes, config.zero_stage, machine.kind)
-            peak = held.peak(Activations(0, 0))
-            if peak > machine.process_bytes:  # whatever is computed at once
+            fixed = states(numel, config, machine.processes, config.zero_stage, machine.kind)
+            peak = fixed.peak(Activations(0, 0))
+            if peak > machine.process_bytes:  # with any micro-batch
                 break
-            peak = held.peak(activations(config, recomputed, machine.kind))
+            peak = fixed.peak(activations(config, recomputed, machine.kind))
             if peak <= machine.process_bytes:
                 return peak
             micro_batch //= 2
@@ -228,12 +223,12 @@ def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
     raise ConfigError(f"--size={size}: {rule} ({machine.words}); give {good}fewer --processes, or the --memory of GPUs")
 
 
-def _words(content: dict[str, Any], data: Any, machine: Machine, preset: str | None, size: str, peak: int) -> list[str]:
-    """Say what was chosen, and why: one sentence a line."""
+def _notes(content: dict[str, Any], data: Any, machine: Machine, preset: str | None, size: str, peak: int) -> list[str]:
+    """Explain the choices, one sentence per line."""
     from longstride.launcher.planning.costs import engine_parameters, parameter_parts
 
     model, train = content["model"], content["train"]
-    config = _checked(content).model
+    config = _resolve(content).model
     numel = engine_parameters(config)
     num_table_parameters = sum(parameter_parts(config).values()) - numel
     unit = "pixels" if data.colours is not None else "bytes"
@@ -265,24 +260,19 @@ def _words(content: dict[str, Any], data: Any, machine: Machine, preset: str | N
 
 
 def _write(output: Path, content: dict[str, Any]) -> None:
-    """Write the configuration, and beside it the schema that it names, where there is none."""
+    """Write the configuration with a line for each key of a section, and the schema that it names if it is missing."""
+    lines = []
+    for name, section in {"$schema": f"./{SCHEMA_FILE}", **content}.items():
+        text = json.dumps(section)
+        if isinstance(section, dict):
+            keys = ",\n".join(f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in section.items())
+            text = f"{{\n{keys}\n  }}"
+        lines.append(f"  {json.dumps(name)}: {text}")
     schema = output.parent / SCHEMA_FILE
     try:
         if not os.path.lexists(schema):
             write_new(schema, f"{json.dumps(RunConfig.model_json_schema(), indent=1)}\n".encode())
-        write_new(output, f"{_laid_out({'$schema': f'./{SCHEMA_FILE}'} | content)}\n".encode())
+        write_new(output, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
     except OSError as error:
         rule = f"cannot be written: {error.strerror}; name a file in another folder"
         raise ConfigError(f"--output={output}: {rule}") from None
-
-
-def _laid_out(content: dict[str, Any]) -> str:
-    """Write JSON as a person does: a line for each key of the sections, and what is below them in one."""
-    lines = []
-    for name, value in content.items():
-        if isinstance(value, dict):
-            inner = ",\n".join(f"    {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items())
-            lines.append(f"  {json.dumps(name)}: {{\n{inner}\n  }}")
-        else:
-            lines.append(f"  {json.dumps(name)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(lines) + "\n}"

@@ -1,6 +1,6 @@
 """`longstride plan CONFIG`: parameters, memory, operations and length of a run, before anything is started.
 
-Torch and the data room are imported once the configuration is read: a mistake in it is reported at once.
+Torch and the data room are imported after the configuration is read, so that a mistake in it is reported at once.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, load_config
-from longstride.launcher.output import say
+from longstride.launcher.output import counting, say
 from longstride.launcher.planning import pace
 
 Kind = TypeVar("Kind")
-USUAL_PROCESSES = 8  # that are planned for where none are named: one machine's
+USUAL_PROCESSES = 8  # one machine, if no number of processes is named
 BYTE_VALUES = 256
-DEVICES = {"cpu": "CPU", "cuda": "GPU"}  # that are planned for, in words
-MOST_CONTEXTS = 10**12  # of a split: no data is larger
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+MOST_CONTEXTS = 10**12  # no split has more
 _GIB = 2**30
-# Bytes of the train splits that `longstride data build --dataset` makes.
+# Bytes of the train splits that `longstride data build --dataset` creates.
 PUBLISHED_TRAIN_BYTES = {
     "cifar10": 48_000 * 3_072,
     "enwik8": 90_000_000,
@@ -37,10 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the verb; return its exit code.
 
     Raises:
-        ConfigError: the configuration or an option is wrong, or does not go with so many processes or that device.
-        DataError: the data is here, and does not fit the run.
+        ConfigError: the configuration or an option is wrong, or does not fit the processes or the device.
+        DataError: the data is on this machine, and does not fit the run.
     """
-    # argparse gives --processes all words after it: those that are no numbers are overrides.
+    # argparse gives --processes all words after it; those with a "=" are overrides.
     overrides = [*arguments.overrides, *(word for word in arguments.processes if "=" in word)]
     if arguments.contexts is not None and not 1 <= arguments.contexts <= MOST_CONTEXTS:
         raise ConfigError(f"--contexts={arguments.contexts}: must be from 1 to {MOST_CONTEXTS:,}; such as 10000")
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     shared = config.train.sequence_parallel or 1
     most = max(count for count in range(1, max(1, USUAL_PROCESSES // shared) + 1) if units % count == 0)
     processes = [int(word) for word in words] or [most * shared]
-    rate = pace.given_rate(arguments)
+    rate = pace.requested_rate(arguments)
     device = device_of(config, arguments.device, is_timed=arguments.measure)
     plan = make_plan(config, processes, arguments.contexts, device)
     if rate is not None:
@@ -73,10 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def device_of(config: RunConfig, requested: str | None, *, is_timed: bool = False) -> str:
-    """Return the kind of device that is planned for, cpu or cuda: a GPU, where nothing says otherwise.
+    """Return the kind of device to plan for, cpu or cuda; by default a GPU.
 
     Raises:
-        ConfigError: --device is not what the configuration computes on, or not what --measure times.
+        ConfigError: --device contradicts the configuration, or the machine that --measure times.
     """
     if config.model.backend == "cpu":
         if requested == "cuda":
@@ -97,11 +97,11 @@ def device_of(config: RunConfig, requested: str | None, *, is_timed: bool = Fals
 def make_plan(
     config: RunConfig, processes: list[int], contexts: int | None = None, device: str = "cuda"
 ) -> dict[str, Any]:
-    """Plan everything for a kind of device (cpu or cuda), as JSON values; bytes and operations are whole.
+    """Return the plan for a kind of device (cpu or cuda) as JSON values; bytes and operations are integers.
 
     Raises:
-        ConfigError: the warm-up is longer than the run, or a context too long to be rehearsed.
-        DataError: the data is here, and does not fit the run.
+        ConfigError: the warm-up is longer than the run, or the context is too long to be rehearsed.
+        DataError: the data is on this machine, and does not fit the run.
     """
     from longstride.launcher.planning import costs, rehearsal
 
@@ -116,7 +116,16 @@ def make_plan(
     step = costs.step_flops(work, config)
     with_dense = model.model_copy(update={"attention": {"type": "dense"}})
     as_dense = costs.step_flops(costs.work(with_dense, train.micro_batch), config)
-    kept = {name: rehearsal.activations(config, on, device) for name, on in (("kept", False), ("recomputed", True))}
+    activations = {
+        name: rehearsal.activations(config, is_recomputed, device)
+        for name, is_recomputed in (("kept", False), ("recomputed", True))
+    }
+    memory = []
+    for count in processes:
+        for stage in costs.STAGES:
+            states = costs.states(numel, config, count, stage, device)
+            peaks = {f"peak_{name}": states.peak(needed) for name, needed in activations.items()}
+            memory.append({"processes": count, "stage": stage, **asdict(states), **peaks})
     return {
         "parameters": {"total": sum(parts.values()), **parts},
         "buffer_numbers": costs.buffer_numbers(model),
@@ -125,41 +134,32 @@ def make_plan(
         "zero_stage": config.zero_stage,
         "activation_checkpointing": train.activation_checkpointing,
         "micro_batch": train.micro_batch,
-        "activations": {name: asdict(activations) for name, activations in kept.items()},
-        "memory": [
-            {
-                "processes": count,
-                "stage": stage,
-                **asdict(held := costs.states(numel, config, count, stage, device)),
-                **{f"peak_{name}": held.peak(activations) for name, activations in kept.items()},
-            }
-            for count in processes
-            for stage in costs.STAGES
-        ],
+        "activations": {name: asdict(needed) for name, needed in activations.items()},
+        "memory": memory,
         "tables": asdict(costs.table_step(config)),
         "sequence": None if train.sequence_parallel is None else _sequence(config, processes),
         "attention": {
-            "density": [each / dense for each in pairs],
-            "bounds": [layer.bound for layer in work.layers],  # where the data decide, and the pairs are at most these
+            "density": [count / dense for count in pairs],
+            "bounds": [layer.bound for layer in work.layers],  # if the data decides, the pairs are an upper bound
             "pairs": sum(pairs),
             "dense_pairs": dense * model.layers,
-            "at_most": config.data.apart,  # where documents end, pairs do
+            "at_most": config.data.apart,  # documents have fewer pairs than a full context
         },
         "step": {**step, "dense_flops": sum(as_dense.values())},
         "length": {
             **{name: value for name, value in asdict(length).items() if name != "is_full"},
             "unit": "byte" if model.vocabulary == BYTE_VALUES else "token",
-            "at_most": not length.is_full,  # of bytes: padding and separators are none
+            "at_most": not length.is_full,  # padding and separators are not bytes of the data
             "tokens_per_step": train.global_batch * model.context,
             "tokens": length.steps and length.steps * train.global_batch * model.context,
             "flops": length.steps and length.steps * sum(step.values()),
         },
-        "pace": None,  # how long it takes, where a rate is asked for: see ``pace.pace_json``
+        "pace": None,  # the duration, if a rate is requested: see ``pace.pace_json``
     }
 
 
 def _sequence(config: RunConfig, processes: list[int]) -> dict[str, Any]:
-    """Return what the processes that share a context have of it, and what attention sends between them."""
+    """Plan sequence parallelism: the share of each process, and the traffic of each layer."""
     from longstride.launcher.planning import costs
 
     train = config.train
@@ -168,27 +168,27 @@ def _sequence(config: RunConfig, processes: list[int]) -> dict[str, Any]:
         "processes": shared,
         "positions": config.model.context // shared,
         "micro_batches": [train.global_batch * shared // (train.micro_batch * count) for count in processes],
-        "layers": [each and asdict(each) for each in costs.exchanges(config)],
+        "layers": [exchange and asdict(exchange) for exchange in costs.exchanges(config)],
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long a run is; None where it cannot be known here."""
+    """The length of a run; None for what is unknown on this machine."""
 
     steps: int | None
     epochs: float | None
     contexts: int | None  # of the train split
-    origin: str  # of the number of contexts, in words
-    is_full: bool  # whether every position of every context is known to hold the data
+    origin: str  # description of where the number of contexts comes from
+    is_full: bool  # whether every position of every context is known to hold data
 
 
 def run_length(config: RunConfig, contexts: int | None) -> Length:
-    """Return the steps and epochs of a run, one from the other where the size of its train split is known.
+    """Return the steps and epochs of a run, one computed from the other if the size of its train split is known.
 
     Raises:
         ConfigError: the warm-up is longer than the run.
-        DataError: the data is here, and does not fit the run.
+        DataError: the data is on this machine, and does not fit the run.
     """
     train = config.train
     origin, is_full = "as given by --contexts", config.data.packed is True and config.data.separator is None
@@ -205,9 +205,11 @@ def run_length(config: RunConfig, contexts: int | None) -> Length:
 
 
 def _contexts_of(config: RunConfig, is_full: bool) -> tuple[int | None, str, bool]:
-    """Count the contexts of the train split: of the data that is here, or by the published size of a set of that name.
+    """Count the contexts of the train split, from the data on this machine or the published size of a data set.
 
-    The last value is whether they are full; ``is_full`` is what the configuration alone says of that.
+    Returns:
+        The number, a description of its origin, and whether the contexts are full. ``is_full`` is whether they are by
+        the configuration alone.
     """
     data, location = config.data, config.data.path
     if Path(location).exists():
@@ -227,14 +229,14 @@ def _contexts_of(config: RunConfig, is_full: bool) -> tuple[int | None, str, boo
 
 
 def describe(plan: dict[str, Any]) -> str:
-    """Write the plan as a person reads it."""
+    """Format the plan for people."""
     hours = pace.describe(plan["pace"]) if plan["pace"] else []
     parts = (_parameters(plan), _memory(plan), _exchanges(plan), _work(plan), _length(plan), hours)
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def sum_of_flops(plan: dict[str, Any]) -> int:
-    """Count the operations of a step over all processes, what is recomputed with them."""
+    """Sum the operations of a step over all processes, including recomputation."""
     return sum(plan["step"][f"{name}_flops"] for name in ("forward", "backward", "recompute"))
 
 
@@ -252,25 +254,17 @@ def _parameters(plan: dict[str, Any]) -> list[str]:
 
 
 def _memory(plan: dict[str, Any]) -> list[str]:
-    kept, recomputed = plan["activations"]["kept"], plan["activations"]["recomputed"]
+    stored, recomputed, tables = plan["activations"]["kept"], plan["activations"]["recomputed"], plan["tables"]
     device = DEVICES[plan["device"]]
     lines = [
         f"memory of a process on a {device}, GiB: {plan['precision']}, micro-batch {plan['micro_batch']}",
-        f"  activations of all blocks kept {kept['kept'] / _GIB:.2f}, at most {kept['peak'] / _GIB:.2f}; "
+        f"  activations of all blocks kept {stored['kept'] / _GIB:.2f}, at most {stored['peak'] / _GIB:.2f}; "
         f"recomputed {recomputed['kept'] / _GIB:.2f}, at most {recomputed['peak'] / _GIB:.2f}"
         + (f", and {host / _GIB:.2f} on the host" if (host := recomputed["on_host"]) else ""),
         "  processes  ZeRO  weights  gradients  masters moments  average  buffers"
-        f"{'  tables' if (tables := plan['tables'])['rows'] else ''} | peak: kept  recomputed",
+        f"{'  tables' if tables['rows'] else ''} | peak: kept  recomputed",
     ]
-    names = [
-        "weights",
-        "gradients",
-        "masters",
-        "moments",
-        "average",
-        "buffers",
-        *(["tables"] if tables["rows"] else []),
-    ]
+    names = ["weights", "gradients", "masters", "moments", "average", "buffers"] + ["tables"] * bool(tables["rows"])
     for row in plan["memory"]:
         columns = (row[name] / _GIB for name in names)
         cells = "".join(f"{value:>{width}.2f}" for value, width in zip(columns, (9, 11, 9, 8, 9, 9, 8), strict=False))
@@ -292,42 +286,41 @@ def _exchanges(plan: dict[str, Any]) -> list[str]:
     if sequence is None or (shared := sequence["processes"]) == 1:
         return []
     lines = [f"a context over {shared} processes: {sequence['positions']:,} positions and 1/{shared} of the work each"]
-    taken = plan["activations"]["recomputed" if plan["activation_checkpointing"] else "kept"]
+    counted = plan["activations"]["recomputed" if plan["activation_checkpointing"] else "kept"]
     counts = dict.fromkeys(row["processes"] for row in plan["memory"])
     for count, micro_batches in zip(counts, sequence["micro_batches"], strict=True):
-        calls, sent, received = (micro_batches * taken[name] for name in ("calls", "sent_bytes", "received_bytes"))
+        calls, sent, received = (micro_batches * counted[name] for name in ("calls", "sent_bytes", "received_bytes"))
         lines.append(
-            f"  a step of the last of {count} processes: {calls:,} exchanges; it sends {_decimal(sent)} and "
-            f"receives {_decimal(received)}"
+            f"  a step of the last of {count} processes: {calls:,} exchanges; it sends {counting.traffic(sent)} and "
+            f"receives {counting.traffic(received)}"
         )
     lines.append("  by layer, what a process sends in the mean in the forward pass of a micro-batch:")
-    for each, shown in _layers_alike([each and tuple(each.items()) for each in sequence["layers"]]):
-        if each is None:
-            lines.append(f"    not counted by layer: {shown}")
+    for items, names in _group_layers([layer and tuple(layer.items()) for layer in sequence["layers"]]):
+        if items is None:
+            lines.append(f"    not counted by layer: {names}")
             continue
-        layer = dict(each)
-        ways = ", ".join(f"by {way} {_decimal(layer[f'{way}_bytes'])}" for way in ("heads", "keys"))
-        more = f"; keys and values copied {layer['copies']} times" if layer["copies"] > 1 else ""
+        layer = dict(items)
+        amounts = {way: layer[f"{way}_bytes"] for way in ("heads", "keys")}
+        facts = [
+            ", ".join(f"by {way} {'impossible' if n is None else counting.traffic(n)}" for way, n in amounts.items())
+            + f": {layer['taken']}"
+        ]
+        if layer["copies"] > 1:
+            facts.append(f"keys and values copied {layer['copies']} times")
         if layer["anew"]:
-            more += f"; {_decimal(layer['anew_bytes'])} to divide its rows anew"
-        lines.append(f"    {ways}: {layer['taken']}{more}; {shown}")
+            facts.append(f"{counting.traffic(layer['anew_bytes'])} to divide its rows anew")
+        lines.append(f"    {'; '.join([*facts, names])}")
     return lines
 
 
-def _decimal(num_bytes: int | None) -> str:
-    if num_bytes is None:
-        return "impossible"
-    return f"{num_bytes / 1e9:,.3f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.3f} MB"
-
-
-def _layers_alike(layers: Sequence[Kind]) -> Iterator[tuple[Kind, str]]:
-    """Yield each kind of layer once, in the order of the first of them, and which layers are so, in words."""
+def _group_layers(layers: Sequence[Kind]) -> Iterator[tuple[Kind, str]]:
+    """Yield each kind of layer once, in order of its first layer, and the numbers of its layers in words."""
     users: dict[Kind, list[int]] = {}
     for layer, kind in enumerate(layers):
         users.setdefault(kind, []).append(layer)
-    for kind, those in users.items():
-        more = f", … ({len(those)} layers)" if len(those) > 6 else ""
-        yield kind, f"layer{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:6]))}{more}"
+    for kind, numbers in users.items():
+        count = f", … ({len(numbers)} layers)" if len(numbers) > 6 else ""
+        yield kind, f"layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:6]))}{count}"
 
 
 def _work(plan: dict[str, Any]) -> list[str]:
@@ -335,13 +328,14 @@ def _work(plan: dict[str, Any]) -> list[str]:
     total = sum_of_flops(plan)
     share = attention["pairs"] / attention["dense_pairs"]
     dense = step["dense_flops"]
-    lines = [f"a step  {_flops(total)}; with dense attention {_flops(dense)}, {dense / total:.1f} times as many"]
+    flops = [counting.flops(count, ",.2f") for count in (total, dense)]
+    lines = [f"a step  {flops[0]}; with dense attention {flops[1]}, {dense / total:.1f} times as many"]
     for name in ("forward", "backward", "recompute"):
-        lines.append(f"  {name:<11}{_flops(step[f'{name}_flops']):>14}")
+        lines.append(f"  {name:<11}{counting.flops(step[f'{name}_flops'], ',.2f'):>14}")
     most = "at most " if any(attention["bounds"]) or attention["at_most"] else ""
     lines.append(f"  attention to {most}{share:.2%} of the pairs of dense causal attention; by layer:")
-    for (density, bound), shown in _layers_alike([*zip(attention["density"], attention["bounds"], strict=True)]):
-        lines.append(f"    {density:7.2%}  {shown}{f': {bound}' if bound else ''}")
+    for (density, bound), names in _group_layers([*zip(attention["density"], attention["bounds"], strict=True)]):
+        lines.append(f"    {density:7.2%}  {names}{f': {bound}' if bound else ''}")
     return lines
 
 
@@ -357,15 +351,8 @@ def _length(plan: dict[str, Any]) -> list[str]:
     contexts = "" if length["contexts"] is None else f"{length['contexts']:,} contexts in the train split, "
     lines = [f"the run  {', '.join(facts)}", f"  {contexts}{length['origin']}"]
     if steps is not None:
-        lines.append(f"  {most}{length['tokens']:,} {length['unit']}s and {_flops(length['flops'])} in all")
-    if words := pace.words_on_length(epochs):
-        lines.append(f"  {words}")
+        flops = counting.flops(length["flops"], ",.2f")
+        lines.append(f"  {most}{length['tokens']:,} {length['unit']}s and {flops} in all")
+    if warning := pace.warn_of_length(epochs):
+        lines.append(f"  {warning}")
     return lines
-
-
-def _flops(count: int) -> str:
-    """Write a number of operations with a prefix."""
-    for prefix, size in (("E", 10**18), ("P", 10**15), ("T", 10**12), ("G", 10**9)):
-        if count >= size:
-            return f"{count / size:,.2f} {prefix}FLOP"
-    return f"{count:,} FLOP"

@@ -1,7 +1,7 @@
-"""What `longstride new` fits to a data folder: the recipe of docs/recipes.md in three sizes, or a preset shrunk.
+"""The configurations of `longstride new`: the recipe of docs/recipes.md in three sizes, or a preset shrunk.
 
-Sizes follow the presets demo, bytes_small and bytes_base, and `benchmarks/recipe_elsewhere.py` for pictures and sound.
-Nothing here knows the machine.
+They are fitted to a data folder, and do not depend on the machine. Sizes follow the presets demo, bytes_small and
+bytes_base, and `benchmarks/recipe_elsewhere.py` for pictures and sound.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from longstride.data_pipelines.modalities import CHANNELS, MODALITIES
 from longstride.data_pipelines.shards import DataFolder
 from longstride.kernels import ConfigError
 
-LEAST_CONTEXT = 64  # positions, of data that is cut where we like
-LEAST_CONTEXTS = 16  # that a train split is to have at least
-MOST_EPOCHS = 20  # of small data: more is learned by heart
+LEAST_CONTEXT = 64  # positions, for data that can be cut anywhere
+LEAST_CONTEXTS = 16  # in a train split
+MOST_EPOCHS = 20  # of small data, which more would memorise
 LEAST_STEPS = 50
 MOST_CONTEXT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A network and its training, before they are fitted."""
+    """The size of a network and its training, before they are fitted."""
 
     layers: int
     heads: int
@@ -39,7 +39,7 @@ class Size:
     table_rows: int  # of each order of n-grams, at most
     step_bytes: int  # of a batch
     steps: int
-    rates: tuple[float, float, float]  # of most parts, of matrices, of tables
+    rates: tuple[float, float, float]  # general, for matrices, for tables
     weight_decay: float
     evaluate_contexts: int
 
@@ -62,35 +62,34 @@ SIZES = {
     ),
 }  # fmt: skip
 ORDERS = (2, 3, 4, 6, 8, 12)
-# A preset that is shrunk takes fewer steps, as some mixers are slow, and has at most so many layers and heads: enough
-# for parts that take turns, and for heads of two kinds. It keeps some keys of its training; AdamW takes the rate that
-# the preset paper_small has.
+# A shrunk preset has fewer steps, because some mixers are slow. Its layers and heads suffice for alternating parts and
+# for heads of two kinds. It keeps some keys of its training; AdamW has the rate of the preset paper_small.
 SHRUNK = replace(SIZES["tiny"], steps=400)
 LAYERS, HEADS = 4, 4
 OPTIMIZATION = ("optimizer", "betas", "weight_decay", "schedule", "final_learning_rate")
 ADAMW_RATE = 0.002
-# Values of attention and embedding that shrink as the root of the context: rows, windows and clusters keep their shape.
+# Keys of attention and embedding that scale with the root of the context, to preserve the shape of rows and windows.
 ROOTS_OF_CONTEXT = ("stride", "window", "summary", "row_width", "chunk", "ramp", "clusters", "buckets")
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What a data folder says of itself."""
+    """The properties of a data folder."""
 
     location: str
     modality: str
-    train_bytes: int  # tokens, where these are pixels of a palette
-    mean_document_bytes: int  # of the train split
-    picture: tuple[int, int, int] | None  # height, width, channels as the model reads them
+    train_bytes: int  # or tokens, if these are pixels of a palette
+    mean_document_bytes: int  # in the train split
+    picture: tuple[int, int, int] | None  # height, width and channels for the model
     colours: int | None  # of a palette
     is_evaluated: bool  # whether there is a validation split
 
     @classmethod
     def read(cls, location: str) -> Data:
-        """Read a folder by its manifest alone.
+        """Read the properties from the manifest of a folder.
 
         Raises:
-            DataError: no data folder, or no split to train on.
+            DataError: no data folder, or no train split.
         """
         folder = DataFolder(location)
         manifest, palette = folder.manifest, folder.palette
@@ -142,12 +141,20 @@ def model_of(size: Size, data: Data) -> dict[str, Any]:
 
 
 def model_like(name: str, preset: Mapping[str, Any], size: Size, data: Data) -> dict[str, Any]:
-    """Return the `model` object of a preset, shrunk: its kinds of parts in their order, and no dropout.
+    """Return the `model` object of a shrunk preset: the same kinds of parts in the same order, without dropout.
 
     Raises:
-        ConfigError: the data is of another kind than the preset reads, or as ``model_of``.
+        ConfigError: the preset reads another kind of data, or as ``model_of``.
     """
-    _check_kind(name, preset, data)
+    kind = preset["embedding"]["type"]
+    has_palette = "vocabulary" in preset
+    modality = kind if kind in MODALITIES and kind != "text" else "image" if has_palette else "text"
+    if modality != data.modality or (has_palette and data.colours is None):
+        palette = f" --palette {preset['vocabulary']}" if has_palette else ""
+        what = f"{modality}{' in colours of a palette' if has_palette else ''}"
+        rule = f"the preset reads {what}, and {data.location} holds {data.modality}{' in bytes' if has_palette else ''}"
+        good = f"`longstride data build … --modality {modality}{palette}`"
+        raise ConfigError(f"--like={name}: {rule}; name a folder of {good} by --data")
     shape = _shape(size, data)
     context = shape["context"]
     if data.picture is None:
@@ -159,13 +166,14 @@ def model_like(name: str, preset: Mapping[str, Any], size: Size, data: Data) -> 
         heads //= 2
 
     def shrink(key: str, value: Any) -> Any:
-        """Shrink what a key of attention or embedding has: lengths, and numbers of heads."""
+        """Shrink lengths and numbers of heads in the value of a key of attention or embedding."""
         if isinstance(value, dict):
-            return {inner: shrink(inner, each) for inner, each in value.items()}
+            return {inner: shrink(inner, item) for inner, item in value.items()}
         if isinstance(value, list):
-            return [shrink(key, each) for each in value]
-        if key in ROOTS_OF_CONTEXT:
-            return _divisor(context, math.isqrt(value**2 * context // preset["context"]))
+            return [shrink(key, item) for item in value]
+        if key in ROOTS_OF_CONTEXT:  # the largest divisor of the context that is at most the scaled value
+            most = max(1, math.isqrt(value**2 * context // preset["context"]))
+            return next(number for number in range(most, 0, -1) if context % number == 0)
         return max(1, value * heads // preset["heads"]) if key in ("heads", "count") else value
 
     attention = shrink("attention", preset["attention"])
@@ -186,33 +194,14 @@ def model_like(name: str, preset: Mapping[str, Any], size: Size, data: Data) -> 
     return model
 
 
-def _check_kind(name: str, preset: Mapping[str, Any], data: Data) -> None:
-    """Raise a ConfigError if the data is of another kind than a preset reads."""
-    kind = preset["embedding"]["type"]
-    has_palette = "vocabulary" in preset
-    modality = kind if kind in MODALITIES and kind != "text" else "image" if has_palette else "text"
-    if modality == data.modality and not (has_palette and data.colours is None):
-        return
-    palette = f" --palette {preset['vocabulary']}" if has_palette else ""
-    what = f"{modality}{' in colours of a palette' if has_palette else ''}"
-    rule = f"the preset reads {what}, and {data.location} holds {data.modality}{' in bytes' if has_palette else ''}"
-    good = f"`longstride data build … --modality {modality}{palette}`"
-    raise ConfigError(f"--like={name}: {rule}; name a folder of {good} by --data")
-
-
-def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number that is at most this."""
-    return next(each for each in range(max(1, most), 0, -1) if number % each == 0)
-
-
 def _tables(size: Size, data: Data, context: int) -> dict[str, Any]:
-    """Return n-gram tables that the data fills."""
+    """Return n-gram tables that are small enough for the data."""
     rows = _power_of_two(max(1 << 12, data.train_bytes // 64))
     return {"orders": [order for order in ORDERS if order < context], "rows": min(size.table_rows, rows)}
 
 
 def _shape(size: Size, data: Data) -> dict[str, Any]:
-    """Context, attention and positions, which go by the kind of data."""
+    """Choose context, attention and position embedding for the kind of data."""
     if data.picture is not None:
         height, width, channels = data.picture
         context = math.prod(data.picture)
@@ -247,9 +236,9 @@ def _shape(size: Size, data: Data) -> dict[str, Any]:
     }
 
 
-def _fitting(wanted: int, most: int, data: Data) -> int:
-    """Return a context of at most so many positions, a power of two."""
-    context = min(wanted, _power_of_two(most)) if most else 0
+def _fitting(usual: int, most: int, data: Data) -> int:
+    """Return the usual context, or the largest power of two up to ``most``."""
+    context = min(usual, _power_of_two(most)) if most else 0
     if context < LEAST_CONTEXT:
         rule = f"has {data.train_bytes:,} bytes to train on"
         if data.mean_document_bytes < LEAST_CONTEXT <= data.train_bytes // LEAST_CONTEXTS:
@@ -260,16 +249,16 @@ def _fitting(wanted: int, most: int, data: Data) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """Return the largest power of two that is at most this."""
+    """Return the largest power of two up to a number."""
     return 1 << (number.bit_length() - 1)
 
 
 def train_of(size: Size, data: Data, context: int, global_batch: int) -> dict[str, Any]:
-    """Return the `train` object of a run but for its batches: how long it is, and what follows from that."""
+    """Return the `train` object of a run without its batches: its length, and what follows from that."""
     step_bytes = global_batch * context
     steps = max(LEAST_STEPS, min(size.steps, MOST_EPOCHS * data.train_bytes // step_bytes))
     rate, matrices, tables = size.rates
-    often = max(1, steps // 10)
+    interval = max(1, steps // 10)
     return {
         "steps": steps,
         "learning_rate": rate,
@@ -279,15 +268,15 @@ def train_of(size: Size, data: Data, context: int, global_batch: int) -> dict[st
         "warmup_steps": max(1, round(0.03 * steps)),
         "schedule": {"type": "wsd", "decay_fraction": 0.5},
         "log_every": max(1, min(10, steps // 50)),
-        "evaluate_every": often if data.is_evaluated else None,
+        "evaluate_every": interval if data.is_evaluated else None,
         **({"evaluate_contexts": size.evaluate_contexts} if data.is_evaluated else {}),
-        "checkpoint_every": often,
+        "checkpoint_every": interval,
         "keep_last": 2,
     }
 
 
 def train_like(preset: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `train` object of a shrunk preset: that of the recipe, with the preset's optimiser and schedule."""
-    kept = {key: value for key, value in train.items() if key not in OPTIMIZATION}
-    kept |= {key: preset[key] for key in OPTIMIZATION if key in preset}
-    return kept if "optimizer" in preset else kept | {"learning_rate": ADAMW_RATE}
+    """Return the `train` object of a shrunk preset: the recipe with the preset's optimiser and schedule."""
+    content = {key: value for key, value in train.items() if key not in OPTIMIZATION}
+    content |= {key: preset[key] for key in OPTIMIZATION if key in preset}
+    return content if "optimizer" in preset else content | {"learning_rate": ADAMW_RATE}

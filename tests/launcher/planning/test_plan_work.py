@@ -55,7 +55,7 @@ def test_linear_operations_are_those_that_torch_counts(
     whole = replace(planned.whole, scores=0, values=0)
     assert forward.get_total_flops() == whole.linear == whole.forward
     assert backward.get_total_flops() == whole.backward
-    assert planned.rest.linear == 2 * 40 * 64 * 256  # the logits alone are not recomputed
+    assert planned.logits.linear == 2 * 40 * 64 * 256  # only the logits are not recomputed
 
 
 def test_attention_operations_are_those_of_its_products() -> None:
