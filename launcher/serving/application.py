@@ -32,13 +32,13 @@ from longstride.launcher.serving.answers import (
     own_origin_only,
     watched,
 )
-from longstride.launcher.serving.completion_request import (
+from longstride.launcher.serving.completions import (
     MOST_CHOICES,
+    Completion,
     TooLongError,
     UnknownModelError,
     parse_completion,
 )
-from longstride.launcher.serving.completions import Completion
 from longstride.launcher.serving.metrics import CONTENT_TYPE
 from longstride.launcher.serving.request import (
     MalformedError,

@@ -1,10 +1,9 @@
 """The training loop, where a run starts, what its guards do, and the replay of a step. Imports deepspeed."""
 
 from longstride.launcher.training.agreement import check_agreement
-from longstride.launcher.training.ending import early_end
 from longstride.launcher.training.guards import Guards
 from longstride.launcher.training.initial import InitialWeights, agreed_initial, open_initial
-from longstride.launcher.training.loop import Trainer, compile_step, train_step
+from longstride.launcher.training.loop import Trainer, compile_step, early_end, train_step
 from longstride.launcher.training.monitors import claim_places
 from longstride.launcher.training.replay import replay_step
 from longstride.launcher.training.resume import begin, choose_start, prepare_folder

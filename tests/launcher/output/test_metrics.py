@@ -16,7 +16,7 @@ import pytest
 
 from longstride.data_pipelines.modalities import MODALITIES
 from longstride.launcher.checkpoints.scores import known_scores, ranked
-from longstride.launcher.cluster.restarts import read_progress
+from longstride.launcher.cluster.start import read_progress
 from longstride.launcher.config import load_config
 from longstride.launcher.drawing.show import draw_loss
 from longstride.launcher.exports.for_hubs import model_card
@@ -33,9 +33,8 @@ from longstride.launcher.planning.costs import step_flops, work
 from longstride.launcher.planning.pace import rate_of
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.reporting.records import read_run
-from longstride.launcher.training.ending import summary
-from longstride.launcher.training.loop import lacks_evaluation
-from longstride.launcher.training.plateau import Plateau
+from longstride.launcher.training.guards import Plateau
+from longstride.launcher.training.loop import lacks_evaluation, summary
 from longstride.launcher.training.replay import find_record
 from tests.harness.lines import evaluation_line, step_line, write_metrics
 

@@ -17,7 +17,7 @@ import torch
 
 from longstride.kernels import ConfigError
 from longstride.launcher.models import load_model
-from longstride.launcher.serving.completion_request import parse_completion
+from longstride.launcher.serving.completions import parse_completion
 from longstride.launcher.serving.metrics import Metrics
 from longstride.launcher.serving.request import SampleRequest
 from longstride.launcher.serving.sampler import End, Job, Piece, _Group

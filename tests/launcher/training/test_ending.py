@@ -10,7 +10,7 @@ import pytest
 from longstride.launcher.config import load_config
 from longstride.launcher.data import Run, RunData
 from longstride.launcher.ranks import Ranks
-from longstride.launcher.training.ending import summary
+from longstride.launcher.training.loop import summary
 from tests.harness.lines import evaluation_line, write_metrics
 
 

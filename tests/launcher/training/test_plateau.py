@@ -20,7 +20,7 @@ from longstride.launcher.data.run import Run as Asked
 from longstride.launcher.data.run_data import RunData
 from longstride.launcher.output.metrics_file import is_step
 from longstride.launcher.ranks.processes import Ranks
-from longstride.launcher.training.plateau import Plateau
+from longstride.launcher.training.guards import Plateau
 from tests.harness.lines import evaluation_line
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import configuration, metrics, spawn

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from longstride.launcher.output import counting
-from longstride.launcher.training import progress as module
-from longstride.launcher.training.progress import Progress, Rates
+from longstride.launcher.training import recorder as module
+from longstride.launcher.training.recorder import Progress, Rates
 
 
 class Terminal(io.StringIO):

@@ -30,8 +30,7 @@ from longstride.launcher.output.file_names import CHECKPOINTS
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import recorder as metrics
 from longstride.launcher.training import resume
-from longstride.launcher.training.guards import Guards, GuardStopError, Verdict, read_incidents
-from longstride.launcher.training.plateau import Plateau
+from longstride.launcher.training.guards import Guards, GuardStopError, Plateau, Verdict, read_incidents
 from longstride.launcher.training.recorder import Recorder
 from longstride.launcher.training.resume import GuardResponse, prepare_folder
 from tests.harness.lines import evaluation_line, step_line

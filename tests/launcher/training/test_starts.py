@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from longstride.launcher.output import version_of
-from longstride.launcher.training import starts
+from longstride.launcher.training import resume
 
 
 def test_start_is_told_where_no_file_can_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "starts.jsonl").symlink_to("/dev/full")
-    starts.write_start(tmp_path, {"step": 3})
+    resume.write_start(tmp_path, {"step": 3})
     (line,) = capsys.readouterr().err.splitlines()
     path = tmp_path / "starts.jsonl"
     assert line == f"longstride: {path}: is a link, not a plain file; this start is not written down"
@@ -23,16 +23,16 @@ def test_start_is_told_where_no_file_can_be(tmp_path: Path, capsys: pytest.Captu
 def test_start_is_dropped_whole_where_the_disk_fills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    starts.write_start(tmp_path, {"step": 0})
-    monkeypatch.setattr(starts.LineFile, "_write", lambda _: os.strerror(28))
-    starts.write_start(tmp_path, {"step": 3})
+    resume.write_start(tmp_path, {"step": 0})
+    monkeypatch.setattr(resume.LineFile, "_write", lambda _: os.strerror(28))
+    resume.write_start(tmp_path, {"step": 3})
     assert "1 line from this start on are lost" in capsys.readouterr().err
     assert (tmp_path / "starts.jsonl").read_text() == '{"step": 0}\n'
 
 
 def test_start_stands_apart_from_a_torn_line(tmp_path: Path) -> None:
     (tmp_path / "starts.jsonl").write_text('{"step": 0}\n{"st')
-    starts.write_start(tmp_path, {"step": 3})
+    resume.write_start(tmp_path, {"step": 3})
     first, torn, last = (tmp_path / "starts.jsonl").read_text().splitlines()
     assert (json.loads(first), torn, json.loads(last)) == ({"step": 0}, '{"st', {"step": 3})
 

@@ -15,8 +15,8 @@ from longstride.kernels.backends.cpu import attention as cpu
 from longstride.kernels.patterns import Dense, Fixed, Local, Pattern, Strided
 from longstride.launcher.config import load_config
 from longstride.launcher.ranks import Ranks
-from longstride.launcher.training import utilization as module
-from longstride.launcher.training.utilization import StepWork, Utilization, context_work, measured_peak
+from longstride.launcher.training import profile as module
+from longstride.launcher.training.profile import StepWork, Utilization, context_work, measured_peak
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import small
 
