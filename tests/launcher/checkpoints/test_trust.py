@@ -18,7 +18,7 @@ from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_manifest
 from longstride.launcher.checkpoints.pickles import foreign_content_refused, read_pickle, unsafe_content, write_pickle
-from longstride.launcher.cluster.launchers import launcher_command
+from longstride.launcher.cluster.placement import launcher_command
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.output.file_names import LOCK
 from longstride.launcher.output.messages import AgreedError, mistake

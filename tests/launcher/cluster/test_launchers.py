@@ -12,7 +12,7 @@ import pytest
 
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
-from longstride.launcher.cluster.launchers import host_environment, plain_values, write_environment_file
+from longstride.launcher.cluster.placement import host_environment, plain_values, write_environment_file
 from longstride.launcher.cluster.supervisor import Launch, Outcome
 from longstride.launcher.output import exit_codes
 from tests.harness.programs import Programs
@@ -117,10 +117,10 @@ def test_what_openmpi_and_srun_need_stands_before_what_is_given(started: Started
         (["--launcher", "pdsh"], "--launcher=pdsh: is for several hosts; give --hostfile FILE"),
         (["--include", "node1"], "--include=node1: is for several hosts; give --hostfile FILE"),
         (["--hostfile", "gone"], "--hostfile=gone: no such file"),
-        (["--hostfile", "{}", "--processes", "2"], "--processes=2: {} tells it for every host; change its slots"),
+        (["--hostfile", "{}", "--processes", "2"], "--processes=2: {} already sets this; change `slots=` there"),
         (["--hostfile", "{}", "--master-port", "0"], "--master-port=0: must be from 1 to 65535, such as 29500"),
         (["--hostfile", "{}", "--launcher-args='"], "--launcher-args=': no closing quotation"),
-        (["--hostfile", "{}", "--launcher", "mpich", "--include", "node1"], "--include=node1: mpich cannot choose"),
+        (["--hostfile", "{}", "--launcher", "mpich", "--include", "node1"], "--include=node1: mpich cannot select"),
         (["--hostfile", "{}", "train.global_batch=6"], "train.global_batch=6: must be a multiple of micro_batch 2 × 4"),
     ],
 )
@@ -159,7 +159,7 @@ def test_host_that_is_lost_is_left_out_where_the_launcher_can(
 
     cleared: list[tuple[list[str], str]] = []
     monkeypatch.setattr("longstride.launcher.cluster.placement.end_launches", lambda *where: cleared.append(where))
-    monkeypatch.setattr("longstride.launcher.cluster.restarts._FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("longstride.launcher.cluster.start._FIRST_WAIT_SECONDS", 0.0)
     started("openmpi")  # puts the programs in place
     monkeypatch.setattr("longstride.launcher.cluster.start.supervise", supervise)
     words = ["train", "--config", str(config_file), "--hostfile", str(hostfile), "--max-restarts", "1"]
@@ -210,7 +210,7 @@ def test_unequal_hosts_are_for_pdsh_alone(
     words = ["train", "--config", str(config_file), "--hostfile", str(hostfile), "--launcher", "slurm"]
     assert cli.main(words) == 2
     assert (
-        "slurm needs as many slots on every host, and there are node1 3, node2 1; use pdsh" in capsys.readouterr().err
+        "slurm needs equal slots on every host, and they differ: node1 3, node2 1; use pdsh" in capsys.readouterr().err
     )
     started("pdsh")
 
@@ -248,7 +248,7 @@ def test_written_file_is_what_the_launcher_reads_and_never_overwritten(tmp_path:
     assert read == [HANDED_ON, {"A": "b=c"}]  # as deepspeed.launcher.runner takes lines apart
     assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]  # the user's files may hold secrets
     for value in ('a"b', "a\nb"):
-        with pytest.raises(ConfigError, match="environment: PATH holds a quote or a line's end"):
+        with pytest.raises(ConfigError, match="environment: PATH contains a quote or a line break"):
             write_environment_file(run, {"PATH": value})
     assert len(list(run.iterdir())) == 2
 

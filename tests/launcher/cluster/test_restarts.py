@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from longstride.kernels import ConfigError
-from longstride.launcher.cluster import restarts
+from longstride.launcher.cluster import start
 from longstride.launcher.cluster.placement import NoHostAnswersError
-from longstride.launcher.cluster.restarts import ResumeOption, run_with_restarts
+from longstride.launcher.cluster.start import ResumeOption, run_with_restarts
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest
 from longstride.launcher.output import exit_codes
 from tests.harness.lines import step_line, write_metrics
@@ -39,8 +39,8 @@ class Played:
         self.waited: list[float] = []
         self.vacated: list[Path] = []
         self.lost: Callable[[], str] = lambda: "with 2 processes"
-        monkeypatch.setattr(restarts, "_stop_comes", self._stop_comes)
-        monkeypatch.setattr(restarts, "vacate", lambda _, stop_file, *__: self.vacated.append(stop_file))
+        monkeypatch.setattr(start, "_stop_comes", self._stop_comes)
+        monkeypatch.setattr(start, "vacate", lambda _, stop_file, *__: self.vacated.append(stop_file))
 
     def go(self, max_restarts: int, resume: str = "never") -> int:
         with closing(StopRequest()) as request:
@@ -160,9 +160,9 @@ def test_stop_between_attempts_ends_the_run(tmp_path: Path, monkeypatch: pytest.
         signal.raise_signal(signal.SIGUSR1)
         return exit_codes.HUNG
 
-    stop_comes = restarts._stop_comes
+    stop_comes = start._stop_comes
     played = Played(tmp_path, [stopped], monkeypatch)
-    monkeypatch.setattr(restarts, "_stop_comes", stop_comes)
+    monkeypatch.setattr(start, "_stop_comes", stop_comes)
     assert played.go(5) == exit_codes.REQUEUE
     assert len(played.vacated) == 1  # what it has left elsewhere stops as well
 
@@ -214,13 +214,13 @@ class Elsewhere:
 
     def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch, *, ends_by: str) -> None:
         self.run, self.ends_by, self.holds, self.ended = run, ends_by, True, 0
-        monkeypatch.setattr(restarts, "check_unlocked", self._check)
-        monkeypatch.setattr(restarts, "_POLL_SECONDS", 0.01)
-        monkeypatch.setattr(restarts, "_UNLOCK_SECONDS", 0.05)
+        monkeypatch.setattr(start, "check_unlocked", self._check)
+        monkeypatch.setattr(start, "_POLL_SECONDS", 0.01)
+        monkeypatch.setattr(start, "_UNLOCK_SECONDS", 0.05)
 
     def vacate(self) -> None:
         with closing(StopRequest()) as request:
-            restarts.vacate(self.run, self.run / ".stop-1", request, 0.05, self.end)
+            start.vacate(self.run, self.run / ".stop-1", request, 0.05, self.end)
 
     def end(self) -> None:
         self.ended += 1

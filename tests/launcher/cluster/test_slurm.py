@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from longstride.launcher import cli
-from longstride.launcher.cluster.slurm import _seconds
+from longstride.launcher.cluster.slurm import time_limit_seconds
 from tests.harness.programs import Programs
 from tests.harness.runs import ROOT
 
@@ -92,9 +92,9 @@ def test_script_is_never_overwritten_and_may_be_printed(
         (["--partition", "a b"], "--partition=a b: must be a name; such as a-b"),
         (["--account", "x\n#SBATCH --uid=0"], "--account=x #SBATCH --uid=0: must be a name; such as x-SBATCH---uid-0"),
         (["--job-name", "a/b"], "--job-name=a/b: must be letters, digits and ._+-; such as a-b"),
-        (["--sbatch", "nodes=4"], "--sbatch=nodes=4: is the script's own, or another option's; leave it out"),
+        (["--sbatch", "nodes=4"], "--sbatch=nodes=4: the script or another option sets this; leave it out"),
         (["--sbatch", "qos=a b"], "--sbatch=qos=a b: must be one option of sbatch; such as qos=long"),
-        (["--output-dir", "my logs"], "--output-dir=my logs: must be a path without blanks, quotes and %, for SLURM"),
+        (["--output-dir", "my logs"], "--output-dir=my logs: must be a path without spaces, quotes and %, for SLURM"),
         (["train.steps=-1"], "train.steps=-1"),
     ],
 )
@@ -112,7 +112,7 @@ def test_wrong_options_are_a_line_each_and_write_nothing(
     [("30", 1800), ("30:10", 1810), ("1:00:00", 3600), ("2-0", 172800), ("2-1:30", 178200), ("1-00:00:01", 86401)],
 )
 def test_times_are_those_of_sbatch(time: str, seconds: int) -> None:
-    assert _seconds(time) == seconds
+    assert time_limit_seconds(time) == seconds
 
 
 def test_submitting_needs_sbatch_and_hands_it_the_script(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.launcher.cluster.restarts import read_progress
+from longstride.launcher.cluster.start import read_progress
 from longstride.launcher.cluster.supervisor import outcome_of
 from longstride.launcher.output import exit_codes
 from tests.harness.processes.tended import deepspeed, longstride, tended
@@ -128,13 +128,13 @@ def test_run_that_is_done_ends_by_code_0(tmp_path: Path) -> None:
     ],
 )
 def test_outcome_is_a_documented_code(code: int, stopped_by: signal.Signals | None, whole: bool, expected: int) -> None:
-    assert outcome_of(code, stopped_by, whole=whole).code == expected
+    assert outcome_of(code, stopped_by, is_done=whole).code == expected
 
 
 @pytest.mark.parametrize("stopped_by", [None, signal.SIGHUP])
 def test_lost_host_has_an_outcome_of_its_own_and_is_no_stop(stopped_by: signal.Signals | None) -> None:
     """The code 255 does not tell whether anything was saved."""
-    ended = outcome_of(255, stopped_by, whole=False)
+    ended = outcome_of(255, stopped_by, is_done=False)
     assert ended.code == exit_codes.HUNG
     assert ended.description == "code 255: a host was lost, or a process was ended by SIGHUP"
 

@@ -123,8 +123,8 @@ def test_what_would_keep_the_run_from_starting_is_one_line(dry_run: DryRun, conf
         (["--processes", "3"], "train.global_batch=8: must be a multiple of micro_batch 2 × 3 processes"),
         (["--processes", "0"], "--processes=0: must be at least 1"),
         (["--max-restarts", "-1"], "--max-restarts=-1: must be at least 0"),
-        (["--replay", "3"], "--replay=3: is of steps that are taken; leave it out, or --dry-run"),
-        (["--profile", "3"], "--profile=3: is of steps that are taken; leave it out, or --dry-run"),
+        (["--replay", "3"], "--replay=3: needs steps, and --dry-run takes none; leave out one of them"),
+        (["--profile", "3"], "--profile=3: needs steps, and --dry-run takes none; leave out one of them"),
         (["data.path=missing"], "missing: no such folder; build one with `longstride data build`"),
         (["deepspeed.zero_optimization.stage=9"], "deepspeed.zero_optimization.stage=9"),
     ):  # fmt: skip

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from longstride.kernels import ConfigError
-from longstride.launcher.cluster.restarts import Progress, is_done, read_progress
+from longstride.launcher.cluster.start import Progress, is_done, read_progress
 from longstride.launcher.output.file_names import OVER
 from longstride.launcher.ranks.processes import Ranks, check_unlocked, run_lock
 from tests.harness.lines import step_line
