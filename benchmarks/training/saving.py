@@ -33,7 +33,7 @@ from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.engine.step import EngineStep
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.launcher.training.loop import score
-from longstride.launcher.training.recorder import device_seconds
+from longstride.launcher.training.profile import device_seconds
 
 WAYS = {"at once": False, "in the background": True}
 

@@ -1,7 +1,7 @@
-"""Whether all ranks were given the same run: versions, code, data and configuration, held together at the start.
+"""Check at the start that all ranks have the same versions, code, data and configuration.
 
-Each host reads its own files, so one of them may have other data or an older configuration. Nothing later would tell:
-gradients of other data, or steps of another rate, are added up like any others.
+Each host reads its own files, so one may have other data or an older configuration. Later nothing would show it:
+gradients of other data, or another learning rate, are summed like any others.
 """
 
 from __future__ import annotations
@@ -19,77 +19,80 @@ from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import code_digest
 
-_DATA = "data.path"  # where it lies may differ; what lies there may not
+_DATA = "data.path"  # the paths may differ, but not the data
 _CODE = "longstride"
-# What a host may have otherwise: where files lie there, how it reads them, what it logs, and free text. The run folder
-# is known by a file that all ranks must see in it.
-_OWN = (
+# Keys whose values may differ between hosts: paths, how files are read, what is logged, and free text. Another check
+# covers the run folder: all ranks must see a file in it.
+_LOCAL_KEYS = (
     *("data.workers", "data.prefetch", "data.worker_timeout_seconds", "data.remote.", "train.output", "notes"),
-    *(f"deepspeed.{name}" for name in ("aio.", "log_level")),  # how its disk is best read; what it says
-    # Monitors are the first rank's: others may have no account, and no package.
+    *(f"deepspeed.{name}" for name in ("aio.", "log_level")),
+    # Only the first rank has monitors. Other hosts may lack the account and the package.
     *(f"deepspeed.{name}." for name in ("comet", "csv_monitor", "tensorboard", "wandb")),
 )
-_OWN_ENDS = (".nvme_path", ".output_file")  # of DeepSpeed's folders for what leaves memory, and of its profiler
+_LOCAL_KEY_ENDS = (".nvme_path", ".output_file")  # DeepSpeed's offload folders, and the file of its profiler
 _MOST_CHARACTERS = 80  # of a value
 
 
-class Given(NamedTuple):
-    """What a rank was given."""
+class RankSetup(NamedTuple):
+    """The versions, code, data and configuration of a rank."""
 
-    alike: dict[str, object]  # all that must be the same, by its path, in the order in which differences are told
+    values: dict[str, object]  # that must be equal, by path; the first that differs is reported
     place: str  # of its data
     splits: dict[str, str]  # the fingerprints of its data's splits
 
 
 def check_agreement(run: Run, hosts: Sequence[str], replay: int | None = None) -> None:
-    """Whether all ranks were given the same run. All ranks must call, before they build anything.
+    """Check that all ranks have the same run. All ranks must call, before they build anything.
 
-    ``hosts``: of the ranks in their order. ``replay``: the step to be replayed.
+    Args:
+        run: this rank's.
+        hosts: of the ranks in their order.
+        replay: the step to replay.
 
     Raises:
-        AgreedError: on every rank, where they were not; see ``difference``.
+        AgreedError: on every rank, if they differ; see ``difference``.
     """
     config, data, ranks = flattened(run.config.to_json()), run.data, run.ranks
-    alike: dict[str, object] = {
-        **package_versions(run.config.model),  # first: they decide what the rest means
+    values: dict[str, object] = {
+        **package_versions(run.config.model),  # first, as other differences may follow from it
         _CODE: f"code {code_digest()[:12]}",
-        _DATA: data.fingerprint,  # before the steps, which may follow from it
+        _DATA: data.fingerprint,  # before the number of steps, which may follow from it
         "--resume": run.resume,
-        "--from": None if run.source is None else run.source.words()[2:],  # the folder may lie elsewhere
+        "--from": None if run.source is None else run.source.words()[2:],  # the path may differ
         "--replay": replay,
         "--profile": run.profile_steps,
     }
-    own = {_DATA, *(path for path in config if path.startswith(_OWN) or path.endswith(_OWN_ENDS))}
-    alike |= {path: value for path, value in config.items() if path not in own}
-    digests = ranks.gather_objects(hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest())
+    local = {_DATA, *(path for path in config if path.startswith(_LOCAL_KEYS) or path.endswith(_LOCAL_KEY_ENDS))}
+    values |= {path: value for path, value in config.items() if path not in local}
+    digests = ranks.gather_objects(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
     if len({*digests}) == 1:
         return
-    everyone = ranks.gather_objects(Given(alike, run.config.data.path, dict(data.identity.splits)))
+    setups = ranks.gather_objects(RankSetup(values, run.config.data.path, dict(data.identity.splits)))
     names = [f"rank {rank} on {host.partition(' ')[0]}" for rank, host in enumerate(hosts)]
-    for given, name in zip(everyone, names, strict=True):
-        if problem := difference(everyone[0], given, names[0], name):
+    for setup, name in zip(setups, names, strict=True):
+        if problem := difference(setups[0], setup, names[0], name):
             raise AgreedError(str(problem))
 
 
-def difference(first: Given, second: Given, first_name: str, second_name: str) -> Problem | None:
-    """The first thing that two ranks were given otherwise: both values, who has which, and what to do.
+def difference(first: RankSetup, second: RankSetup, first_name: str, second_name: str) -> Problem | None:
+    """Describe the first value in which two ranks differ: both values, which rank has which, and what to do.
 
-    None where all is equal: a number may be written 1 or 1.0.
+    Returns None if all are equal, as 1 and 1.0 are.
     """
-    paths = (*first.alike, *second.alike)
-    path = next((each for each in paths if first.alike.get(each, ...) != second.alike.get(each, ...)), None)
+    paths = (*first.values, *second.values)
+    path = next((key for key in paths if first.values.get(key, ...) != second.values.get(key, ...)), None)
     if path is None:
         return None
     if path == _DATA:
         what = ModelData.different_splits(first.splits, second.splits)
         there = f"{_cut(second.place)} has for {second_name}"
         return Problem(path, f"has {what} for {first_name} than {there}; give all hosts the same data", first.place)
-    there = _cut(json.dumps(second.alike[path], ensure_ascii=False)) if path in second.alike else "left out"
+    there = _cut(json.dumps(second.values[path], ensure_ascii=False)) if path in second.values else "left out"
     installed = path in (_CODE, "torch", "deepspeed") or ":" in path  # a class of another package
     remedy = "install the same on all hosts" if installed else "give all ranks the same configuration"
-    here = first.alike.get(path, ...)
-    rule = f"{'is left out' if here is ... else 'is so'} for {first_name}, and {there} for {second_name}; {remedy}"
-    return Problem(path, rule, here)
+    value = first.values.get(path, ...)
+    rule = f"{'is left out' if value is ... else 'is so'} for {first_name}, and {there} for {second_name}; {remedy}"
+    return Problem(path, rule, value)
 
 
 def _cut(text: str) -> str:

@@ -1,8 +1,8 @@
-"""What the figures of a training step say: go on, drop the batch, rewind or stop; and the record of each such step.
+"""Judge training steps and evaluations: go on, drop the batch, rewind or stop.
 
-Guards neither compute nor communicate: the figures are those of all ranks together, so every rank decides the same. A
-run writes an incident, `<run>/guards/step-00000123.json`, with everything that a replay needs. Numbers that are not
-finite are the texts "nan", "inf" and "-inf", which JSON has no numbers for.
+Neither guards nor the plateau communicate. Their inputs are the same on every rank, so all ranks decide the same. For
+each refused step a run writes an incident, `<run>/guards/step-00000123.json`, with everything that a replay needs. JSON
+has no numbers for nan, inf and -inf, so these are written as text.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ Number = float | str
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a step that a guard refuses."""
+    """The decision of a guard on a step that it refuses."""
 
     guard: str  # non_finite, loss_scale_floor, spike or overflows
     outcome: GuardPolicy
-    reason: str  # figure, limit, and what else decided
+    reason: str  # the figure, its limit, and any other cause
 
     def __str__(self) -> str:
         return f"{self.outcome}: {self.reason}"
 
     def stopping(self, why: str) -> Verdict:
-        """The same guard's stop, where its own outcome is impossible."""
+        """Return the verdict with the outcome "stop", for a guard whose own outcome is impossible."""
         return replace(self, outcome="stop", reason=f"{self.reason}; {why}")
 
 
 class GuardMemory(StrictModel):
-    """What the guards remember from step to step, as a checkpoint's manifest holds it."""
+    """The state of the guards, as stored in a checkpoint's manifest."""
 
-    losses: list[float] = Field(default_factory=list)  # nats a byte of the last steps that passed, oldest first
+    losses: list[float] = Field(default_factory=list)  # nats per byte of the last steps that passed, oldest first
     skips_in_a_row: int = Field(default=0, ge=0)
-    rewinds: int = Field(default=0, ge=0)  # without getting beyond the place
-    place: int = Field(default=0, ge=0)  # the furthest step that was rewound from
+    rewinds: int = Field(default=0, ge=0)  # without passing ``place``
+    place: int = Field(default=0, ge=0)  # the furthest step from which the run was rewound
 
 
 class GuardStopError(Exception):
-    """A guard ends the run, on every rank. The engine is as it was before the step."""
+    """A guard stops the run, on every rank. The engine is as it was before the step."""
 
     def __init__(self, step: int, verdict: Verdict) -> None:
         self.step, self.verdict = step, verdict
@@ -71,19 +71,19 @@ class GuardStopError(Exception):
 
 
 class Guards:
-    """Judges the steps of a run, one after another."""
+    """Judges the steps of a run in order."""
 
     def __init__(self, settings: GuardsConfig, memory: dict[str, Any] | None = None) -> None:
         self._settings = settings
         self._memory = GuardMemory.model_validate(memory or {})
-        self.verdict: Verdict | None = None  # on the last step; None: it passed
+        self.verdict: Verdict | None = None  # on the last step; None if it passed
 
     def memory(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the guards, as JSON values."""
+        """Return the state of the guards for a checkpoint, as JSON values."""
         return self._memory.model_dump(mode="json")
 
     def judge_loss(self, loss: float) -> Verdict | None:
-        """The verdict on a step's loss, in nats a byte of all ranks; None: it passes."""
+        """Judge a step by its loss, in nats per byte over all ranks; return None if it passes."""
         spike = self._settings.spike
         self.verdict = None
         if not math.isfinite(loss):
@@ -95,7 +95,7 @@ class Guards:
         return self.verdict
 
     def judge_gradients(self, step: int, loss: float, overflow: Overflow | None, scale: float) -> Verdict | None:
-        """The verdict on a step whose loss has passed, by its overflow and fp16's loss scale; None: it passes."""
+        """Judge a step by its overflow and fp16's loss scale, after its loss; return None if it passes."""
         settings, memory, self.verdict = self._settings, self._memory, None
         if overflow is Overflow.GRADIENT:
             reason = "the loss is finite, and its gradients are not"
@@ -106,7 +106,7 @@ class Guards:
         elif overflow is Overflow.FIXED:  # DeepSpeed skips such a step; only many in a row are refused
             verdict = self._decide("overflows", "skip", f"gradients overflow at the fixed loss scale {scale:g}")
             self.verdict = verdict if verdict.outcome == "stop" else None
-        if overflow in (None, Overflow.SCALE):  # it passes, and only a step that was taken ends a row of skips
+        if overflow in (None, Overflow.SCALE):  # the step passes; only one without overflow ends a row of skips
             changes: dict[str, Any] = {"losses": []}
             if settings.spike:
                 changes["losses"] = [*memory.losses, loss][-settings.spike.window :]
@@ -118,14 +118,14 @@ class Guards:
         return self.verdict
 
     def rewound(self, step: int, memory: dict[str, Any] | None) -> None:
-        """Takes over what a checkpoint remembers, after the run was rewound to it from ``step``."""
+        """Restore the state from a checkpoint, after a rewind to it from ``step``."""
         before = self._memory
         self._memory = GuardMemory.model_validate(memory or {}).model_copy(
             update={"rewinds": before.rewinds + 1, "place": max(before.place, step)}
         )
 
     def _decide(self, guard: str, policy: GuardPolicy, reason: str) -> Verdict:
-        """The verdict by a policy, which becomes a stop where the policy has been tried often enough."""
+        """Apply a policy, which becomes a stop once it has reached its limit."""
         verdict, memory, settings = Verdict(guard, policy, reason), self._memory, self._settings
         if policy == "skip":
             number = memory.skips_in_a_row + 1
@@ -140,38 +140,38 @@ class Guards:
 
 
 def spike_reason(loss: float, losses: Sequence[float], deviations: float, window: int) -> str | None:
-    """Why a loss is a spike, in words: it is above mean + deviations × standard deviation of the last ones.
+    """Explain why a loss is a spike: it exceeds mean + deviations × standard deviation of the last ``window`` losses.
 
-    None where it is not, or while there are fewer than ``window``. Sums are exact: every machine decides the same.
+    Returns None if it does not, or with fewer losses. Sums are exact, so every machine decides the same.
     """
     last = list(losses)[-window:]
     if len(last) < window:
         return None
     mean = math.fsum(last) / window
-    deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in last) / (window - 1))
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in last) / (window - 1))
     if loss <= mean + deviations * deviation:
         return None
     return f"the loss {loss:.6g} > {mean:.6g} + {deviations:g} × {deviation:.6g} of the last {window} steps"
 
 
 class Origin(StrictModel):
-    """Where the steps before an incident started: at the beginning, a resume or a rewind."""
+    """The last start, resume or rewind before an incident."""
 
-    step: int = Field(ge=0)  # of the checkpoint; 0: none
-    stream: dict[str, Any]  # StreamState: the first batch after it
+    step: int = Field(ge=0)  # of the checkpoint; 0 without one
+    stream: dict[str, Any]  # StreamState of the first batch after it
 
 
 class Incident(StrictModel):
-    """One step that a guard refused."""
+    """The record of a step that a guard refused."""
 
     step: int = Field(gt=0)
     guard: str
     outcome: GuardPolicy
     reason: str
     loss_nats: Number
-    rank_nats: list[Number]  # sums over the bytes of each rank; of its sections, where several share each context
+    rank_nats: list[Number]  # loss of each rank, summed over its bytes; with sequence parallelism, over its sections
     tokens: int  # bytes of all ranks
-    grad_norm: Number | None  # None: no finite number, or not computed
+    grad_norm: Number | None  # None if not finite or not computed
     loss_scale: float
     learning_rate: float
     world_size: int = Field(gt=0)
@@ -180,14 +180,14 @@ class Incident(StrictModel):
     stream: dict[str, Any]  # before the batch
     stream_after: dict[str, Any]
     rewound_to: int | None = None  # the checkpoint's step
-    sample_ids: list[int]  # of the whole global batch, in order
+    sample_ids: list[int]  # of the global batch, in order
     sample_ids_crc32: int
 
     left_out_at_default = ("sequence_parallel",)
 
 
 def write_incident(run: Path, incident: Incident) -> Path:
-    """Writes an incident beside earlier ones of the same step; returns the path."""
+    """Write an incident under a new name and return its path. A step may have several."""
     folder = run / file_names.GUARDS
     folder.mkdir(exist_ok=True)
     stem = f"step-{incident.step:08d}"
@@ -201,7 +201,7 @@ def write_incident(run: Path, incident: Incident) -> Path:
 
 
 def read_incidents(run: Path) -> dict[Path, Incident]:
-    """The incidents of a run; of each step the newest first.
+    """Read the incidents of a run by path, latest step first, and newest first within a step.
 
     Raises:
         ConfigError: a file is damaged.
@@ -220,22 +220,22 @@ def read_incidents(run: Path) -> dict[Path, Incident]:
 
 
 def as_number(value: float) -> Number:
-    """A float as JSON can say it; ``float`` takes it back."""
+    """Convert a float for JSON; ``float`` converts it back."""
     return value if math.isfinite(value) else str(value)
 
 
 class PlateauMemory(StrictModel):
-    """What is remembered from evaluation to evaluation, as a checkpoint's manifest holds it."""
+    """The state of the plateau, as stored in a checkpoint's manifest."""
 
     step: int = Field(default=0, ge=0)  # of the last evaluation
-    best: Score | None = None  # what the next one is held against
+    best: Score | None = None  # the next one must improve on it
     since: int = Field(default=0, ge=0)  # evaluations in a row that did not improve on it
 
 
 class Plateau:
-    """Holds each evaluation of a run against the best one before it. Without `train.stop_when` it does nothing.
+    """Compares each evaluation of a run with the best before it. Without `train.stop_when` it does nothing.
 
-    ``memory``: what the checkpoint that the run goes on from remembers. All ranks must make one together.
+    All ranks must construct it together. ``memory`` is the state in the checkpoint from which the run resumes.
     """
 
     def __init__(self, run: Run, memory: dict[str, Any] | None = None) -> None:
@@ -243,14 +243,14 @@ class Plateau:
         self.recall(memory)
 
     def memory(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps, as JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         return self._memory.model_dump(mode="json") if self._settings else None
 
     def recall(self, memory: dict[str, Any] | None) -> None:
-        """Goes on from a checkpoint's memory, once metrics.jsonl ends with its step. All ranks must call.
+        """Restore the state from a checkpoint, once metrics.jsonl ends with its step. All ranks must call.
 
-        What the memory lacks is taken from there: a checkpoint may be saved before its own step is evaluated, and that
-        of a run without `train.stop_when` remembers nothing.
+        Evaluations that the checkpoint lacks come from metrics.jsonl. A checkpoint may be saved before its own step is
+        evaluated, and a run without `train.stop_when` stores none.
         """
         self._memory = PlateauMemory.model_validate(memory or {})
         if self._settings is not None:
@@ -260,7 +260,7 @@ class Plateau:
                 self.add(score)
 
     def add(self, score: Score) -> None:
-        """Takes in the evaluation of a step, in the order of the steps; of a step that is known already, nothing."""
+        """Add the evaluation of a step, in the order of steps. A repeated step changes nothing."""
         settings, memory = self._settings, self._memory
         if settings is None or score.step <= memory.step:
             return
@@ -271,7 +271,7 @@ class Plateau:
 
     @property
     def reason(self) -> str | None:
-        """Why the run is over; None: it is not."""
+        """Why the run is over; None if it is not."""
         settings, memory = self._settings, self._memory
         if settings is None or memory.since < settings.evaluations:
             return None

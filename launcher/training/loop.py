@@ -1,6 +1,6 @@
-"""The training loop.
+"""The training loop, and the lines in which a run reports its end.
 
-Letters: W ranks, B contexts of a micro-batch, N bytes of a context.
+Letters: B contexts of a micro-batch, N bytes of a context.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from longstride.launcher.output import AgreedError, counting, exit_codes, file_n
 from longstride.launcher.ranks import Ranks, Watchdog
 from longstride.launcher.stops import StopAskedError
 from longstride.launcher.training.guards import Guards, GuardStopError, Plateau, as_number
-from longstride.launcher.training.profile import StepProfiler, Utilization, peak_memory_bytes
-from longstride.launcher.training.recorder import Recorder, device_seconds
+from longstride.launcher.training.profile import StepProfiler, Utilization, device_seconds, peak_memory_bytes
+from longstride.launcher.training.recorder import Recorder
 from longstride.launcher.training.resume import GuardResponse
 from longstride.launcher.training.samples import Sampler
 from longstride.sparse_model import Division, SparseTransformer
 
 
 def compile_step(run: Run) -> None:
-    """Compile the kernels of a training step, as this rank will call them. The ranks need not have met."""
+    """Compile the kernels of a training step as this rank will call them. Needs no process group."""
     config, ranks = run.config, run.ranks
     train = config.train
     compile_kernels(
@@ -48,15 +48,21 @@ def compile_step(run: Run) -> None:
 
 
 class Trainer:
-    """Takes the steps of a run on this rank, from where the engine stands to the last one."""
+    """Trains a run on this rank, from the engine's step to the last one.
+
+    Args:
+        run: the run.
+        engine: at the first step, or restored.
+        checkpoint: the one from which the engine was restored; None for a new run.
+        watchdog: is notified of each phase.
+    """
 
     def __init__(self, run: Run, engine: DeepSpeedEngine, checkpoint: Checkpoint | None, watchdog: Watchdog) -> None:
-        """``checkpoint``: the one that the engine was restored from; None: the run begins."""
         self._run, self._engine, self._watchdog = run, engine, watchdog
         manifest = checkpoint.manifest if checkpoint is not None else None
         self._guards = Guards(run.config.train.guards, manifest.guards if manifest else None)
         self._plateau = Plateau(run, manifest.plateau if manifest else None)
-        # Bytes of content, or pixels, that all steps have read; None where they were not counted.
+        # Bytes of content, or pixels, that all steps have read; None if an earlier start did not count them.
         self._content_seen = manifest.content_seen if manifest else 0
         self._recorder = Recorder(run.folder, engine, run.ranks.is_first, run.config.train.last_step)
         self._utilization = Utilization(run.config, run.ranks, engine.device)
@@ -66,25 +72,27 @@ class Trainer:
         self._batches: Generator[GlobalBatch[Batch]]
 
     def train(self, state: StreamState | None) -> None:
-        """Trains to the last step, or until the validation loss stands still. All ranks must call.
+        """Train to the last step, or until the validation loss stops falling. All ranks must call.
 
-        It evaluates, records and saves on the way.
+        The loop evaluates, records and saves on the way. Every error is raised on all ranks. The steps before it are
+        saved.
 
-        ``state``: the next batch; None is the first.
+        Args:
+            state: the position of the next batch; None for the first.
 
         Raises:
-            AgreedError: on every rank, where data cannot be read; what is done is saved.
-            StopAskedError: on every rank, where any was asked to stop; what is done is saved.
-            LostWorkerError: on every rank, where a loader worker of any was killed or stopped; what is done is saved.
-            NotSavedError: on every rank, where what is done at the end could not be saved.
-            GuardStopError: on every rank, where a guard stops the run; what is done before its step is saved.
+            AgreedError: data cannot be read.
+            StopAskedError: any rank was asked to stop.
+            LostWorkerError: a loader worker of any rank was killed or stopped.
+            NotSavedError: the last steps could not be saved.
+            GuardStopError: a guard stops the run.
         """
         run, engine = self._run, self._engine
         first, begin = engine.global_steps, time.monotonic()
         evaluation_is_missing = lacks_evaluation(first, run)
         self._open_batches(state)
         config, world_size, shared = run.config, run.ranks.world_size, run.ranks.sequence_parallel
-        numel = sum(getattr(each, "ds_numel", each.numel()) for each in engine.module.parameters())
+        numel = sum(getattr(tensor, "ds_numel", tensor.numel()) for tensor in engine.module.parameters())
         numel += engine.tables.shape.numel() if engine.tables is not None else 0
         place = f"{engine.device.type}, {shared} share each context" if shared > 1 else engine.device.type
         self._recorder.say(
@@ -103,29 +111,29 @@ class Trainer:
                 self._step()
             profiler.close()
             self._watchdog.at("the end")
-            run.ranks.barrier()  # a rank that leaves while another still collects can abort it
+            run.ranks.barrier()  # a rank that leaves during a collective of the others can abort them
             self._saver.finish()
-            is_over = engine.global_steps < run.config.train.last_step
-            if is_over:
+            ended_early = engine.global_steps < run.config.train.last_step
+            if ended_early:
                 self._saver.save_last(self._state, self._memory())
             if self._saver.saved < engine.global_steps:
                 raise NotSavedError(f"the run ends unsaved at step {engine.global_steps}")
-            if is_over:
-                self._end_early()
+            if ended_early:
+                self._report_early_end()
         except (AgreedError, StopAskedError, LostWorkerError, GuardStopError) as ending:
             self._watchdog.at(f"saving step {engine.global_steps}")
-            if not self._save_what_is_done() and isinstance(ending, StopAskedError):
+            if not self._save_step() and isinstance(ending, StopAskedError):
                 raise NotSavedError(f"stopped by {ending}, unsaved at step {engine.global_steps}") from None
             raise
         finally:
             profiler.close()
             self._recorder.close()
-        if run.ranks.is_first:  # now that no bar is in the way
+        if run.ranks.is_first:  # the progress bar is closed by now
             for line in summary(run, engine.global_steps, first, time.monotonic() - begin, self._content_seen):
                 say(line)
 
     def _step(self) -> None:
-        """One step, and what is due after it; or back to a checkpoint, where a guard asks for that."""
+        """Take one step and whatever is due after it, or rewind to a checkpoint if a guard requires it."""
         settings, engine = self._run.config.train, self._engine
         start = time.perf_counter()
         self._watchdog.at(f"step {engine.global_steps + 1}")
@@ -141,9 +149,9 @@ class Trainer:
             self._report(line, batch)
         rewound_to = None
         if verdict := self._guards.verdict:
-            self._saver.finish()  # a rewind looks for the newest checkpoint
+            self._saver.finish()  # a rewind needs the newest checkpoint
             rewound_to = self._response.act(verdict, line, batch, self._state)
-        self._state = batch.part.state  # only now: where a guard has ended the run, its batch is still the next one
+        self._state = batch.part.state  # after the response: if a guard ends the run, this batch is the next one
         if self._content_seen is not None:
             self._content_seen += batch.content
         if rewound_to:
@@ -154,7 +162,7 @@ class Trainer:
             return
         self._saver.poll()
         step = line["step"]
-        # Saved first: an evaluation that fails must not cost the checkpoint.
+        # Save first: a failing evaluation must not cost the checkpoint.
         if is_due(step, settings.checkpoint_every, settings.last_step):
             self._watchdog.at(f"saving step {step}")
             self._saver.save(self._state, self._memory())
@@ -165,26 +173,25 @@ class Trainer:
             self._sampler.sample(step)
 
     def _open_batches(self, state: StreamState | None) -> None:
-        """Takes the batches from a state on."""
         stream = self._stream = self._run.data.stream(state)
         self._state = stream.state
         self._batches = self._run.data.batches(stream, self._engine.device, self._run.stop)
 
     def _report(self, line: dict[str, Any], batch: GlobalBatch[Batch]) -> None:
-        """Records a step, shows how far the run is, and says what is unusual about the step's data."""
+        """Record a step, show the progress, and report replaced contexts and a new epoch."""
         settings, step = self._run.config.train, line["step"]
-        # Replaced contexts are recorded whatever the interval. A step that a guard refuses is recorded by the response.
+        # Steps with replaced contexts are always recorded. ``GuardResponse`` records steps that a guard refuses.
         if not self._guards.verdict and (batch.substitutions or is_due(step, settings.log_every, settings.last_step)):
             self._recorder.write(line)
         self._recorder.advance(line)
         for substitution in batch.substitutions:
             self._recorder.say(f"step {step}: {substitution}")
         epoch = batch.part.state.epoch
-        if epoch > self._state.epoch and (carried := self._stream.carried(epoch)):  # over the end of an epoch
+        if epoch > self._state.epoch and (carried := self._stream.carried(epoch)):
             self._recorder.say(f"step {step}: {carried}")
 
     def _evaluate(self) -> None:
-        """Evaluates after the engine's step, records the result, and saves the step if it is one of the best."""
+        """Evaluate after the engine's step, record the result, and save the step if it is one of the best."""
         self._watchdog.at(f"evaluation after step {self._engine.global_steps}")
         line = evaluate_split(self._engine, self._run)
         score = Score.of_line(line)
@@ -194,8 +201,8 @@ class Trainer:
         self._watchdog.at(f"saving step {line['step']}")
         self._saver.keep_best(score, self._state, self._memory())
 
-    def _end_early(self) -> None:
-        """Says why the run is over before its last step; by the file that it leaves `longstride train` knows it too."""
+    def _report_early_end(self) -> None:
+        """Say why the run ends before its last step, and write the file that informs `longstride train`."""
         step = self._engine.global_steps
         way = "--resume auto with more train.stop_when.evaluations goes on, with train.stop_when=null to the last step"
         self._recorder.say(f"step {step}: the run is over, as {self._plateau.reason}; {way}")
@@ -206,7 +213,7 @@ class Trainer:
                 self._recorder.say(error_line(error, self._run.folder))
 
     def _memory(self) -> dict[str, Any]:
-        """What a checkpoint keeps of guards, evaluations and data, and what the run's first weights are of."""
+        """Return what a checkpoint stores of guards, evaluations and data, and the origin of the first weights."""
         return {
             "guards": self._guards.memory(),
             "plateau": self._plateau.memory(),
@@ -214,15 +221,15 @@ class Trainer:
             "content_seen": self._content_seen,
         }
 
-    def _save_what_is_done(self) -> bool:
-        """Saves the engine's step where a run ends early; returns whether it is saved."""
+    def _save_step(self) -> bool:
+        """Save the engine's step at an early end; return whether it is saved."""
         step = self._engine.global_steps
         self._saver.finish()
         if self._saver.saved == step:
             return True
         if not weights_are_finite(self._engine, self._run.ranks):
             where = f"--resume auto goes on from step {self._saver.saved}"
-            self._recorder.say(f"step {step}: not saved, as its weights are no finite numbers; {where}")
+            self._recorder.say(f"step {step}: not saved, as its weights are not finite; {where}")
             return False
         saved = self._saver.save_last(self._state, self._memory())
         if saved:
@@ -240,18 +247,27 @@ def train_step(
     unit: str = "byte",
     split: str = "train",
 ) -> dict[str, Any]:
-    """One optimiser step over a global batch; returns its line for metrics.jsonl.
+    """Take one optimiser step over a global batch; return its line for metrics.jsonl.
 
-    ``guards.verdict`` says whether the step was taken: where it is to be skipped, the engine has dropped it, and where
-    the run is to stop or rewind, the engine is as it was before. ``context_nats`` gets the sum of each context of this
-    rank. ``unit`` is what a token stands for, and ``split`` what the batch is from.
+    Afterwards ``guards.verdict`` says whether the step was taken. To skip, the engine has dropped the step. To stop or
+    rewind, the engine is as it was before.
+
+    Args:
+        engine: the engine of this rank.
+        batch: the batch of all ranks, with this rank's part.
+        micro_batch: contexts per forward pass.
+        ranks: all ranks; all must call.
+        guards: judge the step.
+        context_nats: if not None, gets the loss of each context of this rank.
+        unit: what a token stands for.
+        split: where the batch comes from.
     """
     step, part = EngineStep(engine), batch.part
-    # DeepSpeed takes the mean over micro-batches and ranks, which may hold different numbers of bytes. This factor
-    # turns it into the sum over all bytes divided by their global number.
+    # DeepSpeed takes the mean over micro-batches and ranks, which may have different numbers of bytes. This factor
+    # turns it into the mean over all bytes.
     factor = len(part.tokens) // micro_batch * ranks.world_size / batch.num_tokens
     nats = torch.zeros((), dtype=torch.float64, device=engine.device)
-    observed: list[Tensor] = []  # by each part that does, of all micro-batches
+    observed: list[Tensor] = []  # statistics of each observing part, summed over micro-batches
     for first in range(0, len(part.tokens), micro_batch):
         with StepPart.FORWARD.marked(engine.device):
             total, loss, statistics = score(engine, part, slice(first, first + micro_batch), context_nats)
@@ -259,7 +275,7 @@ def train_step(
         observed = [a + b for a, b in zip(observed, statistics, strict=True)] if observed else list(statistics)
         if first + micro_batch < len(part.tokens):
             step.accumulate(loss * factor)
-    # Judged before the last backward pass, which can still have the step dropped.
+    # Judge before the last backward pass, as the step can still be dropped there.
     rank_nats = ranks.gather_float64(nats, engine.device).tolist()
     loss_nats = sum(rank_nats) / batch.num_tokens
     refused = guards.judge_loss(loss_nats)
@@ -268,7 +284,7 @@ def train_step(
     verdict = refused or guards.judge_gradients(number, loss_nats, step.overflow(), step.loss_scale)
     if verdict and verdict.outcome != "skip":
         step.undo()
-    elif verdict and verdict.guard != "loss_scale_floor":  # whose step the scale has to remember
+    elif verdict and verdict.guard != "loss_scale_floor":  # there the scale must remember the step
         step.undo_scale()
     if observed and grad_norm is not None and not verdict:
         observe(engine.module, observed, ranks)
@@ -282,48 +298,48 @@ def train_step(
         "skipped_steps": engine.skipped_steps,
         "sample_ids_crc32": batch.sample_ids_crc32,
         "epoch": part.state.epoch,
-        "substitutions": [str(each) for each in batch.substitutions],
+        "substitutions": [str(substitution) for substitution in batch.substitutions],
     }
     if verdict:
-        line |= {"guard": str(verdict), "rank_nats": [as_number(each) for each in rank_nats]}
+        line |= {"guard": str(verdict), "rank_nats": [as_number(value) for value in rank_nats]}
     return line
 
 
 class Scored(NamedTuple):
-    """What the model makes of some contexts."""
+    """The loss of some contexts."""
 
-    nats: Tensor  # () fp32: the cross-entropy of all their bytes that this rank computes, padding left out
-    loss: Tensor  # () fp32: to train on; with the auxiliary losses of the model's parts, for each byte
-    statistics: tuple[Tensor, ...]  # of the parts that observe
+    nats: Tensor  # () fp32: summed cross-entropy of the bytes that this rank computes, without padding
+    loss: Tensor  # () fp32: the same plus auxiliary losses of the model's parts, which count once per byte
+    statistics: tuple[Tensor, ...]  # of the observing parts
 
 
 def score(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list[float] | None = None) -> Scored:
-    """The forward pass over some contexts of a batch. ``context_nats`` gets the sum of each context."""
+    """Compute the loss of some contexts of a batch. ``context_nats`` gets the loss of each context."""
     tokens, device = batch.tokens[rows], engine.device
-    more = {} if batch.begins is None else {"begins": batch.begins[rows].to(device)}
+    extra_inputs = {} if batch.begins is None else {"begins": batch.begins[rows].to(device)}
     real = torch.arange(tokens.shape[1]) < batch.lengths[rows, None]
     if not bool(real.all()):
-        more["real"] = real.to(device)
-    given = engine(tokens.to(device), return_nats=True, return_extras=True, **more)
-    nats, auxiliary, statistics = given  # (B, N), …
-    if context_nats is not None:
+        extra_inputs["real"] = real.to(device)
+    nats, auxiliary, statistics = engine(tokens.to(device), return_nats=True, return_extras=True, **extra_inputs)
+    if context_nats is not None:  # nats (B, N)
         context_nats += nats.detach().double().sum(1).tolist()
     total = nats.sum()
-    own = engine.module.division.section(tokens.shape[1])  # the positions that this rank computes
-    loss = total if auxiliary is None else total + auxiliary * int(real[:, own].sum())
-    return Scored(total, loss, tuple(each.detach() for each in statistics))
+    section = engine.module.division.section(tokens.shape[1])  # the positions that this rank computes
+    loss = total if auxiliary is None else total + auxiliary * int(real[:, section].sum())
+    return Scored(total, loss, tuple(statistic.detach() for statistic in statistics))
 
 
 def observe(model: SparseTransformer, observed: Sequence[Tensor], ranks: Ranks) -> None:
-    """Shows the parts that keep buffers what all ranks have observed in a step that is taken. All ranks must call."""
-    everyone = ranks.gather(torch.cat([each.flatten().double() for each in observed]))
-    totals = everyone.sum(0).split([each.numel() for each in observed])  # in the order of the ranks, on every rank
-    for part, each, total in zip(model.observers, observed, totals, strict=True):
-        part.observe(total.view(each.shape))
+    """Update the model's observing parts by the statistics of all ranks, after a step. All ranks must call."""
+    gathered = ranks.gather(torch.cat([tensor.flatten().double() for tensor in observed]))
+    # The sum has the order of the ranks, so every rank gets the same bits.
+    totals = gathered.sum(0).split([tensor.numel() for tensor in observed])
+    for part, tensor, total in zip(model.observers, observed, totals, strict=True):
+        part.observe(total.view(tensor.shape))
 
 
 def lacks_evaluation(step: int, run: Run) -> bool:
-    """Whether a run goes on from a step whose evaluation was due and never recorded. All ranks must call."""
+    """Whether the evaluation of the step from which a run resumes was due and is not recorded. All ranks must call."""
     settings = run.config.train
     if step == 0 or not is_due(step, settings.evaluate_every, settings.last_step):
         return False
@@ -333,14 +349,14 @@ def lacks_evaluation(step: int, run: Run) -> bool:
 
 
 def is_due(step: int, every: int | None, last: int) -> bool:
-    """Whether something happens after a step: every so many, and after the last; 0: the last alone; None: never."""
+    """Whether something is due after a step: every so many steps and at the last; 0: only the last; None: never."""
     return every is not None and (step == last or (every > 0 and step % every == 0))
 
 
 def early_end(error: Exception, run: Run, step: int) -> tuple[int, str]:
-    """Return the exit code of a run that an error has ended after a step, and the line that says so.
+    """Return the exit code and the report line of a run that an error has ended after a step.
 
-    A run that is stopped before its first step leaves no folder behind. Errors that no run foresees are raised again.
+    A run that is stopped before its first step leaves no folder behind. Unexpected errors are raised again.
     """
     if isinstance(error, StopAskedError) and step == 0:
         if run.ranks.is_first:
@@ -358,37 +374,35 @@ def early_end(error: Exception, run: Run, step: int) -> tuple[int, str]:
 
 
 def summary(run: Run, step: int, first: int, seconds: float, content_seen: int | None) -> list[str]:
-    """Return lines about a run whose last step is saved.
+    """Return the closing lines of a run whose last step is saved.
 
     Args:
-        step, first: the last step, and the one at which this start began.
-        seconds: that this start took.
-        content_seen: bytes of content that all steps have read, or pixels; None where they were not counted.
+        run: the run.
+        step: the last step.
+        first: the step from which this start went on.
+        seconds: duration of this start.
+        content_seen: bytes of content, or pixels, that all steps have read; None if they were not counted.
     """
     train, context = run.config.train, run.config.model.context
     is_byte = run.data.unit != metrics_file.NO_BYTE
     most = "" if run.data.fills_contexts else "up to "
-    positions = step * train.global_batch * context
-    seen = (
-        f"{most if content_seen is None else ''}{counting.amount(positions if content_seen is None else content_seen)}"
-    )
-    seen += "B" if is_byte else "pixels"
-    took = (
-        f", in {counting.duration(seconds)}"
-        if first == 0
-        else f", the last {step - first:,} in {counting.duration(seconds)}"
-    )
+    if content_seen is None:
+        amount = f"{most}{counting.amount(step * train.global_batch * context)}"
+    else:
+        amount = counting.amount(content_seen)
+    amount += "B" if is_byte else "pixels"
+    duration = f", {f'the last {step - first:,} ' if first else ''}in {counting.duration(seconds)}"
     parts = [
         f"done: {step:,} steps of {train.global_batch:,} contexts of {most}{context:,} "
-        f"{'bytes' if is_byte else 'pixels'}, {seen}{took if step > first else ''}"
+        f"{'bytes' if is_byte else 'pixels'}, {amount}{duration if step > first else ''}"
     ]
-    scores = [each for each in Score.recorded(run.folder, run.config.data.validation_split) if each.bits_per_byte]
-    if scores := [each for each in scores if each.compares_with(scores[-1])]:
-        best = min(scores, key=lambda each: each.bits_per_byte or 0.0)
+    scores = [score for score in Score.recorded(run.folder, run.config.data.validation_split) if score.bits_per_byte]
+    if scores := [score for score in scores if score.compares_with(scores[-1])]:
+        best = min(scores, key=lambda score: score.bits_per_byte or 0.0)
         unit = "bits per byte" if is_byte else f"bits per {run.data.unit}"
         parts.append(f"best {best.bits_per_byte:.4f} {unit} on {best.split}, at step {best.step:,}")
     folder = shlex.quote(str(run.folder))
-    names = ("model", f"{run.folder.absolute().name}-model")  # nothing is written over
+    names = ("model", f"{run.folder.absolute().name}-model")  # names a new folder
     model = shlex.quote(next((name for name in names if not Path(name).exists()), f"{names[1]}-{step}"))
     split = "" if run.data.has_split(run.config.data.validation_split) else f" --split {run.config.data.train_split}"
     return [

@@ -1,10 +1,16 @@
-"""Where a step's time goes, by torch's profiler: `RUN/profile` gets a trace of some steps and their seconds by part.
+"""Measure a run: the parts of a step by torch's profiler, and model FLOP utilisation (MFU).
 
-The first rank alone is recorded, and the others go on alike: what it waits for them is in its collectives.
+`RUN/profile` gets a trace of some steps and their seconds by part. Only the first rank is recorded; its collectives
+include the time for which it waits for others.
+
+MFU (Chowdhery et al. 2022, appendix B) is the share of the devices' peak that a run's products use. A multiplication
+and an addition count as two operations. Counted are the matrix products of the model's definition, a third of them
+forward and two thirds backward. Recomputation for activation checkpointing does not count.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import sys
@@ -28,7 +34,7 @@ from longstride.launcher.output import file_names
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
-WARM_UP_STEPS = 5  # before the recorded ones: the first steps make plans, buffers and compiled code
+WARM_UP_STEPS = 5  # before the recorded ones; the first steps create plans, buffers and compiled code
 _MARKS = {part.value: part.name.lower() for part in StepPart}
 STEP, DATA, FORWARD, BACKWARD, OPTIMIZER = _MARKS.values()
 COLLECTIVES, OTHER = "collectives", "other"
@@ -40,7 +46,7 @@ COMPUTES = "computes"
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A stretch of the trace's clock, in microseconds, and what goes on in it."""
+    """An interval of the trace, in microseconds, and the activity in it."""
 
     start: float
     end: float
@@ -48,7 +54,7 @@ class Interval:
 
 
 class StepProfiler:
-    """Records so many steps of a run on its first rank, a few steps after it has begun; on others it does nothing."""
+    """Records ``run.profile_steps`` steps on the first rank, after a few warm-up steps; on others it does nothing."""
 
     def __init__(self, run: Run, steps_left: int, device: torch.device, say: Callable[[str], None]) -> None:
         self._run, self._device, self._say = run, device, say
@@ -58,7 +64,7 @@ class StepProfiler:
         self._taken = 0
 
     def before_step(self) -> None:
-        """Begins or ends the recording where the next step says so."""
+        """Begin or end the recording if it is due before the next step."""
         self._taken += 1
         if self._steps and self._taken == self._first:
             activities = [ProfilerActivity.CPU]
@@ -70,16 +76,19 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Writes and tells what was recorded, if anything was. A disk that is full is reported."""
+        """Write and report the recorded steps, if there are any. A full disk is reported and ends nothing."""
         if self._profile is None:
             return
         recorded, self._profile = self._profile, None
         recorded.stop()
         times = step_times(intervals(recorded, self._device))
-        if not times["steps"]:  # the run has ended in the first of them
+        if not times["steps"]:  # the run ended within the first one
             return
+        path = self._run.folder / file_names.PROFILE
+        names = (path.with_name(f"{path.name}-{number}") if number > 1 else path for number in itertools.count(1))
+        folder = next(name for name in names if not name.exists())  # a resumed run keeps its earlier profiles
         try:
-            folder = _new_folder(self._run.folder / file_names.PROFILE)
+            folder.mkdir()
             recorded.export_chrome_trace(str(folder / "trace.json"))
             content = {"device": self._device.type, "processes": self._run.ranks.world_size, **times}
             (folder / "parts.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -90,68 +99,68 @@ class StepProfiler:
 
 
 def intervals(recorded: profile, device: torch.device) -> list[Interval]:
-    """What a profile says of a step's parts, of collectives and of what is computed meanwhile.
+    """Extract the parts of steps, collectives and computations from a profile.
 
-    On a GPU the last two are the times of its kernels; the marked parts wait for these at their ends.
+    On a GPU the last two are the times of its kernels. The marked parts end once their kernels have ended.
     """
-    found = []
+    result = []
     on_device = device.type == "cuda"
     for event in recorded.events() or ():
         start, end, name = event.time_range.start, event.time_range.end, event.name
         is_kernel = event.device_type != DeviceType.CPU
         if name in _MARKS:
-            if not is_kernel:  # torch repeats a mark in the device's line of the trace
-                found.append(Interval(start, end, _MARKS[name]))
+            if not is_kernel:  # torch repeats a mark among the device's events
+                result.append(Interval(start, end, _MARKS[name]))
         elif on_device:
             if is_kernel:
-                found.append(Interval(start, end, COLLECTIVES if name.startswith("nccl") else COMPUTES))
+                result.append(Interval(start, end, COLLECTIVES if name.startswith("nccl") else COMPUTES))
         elif name.startswith(("gloo:", "c10d::")):
-            found.append(Interval(start, end, COLLECTIVES))
+            result.append(Interval(start, end, COLLECTIVES))
         elif name.startswith("longstride::attention"):
-            found += [Interval(start, end, ATTENTION), Interval(start, end, COMPUTES)]
+            result += [Interval(start, end, ATTENTION), Interval(start, end, COMPUTES)]
         elif name in _LINEAR_OPS:
-            found += [Interval(start, end, LINEAR), Interval(start, end, COMPUTES)]
+            result += [Interval(start, end, LINEAR), Interval(start, end, COMPUTES)]
         elif not event.cpu_children:
-            found.append(Interval(start, end, COMPUTES))
-    return found
+            result.append(Interval(start, end, COMPUTES))
+    return result
 
 
-def step_times(found: Iterable[Interval]) -> dict[str, Any]:
-    """Mean seconds of a step, by parts that add up to it, and of forward and backward by kinds of operations.
+def step_times(recorded: Iterable[Interval]) -> dict[str, Any]:
+    """Compute mean seconds of a step by parts that add up to it, and of forward and backward by kinds of operations.
 
-    A moment belongs to the collectives where one is under way and nothing is computed: so waiting for other ranks
-    counts, and what overlaps with other work does not.
+    Time counts as collective while a collective runs and nothing is computed. This includes waiting for other ranks,
+    and excludes communication that overlaps with computation.
     """
-    edges = sorted((time, change, each.what) for each in found for time, change in ((each.start, 1), (each.end, -1)))
-    going_on: Counter[str] = Counter()
+    edges = sorted((time, change, item.what) for item in recorded for time, change in ((item.start, 1), (item.end, -1)))
+    running: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     work: dict[str, defaultdict[str, float]] = {part: defaultdict(float) for part in (FORWARD, BACKWARD)}
     before, steps = 0.0, 0
     for moment, change, what in edges:
-        if going_on[STEP]:
+        if running[STEP]:
             passed = (moment - before) / 1e6
-            marked = next((part for part in (DATA, FORWARD, BACKWARD, OPTIMIZER) if going_on[part]), OTHER)
-            waits = going_on[COLLECTIVES] and not going_on[COMPUTES]
+            marked = next((part for part in (DATA, FORWARD, BACKWARD, OPTIMIZER) if running[part]), OTHER)
+            waits = running[COLLECTIVES] and not running[COMPUTES]
             seconds[COLLECTIVES if waits else marked] += passed
             if marked in work and not waits:
-                kind = ATTENTION if going_on[ATTENTION] else LINEAR if going_on[LINEAR] else REST
+                kind = ATTENTION if running[ATTENTION] else LINEAR if running[LINEAR] else REST
                 work[marked][kind] += passed
-        going_on[what] += change
+        running[what] += change
         steps += what == STEP and change > 0
         before = moment
-    whole = sum(seconds.values())
+    total = sum(seconds.values())
 
-    def told(times: dict[str, float], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-        return {name: {"seconds": times[name] / steps, "share": times[name] / whole} for name in names}
+    def means(times: dict[str, float], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+        return {name: {"seconds": times[name] / steps, "share": times[name] / total} for name in names}
 
     if not steps:
         return {"steps": 0}
-    kinds = {part: told(times, (ATTENTION, LINEAR, REST)) for part, times in work.items()}
-    return {"steps": steps, "seconds": whole / steps, "parts": told(seconds, PARTS), "work": kinds}
+    kinds = {part: means(times, (ATTENTION, LINEAR, REST)) for part, times in work.items()}
+    return {"steps": steps, "seconds": total / steps, "parts": means(seconds, PARTS), "work": kinds}
 
 
 def table(times: dict[str, Any], folder: Path) -> str:
-    """The parts of a step as lines for the screen."""
+    """Format the parts of a step as lines for the terminal."""
     lines = [f"profile of {times['steps']} steps, {1e3 * times['seconds']:.1f} ms each; the whole of it in {folder}"]
     for name, part in times["parts"].items():
         lines.append(f"  {name:<19}{1e3 * part['seconds']:9.2f} ms {100 * part['share']:5.1f} %")
@@ -160,18 +169,8 @@ def table(times: dict[str, Any], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _new_folder(path: Path) -> Path:
-    """Makes a folder, or the first of path-2, path-3, … that does not exist: a run that goes on keeps its profiles."""
-    folder, number = path, 1
-    while folder.exists():
-        number += 1
-        folder = path.with_name(f"{path.name}-{number}")
-    folder.mkdir()
-    return folder
-
-
-# Dense products by tensor or matrix cores, TFLOP a second, of the makers' data sheets. The first name that a device's
-# has in it counts. fp32 is that of IEEE products, which torch takes unless it is told otherwise.
+# TFLOP per second of dense products by tensor or matrix cores, from the vendors' data sheets. The first name that is
+# part of the device's name counts. fp32 is for IEEE products, torch's default.
 _PEAKS: dict[str, dict[str, float]] = {
     "H100 PCIe": {"bf16": 756, "fp16": 756, "fp32": 51},
     "H100 NVL": {"bf16": 835, "fp16": 835, "fp32": 60},
@@ -181,22 +180,22 @@ _PEAKS: dict[str, dict[str, float]] = {
     "MI300A": {"bf16": 981, "fp16": 981, "fp32": 123},
     "MI300X": {"bf16": 1307, "fp16": 1307, "fp32": 163},
 }
-_EDGES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}  # of the matrices that are multiplied
+_EDGES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}  # sizes of the measured matrices
 _LONG_SECONDS = 0.004  # a product that takes so long is large enough
 _ENOUGH_SECONDS = 0.1  # of products, after which no larger ones are tried
-_TRIES, _FEWEST_TRIES = 5, 3  # the first of a process makes threads and loads code: it alone tells nothing
+_TRIES, _FEWEST_TRIES = 5, 3  # the first product of a process starts threads and loads code
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """Floating-point operations of one optimiser step, of all processes together."""
 
-    visited: int  # attention over all pairs of the tiles that kernels visit
-    dense: int  # had every layer dense causal attention
+    visited: int  # counts all pairs in the tiles that kernels visit
+    dense: int  # as if every layer had dense causal attention
 
     @classmethod
     def of(cls, config: RunConfig, device: torch.device) -> StepWork:
-        """Of a run whose kernels run on such a device, in its precision."""
+        """Count the operations of a run whose kernels run on such a device."""
         like = torch.empty(0, device=device, dtype=DTYPES[config.precision])
         model, contexts = config.model, config.train.global_batch
         with_dense = model.model_copy(update={"attention": {"type": "dense"}})
@@ -204,10 +203,12 @@ class StepWork:
 
 
 def context_work(config: ModelConfig, like: torch.Tensor | None = None) -> int:
-    """Operations of one context forward and backward: 3 × (linear layers + attention), and what chooses keys.
+    """Count the operations of one context: 3 × (linear layers + attention) + the selection of keys.
 
-    ``like``: attention is counted over the pairs that kernels visit for tensors of its dtype and device; None: over the
-    pairs of the patterns.
+    Args:
+        config: of the model.
+        like: attention counts the pairs that kernels visit for tensors of this dtype and device; None counts the pairs
+            of the patterns.
     """
     model: Any
     model, counts = SparseTransformer.of_each_kind(config)
@@ -224,62 +225,62 @@ def context_work(config: ModelConfig, like: torch.Tensor | None = None) -> int:
 
 
 class Utilization:
-    """How busy the devices of a run are. All ranks must make it together: those of a CPU measure at the same time."""
+    """The MFU of a run. All ranks must construct it together, as those on a CPU measure at the same time."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
         self.work = StepWork.of(config, device)
-        own = known_peak(device, config.precision)
-        if own is None:
-            ranks.barrier()  # processes that share the cores of a machine shall share them now
-            own = measured_peak(device, DTYPES[config.precision])
-        self.peak = sum(ranks.gather_objects(own))  # operations a second, of all devices
+        local_peak = known_peak(device, config.precision)
+        if local_peak is None:
+            ranks.barrier()  # processes that share the cores of a machine must measure together
+            local_peak = measured_peak(device, DTYPES[config.precision])
+        self.peak = sum(ranks.gather_objects(local_peak))  # operations per second of all devices
 
     def fields(self, seconds: float) -> dict[str, float]:
-        """What a step of so many seconds has in metrics.jsonl."""
-        whole = seconds * self.peak
-        return {"mfu": self.work.visited / whole, "mfu_dense_equivalent": self.work.dense / whole}
+        """Return the fields of metrics.jsonl for a step of so many seconds."""
+        most = seconds * self.peak
+        return {"mfu": self.work.visited / most, "mfu_dense_equivalent": self.work.dense / most}
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:
-    """Operations a second of a card that the table has; None for another, and for a CPU."""
+    """Return the peak of a GPU in the table, in operations per second; None for others and for CPUs."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((1e12 * peaks[precision] for known, peaks in _PEAKS.items() if known in name), None)
+    return next((1e12 * peaks[precision] for model, peaks in _PEAKS.items() if model in name), None)
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of the quickest of some square matrix products, in a tenth of a second or so.
+    """Measure the peak by square matrix products of several sizes, in operations per second.
 
-    No random number is drawn.
+    It takes about a tenth of a second and draws no random number.
     """
     best = spent = 0.0
     for edge in _EDGES["cpu" if device.type == "cpu" else "cuda"]:
         matrix = torch.full((edge, edge), 1 / edge, device=device, dtype=dtype)
         shortest = float("inf")
         for tries in range(1, _TRIES + 1):
-            begin = _settled(device)
+            begin = device_seconds(device)
             torch.mm(matrix, matrix)
-            shortest = min(shortest, _settled(device) - begin)
-            if tries >= _FEWEST_TRIES and shortest > 10 * _LONG_SECONDS:  # of arithmetic that the device only imitates
+            shortest = min(shortest, device_seconds(device) - begin)
+            if tries >= _FEWEST_TRIES and shortest > 10 * _LONG_SECONDS:  # arithmetic that the device emulates
                 break
         best = max(best, 2 * edge**3 / shortest)
-        # A machine that does something else stretches short products too: these alone would tell a far lower rate.
+        # On a busy machine short products are slow too; larger ones give a better estimate.
         spent += tries * shortest
         if shortest > _LONG_SECONDS and spent > _ENOUGH_SECONDS:
             break
     return best
 
 
-def _settled(device: torch.device) -> float:
-    """The clock once the device has done what it was given."""
+def device_seconds(device: torch.device) -> float:
+    """Return the clock once the device has finished its queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that torch has held on a card; of a process on a CPU, the most of its memory that was resident."""
+    """Return the most memory that torch has allocated on a GPU; on a CPU, the peak resident memory of the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,7 @@
-"""What a training run reports: metrics.jsonl and its progress; its lines go to DeepSpeed's monitors too."""
+"""Report a training run: metrics.jsonl, DeepSpeed's monitors, and the progress.
+
+On a terminal the progress is a bar. Elsewhere it is a line every ten seconds, for logs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
-import torch
 from deepspeed import DeepSpeedEngine
 from tqdm import tqdm
 
@@ -27,8 +29,9 @@ from longstride.launcher.models import ModelData
 from longstride.launcher.output import counting, file_names, metrics_file
 from longstride.launcher.training.monitors import Monitors
 
-_WINDOW = 50  # steps of which rates are taken
-_KEPT = 0.9  # of the mean loss by a step: what lies 10 steps back counts a third of the newest
+_MOST_WAITING = 100_000  # lines of about 500 bytes
+_WINDOW = 50  # steps over which rates are measured
+_DECAY = 0.9  # per step, of the weights in the mean loss
 _BAR_COLUMNS = 10
 
 
@@ -41,19 +44,19 @@ class _Step(NamedTuple):
 
 @dataclass
 class Rates:
-    """What the last steps of a start come to."""
+    """Rates and mean loss of the last steps of a start."""
 
     recent: deque[_Step] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     steps: int = 0
     begun: float = field(default_factory=lambda: time.monotonic())
     in_steps: float = 0.0  # seconds
     unit: str = "bits per byte"
-    sum: float = 0.0  # of losses, each weighed by _KEPT to the power of the steps since
+    sum: float = 0.0  # of losses, each weighed by _DECAY to the power of the steps since
     weight: float = 0.0  # the sum of these weights
 
     def add(self, line: dict[str, Any]) -> None:
-        """Takes in a step's line for metrics.jsonl."""
-        if self.steps == 1:  # by itself until now: it has compiled, allocated and measured
+        """Add a step's line of metrics.jsonl."""
+        if self.steps == 1:  # the first step also compiled, allocated and measured
             self.recent.clear()
         self.steps += 1
         self.in_steps += line["seconds"]
@@ -62,32 +65,32 @@ class Rates:
         )
         self.unit, bits = metrics_file.bits_of(line)
         if bits is not None:
-            self.sum, self.weight = _KEPT * self.sum + bits, _KEPT * self.weight + 1
+            self.sum, self.weight = _DECAY * self.sum + bits, _DECAY * self.weight + 1
 
     @property
     def loss(self) -> float | None:
-        """The exponential mean: as all weights are divided by their sum, it has no bias to the first step or to 0."""
+        """The exponential moving average. Dividing by the sum of weights removes its bias."""
         return self.sum / self.weight if self.weight else None
 
     def seconds_left(self, steps: int) -> float:
-        """For so many steps: at the pace of the last ones, and with as much beside them as there has been."""
-        step = sum(each.seconds for each in self.recent) / len(self.recent)
-        beside = max(0.0, time.monotonic() - self.begun - self.in_steps) / self.steps
-        return steps * (step + beside)
+        """Estimate the time of so many steps from the last ones, plus the mean time between steps so far."""
+        step = sum(recent.seconds for recent in self.recent) / len(self.recent)
+        overhead = max(0.0, time.monotonic() - self.begun - self.in_steps) / self.steps
+        return steps * (step + overhead)
 
-    def words(self, line: dict[str, Any], left: int, room: float = math.inf) -> str:
-        """The line's figures after a step with so many to go, what matters most first: those that fit the room."""
-        loss, seconds = self.loss, sum(each.seconds for each in self.recent)
+    def words(self, line: dict[str, Any], steps_left: int, room: float = math.inf) -> str:
+        """Describe a step in at most ``room`` characters, the most important figures first."""
+        loss, seconds = self.loss, sum(step.seconds for step in self.recent)
         parts = ["no loss" if loss is None else f"{loss:.3f} {self.unit}"]
-        if left:
-            parts.append(f" · {counting.duration(self.seconds_left(left))} left")
-        content, unit = sum(each.content for each in self.recent), self.unit.removeprefix("bits per ")
+        if steps_left:
+            parts.append(f" · {counting.duration(self.seconds_left(steps_left))} left")
+        content, unit = sum(step.content for step in self.recent), self.unit.removeprefix("bits per ")
         parts.append(f" · {counting.amount(content / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
         newest = self.recent[-1]
         if newest.mfu is not None and newest.mfu_dense is not None:
-            # Each step has as many operations: the mean over time is that of the mean time.
+            # All steps have the same number of operations, so the mean MFU is that of the mean time.
             share = newest.seconds * len(self.recent) / seconds
-            if newest.mfu * share <= 1:  # else the peak was measured while the machine did something else
+            if newest.mfu * share <= 1:  # otherwise the peak was measured on a busy machine
                 parts += [
                     f" · MFU {counting.percent(newest.mfu * share)}",
                     f", as dense {counting.percent(newest.mfu_dense * share)}",
@@ -99,7 +102,7 @@ class Rates:
 
 
 class Progress:
-    """How far a run is: a tqdm bar on a terminal, and a line now and then elsewhere."""
+    """The progress of a run: a tqdm bar on a terminal, and a line every few seconds elsewhere."""
 
     def __init__(self, steps: int, done: int, stream: TextIO) -> None:
         self._steps, self._stream = steps, stream
@@ -112,7 +115,7 @@ class Progress:
             self._bar = tqdm(total=steps, initial=done, file=stream, bar_format=form, **size)
 
     def advance(self, line: dict[str, Any]) -> None:
-        """Moves to the step of a line. Lines are for the first and last step, and every few seconds between."""
+        """Show the step of a line; without a terminal, only the first and last step and every few seconds between."""
         step = line["step"]
         self._rates.add(line)
         if self._bar is not None:
@@ -128,7 +131,7 @@ class Progress:
             self.say(f"step {step}/{self._steps} · {self._rates.words(line, self._steps - step)}")
 
     def rewind(self, step: int, reason: str) -> None:
-        """Goes back to a step; what came before counts no more."""
+        """Go back to a step and measure rates anew."""
         self._rates = Rates()
         if self._bar is not None:
             self._bar.set_description_str(reason, refresh=False)
@@ -137,30 +140,20 @@ class Progress:
             self._last = None
 
     def say(self, text: str) -> None:
-        """A line at once, above the bar."""
+        """Print a line at once, above the bar."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Ends the bar; its last state stays on the screen."""
+        """Close the bar; its last state stays on the screen."""
         if self._bar is not None:
             self._bar.close()
 
 
-_MOST_WAITING = 100_000  # lines of some 500 bytes
-
-
-def device_seconds(device: torch.device) -> float:
-    """The clock once the device has finished its queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 class Recorder:
-    """Writes on rank 0 only; on the other ranks every call does nothing. A full disk is reported and ends nothing."""
+    """Records a run on rank 0; on the other ranks every call does nothing. A full disk is reported and ends nothing."""
 
     def __init__(self, run: Path, engine: DeepSpeedEngine, is_first: bool, steps: int) -> None:
         self._run, self._is_first = run, is_first
@@ -170,21 +163,21 @@ class Recorder:
             self._monitors = Monitors(engine, self.say)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Appends one line and hands its numbers to DeepSpeed's monitors."""
+        """Append a line and write its numbers to DeepSpeed's monitors."""
         if not self._is_first:
             return
         self._lines.append(json.dumps(line), f"step {line['step']}")
         self._monitors.write(line)
 
     def samples(self, step: int, data: ModelData, drawn: np.ndarray, files: Sequence[Path]) -> None:
-        """Hands samples of a step, (S, bytes) uint8, that were written to files, to DeepSpeed's monitors."""
+        """Write samples of a step, (S, bytes) uint8, which are in files, to DeepSpeed's monitors."""
         if self._is_first:
             self._monitors.samples(step, data, drawn, files)
 
     def flush(self) -> None:
-        """Brings all lines to the disk: a checkpoint that outlives a power cut has those of its steps.
+        """Flush all lines to the disk, so that a checkpoint that survives a power cut has its lines.
 
-        Where it cannot, that is said, and costs no checkpoint.
+        An error is reported and does not prevent the checkpoint.
         """
         if self._is_first:
             try:
@@ -193,28 +186,31 @@ class Recorder:
                 self.say(f"{error.filename}: {error.strerror}; a power cut now may cost lines")
 
     def advance(self, line: dict[str, Any]) -> None:
-        """Shows how far the run is after the step of a line."""
+        """Show the progress after the step of a line."""
         if self._is_first:
-            with contextlib.suppress(OSError):  # a log on a disk that is full
+            with contextlib.suppress(OSError):  # stderr may be a file on a full disk
                 self._progress.advance(line)
 
     def go_back(self, step: int, reason: str) -> None:
-        """Shows that the run goes on from an earlier step."""
+        """Show that the run goes on from an earlier step."""
         if self._is_first:
             with contextlib.suppress(OSError):
                 self._progress.rewind(step, reason)
 
     def say(self, text: str) -> None:
-        """A line of its own above the bar."""
+        """Print a line above the bar."""
         if self._is_first:
             with contextlib.suppress(OSError):
                 self._progress.say(text)
 
     def rewind(self, step: int, line: dict[str, Any]) -> Path | None:
-        """Cuts the lines after a step, to which the step of ``line`` goes back; returns the copy that keeps them all.
+        """Cut the lines after a step, to which the run rewinds from the step of ``line``.
+
+        Returns:
+            The path of a copy with all lines.
 
         Raises:
-            OSError: there is no room for the copy; nothing has changed, and lines that wait still do.
+            OSError: there is no room for the copy. Nothing has changed, and waiting lines still wait.
         """
         if not self._is_first:
             return None
@@ -227,7 +223,7 @@ class Recorder:
         return copy
 
     def close(self) -> None:
-        """Closes the file and leaves the bar as it is."""
+        """Close the file, the monitors and the bar."""
         if self._is_first:
             self._lines.close()
             self._monitors.close()
@@ -236,17 +232,17 @@ class Recorder:
 
 
 class LineFile:
-    """A file to which whole lines are appended; a line that cannot be written waits for the next try."""
+    """A file to which complete lines are appended. A line that cannot be written waits for the next attempt."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
         self._file = open_plain(path, "ab", follow_links=False)
         self._waiting: list[bytes] = []
-        self._first = ""  # what the oldest waiting line is about
+        self._first = ""  # the subject of the oldest waiting line
         self._dropped = 0
 
     def append(self, text: str, about: str) -> None:
-        """Writes a line, after those that wait; ``about`` names it where it cannot be written."""
+        """Write a line after the waiting ones; ``about`` names it in messages."""
         waited = len(self._waiting)
         self._waiting.append(f"{text}\n".encode())
         if waited == _MOST_WAITING:
@@ -265,7 +261,7 @@ class LineFile:
         self._dropped = 0
 
     def settle(self) -> None:
-        """Writes the lines that wait. Raises OSError where it cannot; then they wait on."""
+        """Write the waiting lines. Raises OSError on failure; then they still wait."""
         waited = len(self._waiting)
         reason = self._write() if waited else None
         if reason is not None:
@@ -274,7 +270,7 @@ class LineFile:
             self._say_made_up(waited)
 
     def flush(self) -> None:
-        """Brings the lines, those that wait and the file's name to the disk. Raises OSError where it cannot."""
+        """Flush all lines and the file's name to the disk. Raises OSError on failure."""
         self.settle()
         try:
             os.fsync(self._file.fileno())
@@ -283,7 +279,7 @@ class LineFile:
         flush_folder(self._path.parent)
 
     def close(self) -> None:
-        """Tries once more, and says what is lost."""
+        """Write the waiting lines, or report that they are lost, and close the file."""
         if self._waiting and self._write() is not None:
             count = len(self._waiting) + self._dropped
             self._say(f"{self._path}: {count} line{'s' if count > 1 else ''} from {self._first} on are lost")
@@ -291,7 +287,7 @@ class LineFile:
             self._file.close()
 
     def _write(self) -> str | None:
-        """Writes all lines that wait; or returns why it cannot, and then no part of them stays in the file."""
+        """Write all waiting lines or none; return the reason of a failure."""
         text = b"".join(self._waiting)
         try:
             before = self._file.seek(0, os.SEEK_END)
@@ -299,7 +295,7 @@ class LineFile:
                 if self._file.write(text) == len(text):
                     self._waiting.clear()
                     return None
-                reason = os.strerror(errno.ENOSPC)  # there was room for a part
+                reason = os.strerror(errno.ENOSPC)  # a part was written
             except OSError as error:
                 reason = error.strerror or str(error)
             self._file.truncate(before)

@@ -1,7 +1,7 @@
-"""Where a run starts: at step 0 in a free folder, or at a whole checkpoint of its own. And where a guard sends it back.
+"""Start a run at step 0 or at one of its checkpoints, record each start, and rewind where a guard requires it.
 
-A full disk ends no rank alone, and no run against the policy of a guard: what cannot be written is reported. A rewind
-that cannot bring the files back becomes a stop, which saves.
+A full disk must not end a single rank, nor a run against the policy of a guard: failing writes are reported. If a
+rewind cannot move the files back, it becomes a stop, which saves.
 """
 
 from __future__ import annotations
@@ -57,27 +57,27 @@ from longstride.launcher.training.guards import (
 )
 from longstride.launcher.training.recorder import LineFile, Recorder
 
-_MARK = ".start-"  # of the file by which all ranks check that they share the run folder
+_MARK = ".start-"  # prefix of the file by which all ranks check that they share the run folder
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The checkpoints that a run may resume from, best first; without any it begins anew."""
+    """The checkpoints from which a run may resume, best first; without any it begins anew."""
 
     candidates: tuple[Checkpoint, ...] = ()
-    refused: tuple[str, ...] = ()  # a line for each folder that is no checkpoint
-    may_begin: bool = True  # where no candidate is whole
+    refused: tuple[str, ...] = ()  # a line for each folder that is not a checkpoint
+    may_begin: bool = True  # whether it may begin anew if no candidate is intact
 
 
 def choose_start(run: Run) -> Start:
-    """Reads data and run folder, and writes nothing.
+    """Check the data and find the checkpoints of a run; write nothing.
 
     Raises:
-        ConfigError: the folder is taken, or what it holds does not fit the run.
+        ConfigError: the folder is in use, or its content does not fit the run.
         DataError: the data cannot be trained on.
     """
-    run.data.stream()  # raises what is wrong with it
-    if run.ranks.local_rank == 0:  # once a host
+    run.data.stream()  # raises DataError
+    if run.ranks.local_rank == 0:  # once per host
         run.data.check()
     if run.ranks.is_first and run.data.oddity:
         say(f"notice: {run.data.oddity}")
@@ -85,7 +85,7 @@ def choose_start(run: Run) -> Start:
 
 
 def _read_start(run: Run) -> Start:
-    """What the run folder offers now; see ``choose_start``."""
+    """Find the checkpoints in the run folder; see ``choose_start``."""
     check_output(run.config.train.output, run.resume)
     if run.resume == "never":
         return Start()
@@ -106,10 +106,10 @@ def _read_start(run: Run) -> Start:
 
 
 def _check_fits(run: Run, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError where a run cannot go on from a checkpoint, by its manifest and configuration."""
+    """Raise ConfigError if the manifest and configuration of a checkpoint do not fit a run."""
     check_matches(checkpoint, run.config, run.data.identity)
     last_step = run.config.train.last_step
-    if checkpoint.manifest.step > last_step:  # in the words in which the user gave the length
+    if checkpoint.manifest.step > last_step:  # the message uses the unit in which the user set the length
         rule = f"the checkpoint {checkpoint.folder} is already beyond it"
         if run.epochs is None:
             raise ConfigError.at("train.steps", last_step, rule)
@@ -123,14 +123,14 @@ def _check_fits(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def begin(run: Run) -> Checkpoint | None:
-    """Verifies the checkpoints to resume from; returns the first whole one, None to begin anew. All ranks must call.
+    """Verify the checkpoints; return the first intact one, or None to begin anew. All ranks must call.
 
-    The folder is read again: since ``choose_start`` the run that held its lock may have saved. What the first rank
-    finds there counts for all.
+    The folder is read again, as the run that had its lock may have saved since ``choose_start``. The first rank decides
+    for all.
 
     Raises:
-        AgreedError: on every rank, when they share no run folder, it is taken or holds no whole candidate, or one that
-            does not fit or would have to be trusted.
+        AgreedError: on every rank, if they share no run folder, it is in use, no candidate is intact, or the chosen one
+            does not fit or must be trusted first.
     """
     _check_shared(run.folder, run.ranks)
     start = run.ranks.first_works(lambda: _read_start(run))
@@ -138,31 +138,31 @@ def begin(run: Run) -> Checkpoint | None:
     damaged = [*start.refused, *damaged]
     if chosen is None and not start.may_begin:
         raise AgreedError("\n".join(["no checkpoint is whole:", *damaged]))
-    if chosen is not None and chosen.folder != start.candidates[0].folder:  # an older one is a stranger yet
+    if chosen is not None and chosen.folder != start.candidates[0].folder:  # an older one has not been checked
         older = chosen
         run.ranks.first_works(lambda: _check_fits(run, older))
     if run.ranks.is_first:
         for line in damaged:
             say(f"passed over: {line}")
-        then = {} if chosen is None else chosen.manifest.versions
+        saved = {} if chosen is None else chosen.manifest.versions
         for name, source in run.config.model.foreign_code().items():
-            if then.get(name, source) != source:
-                say(f"notice: {name} is of {source}, and the checkpoint was made with {then[name]}")
+            if saved.get(name, source) != source:
+                say(f"notice: {name} is of {source}, and the checkpoint was made with {saved[name]}")
     return chosen
 
 
 def _check_shared(run: Path, ranks: Ranks) -> None:
-    """Whether all ranks see what the first one writes to a run folder. All ranks must call.
+    """Check that all ranks see what the first one writes to a run folder. All ranks must call.
 
     Raises:
-        AgreedError: on every rank, where one does not see it.
+        AgreedError: on every rank, if one does not see it.
     """
     if ranks.world_size == 1:
         return
-    # A fresh name defeats cached listings.
+    # A new name defeats cached listings.
     name = ranks.gather_objects(f"{_MARK}{uuid.uuid4().hex}")[0]
     if ranks.is_first:
-        for leftover in run.glob(f"{_MARK}*"):  # of a process that was killed
+        for leftover in run.glob(f"{_MARK}*"):  # from a process that was killed
             leftover.unlink()
         (run / name).touch()
     ranks.barrier()
@@ -176,15 +176,15 @@ def _check_shared(run: Path, ranks: Ranks) -> None:
 
 
 def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
-    """Writes config.json and the start, and moves aside whatever lies beyond the step that the run starts from.
+    """Write config.json and the start, and move aside whatever is beyond the step from which the run starts.
 
-    All that was there stays, under another name. All ranks must call.
+    Nothing is deleted: it gets another name. All ranks must call.
     """
     start = describe_start(run, chosen.manifest.step if chosen else None)
     if run.ranks.is_first:
         step = chosen.manifest.step if chosen else 0
         (run.folder / file_names.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        # Lines go last: whatever cuts this short, the newest checkpoint that is left has all of its own.
+        # Lines are cut last, so that after a crash the newest checkpoint still has all of its lines.
         with naming(run.folder / file_names.METRICS):
             moved = [*go_back_to(run.folder, step), metrics_file.cut_metrics(run.folder, step)]
         (run.folder / file_names.OVER).unlink(missing_ok=True)
@@ -193,9 +193,9 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
         write_start(run.folder, start)
         flush_folder(run.folder)
         if chosen is None:
-            # Bring the name of a new folder to the disk, and those of the folders above it that may be as new.
+            # Flush the name of the new folder, and of the folders above it, which may be new too.
             for parent in run.folder.absolute().parents:
-                with suppress(PermissionError):  # it may be passed and not read
+                with suppress(PermissionError):  # a folder may be searchable but not readable
                     flush_folder(parent)
                 if parent.is_mount():
                     break
@@ -210,7 +210,7 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
 
 
 class GuardResponse:
-    """What follows on a guard's verdict, for a run that starts at ``state``: it is recorded, and the run goes back."""
+    """Responds to a guard's verdict: records an incident, and rewinds or stops the run, which starts at ``state``."""
 
     def __init__(
         self,
@@ -228,12 +228,16 @@ class GuardResponse:
     def act(
         self, verdict: Verdict, line: dict[str, Any], batch: GlobalBatch[Batch], before: StreamState
     ) -> Checkpoint | None:
-        """Reports and records what a guard found in a step; returns what the run was rewound to. All ranks must call.
+        """Record a refused step and act on it; return the checkpoint of a rewind. All ranks must call.
 
-        ``line``: of the step, for metrics.jsonl. ``before``: the stream before the step's batch.
+        Args:
+            verdict: of the guard.
+            line: of the step, for metrics.jsonl.
+            batch: of the step.
+            before: the stream before that batch.
 
         Raises:
-            GuardStopError: the run is to stop here.
+            GuardStopError: the run must stop.
         """
         run, step, checkpoint = self._run, line["step"], None
         moved: list[Path] = []
@@ -242,10 +246,17 @@ class GuardResponse:
             if checkpoint is None:
                 verdict = verdict.stopping("there is no whole checkpoint to rewind to")
             else:
-                moved, failure = self._move_back(checkpoint.manifest.step, line)
-                if failure is not None:
+                # Files come before the state, and lines last: if this fails, the newest checkpoint has all its lines.
+                failure, folder = None, run.folder
+                if run.ranks.is_first:
+                    try:
+                        moved += go_back_to(folder, checkpoint.manifest.step)
+                        moved += filter(None, [self._recorder.rewind(checkpoint.manifest.step, line)])
+                    except OSError as error:
+                        failure = error_line(error, folder)
+                if (failure := run.ranks.gather_objects(failure)[0]) is not None:
                     checkpoint, verdict = None, verdict.stopping(f"the run folder could not be rewound: {failure}")
-        line["guard"] = str(verdict)  # as the incident has it
+        line["guard"] = str(verdict)  # may have become a stop
         if checkpoint is None:
             self._recorder.write(line)
         after = batch.part.state
@@ -285,34 +296,18 @@ class GuardResponse:
         self._recorder.say(f"step {back}: going on from {checkpoint.folder} with the batch behind that of step {step}")
         return checkpoint
 
-    def _move_back(self, step: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:
-        """Brings the run folder back to a step; returns where the rest now lies, and what failed. All ranks must call.
-
-        It comes before anything is loaded, and the lines are moved last, in one rename: where it fails, the newest
-        checkpoint that is left has all of its lines.
-        """
-        moved: list[Path] = []
-        failure, folder = None, self._run.folder
-        if self._run.ranks.is_first:
-            try:
-                moved += go_back_to(folder, step)
-                moved += filter(None, [self._recorder.rewind(step, line)])
-            except OSError as error:
-                failure = error_line(error, folder)
-        return moved, self._run.ranks.gather_objects(failure)[0]
-
 
 def last_whole_checkpoint(run: Run, before: int) -> Checkpoint | None:
-    """The newest checkpoint of a run that is whole, of a step before this, and fits it; None if there is none.
+    """Return the newest intact checkpoint before a step that needs no conversion; None if there is none.
 
-    The same on every rank. All ranks must call.
+    It is the same on every rank. All ranks must call.
 
     Raises:
-        AgreedError: on every rank, where one does not see what the first does, or it would have to be trusted.
+        AgreedError: on every rank, if one does not see the files of the first, or the checkpoint must be trusted first.
     """
-    listed = list_checkpoints(run.folder, trusted=run.trusted)[0] if run.ranks.is_first else []
-    earlier = [each for each in listed if each.manifest.step < before]
-    fitting = [each for each in earlier if not each.needs_conversion(run.config, run.ranks.world_size)]
+    checkpoints = list_checkpoints(run.folder, trusted=run.trusted)[0] if run.ranks.is_first else []
+    earlier = [checkpoint for checkpoint in checkpoints if checkpoint.manifest.step < before]
+    fitting = [item for item in earlier if not item.needs_conversion(run.config, run.ranks.world_size)]
     checkpoint, damaged = first_whole(run.folder, fitting, run.ranks)
     if run.ranks.is_first:
         for line in damaged:
@@ -321,11 +316,18 @@ def last_whole_checkpoint(run: Run, before: int) -> Checkpoint | None:
 
 
 def describe_start(run: Run, step: int | None) -> dict[str, Any]:
-    """A start, as a line of starts.jsonl; called before config.json is written anew. All ranks must call.
+    """Describe a start for starts.jsonl, before config.json is replaced. All ranks must call.
 
-    ``step``: of the checkpoint that the run goes on from; None: it begins anew.
+    ``step`` is that of the checkpoint from which the run resumes; None for a new run.
     """
     places = run.ranks.gather_objects((socket.gethostname(), _device_name(run.ranks)))
+    changes = {}
+    if run.ranks.is_first:
+        with suppress(ConfigError):  # there is no readable config.json
+            before = flattened(load_json_object(run.folder / file_names.CONFIG, follow_links=False))
+            now = flattened(run.config.to_json())
+            paths = dict.fromkeys((*before, *now))
+            changes = {path: [before.get(path), now.get(path)] for path in paths if before.get(path) != now.get(path)}
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "step": step or 0,
@@ -340,39 +342,28 @@ def describe_start(run: Run, step: int | None) -> dict[str, Any]:
             "python": platform.python_version(),
             **package_versions(run.config.model),
         },
-        "changes": _changes(run) if run.ranks.is_first else {},
+        "changes": changes,
     }
 
 
 def write_start(run: Path, start: dict[str, Any]) -> None:
-    """Appends a start; where it cannot be written, that is said, and ends nothing."""
+    """Append a start to starts.jsonl. A failure is reported and ends nothing."""
     path = run / file_names.STARTS
     text = json.dumps(start)
     try:
         if os.path.lexists(path):
-            with open_plain(path, follow_links=False) as file:  # a power cut may have torn the last line
+            with open_plain(path, follow_links=False) as file:  # after a power cut the last line may be incomplete
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
                 text = text if file.read() in (b"", b"\n") else f"\n{text}"
         lines = LineFile(path, say)
         lines.append(text, "this start")
         lines.close()
     except OSError as error:
-        say(f"{error_line(error, path)}; this start is not written down")
-
-
-def _changes(run: Run) -> dict[str, list[Any]]:
-    """By its path, each value of the configuration that is another than at the start before: [old, new]."""
-    try:
-        before = flattened(load_json_object(run.folder / file_names.CONFIG, follow_links=False))
-    except ConfigError:  # there is none, or none that can be told
-        return {}
-    now = flattened(run.config.to_json())
-    paths = dict.fromkeys((*before, *now))
-    return {path: [before.get(path), now.get(path)] for path in paths if before.get(path) != now.get(path)}
+        say(f"{error_line(error, path)}; this start is not recorded")
 
 
 def _device_name(ranks: Ranks) -> str:
-    """The card of this process by its name, or the processor's where it computes on that."""
+    """Return the name of this process's GPU, or of its processor."""
     if ranks.device.type == "cuda":
         return torch.cuda.get_device_name(ranks.device)
     with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Samples of the model in training, into RUN/samples: `train.samples_every`.
+"""Draw samples of the model during training, into RUN/samples: `train.samples_every`.
 
-The first rank samples from a network of its own, which has the engine's weights and none of its hooks, divisions and
-compiled blocks. Meanwhile the others wait. Generators are made for it, so training draws what it would have drawn.
+The first rank samples from a separate network that has the engine's weights but not its hooks, sequence sections and
+compiled blocks. The other ranks wait. Sampling has its own random generators, so it does not change training.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from longstride.launcher.training.recorder import Recorder
 from longstride.sparse_model import SparseTransformer, generate
 
 _USUAL_PICTURES = 4
-_SHOWN_CHARACTERS = 100  # of a text, in the line that tells of it
+_SHOWN_CHARACTERS = 100  # of a text, in the progress line
 
 
 class Sampler:
-    """Draws and writes what ``train.samples`` asks for; all ranks must make it."""
+    """Draws and writes the samples of ``train.samples``; all ranks must construct it."""
 
     def __init__(self, run: Run, engine: DeepSpeedEngine, recorder: Recorder) -> None:
         self._run, self._engine, self._recorder = run, engine, recorder
         self._data = run.data.identity
 
     def sample(self, step: int) -> None:
-        """After a step. All ranks must call; what cannot be drawn or written is told, and ends nothing."""
+        """Draw and write samples after a step. All ranks must call. A failure is reported and ends nothing."""
         run, engine = self._run, self._engine
         network = undivided_network(engine, run.config, run.ranks)
         words = run.ranks.first_works(lambda: self._sampled(network, step))
         self._recorder.say(f"step {step}: {words}")
 
     def _sampled(self, network: SparseTransformer | None, step: int) -> str:
-        """Draws and writes the samples of a step, on the first rank; returns what came of it, in words."""
+        """Draw and write the samples of a step, on the first rank; return the outcome in words."""
         assert network is not None
         begin, settings = time.monotonic(), self._run.config.train.samples
         folder = self._run.folder / file_names.SAMPLES
@@ -64,22 +64,22 @@ class Sampler:
                 write_over(path, content)
         except OSError as error:
             return f"samples could not be written: {error_line(error, folder)}"
-        except (FloatingPointError, RuntimeError) as error:  # of logits, and of memory
+        except (FloatingPointError, RuntimeError) as error:  # logits that are not finite, out of memory
             return f"no samples: {(str(error).splitlines() or [type(error).__name__])[0]}"
         self._recorder.samples(step, self._data, drawn, paths)
         seconds = time.monotonic() - begin
         took = f", in {counting.duration(seconds)}" if seconds >= 1 else ""
         if self._data.modality.shown_as == "text":
             text = drawn[0].tobytes()[len(settings.prompt.encode()) :].decode(errors="replace")
-            shown = "".join(each if each.isprintable() else " " for each in text)
+            shown = "".join(character if character.isprintable() else " " for character in text)
             return f"sample {' '.join(shown.split())[:_SHOWN_CHARACTERS]!r}; {paths[0]}{took}"
         return f"samples {', '.join(map(str, paths))}{took}"
 
     def _files(self, drawn: np.ndarray) -> list[tuple[str, bytes]]:
-        """The suffix and the content of each file."""
+        """Return the suffix and the content of each file."""
         modality = self._data.modality
         if modality.shown_as == "text":
-            texts = [each.tobytes() for each in drawn]
+            texts = [sample.tobytes() for sample in drawn]
             heads = [f"=== sample {number} ===\n".encode() for number in range(1, 1 + len(texts))]
             if len(texts) == 1:
                 return [(".txt", texts[0])]
@@ -89,19 +89,19 @@ class Sampler:
 
 
 def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:
-    """How many samples are drawn, and of how many tokens each, behind the prompt.
+    """Return the number of samples, and the number of tokens of each after the prompt.
 
     Raises:
-        ConfigError: what ``train.samples`` asks for does not go with the data or the context.
+        ConfigError: ``train.samples`` does not fit the data or the context.
     """
     settings, context = config.train.samples, config.model.context
     prompt, size = settings.prompt.encode(), data.modality.document_bytes(data.properties)
     if prompt and data.modality.shown_as != "text":
-        rule = f"is of text, and the data are {data.modality.words}; leave it out"
+        rule = f"only applies to text, and the data are {data.modality.words}; leave it out"
         raise ConfigError.at("train.samples.prompt", settings.prompt, rule)
-    beyond = [each for each in prompt if each >= config.model.vocabulary]
+    beyond = [byte for byte in prompt if byte >= config.model.vocabulary]
     if beyond:
-        rule = f"holds byte {beyond[0]}, and the model knows 0 to {config.model.vocabulary - 1}"
+        rule = f"contains byte {beyond[0]}, and the model's bytes are 0 to {config.model.vocabulary - 1}"
         raise ConfigError.at("train.samples.prompt", settings.prompt, rule)
     room = context - len(prompt)
     if room < 1:
@@ -110,7 +110,7 @@ def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:
     count = settings.count or (_USUAL_PICTURES if data.modality.shown_as == "picture" else 1)
     if size is not None:
         if settings.bytes is not None:
-            rule = f"{data.modality.words} have {size} bytes, no more and no less; leave it out"
+            rule = f"the size of {data.modality.words} is fixed, {size} bytes; leave it out"
             raise ConfigError.at("train.samples.bytes", settings.bytes, rule)
         if size // data.token_bytes > context:
             rule = f"one of the {data.modality.words} has {size // data.token_bytes} tokens, and the context {context}"
@@ -123,7 +123,7 @@ def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:
 
 
 def check_samples(config: RunConfig, data: RunData) -> None:
-    """Raise ConfigError where a run is to draw samples that it cannot."""
+    """Raise ConfigError if a run cannot draw the samples of its configuration."""
     if config.train.samples_every:
         num_sampled(config, data.identity)
 
@@ -136,7 +136,7 @@ def draw(
     step: int,
     stop: StopFlag | None = None,
 ) -> np.ndarray | None:
-    """Samples behind their prompt, (S, bytes) uint8, by the seed and the step; None where a stop is asked for."""
+    """Draw samples after their prompt by the seed and the step: (S, bytes) uint8. Return None at a stop request."""
     settings = config.train.samples
     count, length = num_sampled(config, data)
     prompt = torch.from_numpy(data.tokens(settings.prompt.encode()).astype(np.int64)).to(device).expand(count, -1)
@@ -153,9 +153,10 @@ def draw(
 
 
 def undivided_network(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) -> SparseTransformer | None:
-    """The model in evaluation mode with the engine's weights, on the first rank; None on others. All ranks must call.
+    """Return the model in evaluation mode with the engine's weights; None on ranks other than the first.
 
-    Under ZeRO 3 the weights are copies, gathered one by one; else they are the engine's own memory.
+    All ranks must call. With ZeRO 3 the weights are copies, gathered one by one; otherwise they share the engine's
+    memory.
     """
     sharded, state = config.zero_stage == 3, {}
     for name, parameter in engine.module.named_parameters():

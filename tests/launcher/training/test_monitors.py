@@ -60,7 +60,7 @@ def test_monitors_that_cannot_begin_anew_end_no_run(monkeypatch: pytest.MonkeyPa
     monitors.write({"step": 5, "split": "train"})
     monitors.close()
     reason = "no route to host; the run goes on without them"
-    assert said == [f"step 4: the monitors could not begin anew: {reason}"]
+    assert said == [f"step 4: the monitors could not restart: {reason}"]
     assert engine.events == [] and not engine.monitor.enabled
 
 
@@ -90,7 +90,7 @@ def test_runs_of_one_name_have_folders_of_their_own_over_every_start(
 ) -> None:
     assert start_of(tmp_path, "a/one", begun=False, **settings) == both("one") and not capsys.readouterr().err
     assert start_of(tmp_path, "b/one", begun=False, **settings) == both("one-2")
-    line = "longstride: deepspeed.{0}: {1}/one holds files already; this run's are in {1}/one-2"
+    line = "longstride: deepspeed.{0}: {1}/one has files already; this run writes to {1}/one-2"
     told = [
         line.format(name, tmp_path / place) for name, place in (("tensorboard", "boards"), ("csv_monitor", "tables"))
     ]

@@ -17,7 +17,7 @@ def test_start_is_told_where_no_file_can_be(tmp_path: Path, capsys: pytest.Captu
     resume.write_start(tmp_path, {"step": 3})
     (line,) = capsys.readouterr().err.splitlines()
     path = tmp_path / "starts.jsonl"
-    assert line == f"longstride: {path}: is a link, not a plain file; this start is not written down"
+    assert line == f"longstride: {path}: is a link, not a plain file; this start is not recorded"
 
 
 def test_start_is_dropped_whole_where_the_disk_fills(

@@ -110,14 +110,14 @@ def test_the_measured_peak_is_that_of_a_product_and_draws_nothing() -> None:
 def test_a_slow_first_product_does_not_lower_the_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a process that loads code for it: every later product takes a millisecond."""
     times = iter([0.0, 0.07] + [each for number in range(1, 40) for each in (number, number + 0.001)])
-    monkeypatch.setattr(module, "_settled", lambda _: next(times))
+    monkeypatch.setattr(module, "device_seconds", lambda _: next(times))
     assert measured_peak(CPU, torch.float32) == pytest.approx(2 * 1024**3 / 0.001)
 
 
 def test_a_busy_machine_is_measured_by_large_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product waits seven milliseconds for its turn, and takes next to nothing of its own."""
     times = iter([each for number in range(40) for each in (number, number + 0.007)])
-    monkeypatch.setattr(module, "_settled", lambda _: next(times))
+    monkeypatch.setattr(module, "device_seconds", lambda _: next(times))
     assert measured_peak(CPU, torch.float32) == pytest.approx(2 * 512**3 / 0.007)  # a tenth of a second is enough
 
 
