@@ -1,4 +1,4 @@
-"""The training loop, where a run starts, what its guards do, and the replay of a step. Imports deepspeed."""
+"""The training loop, the start of a run, its guards, and the replay of a step. Imports deepspeed."""
 
 from longstride.launcher.training.agreement import check_agreement
 from longstride.launcher.training.guards import Guards

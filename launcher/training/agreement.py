@@ -85,9 +85,9 @@ def difference(first: RankSetup, second: RankSetup, first_name: str, second_name
         return None
     if path == _DATA:
         what = ModelData.different_splits(first.splits, second.splits)
-        there = f"{_cut(second.place)} has for {second_name}"
+        there = f"{shorten(second.place)} has for {second_name}"
         return Problem(path, f"has {what} for {first_name} than {there}; give all hosts the same data", first.place)
-    there = _cut(json.dumps(second.values[path], ensure_ascii=False)) if path in second.values else "left out"
+    there = short_json(second.values[path]) if path in second.values else "left out"
     installed = path in (_CODE, "torch", "deepspeed") or ":" in path  # a class of another package
     remedy = "install the same on all hosts" if installed else "give all ranks the same configuration"
     value = first.values.get(path, ...)
@@ -95,5 +95,11 @@ def difference(first: RankSetup, second: RankSetup, first_name: str, second_name
     return Problem(path, rule, value)
 
 
-def _cut(text: str) -> str:
+def shorten(text: str) -> str:
+    """Cut a text to 80 characters."""
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
+
+
+def short_json(value: object) -> str:
+    """Return a value as JSON of at most 80 characters."""
+    return shorten(json.dumps(value, ensure_ascii=False))

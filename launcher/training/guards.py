@@ -83,7 +83,7 @@ class Guards:
         return self._memory.model_dump(mode="json")
 
     def judge_loss(self, loss: float) -> Verdict | None:
-        """Judge a step by its loss, in nats per byte over all ranks; return None if it passes."""
+        """Check a step by its loss, in nats per byte over all ranks; return None if it passes."""
         spike = self._settings.spike
         self.verdict = None
         if not math.isfinite(loss):
@@ -95,7 +95,7 @@ class Guards:
         return self.verdict
 
     def judge_gradients(self, step: int, loss: float, overflow: Overflow | None, scale: float) -> Verdict | None:
-        """Judge a step by its overflow and fp16's loss scale, after its loss; return None if it passes."""
+        """Check a step by its overflow and fp16's loss scale, after its loss; return None if it passes."""
         settings, memory, self.verdict = self._settings, self._memory, None
         if overflow is Overflow.GRADIENT:
             reason = "the loss is finite, and its gradients are not"

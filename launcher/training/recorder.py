@@ -131,7 +131,7 @@ class Progress:
             self.say(f"step {step}/{self._steps} · {self._rates.words(line, self._steps - step)}")
 
     def rewind(self, step: int, reason: str) -> None:
-        """Go back to a step and measure rates anew."""
+        """Return to a step and measure rates anew."""
         self._rates = Rates()
         if self._bar is not None:
             self._bar.set_description_str(reason, refresh=False)

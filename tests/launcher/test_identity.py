@@ -29,7 +29,7 @@ from longstride.launcher.identity import check_matches, open_data, trained_on
 from longstride.launcher.models import ModelData
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.training.initial import InitialWeights
-from longstride.launcher.training.replay import _find_way
+from longstride.launcher.training.replay import find_sources
 from tests.harness.runs import configuration
 from tests.harness.tiny_models import tiny_export
 
@@ -160,7 +160,7 @@ def arguments_of(made: Made, data: str | None) -> argparse.Namespace:
 
 def find_way(made: Made) -> None:
     """A replay up to where it would read weights."""
-    _find_way(Run(made.config, Ranks(), RunData(made.config, Ranks())), 1)
+    find_sources(Run(made.config, Ranks(), RunData(made.config, Ranks())), 1)
     raise ReadError
 
 

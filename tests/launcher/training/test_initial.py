@@ -52,7 +52,7 @@ def last_loss(run: Path) -> float:
 
 def test_all_is_taken_by_a_model_whose_attention_and_dropout_alone_are_others() -> None:
     same = fitted({"attention": {"type": "strided", "stride": 8}, "dropout": 0.5, "backend": "reference"})
-    assert not (same.extended or same.anew or same.left) and "logits.weight" in same.taken
+    assert not (same.extended or same.anew or same.unused) and "logits.weight" in same.taken
     assert same.changed == (
         "model.attention.stride was left out, is 8",
         'model.attention.type was "local", is "strided"',
@@ -98,7 +98,7 @@ def test_tables_of_another_hash_do_not_fit_though_their_shapes_do() -> None:
 
 def test_what_does_not_fit_begins_anew_where_it_may() -> None:
     partly = fitted({"layers": 2, "norm": "rms"}, partly=True)
-    assert "blocks.1.attention.projection.weight" in partly.anew and "norm.bias" in partly.left
+    assert "blocks.1.attention.projection.weight" in partly.anew and "norm.bias" in partly.unused
     assert "blocks.0.attention.projection.weight" in partly.taken
 
 
@@ -147,11 +147,11 @@ def test_extended_tables_repeat_or_lie_on_straight_lines() -> None:
         ),
         (
             ["--from", "{}/model", "--from-weights", "ema"],
-            "--from-weights=ema: chooses among what a run has, and {}/model is an export; leave it out",
+            "--from-weights=ema: only applies to runs, and {}/model is an export; leave it out",
         ),
         (
             ["--from", "{}/model", "--from-step", "4"],
-            "--from-step=4: chooses among what a run has, and {}/model is an export; leave it out",
+            "--from-step=4: only applies to runs, and {}/model is an export; leave it out",
         ),
     ],
 )  # fmt: skip
@@ -231,7 +231,7 @@ def test_damaged_or_foreign_source_is_refused_and_leaves_nothing(
     model = [f"model.{key}={json.dumps(value)}" for key, value in content["model"].items()]
     ended = spawn(["--config", str(config_file), "--from", str(exported), *model, *STILL], 1)
     assert ended.codes == [2], ended.stderr
-    assert re.search(rf"error: {exported}: its tensors are not those that its fingerprint names", ended.stderr[0])
+    assert re.search(rf"error: {exported}: its tensors do not match its fingerprint", ended.stderr[0])
     assert not (tmp_path / "run/config.json").exists()
 
 
