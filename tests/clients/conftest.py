@@ -11,7 +11,7 @@ from tests.harness.tiny_models import add_hub_files, random_export
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No hub is asked, and what these packages keep goes where the test's own files go."""
+    """Disable hubs, and put the caches of these packages among the test's own files."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -19,7 +19,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def past() -> str:
-    """What the installed transformers calls a cache: an argument of generate, and an output."""
+    """Return the installed transformers' name of a cache: an argument of generate, and an output."""
     from longstride.launcher.hub.cache import CACHE_NAME
 
     return CACHE_NAME
@@ -27,7 +27,7 @@ def past() -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An export of a tiny model of text with a context of 64, and all that transformers needs."""
+    """Export a tiny model of text with a context of 64, with all files that transformers needs."""
     export = random_export(tmp_path / "model")
     add_hub_files(export)
     return export

@@ -86,7 +86,7 @@ def assert_rounded(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", MODELS)
 def test_dense_attention_is_sdpa(name: str, dtype: torch.dtype) -> None:
-    """In fp32 with the first values of transformers, in fp64 with larger ones."""
+    """Compare in fp32 with transformers' initial values, and in fp64 with larger ones."""
     ours, theirs = (build(name, each, DENSE, dtype) for each in ("longstride", "sdpa"))
     if dtype == torch.float32:
         torch.manual_seed(0)
@@ -131,7 +131,7 @@ def check_under_mask(name: str, value: Any, pattern: Pattern) -> None:
 
 
 def test_layers_take_patterns_in_turn() -> None:
-    """A model of one layer with each pattern, then of both: the first layer's rows go into the second."""
+    """Compare models of one layer with each pattern to one of both: the first layer's rows go into the second."""
     ours, theirs = (build("LlamaConfig", each, IN_TURN) for each in ("longstride", "sdpa"))
     masks = [mask(pattern_from_json(each)).expand(2, -1, -1, -1) for each in IN_TURN]
     for layer, of_layer in zip(theirs.model.layers, masks, strict=True):
@@ -283,7 +283,7 @@ def test_a_sliding_window_cuts_a_dense_pattern(window: int) -> None:
 
 
 def test_windows_and_patterns_by_layer() -> None:
-    """The sliding layers of a model are local, the others sparse; a wider local pattern is cut."""
+    """Check that a model's sliding layers are local and the others sparse, and that a wider local pattern is cut."""
     options = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 6}
     model = build("Qwen2Config", "longstride", [FIXED, {"type": "local", "window": 8}], **options)
     same = build("Qwen2Config", "longstride", [FIXED, {"type": "local", "window": 6}], **options)
@@ -348,7 +348,7 @@ def test_what_patterns_cannot_do_is_refused() -> None:
 
 
 def test_later_steps_of_a_window_that_drops_keys_are_refused(past: str) -> None:
-    """A pattern that counts blocks from the first position loses its place where a cache drops keys."""
+    """Refuse a pattern that counts blocks from the first position, as a cache that drops keys shifts it."""
     from transformers import DynamicCache
 
     model = build("MistralConfig", "longstride", FIXED, sliding_window=7)

@@ -21,7 +21,7 @@ APPLICABLE, NOT_APPLICABLE = 39, 121
 
 @pytest.fixture
 def common(tmp_path: Path) -> Path:
-    """A folder with the package ``transformers_tests``, of the sources that pip fetches once an environment."""
+    """Create the package ``transformers_tests`` from sources that pip fetches once per environment."""
     package = f"transformers-{version('transformers')}"
     kept = Path(sys.prefix) / "share" / f"{package}-tests"
     if not kept.is_dir():
@@ -53,7 +53,7 @@ def common(tmp_path: Path) -> Path:
     f"{APPLICABLE} pass, {NOT_APPLICABLE} do not apply: tests/harness/common_models.py says why",
 )
 def test_common_tests_of_models_pass(common: Path, tmp_path: Path) -> None:
-    """In a process of its own, by another configuration: these tests have marks and warnings of their own."""
+    """Run in a separate process with another configuration, as these tests have their own marks and warnings."""
     report = tmp_path / "report.xml"
     ended = subprocess.run(
         [

@@ -156,7 +156,7 @@ def test_a_whole_folder_takes_indexes_for_tars(made: Callable[..., Path]) -> Non
 
 
 def test_readers_of_wav_files(made: Callable[..., Path]) -> None:
-    """The table of docs/data/audio.md."""
+    """Test the table of docs/data/audio.md."""
     from scipy.io import wavfile
 
     for properties in ({}, {"pcm_bits": 16}):

@@ -21,7 +21,7 @@ LONG = "".join(random.Random(0).choices("aß日😀 \n", k=90_000))  # three sam
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A data folder of texts in UTF-8, one of which is several samples over several shards."""
+    """Create a data folder of UTF-8 texts, one of which is several samples over several shards."""
     write_files(
         tmp_path / "texts", {"long.txt": LONG.encode()} | {f"{n}.txt": f"{SHORT} {n}".encode() for n in range(9)}
     )
@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def loaded(folder: Path, **asked: Any) -> list[dict[str, Any]]:
-    """The samples of a data folder, as `datasets` reads them."""
+    """Load the samples of a data folder by `datasets`."""
     import datasets
 
     files = {"train": f"{folder}/train-*.tar"}
@@ -39,7 +39,7 @@ def loaded(folder: Path, **asked: Any) -> list[dict[str, Any]]:
 
 
 def check_texts(folder: Path, samples: list[dict[str, Any]]) -> None:
-    """Every text is there whole; what is several samples is put together by ``pieces.jsonl``."""
+    """Check that every text is complete; ``pieces.jsonl`` joins those of several samples."""
     by_key = {sample["__key__"]: sample["txt"] for sample in samples}
     assert all(isinstance(text, str) for text in by_key.values())
     pieces = [json.loads(line) for line in (folder / "pieces.jsonl").read_text().splitlines()]

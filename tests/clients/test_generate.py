@@ -21,7 +21,7 @@ START, END, PADDING = 256, 257, 258
 
 @pytest.fixture
 def hub(folder: Path) -> Any:
-    """In fp64, where another order of sums changes no choice."""
+    """Load the model in fp64, where another order of sums changes no choice."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).double()
@@ -35,7 +35,7 @@ PROMPTS = [tokens(length, seed=length) for length in (12, 1, 7)] + [torch.tensor
 
 
 def padded(side: str = "left") -> dict[str, Tensor]:
-    """All prompts in one batch, with padding of 5 to 11 places on one side or on both."""
+    """Build a batch of all prompts, with 5 to 11 positions of padding on one side or both."""
     batch = torch.full((len(PROMPTS), 12), PADDING)
     for row, prompt in zip(batch, PROMPTS, strict=True):
         first = {"left": 12 - len(prompt), "right": 0, "both": (12 - len(prompt)) // 2}[side]
@@ -136,7 +136,7 @@ def test_speculation_changes_no_token(hub: Any, tmp_path: Path, kind: str) -> No
 
 
 def counted_steps(hub: Any) -> list[int]:
-    """A list that fills with the number of tokens of each call."""
+    """Return a list that collects the number of tokens of each call."""
     counts: list[int] = []
 
     def count(_: Any, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def counted_steps(hub: Any) -> list[int]:
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:
-    """Equal but for rounding in fp64."""
+    """Assert equality up to rounding in fp64."""
     assert found.shape == wanted.shape
     assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
 
@@ -174,7 +174,7 @@ def test_a_returned_cache_goes_on(hub: Any, past: str) -> None:
 
 
 def test_one_prompt_serves_several_endings(hub: Any) -> None:
-    """As transformers' recipe for prompts that many share has it."""
+    """Follow transformers' recipe for a shared prompt."""
     with torch.no_grad():
         begun = hub(tokens(1, 20), use_cache=True).past_key_values
     cache = copy.deepcopy(begun)
@@ -260,7 +260,7 @@ def test_processors_choose_among_the_bytes(hub: Any) -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_scores_of_what_was_generated_are_those_of_the_logits(hub: Any, beams: int) -> None:
-    """Of rows that end early too, whose padding has none."""
+    """Include rows that end early; their padding has no score."""
     options: dict[str, Any] = {
         "max_new_tokens": 20,
         "do_sample": False,

@@ -32,7 +32,7 @@ def model(folder: Path) -> SparseTransformer:
 
 @pytest.fixture
 def hub(folder: Path) -> Any:
-    """The same as transformers has it; every tensor found its place."""
+    """Load the same model in transformers, and check that every tensor is used."""
     from transformers import AutoModelForCausalLM
 
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
@@ -45,13 +45,13 @@ def tokens(*shape: int) -> Tensor:
 
 
 def rows(model: SparseTransformer, known: Tensor) -> Tensor:
-    """The network's rows 1 to n: row i is what is known before token i."""
+    """Return the network's rows 1 to n; row i predicts token i."""
     with torch.no_grad():
         return model(torch.cat([known, known.new_zeros(len(known), 1)], 1))[:, 1:]
 
 
 def assert_rounded(found: Tensor, expected: Tensor) -> None:
-    """Equal but for rounding in fp64: another number of rows is another order of sums."""
+    """Assert equality up to rounding in fp64, as another number of rows changes the order of sums."""
     assert found.shape == expected.shape and found.dtype == torch.float64
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
 
@@ -75,7 +75,7 @@ def test_loss_is_that_of_all_tokens_but_the_first(hub: Any, model: SparseTransfo
 
 @pytest.mark.parametrize("length", [0, 1, 20, 63])
 def test_greedy_sample_is_ours(hub: Any, model: SparseTransformer, length: int) -> None:
-    """In fp64, where another order of sums changes no choice."""
+    """Compare in fp64, where another order of sums changes no choice."""
     known = tokens(2, length)
     found = hub.double().generate(known, max_new_tokens=64 - length, do_sample=False)
     ours = torch.stack(list(generate(model.double(), known, 64 - length, temperature=0)), 1)
@@ -233,7 +233,7 @@ def test_states_and_embeddings_are_those_of_the_network(hub: Any, model: SparseT
 
 @pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
 def test_every_system_is_computed_as_by_itself(changes: dict[str, Any]) -> None:
-    """Logits, states of all blocks, and gradients recomputed, of a batch padded on either side."""
+    """Compare logits, states of all blocks, and recomputed gradients of a batch padded on either side."""
     from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM
 
     config = small(**changes)
@@ -284,7 +284,7 @@ def test_sixteen_bits_are_near(hub: Any, model: SparseTransformer, how: str) -> 
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """An export made before the rooms moved, whose stub imports modules that are gone."""
+    """Provide an export from before the packages moved, whose stub imports modules that no longer exist."""
     return Path(shutil.copytree(ROOT / "tests/made_before/model", tmp_path / "old"))
 
 
@@ -292,7 +292,7 @@ def old(tmp_path: Path) -> Path:
 def test_registered_classes_load_an_export_without_its_stub(
     request: pytest.FixtureRequest, tmp_path: Path, name: str
 ) -> None:
-    """In a process of its own: what is registered stays so."""
+    """Run in a separate process, as registration cannot be undone."""
     export = request.getfixturevalue(name)
     script = (
         "import torch\n"

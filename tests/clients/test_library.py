@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def states(count: int) -> list[dict[str, Any]]:
-    """The state after each batch of the page's stream."""
+    """Return the state after each batch of the page's stream."""
     batches = iter(ByteStream("data", StreamSettings(context=256, global_batch=8)))
     return [next(batches).state.to_json() for _ in range(count)]
 

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Bits of products depend on the number of threads."""
+    """Use one thread, as bits of products depend on their number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -56,7 +56,7 @@ class Tasks:
         self.add(name, [{"text": text} for text in texts], metric_list=[{"metric": "bits_per_byte"}], **content)
 
     def run(self, model: Any, **options: Any) -> dict[str, Any]:
-        """Results by task, with their samples."""
+        """Return results by task, with their samples."""
         import lm_eval
         from lm_eval.tasks import TaskManager
 
@@ -80,7 +80,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tasks:
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export of a model with a context of 192 that writes words, "tränen" among them."""
+    """Export a model with a context of 192 that writes words, "tränen" among them."""
     folder = tiny_export(tmp_path_factory.mktemp("words") / "model", "text", steps=200)
     add_hub_files(folder)
     return folder
@@ -147,7 +147,7 @@ def test_documents_cost_what_the_likelihood_says(words: Path, tasks: Tasks, opti
 
 
 def sums(folder: Path, text: str, answer: str) -> tuple[float, bool]:
-    """An answer's log-probability and whether greedy decoding gives it, of the context's last bytes that fit."""
+    """Return an answer's log-probability after what fits in the context, and whether it is the greedy answer."""
     model = load_model(folder)
     kept, count = (text + answer).encode()[-model.config.context :], len(answer.encode())
     with torch.no_grad():
@@ -265,7 +265,7 @@ def test_arguments_of_the_model_go_before_options(words: Path) -> None:
 
 
 def plain(folder: Path) -> dict[str, Any]:
-    """What `lm_eval --model hf` is given."""
+    """Return the arguments of `lm_eval --model hf`."""
     return {"pretrained": str(folder), "trust_remote_code": True, "dtype": "float32", "device": "cpu"}
 
 

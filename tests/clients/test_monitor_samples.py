@@ -16,7 +16,7 @@ from tests.launcher.training.test_monitors import Engine
 
 
 def shown(folder: Path, data: ModelData, drawn: np.ndarray) -> dict[str, Any]:
-    """What TensorBoard reads of samples at step 5: by kind and tag."""
+    """Return what TensorBoard reads of samples at step 5, by kind and tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 

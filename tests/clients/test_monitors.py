@@ -26,7 +26,7 @@ MONITORS = {
 
 
 def start(folder: Path, *arguments: str, spoil: str | None = None) -> None:
-    """Two processes that share each context, under ZeRO 2; ``spoil``: the loss that a guard finds."""
+    """Start two processes that share each context, under ZeRO 2; a guard refuses the loss ``spoil``."""
     chosen = [
         f"deepspeed.{name}={json.dumps(keys)}".replace("{folder}", str(folder)) for name, keys in MONITORS.items()
     ]
@@ -40,7 +40,7 @@ def start(folder: Path, *arguments: str, spoil: str | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was rewound from step 6 to 4, ended at 8, was moved back to 4 by hand, and ended again."""
+    """Create a run that was rewound from step 6 to 4, ended at 8, was moved back to 4 by hand, and ended again."""
     folder = tmp_path_factory.mktemp("monitored")
     (folder / "source").mkdir()
     for number in range(4):
@@ -58,7 +58,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def history_of(given: list[dict[str, Any]]) -> History:
-    """Every number of every line, where it has to stand."""
+    """Return every number of every line at its place in a monitor."""
     return {
         (f"{line['split']}/{key}", BATCH * line["step"]): value
         for line in given
@@ -68,7 +68,7 @@ def history_of(given: list[dict[str, Any]]) -> History:
 
 
 def own(history: History) -> History:
-    """Without what DeepSpeed writes by itself."""
+    """Remove what DeepSpeed itself writes."""
     return {place: value for place, value in history.items() if not place[0].startswith("Train/")}
 
 
@@ -82,7 +82,7 @@ def board(folder: Path) -> Iterator[tuple[str, int, float]]:
 
 
 def offline_run(folder: Path) -> History:
-    """The history in an offline run's file, from which `wandb sync` sends it."""
+    """Read the history from an offline run's file, which `wandb sync` would send."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.glob("*.wandb")
@@ -99,7 +99,7 @@ def offline_run(folder: Path) -> History:
 
 
 def logged(data: bytes) -> Iterator[bytes]:
-    """The entries of a log as LevelDB writes it, behind 7 bytes: parts with a head each, in blocks of 32 KiB."""
+    """Read the entries of a LevelDB log after 7 bytes: parts with a head each, in blocks of 32 KiB."""
     block, head, place, parts = 32768, 7, 7, b""
     while place < len(data):
         if block - place % block < head:

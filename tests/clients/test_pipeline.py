@@ -20,7 +20,7 @@ OPTIONS = {"do_sample": False, "max_new_tokens": 30}
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export of a model with a context of 192 that writes words, "tränen" among them."""
+    """Export a model with a context of 192 that writes words, "tränen" among them."""
     folder = tiny_export(tmp_path_factory.mktemp("words") / "model", "text", steps=200)
     add_hub_files(folder)
     return folder
@@ -34,7 +34,7 @@ def pipe(words: Path) -> Any:
 
 
 def ours(folder: Path, prompt: str) -> str:
-    """`longstride sample --temperature 0 --bytes 30`, behind the prompt."""
+    """Run `longstride sample --temperature 0 --bytes 30`, after the prompt."""
     known = torch.tensor([list(prompt.encode())], dtype=torch.int64)
     sampled = generate(load_model(folder), known, 30, temperature=0)
     return bytes(int(token) for token in sampled).decode("utf-8", "replace")
@@ -74,7 +74,7 @@ def test_rows_that_have_stopped_are_padded(words: Path, pipe: Any) -> None:
 
 @pytest.mark.parametrize("stop", ["é", "。", "🙂", "x🙂", ">", "\n"])
 def test_stop_strings_are_found_at_the_end_alone(pipe: Any, stop: str) -> None:
-    """By transformers' own criterion, which makes a table of the tokenizer's tokens."""
+    """Use transformers' own criterion, which builds a table of the tokenizer's tokens."""
     from transformers import StopStringCriteria
 
     criterion, last = StopStringCriteria(pipe.tokenizer, [stop]), stop.encode()

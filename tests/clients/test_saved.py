@@ -77,7 +77,7 @@ def test_what_is_saved_is_an_export(hub: Any, folder: Path, tmp_path: Path, spli
 
 
 def test_other_weights_in_the_same_folder_take_the_place_of_the_first(hub: Any, tmp_path: Path) -> None:
-    """In one file and split, one after the other."""
+    """Save in one file and in several, one after the other."""
     from longstride.launcher.hub import LongstrideForCausalLM
 
     for number, split in enumerate(["50GB", "20KB", "50GB", "10KB", "20KB"]):
@@ -117,7 +117,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_new_weights_are_those_of_a_new_network(changes: dict[str, Any], tmp_path: Path) -> None:
-    """All of them where none is loaded, and those of a network alone that a file leaves out."""
+    """Check all weights if none is loaded, and those that a file leaves out."""
     from longstride.launcher.hub import LongstrideForCausalLM
 
     config = configured(**changes)

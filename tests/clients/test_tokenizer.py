@@ -94,7 +94,7 @@ def test_saved_again_it_is_the_same(tokenizer: Any, folder: Path, tmp_path: Path
 
 
 def test_export_without_special_tokens_gets_them(folder: Path) -> None:
-    """As exports before them wrote it."""
+    """Load an export as written before there were special tokens."""
     content = {"tokenizer_class": "LongstrideTokenizer", "model_max_length": 64}
     content["auto_map"] = {"AutoTokenizer": ["modeling_longstride.LongstrideTokenizer", None]}
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
@@ -126,7 +126,7 @@ def test_library_of_tokenizers_has_the_same_tokens(tokenizer: Any) -> None:
 
 
 def test_a_megabyte_takes_less_than_a_second(tokenizer: Any) -> None:
-    """A tenth of one on a machine of 2026."""
+    """Allow ten times what a machine of 2026 takes."""
     text = "häuser am meer " * 65536
     start = time.process_time()
     ids = tokenizer(text).input_ids

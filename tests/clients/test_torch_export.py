@@ -27,7 +27,7 @@ RECIPE = {**LATER, "ngrams": {"orders": [2, 12], "rows": 61}, "feed_forward": {"
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """An export of the recipe of today: rotary positions, a convolution, n-gram tables, a pattern a layer."""
+    """Export a current recipe: rotary positions, a convolution, n-gram tables, a pattern per layer."""
     layers = [{"type": "local", "window": 16}, {**ATTENTIONS["fixed merged"], "key_value_heads": 2}]
     return random_export(tmp_path / "model", **RECIPE, heads=4, width=64, layers=2, attention=layers)
 
@@ -91,7 +91,7 @@ def test_onnx_has_the_models_logits(recipe: Path) -> None:
 @pytest.mark.clients
 @pytest.mark.parametrize("name", ["one expert a row", "reversible"])
 def test_onnx_of_other_systems(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the verb's own check."""
+    """Use the verb's own check."""
     model = random_export(tmp_path / "model", **{"heads": 4, "width": 64, "layers": 2, **SYSTEMS[name]})
     assert cli.main(["export", str(model), "--format", "onnx", "--output", str(tmp_path / "onnx")]) == 0
     assert "; logits up to 63 tokens are the model's, " in capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_onnx_of_other_systems(name: str, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.clients
 def test_beyond_the_context_onnx_gives_no_numbers(folder: Path) -> None:
-    """Of positions by tables, which would begin again; other positions have no rows there, and the runtime refuses."""
+    """Test position tables, which would wrap around; other positions have no rows there, and the runtime refuses."""
     session = session_of(program_of(folder, "onnx"))
     logits = logits_of(session, torch.zeros(1, 66, dtype=torch.int64))
     assert logits.isnan().all(2)[0].tolist() == [False] * 63 + [True] * 3

@@ -26,14 +26,14 @@ ROUNDING = 2.0**-23  # of fp32
 
 
 def texts() -> list[dict[str, Tensor]]:
-    """Sixteen of unequal lengths."""
+    """Return sixteen texts of unequal lengths."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(10, 60, (16,), generator=generator).tolist()
     return [{"input_ids": torch.randint(256, (length,), generator=generator)} for length in lengths]
 
 
 def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch as transformers' collators make it."""
+    """Build a batch like transformers' collators."""
     tokens = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], True, PADDING)
     return {
         "input_ids": tokens,
@@ -43,7 +43,7 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def trainer(folder: Path, output: Path, batch: int = 4, accumulated: int = 1, **options: Any) -> Any:
-    """Of an export, over ``texts``: three steps of plain gradient descent, unless options say otherwise."""
+    """Build a trainer of an export over ``texts``, by default with three steps of plain gradient descent."""
     from transformers import Trainer, TrainingArguments
 
     from longstride.launcher.hub import LongstrideForCausalLM
@@ -63,7 +63,7 @@ def losses(trained: Any) -> list[float]:
 
 
 def difference(one: Any, other: Any) -> float:
-    """The largest between parameters, as a share of the largest."""
+    """Return the largest difference between parameters, relative to the largest parameter."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
 
@@ -154,7 +154,7 @@ def test_collated_texts_train(folder: Path, tmp_path: Path) -> None:
 
 
 def saved_bytes(model: Any, rows: Tensor) -> int:
-    """What the forward pass of a loss keeps for the backward pass, of activations."""
+    """Measure the bytes of activations that the forward pass of a loss saves for the backward pass."""
     weights, kept = {parameter.data_ptr() for parameter in model.parameters()}, {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def test_recomputed_gradients_are_equal(reentrant: bool) -> None:
 
 
 def test_auxiliary_losses_count_once() -> None:
-    """Those of a step's parts add up to those of the step, as far as each part's is one of its own rows."""
+    """Check that the losses of a step's parts add up to the step's, if each part's loss is a sum over its rows."""
     from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM
 
     changes = next(changes for changes in SYSTEMS.values() if "experts" in str(changes))
@@ -211,7 +211,7 @@ def test_auxiliary_losses_count_once() -> None:
 @client("transformers", "rows of unequal lengths, padded on either side", "gradients and losses as with less padding")
 @pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
 def test_padding_changes_no_gradient(changes: dict[str, Any]) -> None:
-    """Nor how much of it there is: the first batch has as little as it can."""
+    """Check that the amount of padding does not matter either; the first batch has the least possible."""
     from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM
 
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A data folder of twenty texts in several shards."""
+    """Create a data folder of twenty texts in several shards."""
     (tmp_path / "source").mkdir()
     for number in range(20):
         (tmp_path / "source" / f"{number:02}.txt").write_text(f"text {number}, für alle: " + "€" * 10 * number)

@@ -34,7 +34,7 @@ for verb in cli.VERBS:
 
 
 def run(case: dict[str, Any], output: Path) -> NoReturn:
-    """What a forked process does."""
+    """Run a command in a forked process."""
     os.setsid()  # what it starts is ended with it
     for name, stream in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
@@ -71,7 +71,7 @@ def run(case: dict[str, Any], output: Path) -> NoReturn:
 
 
 def judged(case: dict[str, Any], output: Path) -> dict[str, Any]:
-    """How a case ended; nothing of it is left."""
+    """Wait for a case and report how it ended; leave none of its processes behind."""
     begun = time.monotonic()
     (output / "operations").unlink(missing_ok=True)
     pid = os.fork()

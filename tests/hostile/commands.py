@@ -17,7 +17,7 @@ _MISTAKE = "longstride: error: "
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did. ``code``: minus the signal where one killed it, None where it had not ended in time."""
+    """The outcome of a command. ``code`` is minus the signal that killed it, or None if it did not end in time."""
 
     words: tuple[str, ...]
     code: int | None
@@ -32,14 +32,14 @@ class Outcome:
         return [line.removeprefix(_MISTAKE) for line in self.err.splitlines() if line.startswith(_MISTAKE)]
 
     def check_bounded(self, honest: Outcome | None = None) -> None:
-        """It ended in time, within the memory, and without a traceback."""
+        """Check that it ended in time, within its memory, and without a traceback."""
         assert self.code is not None, f"{self.words}: still running after {self.seconds:.0f} s\n{self.err[-2000:]}"
         assert "Traceback" not in self.err + self.out, f"{self.words}: {self.err[-4000:]}"
         above = self.peak_bytes - (honest.peak_bytes if honest else 0)
         assert above <= MEMORY_BYTES, f"{self.words}: {above / 2**30:.2f} GiB above the honest case"
 
     def check_refused(self, honest: Outcome | None = None, code: int = 2) -> str:
-        """It ended as documented, within the bounds, and said why in one line of bounded length; returns the line."""
+        """Check that it ended as documented and within bounds, with its reason in one line; return the line."""
         self.check_bounded(honest)
         assert self.code == code, f"{self.words}: exit code {self.code}\n{self.out[-1000:]}{self.err[-2000:]}"
         assert len(self.mistakes) == 1, f"{self.words}: {self.err[-2000:]}"
@@ -55,7 +55,7 @@ class Commands(Asked):
         super().__init__("tests/hostile/command_server.py", folder, folder, cwd=folder)
 
     def running(self) -> list[psutil.Process]:
-        """The processes of the command that runs at this moment, which another thread waits for."""
+        """Return the processes of the current command, for which another thread waits."""
         return list(psutil.Process(self._process.pid).children())
 
     def __call__(

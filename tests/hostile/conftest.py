@@ -21,6 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    """The command line, from a process that has everything imported."""
+    """Provide the command line, from a process that has imported everything."""
     with Commands(tmp_path_factory.mktemp("commands")) as ready:
         yield ready

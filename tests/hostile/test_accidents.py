@@ -56,7 +56,7 @@ MOST = 24  # operations of a verb that the campaign tries, spread over all
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Path:
-    """What verbs take."""
+    """Create the inputs of the verbs."""
     folder = tmp_path_factory.mktemp("given")
     write_words(folder / "sources")
     random_export(folder / "model")
@@ -72,7 +72,7 @@ def given(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Path:
-    """A run of four steps."""
+    """Train a run of four steps."""
     folder = tmp_path_factory.mktemp("trained")
     build([given / "sources"], folder / "data", validation_fraction=0.2)
     (folder / "run.json").write_text(json.dumps(configuration(folder / "data", folder / "run")))
@@ -98,7 +98,7 @@ class Accidents:
         assert contents(place) == self._wanted
 
     def fault(self, kind: str, number: int) -> None:
-        """The verb with a fault at an operation of it, and the next try."""
+        """Run the verb with a fault at one of its operations, then again without."""
         self._prepare()
         ended = self._commands(*self._words, fault=(self._place, kind, number))
         where = f"{kind} at {number} of {self.count}: {self._commands.log()[number - 1]}\n{ended.err}"
@@ -111,7 +111,10 @@ class Accidents:
         self._check_next_try(where)
 
     def power_cut(self, number: int, seed: int | None) -> None:
-        """What a power cut after so many operations leaves, and the next try; None: nothing that was not flushed."""
+        """Restore what a power cut after so many operations leaves, and run the verb again.
+
+        Without a seed, only flushed data remain.
+        """
         where = self._disk.cut(self.record, number, seed)
         if number == len(self.record):  # it was said to be done
             assert all(self._is_whole(output) for output in self._verb.outputs), where
@@ -145,7 +148,7 @@ class Accidents:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """Every file and every empty folder by its path below the folder, but for what a killed process leaves hidden."""
+    """Return every file and empty folder by its relative path, without the hidden ones that a killed process leaves."""
     found: dict[str, object] = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
@@ -160,7 +163,7 @@ def contents(folder: Path) -> dict[str, object]:
 
 @pytest.fixture
 def accidents(commands: Commands, given: Path, tmp_path: Path, name: str, request: pytest.FixtureRequest) -> Accidents:
-    """Of the verb of a name."""
+    """Return the accidents of a verb by its name."""
     verb, place = VERBS[name], tmp_path / "place"
     run = request.getfixturevalue("trained") if "{trained}" in verb.line else None
     words = verb.line.format(given=given, place=place, trained=run).split()
@@ -169,7 +172,7 @@ def accidents(commands: Commands, given: Path, tmp_path: Path, name: str, reques
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_what_verbs_make_is_whole_or_absent(accidents: Accidents, name: str) -> None:
-    """Towards the end, where what is made gets its name."""
+    """Place the faults towards the end, where the result gets its name."""
     accidents.fault("kill before", accidents.count - 1)
     accidents.fault("ENOSPC", accidents.count // 2)
     accidents.power_cut(len(accidents.record), None)

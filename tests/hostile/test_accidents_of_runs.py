@@ -58,7 +58,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Path:
-    """Data, and a run of STEPS steps that has all its checkpoints: every second step's."""
+    """Create data, and a run of STEPS steps with a checkpoint at every second step."""
     folder = tmp_path_factory.mktemp("given")
     write_words(folder / "sources")
     build([folder / "sources"], folder / "data", validation_fraction=0.2)
@@ -89,7 +89,7 @@ class Accidents:
         assert train == list(range(1, STEPS + 1))
 
     def fault(self, kind: str, number: int, rank: int = 0) -> None:
-        """A fault at an operation of a rank, and how the run goes on."""
+        """Run with a fault at an operation of a rank, and resume the run."""
         self._prepare()
         codes = self._act({"rank": rank, "folder": str(self._place), "kind": kind, "number": number})
         log = self._server.log()
@@ -101,7 +101,7 @@ class Accidents:
         self._check(where)
 
     def power_cut(self, number: int, seed: int | None) -> None:
-        """What a power cut after so many operations leaves, and how the run goes on."""
+        """Restore what a power cut after so many operations leaves, and resume the run."""
         where = self._disk.cut(self.record, number, seed)
         if number == len(self.record):
             assert newest(self._run) == STEPS, where
@@ -127,7 +127,7 @@ class Accidents:
         return "\n".join(self._server.stderr(rank)[-3000:] for rank in range(self._story.ranks))
 
     def _wanted_lines(self) -> list[dict[str, Any]]:
-        """Of a run that nothing disturbed; one that a guard sends back goes on from where it could be sent back to."""
+        """Return the lines of an undisturbed run, or of one that was rewound to step 2."""
         incidents = sorted((self._run / "guards").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         if not incidents or json.loads(incidents[-1].read_bytes())["rewound_to"] != 2:
             return list(self._wanted)
@@ -161,7 +161,7 @@ class Accidents:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl, without what differs between equal runs."""
+    """Return the complete lines of metrics.jsonl, without fields that differ between equal runs."""
     path = run / "metrics.jsonl"
     found = []
     for text in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
@@ -175,7 +175,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def newest(run: Path) -> int:
-    """The step of the newest checkpoint, 0: there is none. All that are named like one must be whole."""
+    """Return the step of the newest checkpoint, or 0, and check that all checkpoints are intact."""
     steps = [0]
     for folder in (run / "checkpoints").glob("step-????????"):
         manifest = json.loads((folder / "manifest.json").read_bytes())
@@ -192,7 +192,7 @@ def newest(run: Path) -> int:
 
 @pytest.fixture
 def accidents(server: ForkServer, given: Path, tmp_path: Path, name: str) -> Accidents:
-    """In the story of a name."""
+    """Return the accidents of a story by its name."""
     return Accidents(server, given, STORIES[name], tmp_path / "place")
 
 

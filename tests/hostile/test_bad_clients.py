@@ -57,7 +57,7 @@ class Server:
 
 @contextmanager
 def serving(commands: Commands, model: Path, *options: object, **more: object) -> Iterator[Server]:
-    """A server that answers. ``stop`` ends it in good order and gives its outcome; otherwise the block's end does."""
+    """Run a server. ``stop`` ends it in an orderly way and returns its outcome; otherwise the block's end does."""
     port = free_port()
     words = ("serve", model, "--port", port, "--timeout", TIMEOUT, *options)
     ended: list[Outcome] = []
@@ -92,7 +92,7 @@ def serving(commands: Commands, model: Path, *options: object, **more: object) -
 
 @contextmanager
 def descriptors(wanted: int) -> Iterator[None]:
-    """So many for this process, for its own ends of the connections."""
+    """Allow this process so many descriptors, for its ends of the connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         pytest.skip(f"{wanted} open files are more than the {hard} that this process may have")
@@ -104,7 +104,7 @@ def descriptors(wanted: int) -> Iterator[None]:
 
 
 def standing(clients: list[Client]) -> list[Client]:
-    """Those that the server has not closed yet; what it wrote to them is taken."""
+    """Return the clients whose connection the server has not closed, after reading what it wrote to them."""
     left = []
     for client in clients:
         poll = select.poll()
@@ -192,7 +192,7 @@ def test_names_of_other_hosts_are_refused_wherever_it_listens(commands: Commands
 
 
 def flood(server: Server, idle: int, requests: int) -> None:
-    """So many connections that stand, and requests beside them, each of which is answered; then they are ended."""
+    """Hold so many connections open, check that other requests are answered, and check that the connections end."""
     before = server.memory
     begun = time.monotonic()
     kinds = list(HALVES.values())

@@ -47,11 +47,11 @@ class Place:
         self._honest: dict[tuple[str, int], Outcome] = {}
 
     def copy(self) -> Path:
-        """A copy of the run, to be spoilt."""
+        """Copy the run, to be damaged."""
         return Path(shutil.copytree(self._folder / "run", self._folder / f"run-{next(self._numbers)}"))
 
     def honest(self, verb: str, step: int = 8) -> Outcome:
-        """What a verb does with what nobody has spoilt; `auto` from a step on."""
+        """Run a verb on the intact run; `auto` resumes from a step."""
         if (verb, step) not in self._honest:
             run = self.copy()
             if step == 4:
@@ -60,7 +60,7 @@ class Place:
         return self._honest[verb, step]
 
     def run(self, verb: str, run: Path, step: int = 8) -> Outcome:
-        """What a verb does with a run that is spoilt, within the bounds; if it refuses, then in lines, by code 2."""
+        """Run a verb on a damaged run, within the bounds; a refusal must be in lines, with code 2."""
         lines = run / "metrics.jsonl"
         before = lines.read_bytes() if lines.is_file() and lines.stat().st_size < 2**26 else None
         outcome = self._ran(verb, run, step)
@@ -80,20 +80,20 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """Where the commands of this file run."""
+    """Return the working directory of the commands of this file."""
     return Place(commands, tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture
 def run(place: Place) -> Iterator[Path]:
-    """A copy of the run, which is removed: some hold a terabyte that takes no room."""
+    """Copy the run, and remove the copy: some have a sparse terabyte."""
     run = place.copy()
     yield run
     shutil.rmtree(run)
 
 
 def cases(table: dict[str, Any], *sampled: str) -> list[Any]:
-    """All of a table, those that are not sampled in the campaign alone."""
+    """Return all cases of a table; those outside the sample run only in the campaign."""
     assert set(sampled) <= table.keys()
     return [pytest.param(name, marks=() if name in sampled else pytest.mark.campaign) for name in table]
 

@@ -22,7 +22,7 @@ FIELD_CASES = [(field, value) for field in FIELDS for value in VALUES]
 
 @pytest.fixture(scope="session")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder of a few shards."""
+    """Create a data folder of a few shards."""
     base = tmp_path_factory.mktemp("honest")
     for number in range(12):
         (base / "texts").mkdir(exist_ok=True)
@@ -33,14 +33,14 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def usual(commands: Commands, honest: Path) -> dict[str, Outcome]:
-    """What the verbs do with an honest folder."""
+    """Return the outcomes of the verbs on an intact folder."""
     found = {verb: commands("data", verb, honest) for verb in ("verify", "show")}
     assert [outcome.code for outcome in found.values()] == [0, 0], [outcome.err for outcome in found.values()]
     return found
 
 
 def sampled(cases: Iterable[object], every: int) -> list[object]:
-    """All cases; what is not each so-manieth is of the campaign."""
+    """Return all cases; only every n-th runs outside the campaign."""
     return [
         case if not number % every else pytest.param(case, marks=pytest.mark.campaign)
         for number, case in enumerate(cases)
@@ -48,7 +48,7 @@ def sampled(cases: Iterable[object], every: int) -> list[object]:
 
 
 def check_found(outcome: Outcome, usual: Outcome) -> None:
-    """Refused by a line, or by `verify` with lines of what is damaged."""
+    """Check that a folder is refused in a line, or by `verify` with lines about the damage."""
     if outcome.code == 1 and outcome.words[1] == "verify":
         outcome.check_bounded(usual)
         lines = outcome.out.splitlines()
@@ -99,7 +99,7 @@ def test_sealed_folder_that_lies(
 
 @pytest.fixture(scope="session")
 def indexed(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """What `data index` does with an honest tar."""
+    """Return the outcome of `data index` on an intact tar."""
     folder = tmp_path_factory.mktemp("indexed")
     (folder / "train.tar").write_bytes(member("a.txt") + bytes(1024))
     outcome = commands("data", "index", folder / "train.tar", "--output", folder / "out", "--validation-fraction", 0)

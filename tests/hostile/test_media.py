@@ -18,7 +18,7 @@ OPTIONS = {"image": ("--image-size", "4x4"), "audio": ("--rate", "8000")}
 
 @pytest.fixture(scope="session")
 def honest(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """What a build does with an honest file of each modality."""
+    """Return the outcome of a build from a valid file of each modality."""
     outcomes = {}
     for modality, content in HONEST.items():
         folder = tmp_path_factory.mktemp(modality)

@@ -59,7 +59,7 @@ SAMPLED = (  # of the configurations; the others are the campaign's
 
 
 def _untimed(out: str, made: bytes) -> tuple[str, bytes]:
-    """What a command gave, without the seconds that a score took."""
+    """Return the output of a command without the seconds of a score."""
     return re.sub(r'"seconds": [0-9.e-]+', "", out), made
 
 
@@ -77,11 +77,11 @@ class Place:
         self._numbers = itertools.count()
 
     def copy(self, name: str) -> Path:
-        """A copy of what an honest command made, to be spoilt."""
+        """Copy the result of an honest command, to be damaged."""
         return Path(shutil.copytree(MADE / name, self.folder / f"{name}-{next(self._numbers)}"))
 
     def honest(self, verb: str) -> tuple[Outcome, bytes]:
-        """What a verb does with what nobody has spoilt."""
+        """Run a verb on the intact result."""
         if verb not in self._honest:
             which = "model" if verb in OF_EXPORTS else "zero2_fp32"
             self._honest[verb] = self._run(verb, self.copy(which), None)
@@ -119,17 +119,17 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """Where the commands of this file run."""
+    """Return the working directory of the commands of this file."""
     return Place(commands, tmp_path_factory.mktemp("models"))
 
 
 def cases(table: dict[str, Any], *sampled: str) -> list[Any]:
-    """All of a table, those that are not sampled in the campaign alone."""
+    """Return all cases of a table; those outside the sample run only in the campaign."""
     return [pytest.param(name, marks=() if name in sampled else pytest.mark.campaign) for name in table]
 
 
 def of_each(verbs: dict[str, Any], table: dict[str, Any], sampled: str, verb: str) -> list[Any]:
-    """Pairs of a verb and of one of a table: each verb takes its turn; the sample is one pair."""
+    """Combine each case of a table with a verb, in turn; the sample is one pair."""
     pairs = zip(itertools.cycle(verbs), table, strict=False)
     campaign = [pytest.param(*pair, marks=pytest.mark.campaign) for pair in pairs]
     return [pytest.param(verb, sampled), *campaign]
@@ -150,7 +150,7 @@ def test_configuration_of_an_export(place: Place, verb: str, what: str) -> None:
 
 @pytest.mark.parametrize("what", cases(MODELS, *SAMPLED))
 def test_configuration_of_a_plan(commands: Commands, tmp_path: Path, what: str) -> None:
-    """What is no network is refused; of any other the plan is made, which needs no more than it says."""
+    """Refuse what is not a network; plan any other without needing more memory than the plan says."""
     content = json.loads((MADE / "zero2_fp32/config.json").read_text())
     path = tmp_path / "run.json"
     path.write_text(json.dumps(content | {"model": MODELS[what](content["model"])}))
@@ -174,7 +174,7 @@ def test_configuration_of_a_plan(commands: Commands, tmp_path: Path, what: str) 
     ],
 )
 def test_configuration_of_a_checkpoint(place: Place, verb: str, what: str) -> None:
-    """Its manifest and its hashes are right: whoever means harm makes them so."""
+    """Give the checkpoint a valid manifest and valid hashes, as an attacker would."""
     run = place.copy("zero2_fp32")
     set_model(run / STEP / "config.json", MODELS[what])
     seal(run / STEP)
@@ -334,7 +334,7 @@ def test_metrics_that_are_drawn(commands: Commands, tmp_path: Path, line: str) -
 
 
 def test_an_export_names_no_folder_of_a_machine(place: Place) -> None:
-    """Those of earlier versions did, and are read all the same."""
+    """Check that exports of earlier versions, which named one, are still read."""
     assert json.loads((MADE / "model/config.json").read_text())["origin"]["run"].startswith("/")
     run, new = place.copy("zero2_fp32"), place.folder / "named"
     assert place.commands("export", run, "--output", new, "--no-check", folder=place.folder).code == 0

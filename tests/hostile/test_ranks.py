@@ -19,7 +19,7 @@ SECONDS = 60.0  # that a run of some steps may take here; the difference itself 
 
 
 class Differs(NamedTuple):
-    """What the last rank is given otherwise."""
+    """A difference of the last rank."""
 
     changes: dict[str, object]  # of the configuration, by dotted path; the ellipsis takes a key away
     told: str  # how the line begins
@@ -49,7 +49,7 @@ SAMPLE = ("rate", "a key that is missing", "package", "validation data")
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data folders: one, a copy of it, and some of which a split is another one."""
+    """Create a data folder, a copy of it, and some with another split."""
     folder = tmp_path_factory.mktemp("places")
     splits = {"data": ("sparse", "dense"), "other": ("stride", "dense"), "other validation": ("sparse", "bytes")}
     for name, words in (splits | {"longer": ("sparse sparse", "dense")}).items():
@@ -64,7 +64,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_ranks(places: Path, output: Path, differs: Differs, world_size: int, stage: int, *more: str) -> Ended:
-    """A run whose last rank is given something otherwise."""
+    """Run ranks of which the last differs."""
     port, ranks = free_port(), []
     for rank in range(world_size):
         is_other = rank == world_size - 1
@@ -95,7 +95,7 @@ def run_ranks(places: Path, output: Path, differs: Differs, world_size: int, sta
 
 
 def check_told(places: Path, tmp_path: Path, differs: Differs, world_size: int, stage: int, *more: str) -> None:
-    """All ranks end by 2 before anything is written; the first one says why in one line."""
+    """Check that all ranks end by 2 before anything is written, and that the first gives the reason in one line."""
     ended = run_ranks(places, tmp_path / "run", differs, world_size, stage, *more)
     assert ended.codes == [exit_codes.WRONG_INPUT] * world_size, ended.stderr
     lines = [line for text in ended.stderr for line in text.splitlines() if line.startswith("longstride: ")]
@@ -122,7 +122,7 @@ def test_every_number_of_ranks_under_every_stage(
 
 
 def test_equal_data_elsewhere_goes_on_and_a_resume_is_held_too(places: Path, tmp_path: Path) -> None:
-    """Paths of data, the readers and notes are a host's own; a resumed run has to have the rest alike as well."""
+    """Allow hosts to differ in paths of data, readers and notes; require all else to be equal, also at a resume."""
     own = {"data.workers": 1, "data.prefetch": 3, "notes": "mine", "data.remote": {"cache": str(tmp_path)}}
     ended = run_ranks(places, tmp_path / "run", Differs(own, "", "copy"), 2, 1)
     assert ended.codes == [exit_codes.DONE] * 2, ended.stderr

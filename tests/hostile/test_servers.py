@@ -56,7 +56,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder whose manifest and shards are longer than what a server sends that cuts."""
+    """Create a data folder whose manifest and shards are longer than what a cutting server sends."""
     sources = tmp_path_factory.mktemp("sources")
     generator = np.random.default_rng(7)
     for number in range(150):
@@ -74,19 +74,19 @@ def settings(tmp_path: Path) -> RemoteSettings:
 
 
 def of(manifest: bool, lie: Callable[[Exchange], bool | None]) -> Callable[[Exchange], bool | None]:
-    """The lie, of the manifest or of all else; the other is served as it is."""
+    """Apply a lie only to the manifest, or only to everything else."""
     return lambda exchange: lie(exchange) if (exchange.request.name == MANIFEST) is manifest else False
 
 
 def order(location: str | Path, settings: RemoteSettings | None = None) -> list[Any]:
-    """The first steps of a run."""
+    """Return the first steps of a run."""
     stream = open_stream(location, remote=settings, context=512, global_batch=4, seed=5, shuffle_bytes=20_000)
     with contextlib.closing(iter(stream)) as steps:
         return [(batch.tokens.tolist(), batch.sample_ids.tolist()) for batch in itertools.islice(steps, 60)]
 
 
 def check_message(text: str) -> None:
-    """One printable line of bounded length, with nothing of a file in it and no secret."""
+    """Check for one printable line of bounded length, without file content and secrets."""
     assert text.isprintable() and len(text) <= 1000, text[:2000]
     assert SECRET not in text
 
@@ -156,7 +156,7 @@ def test_tls_of_a_server_that_speaks_none(folder: Path, settings: RemoteSettings
 
 
 def test_pages_without_end_are_not_listed(tmp_path: Path, settings: RemoteSettings) -> None:
-    """Each page of a folder links to a folder below it."""
+    """Serve pages each of which links to a folder below it."""
 
     class Pages(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

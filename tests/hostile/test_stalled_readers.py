@@ -32,7 +32,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Case(NamedTuple):
-    """What stalls, how many ranks there are, and what asks for the stop."""
+    """The process that stalls, the number of ranks, and the source of the stop."""
 
     kind: str
     streams: str
@@ -52,7 +52,7 @@ EVERY = [Case(*case) for case in itertools.product(STALLED, STREAMS, (1, 2), SIG
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small data folder."""
+    """Create a small data folder."""
     folder = tmp_path_factory.mktemp("stalled")
     (folder / "tars").mkdir()
     for split in ("train", "validation"):
@@ -62,7 +62,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_file(data: Path, folder: Path, **train: object) -> Path:
-    """A run that goes on until it is stopped, and has a word to say at every step."""
+    """Write the configuration of a run that goes on until it is stopped, and prints at every step."""
     content = configuration(data, folder / "run")
     content["train"] |= {"steps": 1_000_000, "checkpoint_every": 0, "evaluate_every": 0} | train
     content["train"]["guards"] = {"spike": {"deviations": 1e-6, "window": 2, "policy": "skip"}}
@@ -74,7 +74,7 @@ def config_file(data: Path, folder: Path, **train: object) -> Path:
 
 @contextmanager
 def started(arguments: list[str], case: Case, folder: Path) -> Iterator[list[Rank]]:
-    """The ranks of a run whose readers stall; none outlives the block."""
+    """Start the ranks of a run whose readers stall; end all of them with the block."""
     with stalled(case.kind) as out, stalled(case.kind) as err:
         out_stalls, err_stalls = STREAMS[case.streams]
         outputs = (out if out_stalls else None, err if err_stalls else None)
@@ -100,7 +100,7 @@ def wait_for_steps(folder: Path, count: int) -> None:
 
 
 def check_saved(run: Path) -> None:
-    """The last step that was taken is saved."""
+    """Check that the last step taken is saved."""
     steps = [line["step"] for line in metrics(run)]
     assert steps == [*range(1, len(steps) + 1)]
     assert (run / "checkpoints" / f"step-{steps[-1]:08d}" / "manifest.json").exists()
@@ -121,7 +121,7 @@ def test_ranks_go_on_and_a_stop_saves(data: Path, tmp_path: Path, case: Case) ->
 @pytest.mark.campaign
 @pytest.mark.parametrize("streams", STREAMS)
 def test_second_stop_ends_a_rank_that_waits(data: Path, tmp_path: Path, streams: str) -> None:
-    """Its peer is halted, so that it never comes to its next step."""
+    """Stop its peer, so that it never reaches its next step."""
     case = Case("pipe", streams, 2, signal.SIGTERM)
     with started(["--config", str(config_file(data, tmp_path))], case, tmp_path) as (first, second):
         wait_for_steps(tmp_path, 3)
@@ -172,7 +172,7 @@ def test_reader_that_is_slow_sees_every_line_in_order(data: Path, tmp_path: Path
     ],
 )
 def test_stop_is_handed_on_before_it_is_told(tmp_path: Path, kind: str, twice: bool) -> None:
-    """`longstride train` above stand-ins for what takes seconds to start."""
+    """Run `longstride train` with stand-ins for the parts that take seconds to start."""
     with stalled(kind) as file:
         saving = {"SAVE_SECONDS": "600" if twice else "0"}
         with tended([*_STAND_INS, str(tmp_path)], tmp_path, saving, stdout=file, stderr=file) as going:
@@ -200,7 +200,7 @@ def wait_for_stop_file(folder: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("case", [case.parameter for case in EVERY if case.kind == "pipe"])
 def test_stop_of_longstride_train(data: Path, tmp_path: Path, case: Case) -> None:
-    """The whole of it, from the command to the ranks."""
+    """Test the full chain from the command to the ranks."""
     command = longstride(["--config", str(config_file(data, tmp_path))], case.world_size)
     with stalled(case.kind) as file:
         stdout, stderr = (file if stalls else None for stalls in STREAMS[case.streams])
@@ -210,7 +210,7 @@ def test_stop_of_longstride_train(data: Path, tmp_path: Path, case: Case) -> Non
 
 
 def check_stop(going: Tended, number: signal.Signals, folder: Path) -> None:
-    """A signal ends a run as documented, in time, and nothing of it is left."""
+    """Check that a signal ends a run as documented, in time, and leaves no process."""
     wait_for_steps(folder, 20)
     begun = time.monotonic()
     going.process.send_signal(number)
@@ -221,7 +221,7 @@ def check_stop(going: Tended, number: signal.Signals, folder: Path) -> None:
 
 @pytest.mark.campaign
 def test_stop_of_the_deepspeed_launcher(data: Path, tmp_path: Path) -> None:
-    """It dies of the signal; its ranks see that, save and end. Its own lines go to standard output, so that is read."""
+    """Kill it by the signal; its ranks notice, save and end. Read standard output, to which it writes."""
     with stalled("pipe") as file:
         command = deepspeed(["--config", str(config_file(data, tmp_path))])
         with tended(command, tmp_path, stderr=file) as going:

@@ -30,7 +30,7 @@ Config = Callable[[Path], Path]
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A function that writes the configuration of a run with two loader workers a rank into a folder."""
+    """Return a function that writes the configuration of a run with two loader workers per rank into a folder."""
     folder = tmp_path_factory.mktemp("words")
     words = random.Random(0)
     (folder / "source").mkdir()
@@ -52,7 +52,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def undisturbed(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Path]]:
-    """The run of so many ranks that nothing happens to."""
+    """Return the undisturbed run of so many ranks."""
     made: dict[int, Path] = {}
 
     def run(ranks: int) -> Path:
@@ -66,7 +66,7 @@ def undisturbed(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def check_gone(note: Path) -> None:
-    """No worker is left of the rank that lost one."""
+    """Check that the rank that lost a worker has none left."""
     left = [psutil.Process(pid) for pid in map(int, note.read_text().split()) if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
@@ -136,7 +136,7 @@ print(workers._workers[0].process.pid)
 
 
 def test_program_that_ends_without_closing_its_workers_ends() -> None:
-    """They ignore the signal by which multiprocessing would have them end, and it would wait for them."""
+    """Test for a hang: workers ignore the signal by which multiprocessing ends them, and it waits for them."""
     environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run([sys.executable, "-c", _LEAVES], env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and not ended.stderr

@@ -380,7 +380,7 @@ WORKING = (
 def place(
     tmp_path_factory: pytest.TempPathFactory, trained: Callable[..., Path], data: Path, commands: Commands
 ) -> Path:
-    """A folder of one of everything; nothing may change in it."""
+    """Create a folder with one of everything; nothing in it may change."""
     folder = tmp_path_factory.mktemp("place")
     shutil.copytree(trained("wrong-inputs", 1), folder / "run")
     shutil.copytree(data, folder / "data")

@@ -17,7 +17,7 @@ _END = bytes(1024)
 
 
 def member(name: str, payload: bytes = b"text\n", **fields: object) -> bytes:
-    """A member of a tar, ustar where it fits."""
+    """Build a member of a tar, in ustar format if it fits."""
     info = tarfile.TarInfo(name)
     info.size = len(payload)
     for field, value in fields.items():
@@ -86,20 +86,20 @@ BOMBS: dict[str, Callable[[Path], object]] = {
 
 
 def tarfile_header(name: str, size: int) -> bytes:
-    """The header of a member of so many bytes, which are not there."""
+    """Build the header of a member of so many bytes, without the bytes."""
     info = tarfile.TarInfo(name)
     info.size = size
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
 def gzip_bomb(size: int) -> bytes:
-    """So many zeros behind a member's header, compressed a thousand times."""
+    """Build a member of so many zeros, compressed a thousand times."""
     zeros = gzip.compress(bytes(2**26))
     return gzip.compress(tarfile_header("b.txt", size)) + zeros * (size // 2**26)
 
 
 def zstd_bomb(size: int) -> bytes:
-    """So many zeros in a few kilobytes, as a tar's member."""
+    """Build a tar member of so many zeros in a few kilobytes."""
     import zstandard
 
     zeros = zstandard.compress(bytes(2**26))
@@ -139,7 +139,7 @@ PICKLES: dict[str, Callable[[], bytes]] = {
 
 
 def npz_of(header: str, payload: bytes = b"", deflated: bool = False) -> bytes:
-    """An npz file whose array `data` has such a header."""
+    """Build an npz file with such a header of its array `data`."""
     text = header.encode() + b"\n"
     array = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + payload
     file = io.BytesIO()

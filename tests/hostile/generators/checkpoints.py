@@ -25,17 +25,17 @@ FILES = ("config.json", "random-00000.pt", "probe.npy", MODEL)
 
 
 def newest(run: Path) -> Path:
-    """The checkpoint that is spoilt."""
+    """Return the checkpoint to damage."""
     return run / "checkpoints" / NEWEST
 
 
 def _file(name: str, spoil: Damage) -> Damage:
-    """Spoils a file of the newest checkpoint, whose manifest stays."""
+    """Build a function that damages a file of the newest checkpoint and leaves its manifest."""
     return lambda run: spoil(newest(run) / name)
 
 
 def _resealed(name: str, spoil: Damage) -> Damage:
-    """Spoils a file of the newest checkpoint, whose manifest is made to agree."""
+    """Build a function that damages a file of the newest checkpoint and adapts its manifest."""
 
     def done(run: Path) -> None:
         spoil(newest(run) / name)
@@ -83,13 +83,13 @@ def _placed(kind: str, name: str) -> Damage:
 
 
 def _renamed(run: Path) -> None:
-    """The newest is called, and says that it is, another step."""
+    """Give the newest checkpoint another step, in its name and content."""
     _says(step=99)(run)
     newest(run).rename(newest(run).with_name("step-00000099"))
 
 
 def _stranger_behind(run: Path) -> None:
-    """The newest is damaged, and the one before it is of other data."""
+    """Remove a file of the newest checkpoint, and give the one before it other data."""
     (newest(run) / "random-00000.pt").unlink()
     path = newest(run).with_name("step-00000004") / MANIFEST
     content = json.loads(path.read_text())
@@ -114,7 +114,7 @@ def _flip(path: Path) -> None:
 
 
 def _array(header: bytes | None = None, array: Any = None) -> Damage:
-    """Another array in the place of the probe's, under its manifest's hash; or its own under another header."""
+    """Replace the probe's array under its manifest's hash, or keep the array under another header."""
 
     def spoil(path: Path) -> None:
         content = path.read_bytes()
@@ -228,7 +228,7 @@ FAKED: dict[str, Damage] = {
 
 
 def _line(text: bytes) -> Damage:
-    """One more line at the end of metrics.jsonl."""
+    """Append a line to metrics.jsonl."""
 
     def done(run: Path) -> None:
         with (run / "metrics.jsonl").open("ab") as file:

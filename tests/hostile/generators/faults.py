@@ -40,10 +40,10 @@ def library(folder: Path) -> Path:
 
 
 def arm(folder: Path | str, kind: str, number: int, log: Path | str | None, *, every_thread: bool = True) -> None:
-    """From now on operations below a folder count, and the fault comes at the one of a number (0: at none).
+    """Start to count operations below a folder, and cause the fault at the one with a number (0: at none).
 
-    ``log``: of operations, to which this is added; `read_log` reads it. Processes that are forked count for themselves,
-    and record in one order.
+    ``log`` is a log of operations to which these are added; `read_log` reads it. Each forked process counts for
+    itself, and all record in one order.
     """
     fault, error = KINDS[kind]
     file = -1 if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -52,7 +52,7 @@ def arm(folder: Path | str, kind: str, number: int, log: Path | str | None, *, e
 
 
 def disarm() -> None:
-    """Operations count no more."""
+    """Stop counting operations."""
     ctypes.CDLL(None).faults_disarm()
 
 
@@ -77,7 +77,7 @@ class Operation(NamedTuple):
 
 
 def read_log(path: Path) -> list[Operation]:
-    """The operations in order, but for one at the end that a kill has torn."""
+    """Read the operations in order, without an incomplete one at the end."""
     content, operations, at = path.read_bytes(), [], 0
     while (end := content.find(b"\n", at)) >= 0:
         name, first, second, *numbers = content[at:end].decode().split("\t")
@@ -103,7 +103,7 @@ class _File:
         self.pending.clear()
 
     def after_cut(self, fate: random.Random | None) -> bytes:
-        """What a cut leaves: all that was flushed, and of the rest anything: nothing of it, a part, or zeros."""
+        """Return what a power cut may leave: all that was flushed, and of the rest nothing, a part, or zeros."""
         content = bytearray(self.flushed)
         how = fate.choice(("kept", "lost", "torn", "zeros", "some")) if fate and self.pending else "lost"
         if how == "lost":
@@ -139,7 +139,10 @@ class _Folder:
 
 @dataclass(eq=False)
 class _Change:
-    """Of names, all of them or none: what each means from now on, None: nothing. On the disk once its folder is."""
+    """A change of names that happens completely or not at all: the new meaning of each, None to remove it.
+
+    It is on the disk once its folder is.
+    """
 
     folder: _Folder
     names: dict[tuple[_Folder, str], _Folder | _File | None]
@@ -153,7 +156,7 @@ class Disk:
     """
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: as it was before, all of it on the disk."""
+        """Begin with ``folder`` as it was before, all of it on the disk."""
         self._root = folder
         self._now: dict[str, _Folder | _File] = {}  # what each path means to running processes
         self._by_number: dict[int, _Folder | _File] = {}
@@ -254,7 +257,7 @@ class Disk:
 def _settle(
     names: dict[tuple[_Folder, str], _Folder | _File | None], copies: dict[_Folder, dict[str, _Folder | _File]] | None
 ) -> None:
-    """Has names mean what a change says, on the disk or in copies."""
+    """Apply a change of names, on the disk or in copies."""
     for (folder, name), meant in names.items():
         held = folder.flushed if copies is None else copies.setdefault(folder, dict(folder.flushed))
         if meant is None:

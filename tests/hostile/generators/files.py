@@ -58,7 +58,7 @@ def write_words(folder: Path) -> None:
 
 
 def sparse(path: Path, size: int) -> None:
-    """Lengthens a file, or makes one, to so many bytes that take no room."""
+    """Extend or create a file to so many bytes that take no disk space."""
     with path.open("ab") as file:
         file.truncate(size)
 

@@ -10,7 +10,7 @@ JSON = "Content-Type: application/json"
 
 
 def request(body: bytes = b"", *, path: str = "/sample", method: str = "POST", host: str = "localhost") -> bytes:
-    """A whole request, well formed."""
+    """Build a complete and valid request."""
     head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n"
     head += f"{JSON}\r\nContent-Length: {len(body)}\r\n" if method == "POST" else ""
     return head.encode() + b"\r\n" + body
@@ -37,7 +37,7 @@ def _sample(body: bytes) -> bytes:
 
 
 def _headed(*lines: str, body: bytes = b"") -> bytes:
-    """A request for a sample with these lines in its head."""
+    """Build a request for a sample with these lines in its head."""
     return "\r\n".join(("POST /sample HTTP/1.1", "Host: localhost", JSON, *lines, "", "")).encode() + body
 
 
@@ -100,7 +100,7 @@ class Client:
     """A connection that sends bytes as they are; closed at the end of a ``with``."""
 
     def __init__(self, address: tuple[str, int], content: bytes = b"", *, receive_buffer: int | None = None) -> None:
-        """Connected, and ``content`` sent. ``receive_buffer``: bytes that the system takes for it unread."""
+        """Connect, and send ``content``. ``receive_buffer``: bytes that the system accepts before they are read."""
         self.socket = socket.socket()
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -119,7 +119,7 @@ class Client:
         self.socket.close()
 
     def rest(self) -> bytes:
-        """All that comes until the server closes the connection; b"" too where it breaks it off at once."""
+        """Read until the server closes or resets the connection."""
         came = b""
         try:
             while piece := self.socket.recv(1 << 16):
@@ -130,17 +130,17 @@ class Client:
 
 
 def status(answer: bytes) -> int | None:
-    """Of an answer; None where there is none."""
+    """Return the status of an answer; None if there is no answer."""
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/") else None
 
 
 def ask(address: tuple[str, int], content: bytes = WHOLE) -> bytes:
-    """The answer to one whole request."""
+    """Send one complete request and return the answer."""
     with Client(address, content.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)) as client:
         return client.rest()
 
 
 def close_all(clients: Iterable[Client]) -> None:
-    """At once."""
+    """Close all clients at once."""
     for client in clients:
         client.socket.close()

@@ -27,7 +27,7 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 @dataclass
 class Request:
-    """What one request asked for and got."""
+    """A request and its answer."""
 
     method: str
     name: str  # path within the folder
@@ -93,7 +93,7 @@ class FaultyServer:
         return sum(request.sent for request in self.requests)
 
     def of(self, name: str) -> list[Request]:
-        """The requests for one file."""
+        """Return the requests for one file."""
         return [request for request in self.requests if request.name == name]
 
     def begin(self, request: Request) -> random.Random:
@@ -129,7 +129,7 @@ class Exchange:
             self.send(*pieces)
 
     def wait(self) -> None:
-        """Until the client has closed the connection, or the server ends."""
+        """Wait until the client has closed the connection or the server ends."""
         self.connection.settimeout(0.1)
         while not self.ended.is_set():
             with suppress(TimeoutError):
@@ -159,7 +159,7 @@ class _Server(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request, client_address) -> None:
-        """Silent: clients of these tests disconnect in mid-body."""
+        """Ignore errors: clients of these tests disconnect within a body."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -251,7 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
-    """The URL of a server of this machine that answers by any handler of the standard library's."""
+    """Run a server on this machine with any handler of the standard library, and yield its URL."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()

@@ -27,7 +27,7 @@ def answer(
     version: str = '"1"',
     part: bool | None = None,
 ) -> None:
-    """An honest answer, but for what is given: a body, a length (none where it is empty), a version, or a range."""
+    """Build an honest answer with other values: a body, a length (none if empty), a version, or a range."""
     versions = {version, *(line.partition(": ")[2] for line in headers if line.startswith("Last-Modified"))}
     start = exchange.request.offset if exchange.request.headers.get("if-range", version) in versions else 0
     part = start > 0 if part is None else part
@@ -44,13 +44,13 @@ def answer(
 
 
 def status(line: str, *headers: str, body: bytes = b"") -> Callable[[Exchange], None]:
-    """Always the same answer."""
+    """Return always the same status."""
     head = "\r\n".join([f"HTTP/1.1 {line}", *headers, f"Content-Length: {len(body)}", "", ""]).encode("latin-1")
     return lambda exchange: exchange.send(head, body)
 
 
 def cut(size: int, **changes: object) -> Callable[[Exchange], None]:
-    """The connection ends after so many bytes of each answer."""
+    """End the connection after so many bytes of each answer."""
     return lambda exchange: answer(exchange, body=_rest(exchange)[:size], **changes)  # type: ignore[arg-type]
 
 
@@ -80,7 +80,7 @@ def _reset(exchange: Exchange) -> None:
 
 
 def _two_in_one(exchange: Exchange) -> None:
-    """The file is another one whenever a part of it is asked for."""
+    """Serve requests for a part from another file."""
     other = bytes(byte ^ 1 for byte in exchange.content) if exchange.request.offset else exchange.content
     cut(CUT_BYTES, version=f'"{exchange.number}"')(
         Exchange(exchange.request, other, exchange.number, exchange.connection, exchange.ended)
@@ -88,7 +88,7 @@ def _two_in_one(exchange: Exchange) -> None:
 
 
 def _part_of_another_version(exchange: Exchange) -> None:
-    """If-Range is not looked at."""
+    """Ignore If-Range."""
     start, total = exchange.request.offset, len(exchange.content)
     head = "HTTP/1.1 206 Partial Content" if start else "HTTP/1.1 200 OK"
     lines = [head, f'ETag: "{exchange.number}"', f"Content-Length: {total - start}"]

@@ -19,9 +19,9 @@ WHENS = ("computing", "waiting", "evaluating")
 
 
 def lose_worker(what: str, when: str, rank: int, step: int, note: Path) -> None:
-    """Has this rank lose its first worker while it computes a step, waits for its data, or evaluates it.
+    """Make this rank lose its first worker while it computes a step, waits for its data, or evaluates it.
 
-    Once: the file ``note``, which gets the ids of the rank's workers, says that it has been.
+    This happens once: the file ``note``, which gets the ids of the rank's workers, records it.
     """
     import longstride.launcher.training.loop as loop
     from longstride.data_pipelines.order.workers import Workers
@@ -73,7 +73,7 @@ def _lose(pid: int, what: str, waiting: bool) -> None:
 
 
 def _await_waiting(pid: int) -> None:
-    """Until the main thread waits for that worker, of which all has been taken that came."""
+    """Wait until the main thread waits for that worker, after taking all that it sent."""
     while True:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         while frame is not None and frame.f_code.co_name != "_wait_for_item":

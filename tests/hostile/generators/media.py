@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def png_chunk(kind: bytes, content: bytes, size: int | None = None) -> bytes:
-    """A chunk of a PNG file, with its check sum; ``size`` is what it states."""
+    """Build a chunk of a PNG file, with its checksum; ``size`` is the size that it states."""
     size = len(content) if size is None else size
     return struct.pack(">I", size) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
@@ -19,14 +19,14 @@ def png_chunk(kind: bytes, content: bytes, size: int | None = None) -> bytes:
 def png(
     width: int, height: int, *between: bytes, rows: bytes = b"", depth: int = 8, kind: int = 2, interlaced: bool = False
 ) -> bytes:
-    """A PNG file of the stated size with such chunks and such rows, compressed."""
+    """Build a PNG file of the stated size with such chunks and such rows, compressed."""
     head = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, interlaced))
     data = png_chunk(b"IDAT", zlib.compress(rows))
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(between) + data + png_chunk(b"IEND", b"")
 
 
 def _exif(entries: int, size: int) -> bytes:
-    """Metadata of so many entries, each of which claims all bytes behind them."""
+    """Build metadata of so many entries, each of which claims all bytes after them."""
     listed = b"".join(struct.pack("<HHII", tag, 7, size, 8) for tag in range(entries))
     return b"II*\0\x08\0\0\0" + struct.pack("<H", entries) + listed + bytes(4 + size)
 
@@ -82,7 +82,7 @@ def wav(
     size: int | None = None,
     before: bytes = b"",
 ) -> bytes:
-    """A WAV file with the stated fields."""
+    """Build a WAV file with the stated fields."""
     frame = channels * bits // 8 if frame is None else frame
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, tag, channels, rate, rate * frame % 2**32, frame, bits)
     size = len(data) if size is None else size

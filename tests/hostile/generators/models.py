@@ -105,7 +105,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 
 def changed(model: dict[str, Any], path: str, value: object) -> dict[str, Any]:
-    """A copy of a `model` object with another value at a dotted path."""
+    """Copy a `model` object with another value at a dotted path."""
     content: dict[str, Any] = json.loads(json.dumps(model | OBJECTS.get(path, {})))
     *parents, last = path.split(".")
     place: Any = content
@@ -131,7 +131,7 @@ def set_model(config: Path, make: Callable[[dict[str, Any]], dict[str, Any]]) ->
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The header of a safetensors file, and what follows it."""
+    """Split a safetensors file into its header and its data."""
     whole = path.read_bytes()
     end = 8 + int.from_bytes(whole[:8], "little")
     return json.loads(whole[8:end]), whole[end:]
@@ -299,7 +299,7 @@ def _checked(whole: bytes) -> bytes:
 
 
 def _sized(size: int) -> Callable[[bytes], bytes]:
-    """Another size of the content, where it was below 16,384 bytes and from 128 on; with a check that is right."""
+    """Change the stated size of the content, below 16,384 bytes and from 128 on, with a valid check."""
     return lambda whole: _checked(whole[:20] + _lsz_varint(size) + whole[22:])
 
 

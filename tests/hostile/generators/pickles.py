@@ -28,7 +28,7 @@ class Runs:
 
 
 def _tar(path: Path) -> None:
-    """As torch wrote before version 0.1.10."""
+    """Write a file in the format of torch before version 0.1.10."""
     with tarfile.open(path, "w") as archive:
         for name in ("sys_info", "pickle", "storages", "tensors"):
             content = pickle.dumps({"protocol_version": 1000, "little_endian": True})
@@ -45,7 +45,7 @@ def _script(path: Path) -> None:
 
 
 def _packed(path: Path) -> None:
-    """The same archive with its pickle packed, and a gigabyte of zeros in it."""
+    """Compress the pickle of the archive, with a gigabyte of zeros in it."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:

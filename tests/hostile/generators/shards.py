@@ -83,7 +83,7 @@ def reindex(folder: Path, change: Callable[[np.ndarray], None]) -> None:
 
 
 def _endless(folder: Path) -> None:
-    """A shard with a terabyte of zeros behind its samples."""
+    """Build a shard with a terabyte of zeros after its samples."""
 
     def changed(record: ShardRecord) -> ShardRecord:
         sparse(folder / record.name, 2**40)

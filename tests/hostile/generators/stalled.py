@@ -15,7 +15,7 @@ _SETTLED_MILLISECONDS = 100
 
 @contextmanager
 def stalled(kind: str) -> Iterator[int]:
-    """The writing end of one of STALLED. Who writes there waits until the block ends."""
+    """Yield the writing end of one of STALLED. A writer waits until the block ends."""
     reader, writer = STALLED[kind]()
     os.set_blocking(writer, False)
     room = select.poll()
