@@ -1,4 +1,4 @@
-"""What all routes share: answers in JSON, refusals in the form that a route's clients know, and the guards."""
+"""Shared by all routes: answers in JSON, errors in the format of a route's clients, bodies, and access checks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from longstride.launcher.serving.metrics import Metrics
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Parsed = TypeVar("Parsed")
-OPENAI = "/v1/"  # before paths that OpenAI's clients ask for
-# The page needs nothing from anywhere else, and no other page may hold it.
+OPENAI = "/v1/"  # prefix of the paths of OpenAI's clients
+# The page loads nothing from elsewhere, and no other page may embed it.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -35,47 +35,70 @@ _ERRORS = {
     405: "not by this method: /sample, /likelihood and /v1/completions take POST, everything else GET",
     413: "the body is larger than the prompts that a request may have: give shorter ones, or fewer",
 }
-_SMALL_BYTES = 1 << 16  # of a body that always has room, and is parsed at once
+_SMALL_BYTES = 1 << 16  # bodies up to this size do not count as memory, and are parsed at once
 
 
 class Refused(Exception):  # noqa: N818 - an answer
-    """Why a request is not answered, in one line; ``more`` is told beside it."""
+    """A request is refused, for a reason in one line.
 
-    def __init__(self, status: int, line: str, *, retry: float | None = None, **more: Any) -> None:
-        """``retry``: after how many seconds another attempt may go better."""
+    Args:
+        status: of the answer.
+        line: the reason.
+        retry: the seconds after which another attempt may succeed.
+        details: further fields of the answer.
+    """
+
+    def __init__(self, status: int, line: str, *, retry: float | None = None, **details: Any) -> None:
         super().__init__(line)
-        self.status, self.retry, self.more = status, retry, more
+        self.status, self.retry, self.details = status, retry, details
 
 
 def answer(content: dict[str, Any], status: int = 200) -> web.Response:
-    """One line of JSON."""
+    """Build an answer of one line of JSON."""
     return web.Response(text=json.dumps(content) + "\n", status=status, content_type="application/json")
 
 
 def openai_error(status: int, line: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's object for an error."""
+    """Build OpenAI's error object."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": line, "type": kind, "param": param, "code": code}}
 
 
 class Bodies:
-    """The bodies that are held at this moment: those that are not small have a room together."""
+    """The request bodies in memory. Large ones share a budget of 64 MiB, or of four of the largest.
+
+    ``largest`` is the most bytes of one body.
+    """
 
     def __init__(self, largest: int) -> None:
-        """None yet. ``largest``: bytes of one body; there is room for four, and for 64 MiB."""
         self._largest, self._room = largest, max(4 * largest, 1 << 26)
 
-    async def parsed(self, request: web.Request, seconds: float, parse: Callable[[bytes], Parsed]) -> Parsed:
-        """What ``parse`` makes of a request's JSON, in a thread where it is long. Raises Refused and what it raises."""
+    async def parse(self, request: web.Request, seconds: float, parse: Callable[[bytes], Parsed]) -> Parsed:
+        """Read a request's JSON and parse it, in a thread if it is large.
+
+        Raises:
+            Refused: the body is not JSON, too large, late or incomplete; also whatever ``parse`` raises.
+        """
         if request.content_type != "application/json" or "Content-Encoding" in request.headers:
-            # A page of another origin cannot send this type unasked.
+            # A page of another origin cannot send this type without a preflight request.
             raise Refused(415, "the body must be JSON, not compressed: send Content-Type: application/json")
         if (request.content_length or 0) > self._largest:
             raise Refused(413, _ERRORS[413])
         body = bytearray()
+
+        async def read() -> None:
+            while chunk := await request.content.readany():
+                self._room += _large_bytes(body)
+                body.extend(chunk)
+                self._room -= _large_bytes(body)
+                if len(body) > self._largest:
+                    raise Refused(413, _ERRORS[413])
+                if self._room < 0 < _large_bytes(body):
+                    raise Refused(503, "too many long bodies at once; try again", retry=1)
+
         try:
             with connection_of(request).receiving():
-                await asyncio.wait_for(self._read(request, body), seconds)
+                await asyncio.wait_for(read(), seconds)
             if len(body) <= _SMALL_BYTES:
                 return parse(bytes(body))
             return await asyncio.get_running_loop().run_in_executor(None, parse, bytes(body))
@@ -84,30 +107,20 @@ class Bodies:
         except asyncio.TimeoutError:
             raise Refused(408, f"the body did not come within {seconds:g} s") from None
         finally:
-            self._room += _counted(body)
-
-    async def _read(self, request: web.Request, body: bytearray) -> None:
-        while chunk := await request.content.readany():
-            self._room += _counted(body)
-            body += chunk
-            self._room -= _counted(body)
-            if len(body) > self._largest:
-                raise Refused(413, _ERRORS[413])
-            if self._room < 0 < _counted(body):
-                raise Refused(503, "too many long bodies at once; try again", retry=1)
+            self._room += _large_bytes(body)
 
 
-def _counted(body: bytearray) -> int:
+def _large_bytes(body: bytearray) -> int:
     return len(body) if len(body) > _SMALL_BYTES else 0
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """On every answer."""
+    """Add the security headers to an answer."""
     response.headers.update(_HEADERS)
 
 
 def counting(metrics: Metrics) -> Middleware:
-    """Counts answers by their route, and times them."""
+    """Build a middleware that counts answers by route and measures their times."""
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -127,7 +140,7 @@ def counting(metrics: Metrics) -> Middleware:
 
 @web.middleware
 async def errors_in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors as JSON: refusals, the framework's own, and unexpected ones, whose traceback goes to standard error."""
+    """Answer errors in JSON: refusals, aiohttp's own, and unexpected ones, which also print a traceback."""
     try:
         return await handler(request)
     except Refused as error:
@@ -139,7 +152,7 @@ async def errors_in_json(request: web.Request, handler: Handler) -> web.StreamRe
             response.headers["Allow"] = error.headers["Allow"]
             return response
     except ConnectionError:
-        refused = Refused(400, "the client left")  # which nobody reads
+        refused = Refused(400, "the client left")  # nobody reads this
     except Exception:
         traceback.print_exc(file=sys.stderr)
         refused = Refused(500, "the server failed at this request; it goes on")
@@ -148,28 +161,32 @@ async def errors_in_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 def _refusal(request: web.Request, refused: Refused) -> web.Response:
     if request.path.startswith(OPENAI):
-        more = {name: value for name, value in refused.more.items() if name in ("param", "code")}
-        response = answer(openai_error(refused.status, str(refused), **more), refused.status)
+        details = {name: value for name, value in refused.details.items() if name in ("param", "code")}
+        response = answer(openai_error(refused.status, str(refused), **details), refused.status)
         if refused.status >= 500 and refused.retry is None:
-            response.headers["x-should-retry"] = "false"  # OpenAI's clients would ask for the same again
+            response.headers["x-should-retry"] = "false"  # otherwise OpenAI's clients repeat the request
     else:
-        response = answer({"error": str(refused)} | refused.more, refused.status)
+        response = answer({"error": str(refused)} | refused.details, refused.status)
     if refused.retry is not None:
         response.headers["Retry-After"] = str(math.ceil(refused.retry))
     return response
 
 
 def own_names_only(names: Collection[str]) -> Middleware:
-    """Refuses other names than these: a page can make its own name lead to this address (DNS rebinding).
+    """Build a middleware that refuses other host names, against DNS rebinding: a page may point its name here.
 
-    An address is no name that a page could have, and it may be another than this machine's own: a container's host
-    hands on what comes to one of its.
+    Any IP address is accepted. A page cannot have one as its name, and it may differ from this machine's: a container's
+    host forwards requests to its own address.
     """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        name = _parts("//" + request.headers.get("Host", "")).hostname or ""
-        if not (name == "localhost" or name in names or _is_address(name)):
+        name = _split_url("//" + request.headers.get("Host", "")).hostname or ""
+        try:
+            is_allowed = name == "localhost" or name in names or bool(ipaddress.ip_address(name))
+        except ValueError:
+            is_allowed = False
+        if not is_allowed:
             line = (
                 f"the Host header names {name[:80]!r}, which is not this server's; if it is, start it with --allow-host"
             )
@@ -179,17 +196,9 @@ def own_names_only(names: Collection[str]) -> Middleware:
     return check
 
 
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
 @web.middleware
 async def watched(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tells the connection that a request is answered. One whose body is not read to its end is its last."""
+    """Mark the connection as answering. A request whose body is not read to its end is its last."""
     with connection_of(request).answering(request):
         response = await handler(request)
         if not request.content.is_eof():
@@ -199,15 +208,15 @@ async def watched(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def own_origin_only(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse what a page of another origin sends."""
+    """Refuse requests from a page of another origin."""
     origin = request.headers.get("Origin")
-    if origin is not None and _parts(origin).netloc != request.headers.get("Host"):
+    if origin is not None and _split_url(origin).netloc != request.headers.get("Host"):
         raise Refused(403, "pages of another origin have no access")
     return await handler(request)
 
 
-def _parts(url: str) -> SplitResult:
-    """The parts of a URL; of what is none, empty ones."""
+def _split_url(url: str) -> SplitResult:
+    """Split a URL into its parts; an invalid URL gives empty parts."""
     try:
         return urlsplit(url)
     except ValueError:

@@ -1,7 +1,4 @@
-"""The routes: a page, what is served, samples that are streamed, and what OpenAI's clients ask for.
-
-See docs/serving.md.
-"""
+"""The routes: a page, the model, streamed samples, likelihoods, and OpenAI's completions. See docs/serving.md."""
 
 from __future__ import annotations
 
@@ -51,24 +48,24 @@ from longstride.launcher.serving.request import (
 from longstride.launcher.serving.sampler import Busy, End, Job, Piece, Sampler
 from longstride.sparse_model import ModelConfig
 
-Event = tuple[int, Piece | End]  # of which context
+Event = tuple[int, Piece | End]  # with the number of the context
 _PAGES = {
     "/": ("serve.html", "text/html"),
     "/serve.css": ("serve.css", "text/css"),
     "/serve.js": ("serve.js", "text/javascript"),
 }
-_NATS_DIGITS = 6  # behind the point, of a byte's
-_LAST_WORD_SECONDS = 1.0  # for a client to read the line that says it was too late
+_NATS_DIGITS = 6  # decimals of a byte's nats
+_LAST_WORD_SECONDS = 1.0  # for a client to read the line about the time limit
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may take."""
+    """Limits of requests."""
 
-    max_bytes: int  # sampled, of each context
-    waiting: int  # requests, beside those that are sampled
-    seconds: float  # from its arrival to its last byte
-    contexts: int  # sampled at once, of all requests
+    max_bytes: int  # to sample per context
+    waiting: int  # requests in the queue
+    seconds: float  # from a request to the end of its answer
+    contexts: int  # sampled at once, over all requests
 
 
 class Service:
@@ -79,7 +76,7 @@ class Service:
         self._bodies = Bodies(largest_body(config, MOST_CHOICES))
 
     def application(self, names: Collection[str]) -> web.Application:
-        """All routes, for requests to these names and to addresses in numbers."""
+        """Build the application with all routes, for requests to these host names and to IP addresses."""
         middlewares = [watched, counting(self._sampler.metrics), errors_in_json, own_names_only(names), own_origin_only]
         application = web.Application(middlewares=middlewares)
         for path in _PAGES:
@@ -96,17 +93,17 @@ class Service:
         return application
 
     async def page(self, request: web.Request) -> web.Response:
-        """The page, its style and its script."""
+        """Serve the page, its style and its script."""
         file, kind = _PAGES[request.path]
         text = resources.files("longstride.launcher.serving").joinpath(file).read_text(encoding="utf-8")
         return web.Response(text=text, content_type=kind, charset="utf-8")
 
     async def health(self, request: web.Request) -> web.Response:
-        """Whether the server works, and how many requests there are."""
+        """Report that the server works, and how many requests there are."""
         return answer({"status": "ok", "sampling": self._sampler.contexts > 0, "waiting": self._sampler.waiting})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Counts since the start, in Prometheus' format."""
+        """Report counts since the start, in Prometheus' format."""
         gauges = {
             "contexts_sampling": ("Contexts that are being sampled.", self._sampler.contexts),
             "requests_waiting": ("Requests in the queue.", self._sampler.waiting),
@@ -115,11 +112,11 @@ class Service:
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def model(self, request: web.Request) -> web.Response:
-        """What is served."""
+        """Describe the model."""
         return answer(self._about)
 
     async def models(self, request: web.Request) -> web.Response:
-        """The one model, as OpenAI describes models: in a list, or by its name."""
+        """Describe the model in OpenAI's format: in a list, or by its name."""
         about = self._about
         described = {"id": about["name"], "object": "model", "created": about["created"], "owned_by": "longstride"}
         described["max_model_len"] = about["context"]
@@ -131,34 +128,34 @@ class Service:
         return answer(described)
 
     async def sample(self, request: web.Request) -> web.StreamResponse:
-        """Samples, and streams bytes as they come."""
+        """Sample, and stream bytes as they come."""
         deadline = _now() + self.limits.seconds
         most = self.limits.max_bytes
-        sample = await self._parsed(request, lambda body: parse_request(body, self._config, most))
-        async with self._sampled([sample]) as (jobs, events):
+        sample = await self._parse(request, lambda body: parse_request(body, self._config, most))
+        async with self._sampling([sample]) as (jobs, events):
             first = await self._first(events, deadline)
             return await self._stream(_Lines(request, sample), jobs, first, events, deadline)
 
     async def likelihood(self, request: web.Request) -> web.Response:
-        """The nats of each byte of a text."""
+        """Compute the nats of each byte of a text."""
         deadline = _now() + self.limits.seconds
-        asked = await self._parsed(request, lambda body: parse_score(body, self._config))
-        events = await self._all([asked], deadline)
+        score = await self._parse(request, lambda body: parse_score(body, self._config))
+        events = await self._collect([score], deadline)
 
-        def whole() -> bytes:
-            scores = [score for _, event in events if isinstance(event, Piece) for score in event.scores]
-            nats = [-score.logprob for score in scores if score is not None]
+        def encode() -> bytes:
+            scores = [item for _, event in events if isinstance(event, Piece) for item in event.scores]
+            nats = [-item.logprob for item in scores if item is not None]
             bits = math.fsum(nats) / math.log(2) / len(nats)
-            rounded = [round(each, _NATS_DIGITS) for each in nats]
-            return _line({"bytes": len(nats), "bits_per_byte": bits, "min_context": asked.min_context, "nats": rounded})
+            rounded = [round(value, _NATS_DIGITS) for value in nats]
+            return _line({"bytes": len(nats), "bits_per_byte": bits, "min_context": score.min_context, "nats": rounded})
 
-        body = await asyncio.get_running_loop().run_in_executor(None, whole)
+        body = await asyncio.get_running_loop().run_in_executor(None, encode)
         return web.Response(body=body, content_type="application/json")
 
-    async def _parsed(self, request: web.Request, parse: Callable[[bytes], Parsed]) -> Parsed:
-        """What a request's body asks for; Refused where that is wrong."""
+    async def _parse(self, request: web.Request, parse: Callable[[bytes], Parsed]) -> Parsed:
+        """Parse a request's body; turn its errors into Refused."""
         try:
-            return await self._bodies.parsed(request, self.limits.seconds, parse)
+            return await self._bodies.parse(request, self.limits.seconds, parse)
         except MalformedError as error:
             raise Refused(400, str(error)) from None
         except ConfigError as error:
@@ -166,11 +163,11 @@ class Service:
             raise Refused(422, "; ".join(map(str, error.problems)), problems=problems) from None
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Samples as OpenAI's clients ask for them: whole, or streamed."""
-        deadline = asyncio.get_running_loop().time() + self.limits.seconds
+        """Sample for OpenAI's clients, in one answer or streamed."""
+        deadline = _now() + self.limits.seconds
         name, most = self._about["name"], self.limits.max_bytes
         try:
-            asked = await self._bodies.parsed(
+            completion_request = await self._bodies.parse(
                 request, self.limits.seconds, lambda body: parse_completion(body, self._config, name, most)
             )
         except UnknownModelError as error:
@@ -181,28 +178,29 @@ class Service:
             code = "context_length_exceeded" if isinstance(error, TooLongError) else None
             line = "; ".join(map(str, error.problems))
             raise Refused(400, line, param=error.problems[0].path, code=code) from None
-        completion = Completion(asked, self._about)
-        if asked.stream:
-            async with self._sampled(asked.samples) as (jobs, events):
+        completion = Completion(completion_request, self._about)
+        samples = completion_request.samples
+        if completion_request.stream:
+            async with self._sampling(samples) as (jobs, events):
                 first = await self._first(events, deadline)
                 return await self._stream(_Chunks(request, completion), jobs, first, events, deadline)
-        all_events = await self._all(asked.samples, deadline, "ask for less, or stream")
+        all_events = await self._collect(samples, deadline, "ask for less, or stream")
 
-        def whole() -> bytes:
+        def encode() -> bytes:
             for number, event in all_events:
                 completion.add(number, event)
-            return _line(completion.whole())
+            return _line(completion.answer())
 
-        # In a thread: scores of many bytes are 40 MB and more.
-        body = await asyncio.get_running_loop().run_in_executor(None, whole)
+        # In a thread, as scores of many bytes take 40 MB and more.
+        body = await asyncio.get_running_loop().run_in_executor(None, encode)
         return web.Response(body=body, content_type="application/json")
 
-    async def _all(
-        self, asked: Sequence[SampleRequest | ScoreRequest], deadline: float, advice: str = "ask for less"
+    async def _collect(
+        self, requests: Sequence[SampleRequest | ScoreRequest], deadline: float, advice: str = "ask for less"
     ) -> list[Event]:
-        """All that comes of a request, once it is whole; Refused where it fails or takes too long."""
+        """Return all events of a request once it is complete. Raises Refused if it fails or takes too long."""
         events: list[Event] = []
-        async with self._sampled(asked, events) as (jobs, ends):
+        async with self._sampling(requests, events) as (jobs, ends):
             try:
                 for _ in jobs:
                     number, end = await asyncio.wait_for(ends.get(), deadline - _now())
@@ -213,18 +211,18 @@ class Service:
         return events
 
     @asynccontextmanager
-    async def _sampled(
+    async def _sampling(
         self, samples: Sequence[SampleRequest | ScoreRequest], pieces: list[Event] | None = None
     ) -> AsyncIterator[tuple[list[Job], asyncio.Queue[Event]]]:
-        """Contexts that are sampled, and what comes of them; at the end, whatever it is, their sampling ends too.
+        """Submit contexts to the sampler and yield them with a queue of their events; drop them on exit.
 
-        Where ``pieces`` are given they go there, and the loop is woken by ends alone.
+        With a list ``pieces``, pieces are appended to it, and only ends go to the queue and wake the loop.
         """
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def job(number: int, sample: SampleRequest | ScoreRequest) -> Job:
             def deliver(event: Piece | End) -> None:
-                """From the sampling thread to the loop's. A closed loop needs nothing any more."""
+                """Pass an event from the sampling thread to the loop's thread."""
                 if pieces is not None and isinstance(event, Piece):
                     pieces.append((number, event))
                 elif not loop.is_closed():
@@ -239,11 +237,11 @@ class Service:
             raise Refused(503, str(busy), retry=busy.seconds) from None
         try:
             yield jobs, events
-        finally:  # also where the client left, which cancels the handler
+        finally:  # also if the client leaves, which cancels the handler
             self._sampler.drop(jobs)
 
     async def _first(self, events: asyncio.Queue[Event], deadline: float) -> Event:
-        """What comes first; Refused where that is a failure, or nothing comes in time."""
+        """Return the first event. Raises Refused if it is a failure or comes too late."""
         try:
             first = await asyncio.wait_for(events.get(), deadline - _now())
         except asyncio.TimeoutError:
@@ -258,20 +256,20 @@ class Service:
     async def _stream(
         self, stream: _Stream, jobs: list[Job], first: Event, events: asyncio.Queue[Event], deadline: float
     ) -> web.StreamResponse:
-        """The answer from its first byte to its last, or to the deadline."""
+        """Send an answer from its first byte to its last, or to the deadline."""
         try:
             await asyncio.wait_for(stream.send(first, events), deadline - _now())
         except asyncio.TimeoutError:
             for job in jobs:
                 job.stopped = True
             await stream.write_at_last(f"took longer than {self.limits.seconds:g} s")
-        except ConnectionError:  # the client left, and a byte came before the cancellation
+        except ConnectionError:  # the client left, and a byte was written before the cancellation
             pass
         return stream.response
 
 
 class _Stream:
-    """An answer that is written as its bytes come."""
+    """An answer that is written as bytes are sampled."""
 
     content_type: str
 
@@ -280,30 +278,30 @@ class _Stream:
         self.response = web.StreamResponse(headers={"Content-Type": self.content_type})
 
     async def send(self, first: Event, events: asyncio.Queue[Event]) -> None:
-        """All of it; each time that something is written, all that has come by then."""
+        """Send the whole answer. Each write has all events that have come by then."""
         await self.response.prepare(self.request)
         await self.begin()
-        taken, goes_on = [first], True
-        while goes_on:
+        batch = [first]
+        while True:
             while not events.empty():
-                taken.append(events.get_nowait())
-            goes_on = await self.send_events(taken)
-            if goes_on:
-                taken = [await events.get()]
+                batch.append(events.get_nowait())
+            if not await self.send_events(batch):
+                return
+            batch = [await events.get()]
 
     async def begin(self) -> None:
-        """What is written before anything has come."""
+        """Write the beginning of the answer."""
 
     async def send_events(self, events: list[Event]) -> bool:
-        """Writes what came; whether there is more to come."""
+        """Write events; return whether there are more to come."""
         raise NotImplementedError
 
     def error(self, line: str) -> bytes:
-        """The last that is written of an answer that breaks off."""
+        """Return the end of an answer that breaks off."""
         raise NotImplementedError
 
     async def write_at_last(self, line: str) -> None:
-        """The error. A client that no longer reads has its connection aborted."""
+        """Write the error, and abort the connection if the client does not read it."""
         try:
             await asyncio.wait_for(self.response.write(self.error(line)), _LAST_WORD_SECONDS)
         except (asyncio.TimeoutError, ConnectionError):
@@ -312,7 +310,7 @@ class _Stream:
 
 
 class _Lines(_Stream):
-    """One sample, a JSON object a line; each has the bytes since the line before."""
+    """A sample as lines of JSON. Each has the bytes since the line before."""
 
     content_type = "application/x-ndjson"
 
@@ -322,11 +320,11 @@ class _Lines(_Stream):
         self.sampled = 0  # bytes written
 
     async def begin(self) -> None:
-        """What is to come."""
+        """Announce the seed and the number of bytes."""
         await self.response.write(_line({"seed": self.sample.seed, "bytes": self.sample.count}))
 
     async def send_events(self, events: list[Event]) -> bool:
-        """A line of bytes, and where they end a last one."""
+        """Write a line of bytes, and at the end a last one."""
         sampled = b"".join(event.content for _, event in events if isinstance(event, Piece))
         if sampled:
             self.sampled += len(sampled)
@@ -338,12 +336,11 @@ class _Lines(_Stream):
         return end is None
 
     def error(self, line: str) -> bytes:
-        """With the number of bytes that came."""
         return _line({"error": line, "sampled": self.sampled})
 
 
 class _Chunks(_Stream):
-    """Completions as server-sent events, as OpenAI streams them."""
+    """Completions as server-sent events in OpenAI's format."""
 
     content_type = "text/event-stream"
 
@@ -352,7 +349,7 @@ class _Chunks(_Stream):
         self.completion = completion
 
     async def send_events(self, events: list[Event]) -> bool:
-        """A chunk of each choice that has more to show; at the end the usage, if it was asked for."""
+        """Write a chunk of each choice with new text, and at the end the usage if requested."""
         completion = self.completion
         for number, event in events:
             if isinstance(event, End) and event.problem:
@@ -367,7 +364,6 @@ class _Chunks(_Stream):
         return not completion.done
 
     def error(self, line: str) -> bytes:
-        """OpenAI's object for an error, at which its client raises."""
         return _event(openai_error(500, line))
 
 

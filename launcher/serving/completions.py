@@ -1,7 +1,7 @@
-"""The answer to `POST /v1/completions`, whole or in chunks, from bytes as they are sampled.
+"""`POST /v1/completions`: parse and check requests with OpenAI's fields, and answer them, streamed or not.
 
-Text is UTF-8 that is decoded byte by byte: a character appears once it is whole, and what is no UTF-8 as the
-replacement character. So chunks joined are the text that is not streamed. Bytes that may begin a stop are held back.
+Text is decoded byte by byte from UTF-8. A character appears once it is complete, and invalid UTF-8 as the replacement
+character, so joined chunks equal the text that is not streamed. Bytes that may begin a stop are delayed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from longstride.sparse_model import ModelConfig, StrictModel, wrong_settings
 
 MOST_CHOICES = 128  # of one request, as OpenAI has it
 MOST_STOPS = 16
-_MAX_TOKENS = 16  # where the request says nothing
+_MAX_TOKENS = 16  # the default
 _MOST_LOGPROBS = 256
 _MOST_SCORES = 1 << 22  # of one request; each takes about 100 bytes of memory
 _SEEDS = 2**63
@@ -39,7 +39,7 @@ class _Body(StrictModel):
     """The fields, by OpenAI's names; `null` is the default of each."""
 
     model: str
-    prompt: Any = None  # the beginning of a text
+    prompt: Any = None  # None begins a text
     best_of: int | None = None
     echo: bool | None = None
     frequency_penalty: _Penalty | None = None
@@ -54,26 +54,26 @@ class _Body(StrictModel):
     stream_options: _StreamOptions | None = None
     suffix: str | None = None
     temperature: Any = None
-    top_k: Any = None  # not OpenAI's, and wide-spread
+    top_k: Any = None  # an extension that many servers have
     top_p: Any = None
-    user: str | None = None  # means nothing here
+    user: str | None = None  # ignored
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt."""
+    """A prompt."""
 
     content: bytes
-    started: bool = False  # the start stood before it, so that its first byte has a score
+    has_start: bool = False  # whether it began with the start token, so that its first byte has a score
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """What is to be sampled, and how it is to be answered."""
+    """A request for completions."""
 
     prompts: list[Prompt]
-    n: int  # choices of each prompt
-    samples: list[SampleRequest]  # of each choice; those of one prompt stand together
+    n: int  # choices per prompt
+    samples: list[SampleRequest]  # one per choice; those of a prompt are adjacent
     stream: bool
     include_usage: bool  # in a stream
 
@@ -83,128 +83,127 @@ class TooLongError(ConfigError):
 
 
 class UnknownModelError(ValueError):
-    """Another model than the one that is served."""
+    """The request names another model than the one that is served."""
 
 
 def parse_completion(body: bytes, config: ModelConfig, name: str, max_bytes: int) -> CompletionRequest:
-    """A request from its JSON body.
+    """Parse a request from its JSON body.
 
     Args:
-        body: as it came.
-        config: of the model; at most 256 tokens.
+        body: the body.
+        config: of the model; its vocabulary has at most 256 tokens.
         name: of the model.
-        max_bytes: that one choice may sample.
+        max_bytes: the most bytes to sample per choice.
 
     Raises:
-        MalformedError: no JSON object.
+        MalformedError: the body is not a JSON object.
         UnknownModelError: the request names another model.
         ConfigError: a problem for each wrong field; a TooLongError if that is the only one.
     """
-    content = load_object(body)
-    asked = _Body.model_validate(content)
-    if asked.model != name:
-        raise UnknownModelError(f"model={asked.model[:80]!r} is not served here; take {name!r}")
-    problems = list(_problems(asked, config))
+    fields = _Body.model_validate(load_object(body))
+    if fields.model != name:
+        raise UnknownModelError(f"model={fields.model[:80]!r} is not served here; take {name!r}")
+    problems = list(_field_problems(fields, config))
     prompts: list[Prompt] = []
     stop: tuple[bytes, ...] = ()
     try:
-        prompts = _prompts(asked.prompt, config)
-        stop = _stops(asked.stop)
+        prompts = _parse_prompts(fields.prompt, config)
+        stop = _parse_stops(fields.stop)
     except ConfigError as error:
         problems += error.problems
-    n = asked.n or 1
+    n = fields.n or 1
     if len(prompts) * n > MOST_CHOICES:
         problems.append(Problem("n", f"{len(prompts)} prompts have {len(prompts) * n} choices; at most {MOST_CHOICES}"))
     longest = max((len(prompt.content) for prompt in prompts), default=0)
     fitting = min(max_bytes, config.context - longest)
-    count = max(1, min(_MAX_TOKENS, fitting)) if asked.max_tokens is None else asked.max_tokens
+    count = max(1, min(_MAX_TOKENS, fitting)) if fields.max_tokens is None else fields.max_tokens
     if problems:
         raise ConfigError(*problems)
     if count > fitting:
         rule = f"this model's maximum context length is {config.context} tokens, which are bytes: "
         rule += f"the prompt has {longest}, and at most {max(0, fitting)} can be sampled"
         raise TooLongError(Problem("max_tokens", rule, count))
-    places = n * sum(count + len(prompt.content) * bool(asked.echo) for prompt in prompts)
-    most = max(_MOST_SCORES, 4 * config.context) // ((asked.logprobs or 0) + 1)
-    if asked.logprobs is not None and places > most:
+    places = n * sum(count + len(prompt.content) * bool(fields.echo) for prompt in prompts)
+    most = max(_MOST_SCORES, 4 * config.context) // ((fields.logprobs or 0) + 1)
+    if fields.logprobs is not None and places > most:
         rule = f"is too much for {places:,} bytes in one request; with it {most:,} are the most"
-        raise ConfigError(Problem("logprobs", rule, asked.logprobs))
+        raise ConfigError(Problem("logprobs", rule, fields.logprobs))
     samples = [
         SampleRequest(
             prompt=prompt.content,
             count=count,
-            temperature=1.0 if asked.temperature is None else float(asked.temperature),
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            # Equal seeds give the same whatever stands beside; choices without one are all different.
-            seed=secrets.randbits(63) if asked.seed is None else (asked.seed + choice) % _SEEDS,
+            temperature=1.0 if fields.temperature is None else float(fields.temperature),
+            top_k=fields.top_k,
+            top_p=fields.top_p,
+            # Equal seeds give equal bytes in any batch. Choices without a seed all differ.
+            seed=secrets.randbits(63) if fields.seed is None else (fields.seed + choice) % _SEEDS,
             stop=stop,
-            echo=bool(asked.echo),
-            logprobs=asked.logprobs,
-            bias=tuple((int(token), bias) for token, bias in (asked.logit_bias or {}).items()),
-            presence_penalty=asked.presence_penalty or 0.0,
-            frequency_penalty=asked.frequency_penalty or 0.0,
+            echo=bool(fields.echo),
+            logprobs=fields.logprobs,
+            bias=tuple((int(token), bias) for token, bias in (fields.logit_bias or {}).items()),
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
         )
         for prompt in prompts
         for choice in range(n)
     ]
-    options = asked.stream_options
-    return CompletionRequest(prompts, n, samples, bool(asked.stream), bool(options and options.include_usage))
+    options = fields.stream_options
+    return CompletionRequest(prompts, n, samples, bool(fields.stream), bool(options and options.include_usage))
 
 
-def _problems(asked: _Body, config: ModelConfig) -> Iterator[Problem]:
-    """Of single fields, but prompts and stops."""
-    if asked.best_of not in (None, asked.n or 1):
-        yield Problem("best_of", "no choice is better than another here; leave it out", asked.best_of)
-    if asked.suffix:
+def _field_problems(fields: _Body, config: ModelConfig) -> Iterator[Problem]:
+    """Yield the problems of single fields other than `prompt` and `stop`."""
+    if fields.best_of not in (None, fields.n or 1):
+        yield Problem("best_of", "no choice is better than another here; leave it out", fields.best_of)
+    if fields.suffix:
         yield Problem("suffix", "the model goes on from what stands before, and sees no suffix; leave it out")
-    if asked.stream_options is not None and not asked.stream:
+    if fields.stream_options is not None and not fields.stream:
         yield Problem("stream_options", "is of a stream; leave it out, or add stream=true")
-    temperature = 1.0 if asked.temperature is None else asked.temperature
-    for name, rule in wrong_settings(temperature, asked.top_k, asked.top_p):
-        yield Problem(name, rule, getattr(asked, name))
-    if asked.seed is not None and (type(asked.seed) is not int or not 0 <= asked.seed < _SEEDS):
-        yield Problem("seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn", asked.seed)
-    if len(asked.logit_bias or {}) > config.vocabulary:  # the same token in many ways: each is added at every byte
-        yield Problem("logit_bias", f"has {len(asked.logit_bias or {}):,} tokens; there are {config.vocabulary}")
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    for name, rule in wrong_settings(temperature, fields.top_k, fields.top_p):
+        yield Problem(name, rule, getattr(fields, name))
+    if fields.seed is not None and (type(fields.seed) is not int or not 0 <= fields.seed < _SEEDS):
+        yield Problem("seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn", fields.seed)
+    if len(fields.logit_bias or {}) > config.vocabulary:  # "1" and "01" are the same token, and each costs time
+        yield Problem("logit_bias", f"has {len(fields.logit_bias or {}):,} tokens; there are {config.vocabulary}")
         return
-    for token in asked.logit_bias or {}:
+    for token in fields.logit_bias or {}:
         if not (token.isascii() and token.isdigit() and int(token[:9]) < config.vocabulary and len(token) < 9):
             yield Problem("logit_bias", f'{token[:20]!r} is no token; they are "0" to "{config.vocabulary - 1}"')
 
 
-def _prompts(given: Any, config: ModelConfig) -> list[Prompt]:
-    """A text, a list of texts, a list of tokens, or a list of lists of tokens."""
-    if given is None:
+def _parse_prompts(value: Any, config: ModelConfig) -> list[Prompt]:
+    """Parse a text, a list of texts, a list of tokens, or a list of lists of tokens."""
+    if value is None:
         return [Prompt(b"")]
     rule = "must be a string, a list of strings, a list of tokens, or a list of lists of tokens; none is empty"
-    if isinstance(given, str):
-        return [Prompt(_encoded(given, "prompt", config))]
-    if not isinstance(given, list) or not given:
+    if isinstance(value, str):
+        return [Prompt(_encode(value, "prompt", config))]
+    if not isinstance(value, list) or not value:
         raise ConfigError(Problem("prompt", rule))
-    if len(given) <= MOST_CHOICES:
-        if all(isinstance(each, str) for each in given):
-            return [Prompt(_encoded(each, f"prompt[{i}]", config)) for i, each in enumerate(given)]
-        if all(isinstance(each, list) for each in given):
-            return [_tokens(each, f"prompt[{i}]", config) for i, each in enumerate(given)]
-    if not all(type(each) is int for each in given):
-        many = isinstance(given[0], str | list) and len(given) > MOST_CHOICES
-        raise ConfigError(Problem("prompt", f"has {len(given)} prompts; at most {MOST_CHOICES}" if many else rule))
-    return [_tokens(given, "prompt", config)]
+    if len(value) <= MOST_CHOICES:
+        if all(isinstance(prompt, str) for prompt in value):
+            return [Prompt(_encode(prompt, f"prompt[{i}]", config)) for i, prompt in enumerate(value)]
+        if all(isinstance(prompt, list) for prompt in value):
+            return [_token_prompt(prompt, f"prompt[{i}]", config) for i, prompt in enumerate(value)]
+    if not all(type(token) is int for token in value):
+        many = isinstance(value[0], str | list) and len(value) > MOST_CHOICES
+        raise ConfigError(Problem("prompt", f"has {len(value)} prompts; at most {MOST_CHOICES}" if many else rule))
+    return [_token_prompt(value, "prompt", config)]
 
 
-def _tokens(given: list[Any], path: str, config: ModelConfig) -> Prompt:
-    """A prompt of tokens; the start, which is the number behind all bytes, may stand first."""
-    started = bool(given) and given[0] == config.vocabulary and type(given[0]) is int
-    tokens = given[1:] if started else given
+def _token_prompt(tokens: list[Any], path: str, config: ModelConfig) -> Prompt:
+    """Parse a prompt of tokens. The start token, whose number follows those of all bytes, may come first."""
+    has_start = bool(tokens) and tokens[0] == config.vocabulary and type(tokens[0]) is int
+    tokens = tokens[1:] if has_start else tokens
     if not all(type(token) is int and 0 <= token < config.vocabulary for token in tokens):
         rule = f"must be numbers from 0 to {config.vocabulary - 1}, which are bytes"
         raise ConfigError(Problem(path, f"{rule}; the first may be {config.vocabulary}, the start"))
-    return Prompt(bytes(tokens), started)
+    return Prompt(bytes(tokens), has_start)
 
 
-def _encoded(text: str, path: str, config: ModelConfig) -> bytes:
-    """The bytes of a text. Raises ConfigError where it has none, or some that the model does not know."""
+def _encode(text: str, path: str, config: ModelConfig) -> bytes:
+    """Encode a text. Raises ConfigError if it is not valid Unicode or has bytes outside the model's vocabulary."""
     try:
         content = text.encode()
     except UnicodeEncodeError:
@@ -216,9 +215,9 @@ def _encoded(text: str, path: str, config: ModelConfig) -> bytes:
     return content
 
 
-def _stops(given: Any) -> tuple[bytes, ...]:
-    """The bytes of one string, or of a list of them."""
-    stops = [] if given is None else [given] if isinstance(given, str) else given
+def _parse_stops(value: Any) -> tuple[bytes, ...]:
+    """Parse a string, or a list of strings, into bytes."""
+    stops = [] if value is None else [value] if isinstance(value, str) else value
     rule = f"must be a string that is not empty, or a list of at most {MOST_STOPS}"
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise ConfigError(Problem("stop", rule))
@@ -233,11 +232,10 @@ _Byte = tuple[int, Score | None]
 
 
 class Completion:
-    """All choices of one request."""
+    """All choices of a request. ``about`` is the answer to `GET /model`."""
 
-    def __init__(self, asked: CompletionRequest, about: dict[str, Any]) -> None:
-        """Nothing sampled yet; ``about`` as of `GET /model`."""
-        self._asked = asked
+    def __init__(self, request: CompletionRequest, about: dict[str, Any]) -> None:
+        self._request = request
         self._common: dict[str, Any] = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -246,64 +244,65 @@ class Completion:
         }
         if about["fingerprint"] is not None:
             self._common["system_fingerprint"] = f"fp_{about['fingerprint'][:16]}"
-        self._choices = [_Choice(number, asked, about["modality"] == "text") for number in range(len(asked.samples))]
+        is_text = about["modality"] == "text"
+        self._choices = [_Choice(number, request, is_text) for number in range(len(request.samples))]
 
     @property
     def done(self) -> bool:
-        """Whether every choice is whole."""
+        """Whether every choice is complete."""
         return all(choice.end is not None for choice in self._choices)
 
     def add(self, number: int, event: Piece | End) -> None:
-        """More of one choice, or its end; it has no problem."""
+        """Add bytes of a choice, or its end without a problem."""
         self._choices[number].add(event)
 
-    def whole(self) -> dict[str, Any]:
-        """The answer that is not streamed."""
-        return self._common | {"choices": [choice.shown() for choice in self._choices], "usage": self._usage()}
+    def answer(self) -> dict[str, Any]:
+        """Return the answer that is not streamed."""
+        return self._common | {"choices": [choice.take() for choice in self._choices], "usage": self._usage()}
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """What can be shown since the last call, of each choice that has more; at the end the usage, if asked for."""
-        usage = {"usage": None} if self._asked.include_usage else {}
+        """Yield the new text of each choice since the last call, and at the end the usage if requested."""
+        usage = {"usage": None} if self._request.include_usage else {}
         for choice in self._choices:
             if choice.has_more:
-                yield self._common | {"choices": [choice.shown()]} | usage
-        if self.done and self._asked.include_usage:
+                yield self._common | {"choices": [choice.take()]} | usage
+        if self.done and self._request.include_usage:
             yield self._common | {"choices": [], "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
-        """In bytes; those of a stop were sampled too."""
-        prompts = sum(len(prompt.content) + prompt.started for prompt in self._asked.prompts)
+        """Count the bytes of prompts and samples, including those of stops."""
+        prompts = sum(len(prompt.content) + prompt.has_start for prompt in self._request.prompts)
         sampled = sum(choice.sampled for choice in self._choices)
         return {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
 
 
 class _Choice:
-    """One choice as its bytes come."""
+    """A choice while its bytes come."""
 
-    def __init__(self, number: int, asked: CompletionRequest, is_text: bool) -> None:
-        sample, started = asked.samples[number], asked.prompts[number // asked.n].started
+    def __init__(self, number: int, request: CompletionRequest, is_text: bool) -> None:
+        sample, has_start = request.samples[number], request.prompts[number // request.n].has_start
         self._number, self._is_text = number, is_text
         self._stops, self._has_logprobs = sample.stop, sample.logprobs is not None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._ready: list[_Byte] = []  # to be shown next
-        self._held: list[_Byte] = []  # the last ones, which may be the beginning of a stop
-        self._shows_start = started and sample.echo
-        self._first_has_score = started  # a prompt's first byte has none at OpenAI's, as nothing stands before it
-        self._offset = 0  # characters shown
-        self._is_whole = False  # whether the end is shown too
+        self._ready: list[_Byte] = []  # for the next chunk
+        self._pending: list[_Byte] = []  # the last bytes, which may begin a stop
+        self._shows_start = has_start and sample.echo
+        self._first_has_score = has_start  # OpenAI's API has no score for a prompt's first byte
+        self._offset = 0  # characters taken
+        self._is_complete = False  # whether the end has been taken too
         self.sampled = 0  # bytes
         self.end: End | None = None
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something that was not shown yet."""
-        return bool(self._ready) or (self.end is not None and not self._is_whole)
+        """Whether something has not been taken yet."""
+        return bool(self._ready) or (self.end is not None and not self._is_complete)
 
     def add(self, event: Piece | End) -> None:
-        """More bytes, or the end."""
+        """Add bytes, or the end."""
         if isinstance(event, End):
             self.end = event
-            self._ready += self._held[: len(self._held) - event.stopped]
+            self._ready += self._pending[: len(self._pending) - event.stopped]
             return
         new = list(zip(event.content, event.scores, strict=True))
         if event.is_prompt:
@@ -312,25 +311,25 @@ class _Choice:
             self._ready += new
             return
         self.sampled += len(new)
-        self._held += new
-        known = bytes(byte for byte, _ in self._held)
-        # Held back is the longest end with which a stop begins.
-        longest = min(len(known), max((len(stop) - 1 for stop in self._stops), default=0))
+        self._pending += new
+        pending = bytes(byte for byte, _ in self._pending)
+        # Keep the longest end with which a stop begins.
+        longest = min(len(pending), max((len(stop) - 1 for stop in self._stops), default=0))
         sizes = range(longest, 0, -1)
-        kept = next((n for n in sizes if any(stop.startswith(known[-n:]) for stop in self._stops)), 0)
-        if not any(known.endswith(stop) for stop in self._stops):  # else the end is next, and says what to leave out
-            self._ready += self._held[: len(known) - kept]
-            del self._held[: len(known) - kept]
+        size = next((n for n in sizes if any(stop.startswith(pending[-n:]) for stop in self._stops)), 0)
+        if not any(pending.endswith(stop) for stop in self._stops):  # otherwise the End follows, with the stop's length
+            self._ready += self._pending[: len(pending) - size]
+            del self._pending[: len(pending) - size]
 
-    def shown(self) -> dict[str, Any]:
-        """What is ready, as OpenAI describes a choice, with the bytes beside the text."""
+    def take(self) -> dict[str, Any]:
+        """Return what is ready as a choice in OpenAI's format, plus its bytes in base64."""
         ready, self._ready = self._ready, []
-        self._is_whole = self.end is not None
+        self._is_complete = self.end is not None
         text, offsets = "", []
         for byte, _ in ready:
             offsets.append(self._offset + len(text))
             text += self._decoder.decode(bytes([byte])) if self._is_text else ""
-        if self._is_whole:
+        if self._is_complete:
             text += self._decoder.decode(b"", final=True)
         self._offset += len(text)
         logprobs = None
@@ -354,5 +353,5 @@ class _Choice:
 
 
 def _token(byte: int) -> str:
-    """A byte's name among the tokens: the character, or where it is none by itself, as OpenAI names such bytes."""
+    """Return a byte's token: its character if it is ASCII, otherwise OpenAI's notation for bytes."""
     return chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}"

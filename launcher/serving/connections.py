@@ -1,7 +1,7 @@
-"""Connections: how many are open at once, until when, and what is said to those that speak no HTTP.
+"""Limit the number and time of connections, and answer those that do not speak HTTP.
 
-A connection that stands costs a descriptor and some memory, whether or not a request comes. aiohttp bounds the time of
-an idle one alone. Here each of them has a state and a time by which it is left, and one watch ends those that are late.
+An open connection costs a descriptor and some memory even without a request, and aiohttp limits only the time of idle
+ones. Here each connection has a state with a time limit. A watch ends those that are late.
 """
 
 from __future__ import annotations
@@ -21,62 +21,61 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from longstride.kernels import ConfigError
 from longstride.launcher.output import say
 
-_MOST = 2048  # connections, however many descriptors there are
+_MOST = 2048  # connections, even with more descriptors
 _FEWEST = 16
-_OWN_DESCRIPTORS = 32  # for files that are opened while the server runs
-_AT_ONCE = 16  # connections accepted in a turn of the loop, three turns before the bound is applied to them
-_WAITING = 1024  # connections that the system keeps until they are accepted
-_HEAD_BYTES = 1 << 16  # that a head may have which is not whole
-_HEAD_SECONDS = 2.0  # after that time
-_LAST_SECONDS = 2.0  # after the time-out, for an answer's own last line
-_LINGERING_SECONDS = 10.0  # that the rest of a refused body is taken, so that its client reads the refusal
-_LINES = 10  # of those that are refused, told in a second
+_RESERVED_DESCRIPTORS = 32  # for files that are opened while the server runs
+_AT_ONCE = 16  # connections accepted in a turn of the loop; the limit applies to them three turns later
+_BACKLOG = 1024  # connections that wait in the system until they are accepted
+_HEAD_BYTES = 1 << 16  # of an incomplete head
+_HEAD_SECONDS = 2.0  # after which that limit applies
+_LAST_SECONDS = 2.0  # after the time limit, for an answer's own last line
+_LINGERING_SECONDS = 10.0  # for reading on after a refused body, so that its client reads the refusal
+_LINES = 10  # about refused connections, per second
 
 
 class State(IntEnum):
-    """What a connection does, in the order in which they are given up for a new one."""
+    """The states of a connection. The lowest is closed first to make room for a new one."""
 
     IDLE = 0
     HEAD = 1  # a request has begun
-    BODY = 2  # its head is read, its body is not
-    SENDING = 3  # its answer is made, and perhaps not gone yet
+    BODY = 2  # its head has been read, but not its body
+    SENDING = 3  # its answer is complete, and perhaps not sent yet
     ANSWERING = 4
 
 
 class Connection(web.RequestHandler):
-    """One connection: aiohttp's, watched."""
+    """A connection of aiohttp with a state and a time limit."""
 
-    def __init__(self, among: Connections, server: web.Server, lingering: float) -> None:
-        """Not yet connected; ``lingering`` in seconds."""
+    def __init__(self, among: Connections, server: web.Server) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
-            keepalive_timeout=4 * among.seconds,  # ours comes before
-            lingering_time=lingering,
+            keepalive_timeout=4 * among.seconds,  # the watch ends it earlier
+            lingering_time=min(_LINGERING_SECONDS, among.seconds),
             access_log=None,
             auto_decompress=False,
             read_bufsize=1 << 16,
         )
         self._among = among
-        self._wire: asyncio.Transport | None = None  # aiohttp forgets its own at closing, though bytes may wait in it
+        self._wire: asyncio.Transport | None = None  # aiohttp drops its reference at closing, before all bytes are sent
         self._head_bytes = 0
-        self._is_last = False  # no request comes after this one
+        self._is_last = False  # whether the connection ends after this request
         self.state, self.since = State.IDLE, self._loop.time()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """One more."""
+        """Add the connection to its set."""
         assert isinstance(transport, asyncio.Transport)
         self._wire = transport
         super().connection_made(transport)
         self._among.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """One less."""
+        """Remove the connection from its set."""
         self._among.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """More of a head or of a body."""
+        """Count the bytes of a head."""
         if data:
             self.settle()
             if self.state is State.IDLE:
@@ -87,7 +86,7 @@ class Connection(web.RequestHandler):
 
     @contextmanager
     def answering(self, request: web.Request) -> Iterator[None]:
-        """While a request is answered, until its answer is made."""
+        """Mark the connection as answering, until the answer is complete."""
         self._enter(State.ANSWERING)
         try:
             yield
@@ -97,7 +96,7 @@ class Connection(web.RequestHandler):
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """While the body of the request that is answered is awaited."""
+        """Mark the connection as waiting for a body."""
         self.state = State.BODY
         try:
             yield
@@ -105,18 +104,18 @@ class Connection(web.RequestHandler):
             self.state = State.ANSWERING
 
     def settle(self) -> None:
-        """An answer that is gone leaves the connection idle."""
+        """Mark the connection as idle if its answer has been sent."""
         is_sent = self._wire is None or self._wire.get_write_buffer_size() == 0
         if self.state is State.SENDING and not self._is_last and is_sent:
             self._enter(State.IDLE)
 
     def give_up(self) -> None:
-        """Closes it at once, whatever is on its way."""
+        """Close the connection at once, without sending what is buffered."""
         if self._wire is not None:
             self._wire.abort()
 
     def end_if_late(self, now: float, seconds: float) -> None:
-        """Closes it where its time is over; a head that is not whole has an answer."""
+        """Close the connection if its time is over. An incomplete head gets an answer."""
         assert self._wire is not None
         self.settle()
         is_head = self.state is State.HEAD
@@ -131,13 +130,13 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """The answer to what is no HTTP, as one line; aiohttp's own has several, and a traceback on standard error."""
+        """Answer invalid HTTP by one line. aiohttp's own answer has several, and prints a traceback."""
         self.state, self._is_last = State.SENDING, True
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
         status = 431 if isinstance(exc, LineTooLong) else status
         line = "a line of the head is too long" if status == 431 else "that is no HTTP request"
-        self._among.tell(f"{request.remote} has {status}: {ascii(' '.join(exc.message.split()))[:200]}")
+        self._among.log(f"{request.remote} has {status}: {ascii(' '.join(exc.message.split()))[:200]}")
         response = web.Response(body=_error(line), status=status, content_type="application/json")
         response.force_close()
         return response
@@ -146,13 +145,13 @@ class Connection(web.RequestHandler):
         self.state, self.since = state, self._loop.time()
 
     def _refuse(self, status: int, line: str) -> None:
-        """Says so, past aiohttp, which has no request yet, and closes."""
+        """Write an error answer and close. This bypasses aiohttp, which has no request yet."""
         assert self._wire is not None
-        if self._wire.is_closing():  # the refusal itself is not read
+        if self._wire.is_closing():  # the client does not read the refusal
             self._wire.abort()
             return
         peer, *_ = self._wire.get_extra_info("peername") or ("somebody",)
-        self._among.tell(f"{peer} has {status}: {line}")
+        self._among.log(f"{peer} has {status}: {line}")
         reason = "Request Timeout" if status == 408 else "Request Header Fields Too Large"
         body = _error(line)
         head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -161,92 +160,89 @@ class Connection(web.RequestHandler):
 
 
 class Connections:
-    """All of a server."""
+    """The open connections of a server.
+
+    ``seconds`` is the time limit of an idle connection, of a head, and from there of an answer.
+
+    Raises:
+        ConfigError: the process may open too few files.
+    """
 
     def __init__(self, seconds: float) -> None:
-        """None yet. ``seconds``: that an idle one, a head, and from there an answer may take.
-
-        Raises:
-            ConfigError: the process may open too few files.
-        """
         self.seconds = seconds
         self._open: set[Connection] = set()
-        self._most = _most_connections()
-        self._told = self._untold = 0
+        self._logged = self._suppressed = 0  # lines in this second
+        # Descriptors that are open now, and some for files, are not available for connections.
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = _MOST
+        if limit != resource.RLIM_INFINITY:
+            reserved = len(os.listdir("/dev/fd")) + _RESERVED_DESCRIPTORS + 4 * _AT_ONCE  # noqa: PTH208 - names alone
+            if limit - reserved < _FEWEST:
+                rule = f"is too few open files for a server; give at least {reserved + _FEWEST}"
+                raise ConfigError(f"ulimit -n={limit}: {rule}")
+            self._most = min(_MOST, limit - reserved)
 
     async def listen(self, server: web.Server, host: str, port: int) -> asyncio.Server:
-        """Accepts connections, for the handlers of ``server``. Raises OSError."""
-        lingering = min(_LINGERING_SECONDS, self.seconds)
+        """Accept connections for the handlers of ``server``. Raises OSError."""
         loop = asyncio.get_running_loop()
-        accepting = await loop.create_server(lambda: Connection(self, server, lingering), host, port, backlog=_AT_ONCE)
-        for each in accepting.sockets:  # create_server takes one number for both
-            with socket.fromfd(each.fileno(), each.family, each.type) as same:
-                same.listen(_WAITING)
+        accepting = await loop.create_server(lambda: Connection(self, server), host, port, backlog=_AT_ONCE)
+        for listener in accepting.sockets:  # create_server uses its backlog for both limits
+            with socket.fromfd(listener.fileno(), listener.family, listener.type) as duplicate:
+                duplicate.listen(_BACKLOG)
         return accepting
 
     async def watch(self) -> None:
-        """Ends whatever is late; for ever."""
+        """End late connections, forever."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(1.0, self.seconds / 4))
-            self._told = 0
-            if self._untold:
-                untold, self._untold = self._untold, 0
-                self.tell(f"and {untold} more")
+            self._logged = 0
+            if self._suppressed:
+                suppressed, self._suppressed = self._suppressed, 0
+                self.log(f"and {suppressed} more")
             now = loop.time()
-            for each in list(self._open):
-                each.end_if_late(now, self.seconds)
+            for connection in list(self._open):
+                connection.end_if_late(now, self.seconds)
 
     def add(self, new: Connection) -> None:
-        """One more; where there is no room, the one that does least is given up, which may be itself."""
+        """Add a connection. If there is no room, close the least active one, which may be the new one."""
         if len(self._open) >= self._most:
-            for each in self._open:
-                each.settle()
-            least = min(self._open, key=lambda each: (each.state, each.since))
+            for connection in self._open:
+                connection.settle()
+            least = min(self._open, key=lambda connection: (connection.state, connection.since))
             if least.state is State.ANSWERING:
                 new.give_up()
                 return
             self._open.discard(least)
             least.give_up()
-            self.tell(f"more than {self._most} connections: the idlest are closed")
+            self.log(f"more than {self._most} connections: the idlest are closed")
         self._open.add(new)
 
     def remove(self, old: Connection) -> None:
-        """One less."""
+        """Remove a connection."""
         self._open.discard(old)
 
     def close(self) -> None:
-        """Gives up all from which no whole request came."""
-        for each in list(self._open):
-            each.settle()
-            if each.state <= State.BODY:
-                each.give_up()
+        """Close all connections without a complete request."""
+        for connection in list(self._open):
+            connection.settle()
+            if connection.state <= State.BODY:
+                connection.give_up()
 
-    def tell(self, line: str) -> None:
-        """A line on standard error; of many in a second, some, and how many more."""
-        self._told += 1
-        if self._told <= _LINES:
+    def log(self, line: str) -> None:
+        """Print a line on standard error. Of many in a second only some are printed, then the number of others."""
+        self._logged += 1
+        if self._logged <= _LINES:
             say(line)
         else:
-            self._untold += 1
+            self._suppressed += 1
 
 
 def connection_of(request: web.Request) -> Connection:
-    """By which a request came."""
+    """Return the connection of a request."""
     connection = request.protocol
     assert isinstance(connection, Connection)
     return connection
-
-
-def _most_connections() -> int:
-    """As descriptors allow: those that are open, and some for files, are not for connections."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return _MOST
-    others = len(os.listdir("/dev/fd")) + _OWN_DESCRIPTORS + 4 * _AT_ONCE  # noqa: PTH208 - names alone
-    if limit - others < _FEWEST:
-        raise ConfigError(f"ulimit -n={limit}: is too few open files for a server; give at least {others + _FEWEST}")
-    return min(_MOST, limit - others)
 
 
 def _error(line: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' text format: `GET /metrics`."""
+"""The counts of `GET /metrics`, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class Histogram:
-    """How many values were at most each bound; of seconds."""
+    """A histogram of seconds."""
 
     def __init__(self) -> None:
         self.counts, self.sum = [0] * (len(_BOUNDS) + 1), 0.0
 
     def add(self, value: float) -> None:
-        """One more value."""
+        """Count a value."""
         self.counts[bisect.bisect_left(_BOUNDS, value)] += 1
         self.sum += value
 
     def samples(self, name: str) -> Iterator[tuple[str, float]]:
-        """Cumulative counts, as the format has them."""
+        """Yield the samples of the format, whose counts are cumulative."""
         total = 0
         for bound, count in zip((*_BOUNDS, "+Inf"), self.counts, strict=True):
             total += count
@@ -32,18 +32,18 @@ class Histogram:
 
 
 class Metrics:
-    """All counts. Each is written by one thread alone, the loop's or the sampler's."""
+    """All counts. Only one thread writes each, the loop's or the sampler's."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
         self.request_seconds = Histogram()
-        self.first_byte_seconds = Histogram()  # from a context's submission
+        self.first_byte_seconds = Histogram()  # since a context's submission
         self.sampled_bytes = 0
         self.prompt_bytes = 0
         self.sampling_seconds = 0.0
 
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """The page; ``gauges`` has by name what is measured at this moment, and what it means."""
+        """Return the page. ``gauges`` has the meaning and the current value of each gauge by name."""
         routes = ((f'route="{route}",status="{status}"', n) for (route, status), n in sorted(self.requests.items()))
         lines: list[str] = []
 

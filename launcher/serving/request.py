@@ -1,4 +1,4 @@
-"""What a request asks to be sampled, read from its JSON and held against model and limits."""
+"""Parse requests to sample or score from JSON, and check them against the model and the limits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from longstride.sparse_model import ModelConfig, wrong_settings
 
 _FIELDS = ("prompt", "prompt_base64", "bytes", "temperature", "top_k", "top_p", "seed")
 _SCORE_FIELDS = ("text", "text_base64", "min_context")
-MOST_CONTEXTS = 4  # of the model's, that a text to score may have
+MOST_CONTEXTS = 4  # the longest text to score, in contexts of the model
 
 
 class MalformedError(ValueError):
-    """A body that is no JSON object."""
+    """A body is not a JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """What decides about a sample, beside the model."""
+    """Everything but the model that determines a sample."""
 
     prompt: bytes
     count: int  # bytes to sample
@@ -32,48 +32,48 @@ class SampleRequest:
     top_k: int | None
     top_p: float | None
     seed: int
-    # What `POST /sample` does not ask for.
-    stop: tuple[bytes, ...] = ()  # the sample ends with the first of them
-    echo: bool = False  # the prompt is delivered too
-    logprobs: int | None = None  # likely bytes to score at each position, beside the byte itself; None: no scores
+    # `POST /sample` has none of these.
+    stop: tuple[bytes, ...] = ()  # the sample ends after the first of them
+    echo: bool = False  # deliver the prompt too
+    logprobs: int | None = None  # likely bytes to score at each position, in addition to the byte; None: no scores
     bias: tuple[tuple[int, float], ...] = ()  # added to the logits of bytes
-    presence_penalty: float = 0.0  # taken from the logits of bytes that were sampled already
-    frequency_penalty: float = 0.0  # the same, for each time
+    presence_penalty: float = 0.0  # subtracted from the logits of bytes that were sampled before
+    frequency_penalty: float = 0.0  # the same, once per occurrence
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """A text whose likelihood is asked for."""
+    """A text whose likelihood is requested."""
 
     content: bytes
-    min_context: int  # earlier bytes that each byte sees, where there are so many
+    min_context: int  # earlier bytes that each byte sees, if there are so many
 
 
 def largest_body(config: ModelConfig, prompts: int) -> int:
-    """Bytes of a body: so many of the longest prompts, each byte as \\u00xx or in a list, and room for other fields.
+    """Return the most bytes of a body: for so many prompts of a full context, at 6 bytes each, and 16 KiB.
 
-    64 MiB where that is less, but four prompts always: a body lies in memory, and what it says beside it.
+    It is at most 64 MiB, as a body and its content are in memory, but always enough for four prompts.
     """
     longest = 6 * config.context
     return max(4 * longest, min(prompts * longest, 1 << 26)) + 16_384
 
 
 def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleRequest:
-    """A request from its JSON body.
+    """Parse a request to sample from its JSON body.
 
     Args:
-        body: as it came.
-        config: of the model; at most 256 tokens.
-        max_bytes: that one request may sample.
+        body: the body.
+        config: of the model; its vocabulary has at most 256 tokens.
+        max_bytes: the most bytes to sample.
 
     Raises:
-        MalformedError: no JSON object.
+        MalformedError: the body is not a JSON object.
         ConfigError: a problem for each wrong field.
     """
     content = load_object(body)
     problems = _unknown_fields(content, _FIELDS)
     try:
-        prompt = _bytes(content, "prompt", config, config.context - 1, f"as the context has {config.context}")
+        prompt = _read_bytes(content, "prompt", config, config.context - 1, f"as the context has {config.context}")
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems, *_setting_problems(content)) from None
     problems += _setting_problems(content)
@@ -98,12 +98,12 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
 
 
 def parse_score(body: bytes, config: ModelConfig) -> ScoreRequest:
-    """A request for a text's likelihood from its JSON body; raises as ``parse_request``."""
+    """Parse a request for a text's likelihood from its JSON body; raises like ``parse_request``."""
     content = load_object(body)
     problems = _unknown_fields(content, _SCORE_FIELDS)
     most = MOST_CONTEXTS * config.context
     try:
-        text = _bytes(content, "text", config, most, f"{MOST_CONTEXTS} contexts of {config.context}")
+        text = _read_bytes(content, "text", config, most, f"{MOST_CONTEXTS} contexts of {config.context}")
         if not text:
             problems.append(Problem("text", "holds no bytes; give some to score"))
     except ConfigError as error:
@@ -118,7 +118,7 @@ def parse_score(body: bytes, config: ModelConfig) -> ScoreRequest:
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body, of bounded numbers and of keys that stand once. Raises MalformedError."""
+    """Parse a JSON object with bounded numbers and unique keys. Raises MalformedError."""
     try:
         content = parse_json(body, keys_once=True)
     except JSONError as error:
@@ -134,35 +134,35 @@ def _unknown_fields(content: dict[str, Any], fields: tuple[str, ...]) -> list[Pr
     return [Problem(name[:80], f"no such field; take {', '.join(fields)}") for name in unknown]
 
 
-def _bytes(content: dict[str, Any], field: str, config: ModelConfig, most: int, why: str) -> bytes:
-    """The bytes of a field, or of its base64; no more than ``most``, and ``why`` so many.
+def _read_bytes(content: dict[str, Any], field: str, config: ModelConfig, most: int, reason: str) -> bytes:
+    """Return the bytes of a text field, or of its base64; at most ``most``, for a ``reason``.
 
     Raises:
-        ConfigError: they cannot be read, are too many, or are not the model's.
+        ConfigError: they cannot be decoded, are too many, or are outside the model's vocabulary.
     """
     encoded = f"{field}_base64"
     if field in content and encoded in content:
         raise ConfigError(Problem(encoded, f"stands beside {field}; give one of them"))
     name = encoded if encoded in content else field
-    given = content.get(name, "")
-    if not isinstance(given, str):
-        raise ConfigError.at(name, given, "must be a string")
+    value = content.get(name, "")
+    if not isinstance(value, str):
+        raise ConfigError.at(name, value, "must be a string")
     try:
-        found = given.encode() if name == field else base64.b64decode(given, validate=True)
+        decoded = value.encode() if name == field else base64.b64decode(value, validate=True)
     except UnicodeEncodeError:
         raise ConfigError(Problem(name, f"holds half a character (a surrogate); give bytes as {encoded}")) from None
     except (binascii.Error, ValueError):
         raise ConfigError(Problem(name, "must be base64, with its padding")) from None
-    if len(found) > most:
-        raise ConfigError(Problem(name, f"has {len(found)} bytes; give at most {most}, {why}"))
-    if found and max(found) >= config.vocabulary:
-        rule = f"has a byte of {max(found)}; this model knows 0 to {config.vocabulary - 1}"
+    if len(decoded) > most:
+        raise ConfigError(Problem(name, f"has {len(decoded)} bytes; give at most {most}, {reason}"))
+    if decoded and max(decoded) >= config.vocabulary:
+        rule = f"has a byte of {max(decoded)}; this model knows 0 to {config.vocabulary - 1}"
         raise ConfigError(Problem(name, rule))
-    return found
+    return decoded
 
 
 def _setting_problems(content: dict[str, Any]) -> list[Problem]:
-    """Of temperature, top_k, top_p and seed. null leaves out the last three."""
+    """Return the problems of temperature, top_k, top_p and seed; null leaves out the last three."""
     top_k, top_p, seed = (content.get(name) for name in ("top_k", "top_p", "seed"))
     rules = list(wrong_settings(content.get("temperature", 1.0), top_k, top_p))
     if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):

@@ -1,4 +1,4 @@
-"""One thread that samples: contexts side by side, and the bounded queue of requests that wait for it.
+"""Sample many contexts in one thread, and queue the requests that wait for it.
 
 Letters: B contexts of a batch, N bytes of a prompt, V vocabulary.
 """
@@ -23,13 +23,13 @@ from longstride.launcher.serving.metrics import Metrics
 from longstride.launcher.serving.request import SampleRequest, ScoreRequest
 from longstride.sparse_model import Session, SparseTransformer, generate
 
-_GATHERING_SECONDS = 0.005  # that a request waits for others to be a batch with, where none is sampled
-_ROWS_AT_ONCE = 1 << 12  # of a prompt, whose logits become log-probabilities in fp64
-_NO_NUMBERS = "the model computes logits that are no numbers"
+_GATHERING_SECONDS = 0.005  # for further requests to arrive and share a batch, if nothing is being sampled
+_ROWS_AT_ONCE = 1 << 12  # of a prompt, for log-probabilities in fp64
+_NO_NUMBERS = "logits that are no numbers"
 
 
 class Busy(Exception):  # noqa: N818 - a state, not a mistake
-    """No more requests may wait; ``seconds`` is when to ask again."""
+    """The queue is full; another attempt may succeed after ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"asked for too much at once; try again in {seconds:.0f} s")
@@ -37,14 +37,14 @@ class Busy(Exception):  # noqa: N818 - a state, not a mistake
 
 
 class Score(NamedTuple):
-    """What the model itself, before all settings, gave a byte that is known by now."""
+    """The log-probability of a byte by the model alone, before temperature and other settings."""
 
     logprob: float  # nats
-    top: dict[int, float]  # the most likely bytes and this one
+    top: dict[int, float]  # of the most likely bytes and this one
 
 
 class Piece(NamedTuple):
-    """Bytes, one of which is sampled at a time, and their scores where the request asks for them."""
+    """Bytes of a context, and their scores if requested. Sampled bytes come one at a time."""
 
     content: bytes
     scores: Sequence[Score | None]
@@ -53,81 +53,80 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class End:
-    """After the last byte; ``problem`` says why there are no more, where the sample is incomplete."""
+    """The end of a context."""
 
-    problem: str | None = None
-    stopped: int = 0  # bytes at the end that are a stop; 0 where the sample has its whole length
+    problem: str | None = None  # why the sample is incomplete
+    stopped: int = 0  # the length of the stop at its end; 0 without one
 
 
 @dataclass(eq=False)
 class Job:
-    """One context, or a text to score, on its way.
+    """A context to sample, or a text to score.
 
     ``deliver`` is called from the sampling thread with each piece, then with an End.
     """
 
     request: SampleRequest | ScoreRequest
     deliver: Callable[[Piece | End], None]
-    stopped: bool = False  # nobody wants the rest: sampling ends before its next byte
+    stopped: bool = False  # nobody needs more: sampling ends before its next byte
     sampled: bytearray = field(default_factory=bytearray)
     begun: float = field(default_factory=time.monotonic)
 
     @property
     def sample(self) -> SampleRequest:
-        """The request, of a context that is sampled."""
+        """The request of a context to sample."""
         assert isinstance(self.request, SampleRequest)
         return self.request
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Contexts with an equal one can share a batch."""
+        """A key that is equal for contexts that can share a batch."""
         request = self.request
         if isinstance(request, ScoreRequest):
-            return (id(self),)  # none: it is computed alone
+            return (id(self),)  # computed alone
         return len(request.prompt), request.count, request.temperature, request.top_k, request.top_p
 
     def end(self, end: End) -> None:
-        """The last that is delivered."""
+        """Deliver an end, unless one has been delivered."""
         if not self.stopped:
             self.stopped = True
             self.deliver(end)
 
 
 class Sampler:
-    """Samples in a thread of its own: torch lets other threads run while it computes.
+    """Samples in a separate thread; torch lets other threads run while it computes.
 
-    Contexts of one request that begin together are a group; if ``shared``, those of one shape of all requests that
-    wait. Groups take turns, byte by byte.
+    Contexts of one request that begin together are a group; with ``shared``, those of equal shape from all waiting
+    requests. Groups take turns, byte by byte.
+
+    Args:
+        model: in evaluation mode, on the device.
+        device: random numbers are drawn there too.
+        waiting: the most requests in the queue while the most contexts are sampled.
+        contexts: the most contexts to sample at once.
+        shared: whether contexts of a group share products. It is faster, but a context's last bits depend on the
+            others.
     """
 
     def __init__(
         self, model: SparseTransformer, device: str, waiting: int, contexts: int, shared: bool = False
     ) -> None:
-        """Not yet started.
-
-        Args:
-            model: in evaluation mode, on the device.
-            device: where random numbers are drawn too.
-            waiting: requests that may wait while as many contexts are sampled as can be.
-            contexts: that are sampled at once.
-            shared: contexts of a group share products. It is quicker, and a context's last bits depend on the others.
-        """
         self._model, self._device, self._most, self._contexts = model, device, waiting, contexts
         self._shared = shared
         self.metrics = Metrics()
         self._changed = threading.Condition()
-        self._queue: deque[list[Job]] = deque()  # what is left of each request
+        self._queue: deque[list[Job]] = deque()  # the waiting contexts of each request
         self._running: list[Job] = []
-        self.closed = False  # whether it ends
-        self._last_seconds = 1.0  # that a group took
+        self.closed = False
+        self._last_seconds = 1.0  # duration of the last group
         self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
 
     def start(self) -> None:
-        """From now on requests are answered."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, seconds: float) -> bool:
-        """Ends what is under way, and whatever waits; whether the thread ended within that time."""
+        """End all running and waiting contexts; return whether the thread ended within so many seconds."""
         with self._changed:
             self.closed = True
             jobs = [*self._running, *(job for waiting in self._queue for job in waiting)]
@@ -149,7 +148,7 @@ class Sampler:
         return len(self._running)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Puts the contexts of one request in the queue. Raises Busy where it is full."""
+        """Put the contexts of a request in the queue. Raises Busy if it is full."""
         with self._changed:
             room = max(0, self._contexts - len(self._running))
             if self.closed or len(self._queue) >= self._most + room:
@@ -159,13 +158,15 @@ class Sampler:
             self._changed.notify_all()
 
     def drop(self, jobs: Sequence[Job]) -> None:
-        """Forgets contexts that nobody waits for: in the queue, or while they are sampled."""
+        """Stop contexts that nobody waits for, in the queue or while they are sampled."""
         for job in jobs:
             job.stopped = True
         with self._changed:
-            self._queue = deque(left for each in self._queue if (left := [job for job in each if not job.stopped]))
+            remaining = ([job for job in queued if not job.stopped] for queued in self._queue)
+            self._queue = deque(filter(None, remaining))
 
     def _work(self) -> None:
+        """Sample until the sampler is closed."""
         groups: list[_Group | _Scoring] = []
         while True:
             with self._changed:
@@ -183,11 +184,11 @@ class Sampler:
                 groups.append(_Scoring(self._model, taken, self.metrics))
             elif taken:
                 groups.append(_Group(self._model, self._device, taken, self.metrics, self._shared))
-            groups = [group for group in groups if self._goes_on(group)]
+            groups = [group for group in groups if self._advance(group)]
             self.metrics.sampling_seconds += time.monotonic() - begun
 
     def _take(self) -> list[Job]:
-        """As many contexts as there is room for, of the first request that waits, or of the shape of its first."""
+        """Take the contexts for which there is room from the queue: of its first request, or of that one's shape."""
         room = self._contexts - len(self._running)
         if not self._queue or room <= 0:
             return []
@@ -195,18 +196,18 @@ class Sampler:
         if self._shared:
             first = [job for jobs in self._queue for job in jobs if job.shape == first[0].shape]
         taken = first[:room]
-        self._queue = deque(left for jobs in self._queue if (left := [job for job in jobs if job not in taken]))
+        self._queue = deque(filter(None, ([job for job in jobs if job not in taken] for jobs in self._queue)))
         return taken
 
-    def _goes_on(self, group: _Group | _Scoring) -> bool:
-        """Whether there is more of a group after one more byte of each of its contexts, or one more piece of a text."""
+    def _advance(self, group: _Group | _Scoring) -> bool:
+        """Compute one more byte of each context of a group, or one more piece of a text; return whether it goes on."""
         try:
             if group.step():
                 return True
             end = End()
         except FloatingPointError as error:
             end = End(f"the model computes {error}")
-        except Exception as error:  # out of memory, a lost GPU: the next request may go well
+        except Exception as error:  # out of memory, a lost GPU: the next request may succeed
             traceback.print_exc(file=sys.stderr)
             end = End(f"sampling failed: {type(error).__name__}")
         for job in group.jobs:
@@ -216,7 +217,7 @@ class Sampler:
 
 
 class _Scoring:
-    """A text to score, cut as ``likelihood`` cuts it; between its pieces others take their turns."""
+    """A text to score, in the pieces of ``nats_by_piece``; other groups take turns between them."""
 
     def __init__(self, model: SparseTransformer, jobs: list[Job], metrics: Metrics) -> None:
         self.jobs, self.begun = jobs, time.monotonic()
@@ -227,22 +228,22 @@ class _Scoring:
         self._text, self._nats = text, nats_by_piece(model, text, job.request.min_context)
 
     def step(self) -> bool:
-        """One more piece; whether there may be more."""
+        """Score one more piece; return whether there may be more."""
         (job,) = self.jobs
         nats = None if job.stopped else next(self._nats, None)
         if nats is None:
             return False
         if not all(map(math.isfinite, nats)):
-            raise FloatingPointError("logits that are no numbers")
+            raise FloatingPointError(_NO_NUMBERS)
         piece, self._text = self._text[: len(nats)], self._text[len(nats) :]
         job.deliver(Piece(piece, [Score(-nat, {}) for nat in nats], is_prompt=True))
         return True
 
 
 class _Group:
-    """Contexts that begin together and take their turns together, a byte each.
+    """Contexts that begin together and advance together, a byte each.
 
-    Each is a batch of its own, so that no other changes its bytes. If ``shared``, all of them are one batch.
+    Each is a separate batch, so its bytes do not depend on others. With ``shared``, all are one batch.
     """
 
     def __init__(self, model: SparseTransformer, device: str, jobs: list[Job], metrics: Metrics, shared: bool) -> None:
@@ -251,7 +252,7 @@ class _Group:
         self._batches: list[_Batch] | None = None
 
     def step(self) -> bool:
-        """Sample one more byte of each context; whether there may be more."""
+        """Sample one more byte of each context; return whether there may be more."""
         if self._batches is None:
             self._batches = self._begin()
         self._batches = [batch for batch in self._batches if batch.step()]
@@ -259,20 +260,21 @@ class _Group:
         return bool(self._batches)
 
     def _begin(self) -> list[_Batch]:
-        """Echo the prompts, and compute each of them once: contexts with the same prompt begin as copies."""
-        known: dict[tuple[bytes, int | None], list[Score | None]] = {}
+        """Echo the prompts and compute each once; contexts with the same prompt begin as copies."""
+        scores: dict[tuple[bytes, int | None], list[Score | None]] = {}
         for job in self.jobs:
             request = job.sample
             self._metrics.prompt_bytes += len(request.prompt)
             if request.echo:
                 key = request.prompt, request.logprobs
-                known[key] = known[key] if key in known else self._prompt_scores(*key)
-                job.deliver(Piece(request.prompt, known[key], is_prompt=True))
+                if key not in scores:
+                    scores[key] = self._prompt_scores(*key)
+                job.deliver(Piece(request.prompt, scores[key], is_prompt=True))
         if not self.jobs[0].sample.count:
             return []
         if self._shared:
             prompts = list(dict.fromkeys(job.sample.prompt for job in self.jobs))
-            session, order = self._prefilled(prompts), [prompts.index(job.sample.prompt) for job in self.jobs]
+            session, order = self._prefill(prompts), [prompts.index(job.sample.prompt) for job in self.jobs]
             if order != list(range(len(prompts))):
                 session = session.selected(torch.tensor(order, device=self._device))
             return [_Batch(self.jobs, session, self._device, self._metrics)]
@@ -283,40 +285,39 @@ class _Group:
             if prompt in sessions:
                 session = sessions[prompt].selected(torch.tensor([0], device=self._device))
             else:
-                session = sessions[prompt] = self._prefilled([prompt])
+                session = sessions[prompt] = self._prefill([prompt])
             batches.append(_Batch([job], session, self._device, self._metrics))
         return batches
 
-    def _prefilled(self, prompts: list[bytes]) -> Session:
-        """Contexts that hold these prompts, with room for the samples."""
+    def _prefill(self, prompts: list[bytes]) -> Session:
+        """Create a session with these prompts and room for the samples."""
         tokens = torch.tensor([list(prompt) for prompt in prompts], dtype=torch.int64, device=self._device)
         session = Session(self._model, len(prompts), tokens.shape[1] + self.jobs[0].sample.count, back=0)
         session.prefill(tokens)
         return session
 
     def _prompt_scores(self, prompt: bytes, most: int | None) -> list[Score | None]:
-        """Of every byte of a prompt, the first one too, which the start predicts."""
+        """Score every byte of a prompt, including the first, which the start token predicts."""
         if most is None or not prompt:
             return [None] * len(prompt)
         tokens = torch.tensor([list(prompt)], device=self._device)
         with torch.inference_mode():
             logits = self._model(tokens)[0]
         scores: list[Score | None] = []
-        for rows, given in zip(logits.split(_ROWS_AT_ONCE), tokens[0].split(_ROWS_AT_ONCE), strict=True):
+        for rows, targets in zip(logits.split(_ROWS_AT_ONCE), tokens[0].split(_ROWS_AT_ONCE), strict=True):
             if not bool(rows.isfinite().all()):
-                raise FloatingPointError("logits that are no numbers")
+                raise FloatingPointError(_NO_NUMBERS)
             logprobs = rows.double().log_softmax(-1).cpu()
-            scores += [scored(row, token, most) for row, token in zip(logprobs, given.tolist(), strict=True)]
+            scores += [score_byte(row, token, most) for row, token in zip(logprobs, targets.tolist(), strict=True)]
         return scores
 
 
 class _Batch:
-    """Contexts of one shape, one or several, whose next bytes are computed together."""
+    """Contexts of equal shape whose next bytes are computed together; ``session`` has their prompts."""
 
     def __init__(self, jobs: list[Job], session: Session, device: str, metrics: Metrics) -> None:
-        """``session`` holds the prompts of the jobs."""
         self._jobs, self._metrics = jobs, metrics
-        self._logprobs: dict[int, Tensor] = {}  # of the contexts that ask for scores, (V,)
+        self._logprobs: dict[int, Tensor] = {}  # of contexts that need scores, by row: (V,)
         self._has_begun = False
         request = jobs[0].sample
         self._tokens = generate(
@@ -327,48 +328,46 @@ class _Batch:
             top_k=request.top_k,
             top_p=request.top_p,
             generator=[torch.Generator(device).manual_seed(job.sample.seed) for job in jobs],
-            adjust=self._adjusted,
+            adjust=self._adjust,
             session=session,
         )
 
     def step(self) -> bool:
-        """Sample one more byte of each context; whether there may be more."""
-        left = None  # all
+        """Sample one more byte of each context; return whether there may be more."""
+        rows = None  # all
         if self._has_begun and any(job.stopped for job in self._jobs):
-            left = [row for row, job in enumerate(self._jobs) if not job.stopped]
-            self._jobs = [self._jobs[row] for row in left]
+            rows = [row for row, job in enumerate(self._jobs) if not job.stopped]
+            self._jobs = [self._jobs[row] for row in rows]
         if not self._jobs:
             return False
         self._has_begun = True
         try:
-            chosen = self._tokens.send(left)
+            tokens = self._tokens.send(rows)
         except StopIteration:
             return False
-        for row, (job, token) in enumerate(zip(self._jobs, chosen.tolist(), strict=True)):
-            if not job.stopped:
-                self._deliver(row, job, token)
+        for row, (job, token) in enumerate(zip(self._jobs, tokens.tolist(), strict=True)):
+            if job.stopped:
+                continue
+            request = job.sample
+            if not job.sampled:
+                self._metrics.first_byte_seconds.add(time.monotonic() - job.begun)
+            self._metrics.sampled_bytes += 1
+            job.sampled.append(token)
+            score = None if request.logprobs is None else score_byte(self._logprobs[row], token, request.logprobs)
+            job.deliver(Piece(bytes([token]), [score]))
+            if reached := [len(stop) for stop in request.stop if job.sampled.endswith(stop)]:
+                job.end(End(stopped=max(reached)))
         return True
 
-    def _deliver(self, row: int, job: Job, token: int) -> None:
-        request = job.sample
-        if not job.sampled:
-            self._metrics.first_byte_seconds.add(time.monotonic() - job.begun)
-        self._metrics.sampled_bytes += 1
-        job.sampled.append(token)
-        score = None if request.logprobs is None else scored(self._logprobs[row], token, request.logprobs)
-        job.deliver(Piece(bytes([token]), [score]))
-        if reached := [len(stop) for stop in request.stop if job.sampled.endswith(stop)]:
-            job.end(End(stopped=max(reached)))
-
-    def _adjusted(self, logits: Tensor) -> Tensor:
-        """Logits (B, V) as each request wants them. Log-probabilities are kept for those that ask for them."""
+    def _adjust(self, logits: Tensor) -> Tensor:
+        """Apply each request's biases and penalties to logits (B, V), and store requested log-probabilities."""
         adjusted = None
         for row, (job, total) in enumerate(zip(self._jobs, logits.sum(-1).tolist(), strict=True)):
             request = job.sample
             if not math.isfinite(total):
-                job.end(End(_NO_NUMBERS))
+                job.end(End(f"the model computes {_NO_NUMBERS}"))
                 adjusted = logits.clone() if adjusted is None else adjusted
-                adjusted[row] = 0.0  # so that its neighbours go on
+                adjusted[row] = 0.0  # so that the other rows go on
             if job.stopped:
                 continue
             if request.logprobs is not None:
@@ -383,8 +382,8 @@ class _Batch:
         return logits if adjusted is None else adjusted
 
 
-def scored(logprobs: Tensor, token: int, most: int) -> Score:
-    """A byte's score from the log-probabilities (V,) of its position, and those of the ``most`` likely bytes."""
+def score_byte(logprobs: Tensor, token: int, most: int) -> Score:
+    """Score a byte from the log-probabilities (V,) of its position, with the ``most`` likely bytes."""
     values, tokens = logprobs.topk(min(most, len(logprobs)))
     logprob = float(logprobs[token])
     return Score(logprob, dict(zip(tokens.tolist(), values.tolist(), strict=True)) | {token: logprob})

@@ -1,7 +1,7 @@
-"""`longstride serve DIR`: an exported model behind HTTP, with a page to try it. Needs aiohttp, and no deepspeed.
+"""`longstride serve DIR`: serve an exported model over HTTP, with a page to try it. Needs aiohttp, but not deepspeed.
 
-The server from its socket to its last request: signals, addresses, and an orderly end. aiohttp is imported once it is
-known to be there.
+This module has the server's socket, signals and orderly end. It imports aiohttp only after checking that it is
+installed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
     from longstride.launcher.serving.application import Service
 
-_SHUTDOWN_SECONDS = 5.0  # for answers under way to end
-_LAST_STEP_SECONDS = 30.0  # for the byte, or the prompt, that is being computed
+_SHUTDOWN_SECONDS = 5.0  # for running answers to end
+_LAST_STEP_SECONDS = 30.0  # for the computation of a byte or prompt to end
 _HOST_NAME = re.compile(r"[\w.-]+|[\da-fA-F:.]+:[\da-fA-F:.]*")  # or an address
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb; returns its exit code at SIGTERM, and raises KeyboardInterrupt at SIGINT, both in good order.
+    """Serve until a signal. Returns 0 at SIGTERM and raises KeyboardInterrupt at SIGINT, after an orderly end.
 
     Raises:
-        ConfigError: aiohttp is missing, an option is out of range, the model is not one of bytes, or the address cannot
-            be had.
+        ConfigError: aiohttp is missing, an option is out of range, the model's tokens are not bytes, or the address is
+            not available.
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError('serve: needs aiohttp; pip install "longstride[serve]"')
@@ -59,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     problems = [Problem(option, rule, value) for option, value, is_within, rule in ranges if not is_within]
     rule = "must be a name or an address alone, such as gpu7.example, without http:// and port"
-    wrong = (each for each in arguments.allow_host if not _HOST_NAME.fullmatch(each))
-    if problems := [*problems, *(Problem("--allow-host", rule, each) for each in wrong)]:
+    problems += [Problem("--allow-host", rule, host) for host in arguments.allow_host if not _HOST_NAME.fullmatch(host)]
+    if problems:
         raise ConfigError(*problems)
     device = str(usable_device(arguments.device))
     exported = Exported(arguments.model, trust_code=arguments.trust_code)
@@ -73,10 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.model}: {rule}")
     limits = Limits(min(most or config.context, config.context), queue, timeout, contexts)
     model = load_model(arguments.model, device, trust_code=arguments.trust_code)
-    about = described(exported, model, device)
+    about = describe(exported, model, device)
     about["name"] = name or about["name"]
-    told = {"bytes": limits.max_bytes, "waiting": queue, "seconds": timeout, "contexts": contexts}
-    about["limits"] = told
+    about["limits"] = {"bytes": limits.max_bytes, "waiting": queue, "seconds": timeout, "contexts": contexts}
     sampler = Sampler(model, device, limits.waiting, limits.contexts, arguments.shared)
     service = Service(config, about, sampler, limits)
     names = [arguments.host, *arguments.allow_host]
@@ -85,16 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def described(exported: Exported, model: SparseTransformer, device: str) -> dict[str, Any]:
-    """The answer to `GET /model`: nothing about the machine but the device."""
+def describe(exported: Exported, model: SparseTransformer, device: str) -> dict[str, Any]:
+    """Return the answer to `GET /model`. Its only information about the machine is the device."""
     origin, data = exported.content.get("origin"), exported.content.get("data")
-    modality = data.get("modality") if isinstance(data, dict) else None  # exports of older versions tell no data
+    modality = data.get("modality") if isinstance(data, dict) else None  # older exports lack the data
     return {
         "name": exported.folder.resolve().name,
         "context": exported.config.context,
         "vocabulary": exported.config.vocabulary,
         "embedding": exported.config.embedding.model_dump(mode="json"),
-        "data": data,  # a sound's rate, too
+        "data": data,  # for example the rate of sounds
         "modality": modality or exported.config.embedding.modality,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(exported.dtype).removeprefix("torch."),
@@ -108,13 +107,13 @@ def described(exported: Exported, model: SparseTransformer, device: str) -> dict
 async def _serve(
     service: Service, sampler: Sampler, host: str, port: int, names: Collection[str], what: str
 ) -> signal.Signals:
-    """Serves until the first signal, which it returns; a second one does what it does to any program."""
+    """Serve until the first signal and return it. A second signal has its default effect."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[signal.Signals] = loop.create_future()
 
     def end(number: signal.Signals) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(each)
+        for handled in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(handled)
         if not stop.done():
             stop.set_result(number)
 
@@ -132,12 +131,12 @@ async def _serve(
 async def listening(
     service: Service, sampler: Sampler, host: str, port: int, names: Collection[str] = ()
 ) -> AsyncIterator[str]:
-    """A server that answers, as its URL. At the end, requests under way are told, and ended.
+    """Run a server and yield its URL. On exit, running requests are answered with an error.
 
-    ``names``: that requests may name as their host, beside addresses in numbers.
+    ``names`` are the host names that requests may have, in addition to IP addresses.
 
     Raises:
-        ConfigError: the address cannot be had, or the process may open too few files.
+        ConfigError: the address is not available, or the process may open too few files.
     """
     from aiohttp import web
 
@@ -145,7 +144,7 @@ async def listening(
 
     loop = asyncio.get_running_loop()
     connections = Connections(service.limits.seconds)
-    # A client that leaves cancels its handler, which ends its sampling.
+    # If a client leaves, its handler is cancelled, which ends its sampling.
     application = service.application({name.lower() for name in names})
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
 

@@ -12,7 +12,7 @@ from typing import Any
 from longstride.launcher.models import Exported, load_model
 from longstride.launcher.serving.application import Limits, Service
 from longstride.launcher.serving.sampler import Sampler
-from longstride.launcher.serving.serve import described, listening
+from longstride.launcher.serving.serve import describe, listening
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def served(folder: Path, shared: bool = False, **changes: Any) -> Iterator[str]:
     exported, model = Exported(folder), load_model(folder)
     limits = Limits(**{"max_bytes": exported.config.context, "waiting": 8, "seconds": 60.0, "contexts": 8} | changes)
     sampler = Sampler(model, "cpu", limits.waiting, limits.contexts, shared)
-    service = Service(exported.config, described(exported, model, "cpu"), sampler, limits)
+    service = Service(exported.config, describe(exported, model, "cpu"), sampler, limits)
     urls: list[str] = []
     loops: list[asyncio.AbstractEventLoop] = []
     begun = threading.Event()

@@ -334,7 +334,7 @@ def test_context_without_numbers_ends_alone(shared: bool, model: SparseTransform
     group._batches = group._begin()
     logits = torch.zeros(2 if shared else 1, 256)
     logits[0, 7] = torch.nan
-    assert group._batches[0]._adjusted(logits)[0].isfinite().all() and logits[0, 7].isnan()
+    assert group._batches[0]._adjust(logits)[0].isfinite().all() and logits[0, 7].isnan()
     while group.step():
         assert group.jobs == jobs or group.jobs == jobs[1:]
     assert group.jobs == jobs[1:]
