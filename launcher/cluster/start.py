@@ -154,7 +154,7 @@ def run_with_restarts(
             say(f"ended: {ended.description}; no restart is left of {max_restarts}")
             return ended.code
         try:
-            if not _stop_comes(request, wait):
+            if not wait_for_stop(request, wait):
                 restarts, wait = restarts - 1, min(2 * wait, _LONGEST_WAIT_SECONDS)
                 placed = placement.shrink()
             vacate(run, launch.stop_file, request, stop_seconds, placement.end_elsewhere)
@@ -178,7 +178,7 @@ def run_with_restarts(
         ended, attempted = supervise(launch), True
 
 
-def _stop_comes(request: StopRequest, seconds: float) -> bool:
+def wait_for_stop(request: StopRequest, seconds: float) -> bool:
     """Wait before a restart; return early, and True, if a stop is requested."""
     end = time.monotonic() + seconds
     while request.signal is None and (remaining := end - time.monotonic()) > 0:

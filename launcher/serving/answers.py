@@ -140,7 +140,7 @@ def counting(metrics: Metrics) -> Middleware:
 
 @web.middleware
 async def errors_in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer errors in JSON: refusals, aiohttp's own, and unexpected ones, which also print a traceback."""
+    """Return errors in JSON: refusals, aiohttp's own, and unexpected ones, which also print a traceback."""
     try:
         return await handler(request)
     except Refused as error:

@@ -132,9 +132,7 @@ class Service:
         deadline = _now() + self.limits.seconds
         most = self.limits.max_bytes
         sample = await self._parse(request, lambda body: parse_request(body, self._config, most))
-        async with self._sampling([sample]) as (jobs, events):
-            first = await self._first(events, deadline)
-            return await self._stream(_Lines(request, sample), jobs, first, events, deadline)
+        return await self._stream(request, _Lines(sample), [sample], deadline)
 
     async def likelihood(self, request: web.Request) -> web.Response:
         """Compute the nats of each byte of a text."""
@@ -181,9 +179,7 @@ class Service:
         completion = Completion(completion_request, self._about)
         samples = completion_request.samples
         if completion_request.stream:
-            async with self._sampling(samples) as (jobs, events):
-                first = await self._first(events, deadline)
-                return await self._stream(_Chunks(request, completion), jobs, first, events, deadline)
+            return await self._stream(request, _Chunks(completion), samples, deadline)
         all_events = await self._collect(samples, deadline, "ask for less, or stream")
 
         def encode() -> bytes:
@@ -240,130 +236,110 @@ class Service:
         finally:  # also if the client leaves, which cancels the handler
             self._sampler.drop(jobs)
 
-    async def _first(self, events: asyncio.Queue[Event], deadline: float) -> Event:
-        """Return the first event. Raises Refused if it is a failure or comes too late."""
-        try:
-            first = await asyncio.wait_for(events.get(), deadline - _now())
-        except asyncio.TimeoutError:
-            raise Refused(503, f"took longer than {self.limits.seconds:g} s to begin", retry=1) from None
-        self._check(first[1])
-        return first
-
     def _check(self, event: Piece | End) -> None:
         if isinstance(event, End) and event.problem:
             raise Refused(503 if self._sampler.closed else 500, event.problem)
 
     async def _stream(
-        self, stream: _Stream, jobs: list[Job], first: Event, events: asyncio.Queue[Event], deadline: float
+        self,
+        request: web.Request,
+        output: _Lines | _Chunks,
+        samples: Sequence[SampleRequest],
+        deadline: float,
     ) -> web.StreamResponse:
-        """Send an answer from its first byte to its last, or to the deadline."""
-        try:
-            await asyncio.wait_for(stream.send(first, events), deadline - _now())
-        except asyncio.TimeoutError:
-            for job in jobs:
-                job.stopped = True
-            await stream.write_at_last(f"took longer than {self.limits.seconds:g} s")
-        except ConnectionError:  # the client left, and a byte was written before the cancellation
-            pass
-        return stream.response
+        """Sample, and write bytes as they come, to the last or to the deadline."""
+        response = web.StreamResponse(headers={"Content-Type": output.content_type})
+
+        async def send(batch: list[Event], events: asyncio.Queue[Event]) -> None:
+            await response.prepare(request)
+            if head := output.head():
+                await response.write(head)
+            while True:
+                while not events.empty():  # each write has all events that have come by then
+                    batch.append(events.get_nowait())
+                content, is_last = output.encode(batch)
+                if content:
+                    await response.write(content)
+                if is_last:
+                    return
+                batch = [await events.get()]
+
+        async with self._sampling(samples) as (jobs, events):
+            try:
+                first = await asyncio.wait_for(events.get(), deadline - _now())
+            except asyncio.TimeoutError:
+                raise Refused(503, f"took longer than {self.limits.seconds:g} s to begin", retry=1) from None
+            self._check(first[1])
+            try:
+                await asyncio.wait_for(send([first], events), deadline - _now())
+            except asyncio.TimeoutError:
+                for job in jobs:
+                    job.stopped = True
+                error = output.error(f"took longer than {self.limits.seconds:g} s")
+                try:
+                    await asyncio.wait_for(response.write(error), _LAST_WORD_SECONDS)
+                except (asyncio.TimeoutError, ConnectionError):  # the client does not read it
+                    if request.transport is not None:
+                        request.transport.abort()
+            except ConnectionError:  # the client left, and a byte was written before the cancellation
+                pass
+        return response
 
 
-class _Stream:
-    """An answer that is written as bytes are sampled."""
-
-    content_type: str
-
-    def __init__(self, request: web.Request) -> None:
-        self.request = request
-        self.response = web.StreamResponse(headers={"Content-Type": self.content_type})
-
-    async def send(self, first: Event, events: asyncio.Queue[Event]) -> None:
-        """Send the whole answer. Each write has all events that have come by then."""
-        await self.response.prepare(self.request)
-        await self.begin()
-        batch = [first]
-        while True:
-            while not events.empty():
-                batch.append(events.get_nowait())
-            if not await self.send_events(batch):
-                return
-            batch = [await events.get()]
-
-    async def begin(self) -> None:
-        """Write the beginning of the answer."""
-
-    async def send_events(self, events: list[Event]) -> bool:
-        """Write events; return whether there are more to come."""
-        raise NotImplementedError
-
-    def error(self, line: str) -> bytes:
-        """Return the end of an answer that breaks off."""
-        raise NotImplementedError
-
-    async def write_at_last(self, line: str) -> None:
-        """Write the error, and abort the connection if the client does not read it."""
-        try:
-            await asyncio.wait_for(self.response.write(self.error(line)), _LAST_WORD_SECONDS)
-        except (asyncio.TimeoutError, ConnectionError):
-            if self.request.transport is not None:
-                self.request.transport.abort()
-
-
-class _Lines(_Stream):
+class _Lines:
     """A sample as lines of JSON. Each has the bytes since the line before."""
 
     content_type = "application/x-ndjson"
 
-    def __init__(self, request: web.Request, sample: SampleRequest) -> None:
-        super().__init__(request)
-        self.sample = sample
-        self.sampled = 0  # bytes written
+    def __init__(self, sample: SampleRequest) -> None:
+        self._sample, self._sampled = sample, 0  # bytes written
 
-    async def begin(self) -> None:
-        """Announce the seed and the number of bytes."""
-        await self.response.write(_line({"seed": self.sample.seed, "bytes": self.sample.count}))
+    def head(self) -> bytes:
+        """Return the line with the seed and the number of bytes."""
+        return _line({"seed": self._sample.seed, "bytes": self._sample.count})
 
-    async def send_events(self, events: list[Event]) -> bool:
-        """Write a line of bytes, and at the end a last one."""
-        sampled = b"".join(event.content for _, event in events if isinstance(event, Piece))
+    def encode(self, events: list[Event]) -> tuple[bytes, bool]:
+        """Encode events, and say whether the answer is complete."""
+        lines, sampled = b"", b"".join(event.content for _, event in events if isinstance(event, Piece))
         if sampled:
-            self.sampled += len(sampled)
-            await self.response.write(_line({"base64": base64.b64encode(sampled).decode()}))
+            self._sampled += len(sampled)
+            lines = _line({"base64": base64.b64encode(sampled).decode()})
         end = next((event for _, event in events if isinstance(event, End)), None)
         if end is not None:
-            done = _line({"done": True, "sampled": self.sampled})
-            await self.response.write(self.error(end.problem) if end.problem else done)
-        return end is None
+            lines += self.error(end.problem) if end.problem else _line({"done": True, "sampled": self._sampled})
+        return lines, end is not None
 
     def error(self, line: str) -> bytes:
-        return _line({"error": line, "sampled": self.sampled})
+        """Return the last line of an answer that breaks off."""
+        return _line({"error": line, "sampled": self._sampled})
 
 
-class _Chunks(_Stream):
+class _Chunks:
     """Completions as server-sent events in OpenAI's format."""
 
     content_type = "text/event-stream"
 
-    def __init__(self, request: web.Request, completion: Completion) -> None:
-        super().__init__(request)
-        self.completion = completion
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
 
-    async def send_events(self, events: list[Event]) -> bool:
-        """Write a chunk of each choice with new text, and at the end the usage if requested."""
-        completion = self.completion
+    def head(self) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def encode(self, events: list[Event]) -> tuple[bytes, bool]:
+        """Encode events as a chunk of each choice with new text; say whether the answer is complete."""
+        completion = self._completion
         for number, event in events:
             if isinstance(event, End) and event.problem:
-                await self.response.write(self.error(event.problem))
-                return False
+                return self.error(event.problem), True
             completion.add(number, event)
         chunks = [_event(chunk) for chunk in completion.chunks()]
         if completion.done:
             chunks.append(b"data: [DONE]\n\n")
-        if chunks:
-            await self.response.write(b"".join(chunks))
-        return not completion.done
+        return b"".join(chunks), completion.done
 
     def error(self, line: str) -> bytes:
+        """Return the last event of an answer that breaks off."""
         return _event(openai_error(500, line))
 
 

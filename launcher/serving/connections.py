@@ -130,7 +130,7 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Answer invalid HTTP by one line. aiohttp's own answer has several, and prints a traceback."""
+        """Refuse invalid HTTP in one line. aiohttp's own answer has several, and prints a traceback."""
         self.state, self._is_last = State.SENDING, True
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)

@@ -260,7 +260,7 @@ class _Group:
         return bool(self._batches)
 
     def _begin(self) -> list[_Batch]:
-        """Echo the prompts and compute each once; contexts with the same prompt begin as copies."""
+        """Deliver prompts to echo, and compute each once; contexts with the same prompt begin as copies."""
         scores: dict[tuple[bytes, int | None], list[Score | None]] = {}
         for job in self.jobs:
             request = job.sample

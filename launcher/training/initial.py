@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -33,28 +33,8 @@ _MOST_NAMES = 4  # of tensors or keys, in a line
 Shape = Sequence[int] | None  # of a tensor; None if there is none
 
 
-class Source(Protocol):
-    """A folder with weights."""
-
-    config: ModelConfig
-    place: str  # its name in messages
-    digest: str  # SHA-256 of the weights, as the folder states it
-
-    def verify(self) -> None:
-        """Raise ConfigError unless the files match the digest."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor on the CPU."""
-
-    def record(self) -> dict[str, Any]:
-        """Return the source as recorded in a manifest; its folder's name is all it has of the machine."""
-
-    def trained_on(self, data: ModelData) -> ModelData:
-        """Return the data of the source's model. Unknown properties are those of ``data``, the new run's."""
-
-
 class _Export:
-    """An exported model."""
+    """An exported model. ``place`` is its name in messages, ``digest`` the SHA-256 of its weights as it states it."""
 
     def __init__(self, options: FromOptions, *, trusted: bool) -> None:
         for option, value in (("--from-step", options.step), ("--from-weights", options.weights)):
@@ -67,6 +47,7 @@ class _Export:
         self.digest = stated if isinstance(stated, str) else self._exported.fingerprint()
 
     def verify(self) -> None:
+        """Raise ConfigError unless the files match the digest."""
         if self._exported.fingerprint() != self.digest:
             rule = "its tensors do not match its fingerprint: they are damaged or were changed; export it anew"
             raise ConfigError(f"{self._exported.folder}: {rule}")
@@ -75,15 +56,17 @@ class _Export:
         return self._exported.tensor(name)
 
     def record(self) -> dict[str, Any]:
+        """Return the source as recorded in a manifest. The folder's name is all it has of the machine."""
         return {"export": self._exported.folder.resolve().name, "fingerprint": self.digest}
 
     def trained_on(self, data: ModelData) -> ModelData:
+        """Return the data of the source's model. Unknown properties are those of ``data``, the new run's."""
         kind = {"modality": data.modality.name, "properties": data.properties}  # older exports lack it
         return ModelData.from_json(self._exported.content.get("data", kind), self.config)
 
 
 class _Run:
-    """A checkpoint of a run."""
+    """A checkpoint of a run, with the interface of ``_Export``."""
 
     def __init__(self, options: FromOptions, *, trusted: bool) -> None:
         self.checkpoint = open_checkpoint(options.path, options.step, trusted=trusted)
@@ -234,11 +217,8 @@ class InitialWeights:
 
     def __init__(self, options: FromOptions, model: ModelConfig, data: ModelData, *, trusted: bool) -> None:
         self._options, self._model = options, model
-        self._source: Source
-        if (options.path / file_names.CHECKPOINTS).is_dir():
-            self._source = _Run(options, trusted=trusted)
-        else:
-            self._source = _Export(options, trusted=trusted)
+        source_type: type[_Run] | type[_Export] = _Run if (options.path / file_names.CHECKPOINTS).is_dir() else _Export
+        self._source: _Run | _Export = source_type(options, trusted=trusted)
         self.place = self._source.place
         self.fit = fit(self._source.config, model, options, self.place)
         self._differences = self._source.trained_on(data).differences(data)

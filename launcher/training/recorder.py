@@ -187,21 +187,20 @@ class Recorder:
 
     def advance(self, line: dict[str, Any]) -> None:
         """Show the progress after the step of a line."""
-        if self._is_first:
-            with contextlib.suppress(OSError):  # stderr may be a file on a full disk
-                self._progress.advance(line)
+        self._show(lambda: self._progress.advance(line))
 
     def go_back(self, step: int, reason: str) -> None:
         """Show that the run goes on from an earlier step."""
-        if self._is_first:
-            with contextlib.suppress(OSError):
-                self._progress.rewind(step, reason)
+        self._show(lambda: self._progress.rewind(step, reason))
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
+        self._show(lambda: self._progress.say(text))
+
+    def _show(self, write: Callable[[], None]) -> None:
         if self._is_first:
-            with contextlib.suppress(OSError):
-                self._progress.say(text)
+            with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+                write()
 
     def rewind(self, step: int, line: dict[str, Any]) -> Path | None:
         """Cut the lines after a step, to which the run rewinds from the step of ``line``.
@@ -227,8 +226,7 @@ class Recorder:
         if self._is_first:
             self._lines.close()
             self._monitors.close()
-            with contextlib.suppress(OSError):
-                self._progress.close()
+            self._show(self._progress.close)
 
 
 class LineFile:

@@ -132,7 +132,7 @@ def begin(run: Run) -> Checkpoint | None:
         AgreedError: on every rank, if they share no run folder, it is in use, no candidate is intact, or the chosen one
             does not fit or must be trusted first.
     """
-    _check_shared(run.folder, run.ranks)
+    check_shared(run.folder, run.ranks)
     start = run.ranks.first_works(lambda: _read_start(run))
     chosen, damaged = first_whole(run.folder, start.candidates, run.ranks)
     damaged = [*start.refused, *damaged]
@@ -151,7 +151,7 @@ def begin(run: Run) -> Checkpoint | None:
     return chosen
 
 
-def _check_shared(run: Path, ranks: Ranks) -> None:
+def check_shared(run: Path, ranks: Ranks) -> None:
     """Check that all ranks see what the first one writes to a run folder. All ranks must call.
 
     Raises:

@@ -53,14 +53,13 @@ class Sampler:
             drawn = draw(network, self._run.config, self._data, self._engine.device, step, self._run.stop)
             if drawn is None:
                 return "no samples, as the run is asked to stop"
-            files = self._files(drawn)
+            suffix, contents = self._encode(drawn)
             paths = [
-                folder / f"step-{step:08d}{f'-{number}' if number else ''}{suffix}"
-                for number, (suffix, _) in enumerate(files)
+                folder / f"step-{step:08d}{f'-{number}' if number else ''}{suffix}" for number in range(len(contents))
             ]
             with naming(folder):
                 folder.mkdir(exist_ok=True)
-            for path, (_, content) in zip(paths, files, strict=True):
+            for path, content in zip(paths, contents, strict=True):
                 write_over(path, content)
         except OSError as error:
             return f"samples could not be written: {error_line(error, folder)}"
@@ -75,17 +74,16 @@ class Sampler:
             return f"sample {' '.join(shown.split())[:_SHOWN_CHARACTERS]!r}; {paths[0]}{took}"
         return f"samples {', '.join(map(str, paths))}{took}"
 
-    def _files(self, drawn: np.ndarray) -> list[tuple[str, bytes]]:
-        """Return the suffix and the content of each file."""
+    def _encode(self, drawn: np.ndarray) -> tuple[str, list[bytes]]:
+        """Return the suffix of the files and the content of each."""
         modality = self._data.modality
         if modality.shown_as == "text":
             texts = [sample.tobytes() for sample in drawn]
             heads = [f"=== sample {number} ===\n".encode() for number in range(1, 1 + len(texts))]
             if len(texts) == 1:
-                return [(".txt", texts[0])]
-            return [(".txt", b"".join(head + text + b"\n" for head, text in zip(heads, texts, strict=True)))]
-        contents = modality.sample_files(drawn, self._data.file_properties)
-        return [(modality.output_suffix or "", content) for content in contents]
+                return ".txt", texts
+            return ".txt", [b"".join(head + text + b"\n" for head, text in zip(heads, texts, strict=True))]
+        return modality.output_suffix or "", list(modality.sample_files(drawn, self._data.file_properties))
 
 
 def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:

@@ -163,11 +163,11 @@ def test_folder_that_is_not_shared_is_refused_with_nothing_written(tmp_path: Pat
     rule = (
         f"{socket.gethostname()} does not see what the first process writes there; name a folder that all hosts share"
     )
-    for own, each in zip(runs, on_ranks(lambda ranks: resume._check_shared(runs[ranks.rank], ranks)), strict=True):
+    for own, each in zip(runs, on_ranks(lambda ranks: resume.check_shared(runs[ranks.rank], ranks)), strict=True):
         with pytest.raises(AgreedError) as caught:
             each.result()
         assert str(caught.value) == f'train.output="{own}": {rule}'
-    for each in on_ranks(lambda ranks: resume._check_shared(runs[0], ranks)):
+    for each in on_ranks(lambda ranks: resume.check_shared(runs[0], ranks)):
         each.result()
     assert not list(tmp_path.glob("*/*"))
 

@@ -39,7 +39,7 @@ class Played:
         self.waited: list[float] = []
         self.vacated: list[Path] = []
         self.lost: Callable[[], str] = lambda: "with 2 processes"
-        monkeypatch.setattr(start, "_stop_comes", self._stop_comes)
+        monkeypatch.setattr(start, "wait_for_stop", self._stop_comes)
         monkeypatch.setattr(start, "vacate", lambda _, stop_file, *__: self.vacated.append(stop_file))
 
     def go(self, max_restarts: int, resume: str = "never") -> int:
@@ -160,9 +160,9 @@ def test_stop_between_attempts_ends_the_run(tmp_path: Path, monkeypatch: pytest.
         signal.raise_signal(signal.SIGUSR1)
         return exit_codes.HUNG
 
-    stop_comes = start._stop_comes
+    stop_comes = start.wait_for_stop
     played = Played(tmp_path, [stopped], monkeypatch)
-    monkeypatch.setattr(start, "_stop_comes", stop_comes)
+    monkeypatch.setattr(start, "wait_for_stop", stop_comes)
     assert played.go(5) == exit_codes.REQUEUE
     assert len(played.vacated) == 1  # what it has left elsewhere stops as well
 
