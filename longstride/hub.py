@@ -1,4 +1,4 @@
-"""Longstride in transformers: exported models in its classes, and our attention in its models."""
+"""Use Longstride in transformers: exported models in its classes, and sparse attention in its models."""
 
 from longstride.launcher.hub import register, register_attention
 

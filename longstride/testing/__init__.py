@@ -1,6 +1,6 @@
 """A conformance suite for patterns, mixers and feed-forwards, our own and those of other packages.
 
-``check(pattern)`` and ``check(model)`` compute what every part must get right, print each property, and raise
+``check(pattern)`` and ``check(model)`` test the properties that every part must have, print each, and raise
 ``ConformanceError`` at the first that fails. They run on a CPU and need no test framework.
 """
 
@@ -22,11 +22,11 @@ from longstride.testing.patterns import PATTERN_PROPERTIES
 def check(part: Pattern | ModelConfig | Mapping[str, Any]) -> dict[str, str]:
     """Check a pattern, or all mixers and feed-forwards of a model, and print each property.
 
-    An ability that all parts declare in ``supports`` must hold. One that a part does not declare is listed as such.
+    An ability that all parts declare in ``supports`` must hold. Undeclared abilities are listed as such.
 
     Args:
-        part: a pattern, or the configuration of a model that has the part. A small one is enough and takes seconds: a
-            context of about 40 positions, two layers, an even number of heads.
+        part: a pattern, or the configuration of a model that has the part. A small model is enough and takes seconds:
+            a context of about 40 positions, two layers, an even number of heads.
 
     Returns:
         Each property with "holds" or "not declared by …".

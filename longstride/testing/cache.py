@@ -1,4 +1,4 @@
-"""What a model must hold in generation: a session computes the rows of a whole context.
+"""Checks of cached generation: a session computes the rows of a full forward pass.
 
 Letters: B batch, N positions, V vocabulary.
 """
@@ -16,7 +16,7 @@ from longstride.testing.subjects import awake, bound_of, require_method, tokens_
 
 
 def _generating(config: ModelConfig) -> SparseTransformer:
-    """Return a model that can generate; UndeclaredError where a mixer has no ``new_state``."""
+    """Return a model that can generate. Raises UndeclaredError if a mixer has no ``new_state``."""
     model = awake(config)
     require_method(model, "new_state")
     return model
@@ -39,7 +39,7 @@ def _step(session: Session, tokens: Tensor, last: int) -> Tensor:
 
 
 def steps(config: ModelConfig) -> None:
-    """Check that steps behind beginnings of several lengths give the rows of a forward pass."""
+    """Check that steps after prefixes of several lengths give the rows of a forward pass."""
     model = _generating(config)
     tokens = tokens_of(config)
     expected = _logits(model, tokens)
@@ -51,12 +51,12 @@ def steps(config: ModelConfig) -> None:
 
 
 def several(config: ModelConfig) -> None:
-    """Check ``Session.extend``: several tokens at once give the rows of as many steps."""
+    """Check ``Session.extend``: several tokens at once give the rows of single steps."""
     model = _generating(config)
     tokens, context = tokens_of(config), config.context
     expected = _logits(model, tokens)
     third = context // 3
-    for begun, is_asked, counts, keep in (
+    for begun, reads_logits, counts, keep in (
         (0, False, (third, 1, context - third - 1), 0),
         (0, True, (third, context - third), 3),
         (third, True, (third, 1), 0),
@@ -64,19 +64,19 @@ def several(config: ModelConfig) -> None:
         session = Session(model, len(tokens))
         session.prefill(tokens[:, :begun])
         for count in counts:
-            if is_asked:
+            if reads_logits:
                 assert session.logits is not None
             first, last = session.position + 1, session.position + count + 1
             rows = session.extend(tokens[:, first - 1 : last - 1], keep)
             require(rows.shape[1] == (keep or count), f"extend gave {rows.shape[1]} rows, not {keep or count}")
-            wanted = expected[:, first:last][:, -(keep - (last > context)) :] if keep else expected[:, first:last]
-            require_close(f"{count} tokens behind {first - 1}", rows[:, : wanted.shape[1]], wanted, bound_of(config))
+            target = expected[:, first:last][:, -(keep - (last > context)) :] if keep else expected[:, first:last]
+            require_close(f"{count} tokens behind {first - 1}", rows[:, : target.shape[1]], target, bound_of(config))
         if last <= context - 1:
             require_close("the next row", session.logits, expected[:, last - 1], bound_of(config))
 
 
 def copies(config: ModelConfig) -> None:
-    """Check ``State.take``: contexts that are rearranged or selected go on as those that they came from."""
+    """Check ``State.take``: rearranged or selected contexts continue like their originals."""
     model = _generating(config)
     tokens, first = tokens_of(config), config.context // 4
     last = first + 3
@@ -94,12 +94,12 @@ def copies(config: ModelConfig) -> None:
 
 
 def truncation(config: ModelConfig) -> None:
-    """Check ``State.truncate``: what follows has the bits that it has where the tokens never were.
+    """Check ``State.truncate``: later rows have the same bits as if the removed tokens had never been there.
 
-    A session begins at once or by steps, takes back any number of tokens or at most ``back``, and to any length.
+    Sessions begin with a prefill or with steps, and are cut to several lengths, with and without a limit ``back``.
     """
     model = _generating(config)
-    tokens, other, context = tokens_of(config), tokens_of(config, 2), config.context
+    tokens, removed, context = tokens_of(config), tokens_of(config, 2), config.context
     begun, cut_to, many = context // 3, context // 6, 3 * context // 4 - 1
     for prefilled, length, back in ((begun, many, 8), (begun, cut_to, None), (0, many // 2, None), (0, 0, 0)):
         plain, cut = Session(model, 2, back=0), Session(model, 2, back=back)
@@ -108,20 +108,20 @@ def truncation(config: ModelConfig) -> None:
         if length > prefilled:
             _step(plain, tokens, length)
             _step(cut, tokens, length)
-        _step(cut, other, min(cut.position + 8, context))
+        _step(cut, removed, min(cut.position + 8, context))
         assert cut.position == context or cut.logits is not None
         cut.truncate(length)
         last = min(length + 10, context)
         computed, expected = _step(cut, tokens, last), _step(plain, tokens, last)
         what = f"steps behind truncate({length})"
-        if length < prefilled:  # what is begun by another number of rows is rounded otherwise
+        if length < prefilled:  # a prefill of another length is rounded differently
             require_close(what, computed, expected, bound_of(config))
         else:
             require_equal(what, computed, expected)
 
 
 def repetition(config: ModelConfig) -> None:
-    """Check that a row that is computed twice, as after an interruption, changes nothing."""
+    """Check that computing a row twice, as after an interruption, changes nothing."""
     model = _generating(config)
     tokens = tokens_of(config)
     once, twice = Session(model, 2), Session(model, 2)
@@ -134,7 +134,7 @@ def repetition(config: ModelConfig) -> None:
 
 
 def autocast(config: ModelConfig) -> None:
-    """Check that steps under autocast to bf16 are as near as a forward pass under it is."""
+    """Check that steps under autocast to bf16 are as accurate as a forward pass under it."""
     model = _generating(config)
     tokens, first = tokens_of(config), config.context // 3
     exact = _logits(model, tokens)[:, first:]

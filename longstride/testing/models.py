@@ -1,4 +1,4 @@
-"""What every model must hold, whatever its mixers and feed-forwards are, and the abilities that they declare.
+"""Checks of a model: the properties of all mixers and feed-forwards, and the abilities that they declare.
 
 Letters: B batch, N positions, C width.
 """
@@ -31,7 +31,7 @@ from longstride.testing.comparisons import (
 from longstride.testing.subjects import awake, bound_of, changed, require_method, tokens_of
 from longstride.testing.threads import in_sections
 
-STEP = 1e-6  # of differences
+STEP = 1e-6  # of difference quotients
 OF_MIXERS = ("convolution", "documents", "keys")  # abilities that only mixers need
 
 
@@ -40,14 +40,15 @@ def types_of(config: ModelConfig, without: str | None = None) -> list[str]:
     types: dict[str, None] = {}
     for block in config.blocks():
         for part in block:
-            is_asked = part is not None and (without not in OF_MIXERS or part is block.mixer)
-            if part is not None and is_asked and (without is None or without not in part.supports):
+            if part is None or (without in OF_MIXERS and part is not block.mixer):
+                continue
+            if without is None or without not in part.supports:
                 types[part.type] = None
     return list(types)
 
 
 def _require_declared(config: ModelConfig, ability: str) -> None:
-    """Raise UndeclaredError where a part does not declare an ability."""
+    """Raise UndeclaredError if a part does not declare an ability."""
     if types := types_of(config, without=ability):
         raise UndeclaredError(", ".join(types))
 
@@ -79,7 +80,7 @@ def _learn(model: SparseTransformer, tokens: Tensor, is_training: bool = True, *
             raise ConformanceError(f"{name} gets no gradient")
         gradients[name] = parameter.grad
     auxiliary = None if output.auxiliary_loss is None else output.auxiliary_loss.detach()
-    return Learned(output.rows.detach(), auxiliary, tuple(each.detach() for each in output.statistics), gradients)
+    return Learned(output.rows.detach(), auxiliary, tuple(part.detach() for part in output.statistics), gradients)
 
 
 def _observe(model: SparseTransformer, statistics: tuple[Tensor, ...]) -> None:
@@ -88,7 +89,7 @@ def _observe(model: SparseTransformer, statistics: tuple[Tensor, ...]) -> None:
 
 
 def _require_same(computed: Learned, expected: Learned, bound: float) -> None:
-    """Require that all of it is close."""
+    """Require that all results are close."""
     require_close("nats", computed.nats, expected.nats, bound)
     require((computed.auxiliary_loss is None) == (expected.auxiliary_loss is None), "one has no auxiliary loss")
     if computed.auxiliary_loss is not None and expected.auxiliary_loss is not None:
@@ -100,7 +101,7 @@ def _require_same(computed: Learned, expected: Learned, bound: float) -> None:
 
 
 def _require_same_bits(computed: Learned, expected: Learned) -> None:
-    """Require that all of it has equal bits."""
+    """Require that all results have equal bits."""
     require_equal("nats", computed.nats, expected.nats)
     for number, pair in enumerate(zip(computed.statistics, expected.statistics, strict=True)):
         require_equal(f"statistics {number}", *pair)
@@ -123,10 +124,10 @@ def configuration(config: ModelConfig) -> None:
 
 def future(config: ModelConfig) -> None:
     """Check that no row changes with a later token, and that later rows do."""
-    model, tokens, other = awake(config), tokens_of(config), tokens_of(config, 2)
+    model, tokens, new_tokens = awake(config), tokens_of(config), tokens_of(config, 2)
     before = model(tokens)
     for position in sorted({0, 1, config.context // 2, max(config.context - 2, 0)}):
-        after = model(torch.cat([tokens[:, :position], other[:, position:]], 1))
+        after = model(torch.cat([tokens[:, :position], new_tokens[:, position:]], 1))
         what = f"row up to {position}, when tokens from {position} on change,"
         require_close(what, after[:, : position + 1], before[:, : position + 1], bound_of(config))
         if position + 1 < config.context:
@@ -142,10 +143,10 @@ def lengths(config: ModelConfig) -> None:
 
 
 def gradients(config: ModelConfig) -> None:
-    """Check the gradient of each tensor against a difference of the loss in fp64.
+    """Check the gradient of each tensor against a difference quotient of the loss in fp64.
 
-    The direction is the sum of the gradient's and a random one. A difference of two losses over 2 STEP is off by their
-    rounding, and by less than that because the loss is curved.
+    The direction is the sum of the gradient's direction and a random one. The error of the quotient over 2 STEP is that
+    of rounding the two losses; the curvature of the loss adds less.
     """
     model = awake(changed(config, reversible=False) if config.reversible else config)
     tokens, generator = tokens_of(config)[:, : max(config.context - 3, 1)], torch.Generator().manual_seed(3)
@@ -165,11 +166,11 @@ def gradients(config: ModelConfig) -> None:
         direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         direction = direction / direction.norm() + gradient / gradient.norm().clamp_min(1e-30)
         with torch.no_grad():
-            kept, losses = parameter.clone(), []
+            original, losses = parameter.clone(), []
             for step in (STEP, -STEP):
-                parameter.copy_(kept + step * direction)
+                parameter.copy_(original + step * direction)
                 losses.append(loss().item())
-            parameter.copy_(kept)
+            parameter.copy_(original)
         computed, expected = float((gradient * direction).sum()), (losses[0] - losses[1]) / (2 * STEP)
         message = f"{name}: the derivative is {computed:.6g}, the difference quotient {expected:.6g}"
         require(abs(computed - expected) <= BOUND * max(1.0, value.item()) / STEP, message)
@@ -189,7 +190,7 @@ def recomputation(config: ModelConfig) -> None:
 
 
 def precision(config: ModelConfig) -> None:
-    """Check that errors in fp32 and bf16 are those of rounding."""
+    """Check that rounding explains the errors in fp32 and bf16."""
     tokens = tokens_of(config)
     for dtype in (torch.float32, torch.bfloat16):
         model = awake(config).to(dtype)
@@ -209,19 +210,19 @@ def precision(config: ModelConfig) -> None:
 
 
 def resume(config: ModelConfig) -> None:
-    """Check that weights and buffers that were saved after a step bring back the same bits."""
+    """Check that loading the weights and buffers saved after a step gives equal bits."""
     model, tokens = awake(config), tokens_of(config)
     _observe(model, _learn(model, tokens).statistics)
     torch.manual_seed(1)
-    other = SparseTransformer(config).double()
-    other.load_state_dict(model.state_dict())
-    require_equal("logits of the saved weights", other.eval()(tokens), model.eval()(tokens))
+    loaded = SparseTransformer(config).double()
+    loaded.load_state_dict(model.state_dict())
+    require_equal("logits of the saved weights", loaded.eval()(tokens), model.eval()(tokens))
 
 
 def documents(config: ModelConfig) -> None:
-    """Check that each document in a context is computed as it is alone, and learns the same.
+    """Check that each document in a context has the outputs and gradients that it has alone.
 
-    In evaluation mode: in training, an expert's capacity counts all rows of a context.
+    This uses evaluation mode, as in training an expert's capacity depends on all rows of a context.
     """
     _require_declared(config, "documents")
     model, tokens, context = awake(config), tokens_of(config), config.context
@@ -245,10 +246,10 @@ def documents(config: ModelConfig) -> None:
         for name, gradient in packed.gradients.items():
             require_close(f"gradient of {name}", gradient, total[name], bound_of(config))
     for number, places in enumerate(edges):  # every second document changes
-        other = tokens.clone()
+        new_tokens = tokens.clone()
         for first, last in list(pairwise(places))[1::2]:
-            other[number, first:last] = 7
-        again = _learn(model, other, is_training=False, begins=begins)
+            new_tokens[number, first:last] = 7
+        again = _learn(model, new_tokens, is_training=False, begins=begins)
         for first, last in list(pairwise(places))[::2]:
             what = f"document {first}:{last}, when others change,"
             require_close(what, again.nats[number, first:last], packed.nats[number, first:last], bound_of(config))
@@ -260,38 +261,38 @@ def padding(config: ModelConfig) -> None:
     context = config.context
     lengths = torch.tensor([context, 17 * context // 40, 1])
     real = torch.arange(context) < lengths[:, None]
-    tokens, other = (tokens_of(config, seed, 3) for seed in (1, 2))
+    tokens, new_tokens = (tokens_of(config, seed, 3) for seed in (1, 2))
     model = awake(config)
     expected = _learn(model, tokens, real=real)
-    _require_same(_learn(model, tokens.where(real, other), real=real), expected, bound_of(config))
+    _require_same(_learn(model, tokens.where(real, new_tokens), real=real), expected, bound_of(config))
     short = slice(1, 2), slice(int(lengths[1]))
     alone, padded = _learn(model, tokens[short]), _learn(model, tokens[1:2], real=real[1:2])
     require(not padded.nats[:, lengths[1] :].any(), "padding has nats")
     _require_same(padded._replace(nats=padded.nats[:, short[1]]), alone, bound_of(config))
-    for number, (one, another) in enumerate(zip(padded.statistics, alone.statistics, strict=True)):
-        require_equal(f"counts in statistics {number}", one[..., -1], another[..., -1])
+    for number, pair in enumerate(zip(padded.statistics, alone.statistics, strict=True)):
+        require_equal(f"counts in statistics {number}", *(statistic[..., -1] for statistic in pair))
 
 
 def reversible(config: ModelConfig) -> None:
-    """Check that blocks computed again from their outputs give the bits of ordinary recomputation, with dropout."""
+    """Check that reversible blocks give the bits of ordinary recomputation, with dropout."""
     _require_declared(config, "reversible")
     model = awake(changed(config, reversible=True, dropout=0.2)).float()
     again = copy.deepcopy(model)
     again.activation_checkpoint = partial(checkpoint, use_reentrant=True)
     results = []
-    for each in (model, again):
+    for network in (model, again):
         torch.manual_seed(5)
-        results.append(_learn(each, tokens_of(config)))
+        results.append(_learn(network, tokens_of(config)))
     _require_same_bits(*results)
 
 
 def convolution(config: ModelConfig) -> None:
-    """Check that a convolution before the mixer is applied, and reads no later row."""
+    """Check that a convolution before the mixer has an effect, and reads no later row."""
     _require_declared(config, "convolution")
     with_convolution = changed(config, convolution=config.convolution or 3)
-    known = dict(awake(changed(config, convolution=None)).named_parameters())
+    without = dict(awake(changed(config, convolution=None)).named_parameters())
     gradients = _learn(awake(with_convolution), tokens_of(config)).gradients
-    added = [name for name in gradients if name not in known]
+    added = [name for name in gradients if name not in without]
     require(bool(added), "model.convolution adds no parameters")
     for name in added:
         require(bool(gradients[name].any()), f"{name} has no effect")
@@ -312,7 +313,7 @@ def queries(config: ModelConfig) -> None:
 
 
 def _sections(exchange: Literal["heads", "keys", "auto"], config: ModelConfig) -> None:
-    """Check that two processes that share contexts compute together what one computes."""
+    """Check that two sequence-parallel processes compute the results of one."""
     tokens = tokens_of(config)
     expected = _learn(awake(config), tokens)
     model = awake(config)
@@ -332,21 +333,21 @@ def _sections(exchange: Literal["heads", "keys", "auto"], config: ModelConfig) -
 
 
 def sections(config: ModelConfig) -> None:
-    """Check shared contexts by the exchange that the model takes by itself, and by heads."""
+    """Check sequence parallelism with the model's default exchange, and with the exchange of heads."""
     _require_declared(config, "sections")
     for exchange in ("auto", "heads"):
         _sections(exchange, config)
 
 
 def keys(config: ModelConfig) -> None:
-    """Check shared contexts by an exchange of keys."""
+    """Check sequence parallelism with the exchange of keys."""
     _require_declared(config, "sections")
     _require_declared(config, "keys")
     _sections("keys", config)
 
 
 def weights(config: ModelConfig) -> None:
-    """Check that weights for pictures sum to 1, or to 0 without keys, and read no later position."""
+    """Check that the weights for pictures sum to 1, or to 0 without keys, and cover no later position."""
     model, context = awake(config), config.context
     h = torch.randn(1, context, config.width, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     queries, later = torch.arange(context), torch.ones(context, context, dtype=torch.bool).triu(1)

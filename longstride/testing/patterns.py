@@ -1,4 +1,4 @@
-"""What every pattern must hold: its mask defines it, and its parts, kernels and cached steps agree with the mask.
+"""Checks of a pattern: its mask defines it, and its parts, kernels and cached steps agree with the mask.
 
 Letters: N positions, H heads, D head width.
 """
@@ -33,24 +33,24 @@ def _heads(pattern: Pattern) -> list[Pattern]:
 
 
 def values(pattern: Pattern) -> None:
-    """Check that patterns are hashable values, each head's too, and that their factors are patterns."""
-    for each in (pattern, *_heads(pattern), *pattern.factors()):
-        require(isinstance(each, Pattern), f"{each} is not a Pattern")
-        require(hash(each) == hash(each) and each == each, f"{each} must be a hashable value")
-        require(each.for_head(1).for_head(1) == each.for_head(1), f"{each}: for_head changes a pattern of a head")
+    """Check that a pattern, its heads' patterns and its factors are patterns and hashable values."""
+    for item in (pattern, *_heads(pattern), *pattern.factors()):
+        require(isinstance(item, Pattern), f"{item} is not a Pattern")
+        require(hash(item) == hash(item) and item == item, f"{item} must be a hashable value")
+        require(item.for_head(1).for_head(1) == item.for_head(1), f"{item}: for_head changes a pattern of a head")
 
 
 def mask(pattern: Pattern) -> None:
     """Check that masks are bool, read no later position, and repeat by the pattern's period."""
     for context in (*SHORT, *LONG):
-        for each in _heads(pattern):
-            allowed = mask_of(each, context)
+        for head_pattern in _heads(pattern):
+            allowed = mask_of(head_pattern, context)
             require(allowed.dtype == torch.bool, f"mask is {allowed.dtype}, not bool")
             later = allowed.triu(1).nonzero()
             if len(later):
                 query, key = later[0].tolist()
                 require(False, f"position {query} reads the later position {key}, in {context}")
-            period = each.period()
+            period = head_pattern.period()
             if period is not None and period < context:
                 repeated = torch.equal(allowed[period:, period:], allowed[:-period, :-period])
                 require(repeated, f"the mask does not repeat by period={period}, in {context}")
@@ -59,8 +59,8 @@ def mask(pattern: Pattern) -> None:
 def parts(pattern: Pattern) -> None:
     """Check that parts are disjoint, and that intervals in their orders make up the mask."""
     for context in (*SHORT, *LONG):
-        for each in _heads(pattern):
-            require_parts_make_the_mask(each, context)
+        for head_pattern in _heads(pattern):
+            require_parts_make_the_mask(head_pattern, context)
 
 
 def require_parts_make_the_mask(pattern: Pattern, context: int) -> None:
@@ -102,14 +102,14 @@ def _inputs(context: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 def _results(pattern: Pattern, inputs: list[Tensor], backend: str) -> dict[str, Tensor]:
     """Return the output, its logsumexp and all gradients."""
     q, k, v, grad_out = inputs
-    q, k, v = (each.detach().requires_grad_() for each in (q, k, v))
+    q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     out, lse = sparse_attention(q, k, v, pattern, backend=backend, return_lse=True)
     gradients = torch.autograd.grad(out, (q, k, v), grad_out)
     return dict(zip(("output", "logsumexp", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
 
 
 def lengths(pattern: Pattern) -> None:
-    """Check attention and its gradients against dense attention under the mask, for lengths of all remainders."""
+    """Check attention and its gradients against masked dense attention, for lengths of all remainders."""
     for context in (*SHORT, *LONG, LONGEST):
         inputs = _inputs(context)
         expected = _results(pattern, inputs, "reference")
@@ -118,7 +118,7 @@ def lengths(pattern: Pattern) -> None:
 
 
 def precision(pattern: Pattern) -> None:
-    """Check that errors in fp32, bf16 and fp16 are those of rounding."""
+    """Check that rounding explains the errors in fp32, bf16 and fp16."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         inputs = _inputs(53, dtype)
         for name, computed in _results(pattern, inputs, "auto").items():
@@ -130,7 +130,7 @@ def precision(pattern: Pattern) -> None:
 
 
 def cache(pattern: Pattern) -> None:
-    """Check that single queries give the rows of whole contexts, and read none of the later rows of a cache."""
+    """Check that single queries give the rows of a full forward pass, and read no later rows of a cache."""
     for context in (7, 40, 53):
         q, k, v, _ = _inputs(context)
         expected = sparse_attention(q, k, v, pattern)
@@ -142,7 +142,7 @@ def cache(pattern: Pattern) -> None:
 
 
 def refusals(pattern: Pattern) -> None:
-    """Check that a context that does not fit is refused by a ConfigError, and by nothing else."""
+    """Check that a context is either accepted or refused by a ConfigError with a message."""
     for context in SHORT:
         try:
             pattern.check(context)

@@ -1,4 +1,4 @@
-"""Models and inputs that all checks share."""
+"""Models and inputs for all checks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from longstride.sparse_model import ModelConfig, SparseTransformer
 from longstride.sparse_model.part import Mixer
 from longstride.testing.comparisons import BOUND, UndeclaredError
 
-ON_GRID = 1e-9  # of reversible blocks: a last bit may move a stream by a step of its grid
+ON_GRID = 1e-9  # the bound for reversible blocks: a last bit may move a stream by a step of its grid
 
 
 def bound_of(config: ModelConfig) -> float:
-    """Return how far two ways to compute one number in fp64 may lie apart."""
+    """Return the relative bound on the difference of two ways to compute a number in fp64."""
     return ON_GRID if config.reversible else BOUND
 
 
@@ -25,9 +25,9 @@ def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 
 def awake(config: ModelConfig) -> SparseTransformer:
-    """Make a model in fp64 whose every weight matters, in evaluation mode; equal for equal configurations.
+    """Build a model in fp64 and evaluation mode in which every weight has an effect.
 
-    Vectors are positive, as a part may bound them by 0 and have no derivative there.
+    Equal configurations give equal models. Vectors are positive, as a part may clamp them at 0, without a derivative.
     """
     torch.manual_seed(0)
     model = SparseTransformer(config).double()
@@ -45,7 +45,7 @@ def tokens_of(config: ModelConfig, seed: int = 1, batch: int = 2) -> Tensor:
 
 
 def require_method(model: SparseTransformer, name: str) -> None:
-    """Raise UndeclaredError where a mixer does not have one of the optional methods of ``Mixer``."""
+    """Raise UndeclaredError if a mixer lacks an optional method of ``Mixer``."""
     lacking = [type(mixer) for mixer in model.mixers if getattr(type(mixer), name) is getattr(Mixer, name)]
     if lacking:
-        raise UndeclaredError(", ".join(dict.fromkeys(each.__name__ for each in lacking)))
+        raise UndeclaredError(", ".join(dict.fromkeys(mixer.__name__ for mixer in lacking)))

@@ -1,4 +1,4 @@
-"""Processes that share contexts, as threads of one process: what they exchange goes from hand to hand."""
+"""Simulate sequence-parallel processes by threads that exchange tensors in memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from longstride.sparse_model import Division
 
 Result = TypeVar("Result")
-WAIT_SECONDS = 60.0  # for the others, before a thread gives up
+WAIT_SECONDS = 60.0  # for other threads, before one gives up
 
 
 class ThreadDivision(Division):
-    """A place among threads. It counts its exchanges, and what it has handed to others."""
+    """The division of a thread. It counts its exchanges and the bytes that it sends."""
 
     def __init__(self, rank: int, hands: list[Any], barrier: threading.Barrier, exchange: Any) -> None:
         super().__init__(rank, len(hands), exchange=exchange)
@@ -38,7 +38,7 @@ class ThreadDivision(Division):
 
 
 def in_sections(size: int, work: Callable[[ThreadDivision], Result], exchange: str = "auto") -> list[Result]:
-    """Run ``work`` in each of so many places, and return the results in their order."""
+    """Run ``work`` in so many threads, and return the results in the order of ranks."""
     hands, barrier = [None] * size, threading.Barrier(size)
 
     def at(rank: int) -> Result:
