@@ -124,7 +124,7 @@ def counting(metrics: Metrics) -> Middleware:
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
-        begun, status = time.monotonic(), 499  # the client left
+        start, status = time.monotonic(), 499  # the client left
         try:
             response = await handler(request)
             status = response.status
@@ -133,7 +133,7 @@ def counting(metrics: Metrics) -> Middleware:
             resource = request.match_info.route.resource
             route = "other" if resource is None else resource.canonical
             metrics.requests[route, status] += 1
-            metrics.request_seconds.add(time.monotonic() - begun)
+            metrics.request_seconds.add(time.monotonic() - start)
 
     return count
 

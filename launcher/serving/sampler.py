@@ -70,7 +70,7 @@ class Job:
     deliver: Callable[[Piece | End], None]
     stopped: bool = False  # nobody needs more: sampling ends before its next byte
     sampled: bytearray = field(default_factory=bytearray)
-    begun: float = field(default_factory=time.monotonic)
+    start_time: float = field(default_factory=time.monotonic)
 
     @property
     def sample(self) -> SampleRequest:
@@ -179,13 +179,13 @@ class Sampler:
                     return
                 taken = self._take()
                 self._running += taken
-            begun = time.monotonic()
+            start = time.monotonic()
             if taken and isinstance(taken[0].request, ScoreRequest):
                 groups.append(_Scoring(self._model, taken, self.metrics))
             elif taken:
                 groups.append(_Group(self._model, self._device, taken, self.metrics, self._shared))
             groups = [group for group in groups if self._advance(group)]
-            self.metrics.sampling_seconds += time.monotonic() - begun
+            self.metrics.sampling_seconds += time.monotonic() - start
 
     def _take(self) -> list[Job]:
         """Take the contexts for which there is room from the queue: of its first request, or of that one's shape."""
@@ -212,7 +212,7 @@ class Sampler:
             end = End(f"sampling failed: {type(error).__name__}")
         for job in group.jobs:
             job.end(end)
-        self._last_seconds = time.monotonic() - group.begun
+        self._last_seconds = time.monotonic() - group.start_time
         return False
 
 
@@ -220,7 +220,7 @@ class _Scoring:
     """A text to score, in the pieces of ``nats_by_piece``; other groups take turns between them."""
 
     def __init__(self, model: SparseTransformer, jobs: list[Job], metrics: Metrics) -> None:
-        self.jobs, self.begun = jobs, time.monotonic()
+        self.jobs, self.start_time = jobs, time.monotonic()
         (job,) = jobs
         assert isinstance(job.request, ScoreRequest)
         text = job.request.content
@@ -247,7 +247,7 @@ class _Group:
     """
 
     def __init__(self, model: SparseTransformer, device: str, jobs: list[Job], metrics: Metrics, shared: bool) -> None:
-        self.jobs, self.begun = jobs, time.monotonic()
+        self.jobs, self.start_time = jobs, time.monotonic()
         self._model, self._device, self._metrics, self._shared = model, device, metrics, shared
         self._batches: list[_Batch] | None = None
 
@@ -350,7 +350,7 @@ class _Batch:
                 continue
             request = job.sample
             if not job.sampled:
-                self._metrics.first_byte_seconds.add(time.monotonic() - job.begun)
+                self._metrics.first_byte_seconds.add(time.monotonic() - job.start_time)
             self._metrics.sampled_bytes += 1
             job.sampled.append(token)
             score = None if request.logprobs is None else score_byte(self._logprobs[row], token, request.logprobs)

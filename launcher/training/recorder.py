@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from deepspeed import DeepSpeedEngine
@@ -35,20 +35,13 @@ _DECAY = 0.9  # per step, of the weights in the mean loss
 _BAR_COLUMNS = 10
 
 
-class _Step(NamedTuple):
-    seconds: float
-    content: int
-    mfu: float | None
-    mfu_dense: float | None
-
-
 @dataclass
 class Rates:
     """Rates and mean loss of the last steps of a start."""
 
-    recent: deque[_Step] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_WINDOW))  # lines of metrics.jsonl
     steps: int = 0
-    begun: float = field(default_factory=lambda: time.monotonic())
+    start_time: float = field(default_factory=lambda: time.monotonic())
     in_steps: float = 0.0  # seconds
     unit: str = "bits per byte"
     sum: float = 0.0  # of losses, each weighed by _DECAY to the power of the steps since
@@ -60,9 +53,7 @@ class Rates:
             self.recent.clear()
         self.steps += 1
         self.in_steps += line["seconds"]
-        self.recent.append(
-            _Step(line["seconds"], metrics_file.content_of(line), line.get("mfu"), line.get("mfu_dense_equivalent"))
-        )
+        self.recent.append(line)
         self.unit, bits = metrics_file.bits_of(line)
         if bits is not None:
             self.sum, self.weight = _DECAY * self.sum + bits, _DECAY * self.weight + 1
@@ -74,26 +65,27 @@ class Rates:
 
     def seconds_left(self, steps: int) -> float:
         """Estimate the time of so many steps from the last ones, plus the mean time between steps so far."""
-        step = sum(recent.seconds for recent in self.recent) / len(self.recent)
-        overhead = max(0.0, time.monotonic() - self.begun - self.in_steps) / self.steps
-        return steps * (step + overhead)
+        seconds = sum(line["seconds"] for line in self.recent) / len(self.recent)
+        overhead = max(0.0, time.monotonic() - self.start_time - self.in_steps) / self.steps
+        return steps * (seconds + overhead)
 
     def words(self, line: dict[str, Any], steps_left: int, room: float = math.inf) -> str:
         """Describe a step in at most ``room`` characters, the most important figures first."""
-        loss, seconds = self.loss, sum(step.seconds for step in self.recent)
+        loss, seconds = self.loss, sum(step["seconds"] for step in self.recent)
         parts = ["no loss" if loss is None else f"{loss:.3f} {self.unit}"]
         if steps_left:
             parts.append(f" · {counting.duration(self.seconds_left(steps_left))} left")
-        content, unit = sum(step.content for step in self.recent), self.unit.removeprefix("bits per ")
+        content, unit = sum(map(metrics_file.content_of, self.recent)), self.unit.removeprefix("bits per ")
         parts.append(f" · {counting.amount(content / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
         newest = self.recent[-1]
-        if newest.mfu is not None and newest.mfu_dense is not None:
+        mfu, as_dense = newest.get("mfu"), newest.get("mfu_dense_equivalent")
+        if mfu is not None and as_dense is not None:
             # All steps have the same number of operations, so the mean MFU is that of the mean time.
-            share = newest.seconds * len(self.recent) / seconds
-            if newest.mfu * share <= 1:  # otherwise the peak was measured on a busy machine
+            share = newest["seconds"] * len(self.recent) / seconds
+            if mfu * share <= 1:  # otherwise the peak was measured on a busy machine
                 parts += [
-                    f" · MFU {counting.percent(newest.mfu * share)}",
-                    f", as dense {counting.percent(newest.mfu_dense * share)}",
+                    f" · MFU {counting.percent(mfu * share)}",
+                    f", as dense {counting.percent(as_dense * share)}",
                 ]
         if line.get("learning_rate") is not None:
             parts.append(f" · learning rate {line['learning_rate']:.2g}")

@@ -56,13 +56,13 @@ def several(config: ModelConfig) -> None:
     tokens, context = tokens_of(config), config.context
     expected = _logits(model, tokens)
     third = context // 3
-    for begun, reads_logits, counts, keep in (
+    for prefix, reads_logits, counts, keep in (
         (0, False, (third, 1, context - third - 1), 0),
         (0, True, (third, context - third), 3),
         (third, True, (third, 1), 0),
     ):
         session = Session(model, len(tokens))
-        session.prefill(tokens[:, :begun])
+        session.prefill(tokens[:, :prefix])
         for count in counts:
             if reads_logits:
                 assert session.logits is not None
@@ -100,8 +100,8 @@ def truncation(config: ModelConfig) -> None:
     """
     model = _generating(config)
     tokens, removed, context = tokens_of(config), tokens_of(config, 2), config.context
-    begun, cut_to, many = context // 3, context // 6, 3 * context // 4 - 1
-    for prefilled, length, back in ((begun, many, 8), (begun, cut_to, None), (0, many // 2, None), (0, 0, 0)):
+    prefix, cut_to, many = context // 3, context // 6, 3 * context // 4 - 1
+    for prefilled, length, back in ((prefix, many, 8), (prefix, cut_to, None), (0, many // 2, None), (0, 0, 0)):
         plain, cut = Session(model, 2, back=0), Session(model, 2, back=back)
         plain.prefill(tokens[:, : min(prefilled, length)])
         cut.prefill(tokens[:, :prefilled])
