@@ -38,7 +38,7 @@ NOTES = {  # appended to a description
     "train.checkpoint_in_background": "[gains](checkpoints.md#save-in-the-background)",
     "train.timeout_seconds": "[hangs](faults.md#hangs)",
     "train.max_seconds": f"[stopping]({RESUME}#stop-a-run)",
-    "train.stop_when": f'`{{"evaluations": 5, "by": 0.0}}`: [early stop]({EVALUATE}#stop-when-the-loss-stands-still)',
+    "train.stop_when": f'`{{"evaluations": 5, "by": 0.0}}`: [early stop]({EVALUATE}#stop-when-the-loss-plateaus)',
     "train.samples_every": f"[samples]({WATCH}#sample-during-training)",
     "train.samples": f"[samples]({WATCH}#sample-during-training)",
     "train.guards": "[below](#trainguards)",
