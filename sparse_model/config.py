@@ -35,8 +35,8 @@ MOST_ROWS = (1 << 31) - 1  # of all n-gram tables: their numbers fit in 32 bits
 class FoldedEmbedding(StrictModel):
     """Two position tables: row and column of the sequence folded to rows of ``row_width`` (section 5.1)."""
 
-    type: Literal["text", "audio"] = Field(default="text", description="the sequence folded to rows, alike for both")
-    row_width: Annotated[int, POSITIVE] = Field(description="positions of a row; usually the attention's stride")
+    type: Literal["text", "audio"] = Field(default="text", description="the sequence folded to rows; both are the same")
+    row_width: Annotated[int, POSITIVE] = Field(description="positions per row; usually the attention's stride")
 
     @property
     def modality(self) -> str:
@@ -53,8 +53,8 @@ class ImageEmbedding(StrictModel):
 
     type: Literal["image"] = Field(description="a picture stored row by row, channels last")
     height: Annotated[int, POSITIVE] = Field(description="pixels")
-    width: Annotated[int, POSITIVE] = Field(description="pixels; height x width x channels is the context")
-    channels: Annotated[int, POSITIVE] = Field(default=3, description="tokens of a pixel: 1 of grey and of a palette")
+    width: Annotated[int, POSITIVE] = Field(description="pixels; height × width × channels is the context")
+    channels: Annotated[int, POSITIVE] = Field(default=3, description="tokens per pixel: 1 for grey and palettes")
 
     @property
     def modality(self) -> str:
@@ -103,9 +103,9 @@ class NgramTables(StrictModel):
     """
 
     orders: tuple[Annotated[int, Field(ge=2, le=MOST_ORDER)], ...] = Field(
-        default=(2, 3, 4, 5, 6), min_length=1, strict=False, description="tokens of an n-gram, ascending: a table each"
+        default=(2, 3, 4, 5, 6), min_length=1, strict=False, description="tokens per n-gram, ascending; one table each"
     )
-    rows: int = Field(gt=0, description="of each order's table; n-grams may share one")
+    rows: int = Field(gt=0, description="rows per table; n-grams may share one")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -146,17 +146,17 @@ class ModelConfig(NetworkConfig):
     """
 
     attention: Annotated[Any, WithJsonSchema(attention_schema())] = Field(
-        description="a pattern, an object with heads, another mixer, or a list of these that the layers take in turn"
+        description="pattern, object with heads, or another mixer; or a list that the layers take in turn"
     )
     embedding: FoldedEmbedding | ImageEmbedding | LearnedEmbedding | TokenEmbedding = Field(
-        discriminator="type", description="the tables of positions that are added to the tokens'"
+        discriminator="type", description="position tables, added to the token embedding"
     )
     feed_forward: Annotated[Any, WithJsonSchema(feed_forward_schema()), BeforeValidator(_with_defaults)] = Field(
         default=DenseConfig().model_dump(mode="json"),
-        description="what computes each row by itself, or a list of objects that the feed-forwards take in turn",
+        description="feed-forward, or a list that the layers take in turn",
     )
     ngrams: NgramTables | None = Field(
-        default=None, description="tables of the last tokens, added to the token embedding; null: none"
+        default=None, description="hash tables of the last tokens, added to the token embedding; null: none"
     )
 
     left_out_at_default: ClassVar[tuple[str, ...]] = (*NetworkConfig.left_out_at_default, "feed_forward", "ngrams")

@@ -42,68 +42,68 @@ class NetworkConfig(StrictModel):
 
     context: Annotated[int, POSITIVE] = Field(description="positions that the model reads and predicts at once")
     layers: int = Field(
-        gt=0, le=MOST_LAYERS, description="mixers, such as attention; in the usual order so many residual blocks"
+        gt=0, le=MOST_LAYERS, description="number of mixers, such as attention; in the usual order, of residual blocks"
     )
     heads: int = Field(
-        gt=0, le=MOST_HEADS, description=f"of each attention, with {MOST_HEADS_IN_ALL:,} in all layers as the limit"
+        gt=0, le=MOST_HEADS, description=f"heads of each attention; up to {MOST_HEADS_IN_ALL:,} in all layers"
     )
-    width: int = Field(gt=0, le=MOST_WIDTH, description="channels of a position's row; the paper's d")
+    width: int = Field(gt=0, le=MOST_WIDTH, description="channels of a position; the paper's d")
     vocabulary: int = Field(
         default=256,
         gt=0,
         le=MOST_TOKENS,
-        description="tokens: 256 for any bytes, fewer for data that never has the rest, or the colours of a palette",
+        description="number of tokens: 256 for bytes, fewer if the data never has the rest, or the colours of a "
+        "palette",
     )
     feed_forward_ratio: Annotated[float, POSITIVE] = Field(
-        default=4.0, description="channels inside the feed-forward, times width; the paper's half-size is 2"
+        default=4.0, description="inner channels of the feed-forward / width; the paper's half size is 2"
     )
     query_key_ratio: Annotated[float, POSITIVE] = Field(
-        default=1.0, description="channels of all queries, and of all keys, times width; the paper's half-size is 0.5"
+        default=1.0, description="channels of all queries (and all keys) / width; the paper's half size is 0.5"
     )
     dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="after attention and after feed-forward, never inside attention"
+        default=0.0, ge=0, lt=1, description="dropout after attention and feed-forward, not inside attention"
     )
     initialization: Literal["paper", "released", "zero_outputs"] = Field(
         default="released",
-        description="the paper's 0.125/√d as a variance (released, as the authors' later code has it) or as a standard "
-        "deviation (paper); zero_outputs: as released, and what writes into the stream begins at 0",
+        description="the paper's 0.125/√d as a variance (released code) or standard deviation (paper); "
+        "zero_outputs: released, with output projections at 0",
     )
     backend: Literal["auto", "triton", "cpu", "reference", "flex"] = Field(
         default="auto",
-        description="what computes attention; auto: triton on GPUs, cpu on CPUs; one that cannot run is an error",
+        description="what computes attention; auto: triton on GPUs, cpu on CPUs",
     )
     # Options that are newer than the paper. Each is off by default.
     order: str | None = Field(
         default=None,
-        description="of mixers (s) and feed-forwards (f), such as s6 (sf)10 f6; null: (sf), as often as layers says",
+        description="order of mixers (s) and feed-forwards (f), such as s6 (sf)10 f6; null: (sf) for each layer",
     )
     norm: Literal["layer", "rms"] = Field(
         default="layer",
-        description="before each part and before the logits; rms: without mean and bias (Zhang & Sennrich 2019)",
+        description="norm before each part and the logits; rms: without mean and bias (Zhang & Sennrich 2019)",
     )
     norm_epsilon: Annotated[float, POSITIVE] | None = Field(
-        default=None, description="what a norm adds to the variance or mean square; null: 1e-5 of layer, 1e-6 of rms"
+        default=None, description="added to a norm's variance or mean square; null: 1e-5 (layer), 1e-6 (rms)"
     )
-    bias: bool = Field(default=True, description="of linear layers; false: they have none")
+    bias: bool = Field(default=True, description="whether linear layers have biases")
     rotary: RotaryPositions | None = Field(
         default=None,
-        description="queries and keys are turned by their positions (Su et al. 2021), channels 2i and 2i + 1 as a "
-        "pair; a head of queries has an even number of channels; null: not",
+        description="rotary positions (Su et al. 2021), channels 2i and 2i + 1 as a pair; needs an even number of "
+        "channels per head; null: none",
     )
     query_key_norm: bool = Field(
         default=False,
-        description="each head's queries and keys to a root mean square of 1, without weights; scores are still "
-        "divided by √D (Henry et al. 2020; Dehghani et al. 2023)",
+        description="normalise each head's queries and keys to a root mean square of 1 (Henry et al. 2020; "
+        "Dehghani et al. 2023)",
     )
     convolution: Annotated[int, Field(ge=2, le=MOST_CONVOLVED)] | None = Field(
         default=None,
-        description="positions: before attention each channel of a row adds a weighted sum of its last values, its own "
-        "too, by weights that begin at 0 (So et al. 2021); null: none",
+        description="positions of a causal convolution per channel before attention, added to its input, with "
+        "weights that begin at 0 (So et al. 2021); null: none",
     )
     reversible: bool = Field(
         default=False,
-        description="two streams, of which the backward pass computes each block's input from its output: memory does "
-        "not grow with depth",
+        description="reversible blocks: the backward pass recomputes inputs, so memory does not grow with depth",
     )
 
     left_out_at_default: ClassVar[tuple[str, ...]] = (

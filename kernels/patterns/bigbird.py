@@ -37,10 +37,10 @@ class BigBird(PatternDefaults):
     """
 
     block: Annotated[int, Doc("positions")]
-    window: Annotated[int, Doc("blocks, the query's own among them")]
-    globals: Annotated[int, Doc("blocks at the beginning that all later ones read")]
-    random: Annotated[int, Doc("blocks that are drawn, once, of those between")]
-    seed: Annotated[int, Doc("of the draw")] = 0
+    window: Annotated[int, Doc("blocks, the query's own included")]
+    globals: Annotated[int, Doc("first blocks, which all later ones read")]
+    random: Annotated[int, Doc("blocks drawn once from those between")]
+    seed: Annotated[int, Doc("seed of the draw")] = 0
     index: int | None = None  # the head; None: unresolved, or nothing is drawn
 
     def __post_init__(self) -> None:

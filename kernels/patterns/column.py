@@ -27,7 +27,7 @@ def column_order(context: int, stride: int) -> Order:
 class Column(PatternDefaults):
     """Every ``stride``-th earlier position, self included (Child et al. 2019, section 4.3, second strided factor)."""
 
-    stride: Annotated[int, Doc("positions from one key to the next; the paper's l")]
+    stride: Annotated[int, Doc("distance between keys; the paper's l")]
 
     def __post_init__(self) -> None:
         require_positive("stride", self.stride)

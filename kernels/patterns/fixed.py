@@ -65,9 +65,9 @@ class Summary(PatternDefaults):
     """
 
     stride: Annotated[int, Doc("positions in a block; the paper's l")]
-    summary: Annotated[int, Doc("positions at a block's end that later blocks read; the paper's c")]
+    summary: Annotated[int, Doc("positions at a block's end, which later blocks read; the paper's c")]
     num_summaries: Annotated[int, Doc("summary sub-blocks that heads take in turn")] = 1
-    include_self: Annotated[bool, Doc("a query reads itself too")] = False
+    include_self: Annotated[bool, Doc("whether a query also reads itself")] = False
     index: int | None = None  # the sub-block of this head; None: unresolved, or there is only one
 
     def __post_init__(self) -> None:
@@ -194,7 +194,7 @@ class Fixed(PatternDefaults):
     """
 
     stride: Annotated[int, Doc("positions in a block; the paper's l")]
-    summary: Annotated[int, Doc("positions at a block's end that later blocks read; the paper's c")]
+    summary: Annotated[int, Doc("positions at a block's end, which later blocks read; the paper's c")]
     num_summaries: Annotated[int, Doc("summary sub-blocks that heads take in turn")] = 1
     index: int | None = None
 

@@ -48,8 +48,8 @@ class Local(PatternDefaults):
     2020, section 3.1, causal).
     """
 
-    window: Annotated[int, Doc("keys, the query itself among them")]
-    dilation: Annotated[int, Doc("positions from one key to the next")] = 1
+    window: Annotated[int, Doc("keys, the query included")]
+    dilation: Annotated[int, Doc("distance between keys")] = 1
 
     left_out_at_default = ("dilation",)
 

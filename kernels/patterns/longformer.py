@@ -26,9 +26,9 @@ class Longformer(PatternDefaults):
     bytes per position. If the dilation does not divide ``globals``, so are its bounds by query.
     """
 
-    window: Annotated[int, Doc("keys, the query itself among them")]
-    dilation: Annotated[int, Doc("positions from one key to the next")] = 1
-    globals: Annotated[int, Doc("positions at the beginning that all later ones read")] = 1
+    window: Annotated[int, Doc("keys, the query included")]
+    dilation: Annotated[int, Doc("distance between keys")] = 1
+    globals: Annotated[int, Doc("first positions, which all later ones read")] = 1
 
     def __post_init__(self) -> None:
         for name in ("window", "dilation", "globals"):

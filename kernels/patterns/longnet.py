@@ -40,7 +40,7 @@ class LongNet(PatternDefaults):
     segments: Annotated[tuple[int, ...], Doc("positions; each divides the next")]
     dilations: Annotated[
         tuple[int, ...],
-        Doc("positions from key to key; each divides the next, and the segment before its own"),
+        Doc("distance between keys; each divides the next, and the segment before its own"),
     ]
     index: int | None = None  # of this head; None: unresolved, or heads are alike
 

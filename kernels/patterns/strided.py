@@ -38,9 +38,9 @@ class Strided(PatternDefaults):
     reach every earlier position.
     """
 
-    stride: Annotated[int, Doc("positions of the window, and from one key of the column to the next; the paper's l")]
+    stride: Annotated[int, Doc("size of the window and distance between keys of the column; the paper's l")]
     span: Annotated[Literal["paper", "released"], Doc("paper: the window counts one position more")] = "released"
-    num_factors: Annotated[int, Doc("factors that reach every earlier position together; the paper's p")] = 2
+    num_factors: Annotated[int, Doc("factors that together reach every earlier position; the paper's p")] = 2
 
     left_out_at_default = ("num_factors",)
 

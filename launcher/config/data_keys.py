@@ -20,32 +20,34 @@ class RemoteConfig(StrictModel):
     """The settings for fetching remote shards. Credentials come from the environment of the store's library."""
 
     cache: str | None = Field(
-        default=None, min_length=1, description="folder for fetched files; null: longstride in the user's cache"
+        default=None, min_length=1, description="folder for fetched files; null: `longstride` in the user's cache"
     )
-    cache_bytes: int = Field(default=_REMOTE.cache_bytes, gt=0, description="bytes that the cache may hold")
+    cache_bytes: int = Field(default=_REMOTE.cache_bytes, gt=0, description="size of the cache in bytes")
     attempts: int = Field(
-        default=_REMOTE.attempts, gt=0, description="fetches in a row that bring nothing, until a file is given up"
+        default=_REMOTE.attempts, gt=0, description="attempts in a row without a new byte before a file is given up"
     )
     timeout_seconds: float = Field(
-        default=_REMOTE.timeout_seconds, gt=0, le=MOST_SECONDS, description="until a fetch that stalls counts as failed"
+        default=_REMOTE.timeout_seconds, gt=0, le=MOST_SECONDS, description="time-out of a connection and of a read"
     )
-    parallel: int = Field(default=_REMOTE.parallel, gt=0, le=1024, description="files fetched ahead at once")
+    parallel: int = Field(
+        default=_REMOTE.parallel, gt=0, le=1024, description="files that each process fetches ahead at once"
+    )
     most_bytes: int = Field(
         default=_REMOTE.most_bytes,
         gt=0,
-        description="of a manifest, or another file whose size is not known before; more is refused",
+        description="largest size of a manifest or another file of unknown size",
     )
     least_bytes_per_second: float = Field(
         default=_REMOTE.least_bytes_per_second,
         gt=0,
         le=MOST_SECONDS,
-        description="rate below which a fetch is given up, its attempts together",
+        description="lowest rate of a fetch, over all its attempts",
     )
     window_seconds: float = Field(
         default=_REMOTE.window_seconds,
         gt=0,
         le=MOST_SECONDS,
-        description="for which a fetch may be slower than that rate",
+        description="how long a fetch may stay below that rate",
     )
 
 
@@ -53,7 +55,7 @@ class PackingConfig(StrictModel):
     """The attention between packed documents of one context."""
 
     attend: Literal["context", "document"] = Field(
-        description="document: each is computed as in a context of its own; context: they are one text, as with true"
+        description="document: each is computed as in its own context; context: they form one text, as with true"
     )
 
 
@@ -62,47 +64,44 @@ class DataConfig(StrictModel):
 
     path: str = Field(
         min_length=1,
-        description="folder of `longstride data build` or `index`, or its URL (https://, s3://, gs://, az://, hf://); "
-        "a path counts from the folder in which the run is started",
+        description="data folder, or its URL (https://, s3://, gs://, az://, hf://); relative to the folder in "
+        "which the run is started",
     )
-    train_split: str = Field(default="train", min_length=1, description="split that the model learns")
-    validation_split: str = Field(
-        default="validation", min_length=1, description="split that evaluations score; another one"
-    )
+    train_split: str = Field(default="train", min_length=1, description="split to train on")
+    validation_split: str = Field(default="validation", min_length=1, description="split that evaluations score")
     order: Literal["exact", "streaming"] = Field(
         default="exact",
-        description="leave it out; streaming is of older runs alone: `longstride data index` takes its place",
+        description="leave it out; streaming is only for exports of old runs",
     )
-    modality: str | None = Field(default=None, description="leave it out; of older runs alone: a folder knows its own")
-    extension: str | None = Field(default=None, description="leave it out; of older runs alone: a folder knows its own")
-    seed: int = Field(default=0, ge=0, lt=2**64, description="of the order of the shards")
+    modality: str | None = Field(default=None, description="leave it out; only in old runs")
+    extension: str | None = Field(default=None, description="leave it out; only in old runs")
+    seed: int = Field(default=0, ge=0, lt=2**64, description="seed of the order")
     shuffle_bytes: int = Field(
         default=SHUFFLE_BYTES,
         ge=0,
-        description="each lane (what one row of the batches reads) is shuffled in blocks of this size; 0: in sequence",
+        description="size of the blocks in which each lane is shuffled; 0: in sequence",
     )
     packing: bool | PackingConfig | None = Field(
         default=None,
-        description="documents laid end to end (true), with contexts of their own (false), or end to end and apart "
-        "from each other (an object with attend); null: text true, pictures and sounds false",
+        description="whether documents are laid end to end; null: true for text, false for pictures and sounds",
     )
-    separator: int | None = Field(default=None, ge=0, le=255, description="a byte behind each packed document")
+    separator: int | None = Field(default=None, ge=0, le=255, description="byte after each packed document")
     hop: int | None = Field(
-        default=None, gt=0, description="bytes between the contexts of a document that is not packed; null: the context"
+        default=None, gt=0, description="distance between contexts of an unpacked document; null: the context"
     )
     on_damage: Literal["abort", "substitute"] = Field(
         default="abort",
-        description="what becomes of a context that cannot be read; substitute: another one stands in for it",
+        description="what to do with damaged contexts; substitute: use another one",
     )
-    workers: int = Field(default=0, ge=0, le=1024, description="processes that read ahead for each rank")
+    workers: int = Field(default=0, ge=0, le=1024, description="loader processes per rank")
     prefetch: int = Field(default=2, gt=0, le=65_536, description="steps that each worker reads ahead")
     worker_timeout_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="without anything from a worker that is waited for and fetches nothing, until the run saves and "
-        "ends; null: half of train.timeout_seconds, and of remote data at least 2 × attempts × remote.timeout_seconds",
+        description="time after which a silent worker counts as lost; null: half of train.timeout_seconds, and "
+        "for remote data at least 2 × attempts × remote.timeout_seconds",
     )
-    remote: RemoteConfig = Field(default=RemoteConfig(), description="how shards behind a URL are fetched")
+    remote: RemoteConfig = Field(default=RemoteConfig(), description="how remote shards are fetched")
 
     left_out_at_default = ("worker_timeout_seconds",)
 

@@ -38,9 +38,9 @@ _FILE_KEYS = {  # what only a file may have
 class RunConfig(StrictModel):
     """The configuration of a run. A file may name its ``deepspeed`` section; here it is always the object itself."""
 
-    model: ModelConfig = Field(description="the network: its sizes, its attention, and what came after the paper")
-    data: DataConfig = Field(description="where the bytes come from, and in what order they are read")
-    train: TrainConfig = Field(description="how long, how fast, and what is written when")
+    model: ModelConfig = Field(description="the network")
+    data: DataConfig = Field(description="the data and the order in which it is read")
+    train: TrainConfig = Field(description="length, optimiser, evaluations, checkpoints and guards")
     deepspeed: Annotated[dict[str, Any], WithJsonSchema(_NAME_OR_OBJECT)] = Field(
         description="a DeepSpeed configuration, or the name of one in ds_configs, such as zero1_bf16"
     )

@@ -10,7 +10,7 @@ from longstride.kernels import ConfigError, Problem
 from longstride.sparse_model import StrictModel
 
 GuardPolicy = Literal["skip", "rewind", "stop"]
-_RATES = "a learning rate for each part of the network; one that is left out has train.learning_rate"
+_RATES = "learning rates of parts of the network; default: train.learning_rate"
 
 
 class RatesConfig(StrictModel):
@@ -18,12 +18,12 @@ class RatesConfig(StrictModel):
 
     matrices: float | None = Field(default=None, gt=0, description="linear layers of the residual blocks")
     embeddings: float | None = Field(
-        default=None, gt=0, description="of tokens and positions, and the tables of synthesizers"
+        default=None, gt=0, description="token and position embeddings, tables of synthesizers"
     )
     vectors: float | None = Field(
         default=None,
         gt=0,
-        description="norms, biases, convolutions, routers of experts, spans, the first position",
+        description="norms, biases, convolutions, expert routers, spans, the first position",
     )
     output: float | None = Field(default=None, gt=0, description="the projection to logits")
     tables: float | None = Field(default=None, gt=0, description="n-gram tables")
@@ -39,31 +39,31 @@ class AdamWConfig(StrictModel):
 class MuonConfig(StrictModel):
     """Muon on matrices (Jordan et al. 2024), AdamW on all other parts."""
 
-    type: Literal["muon"] = Field(description="Muon (Jordan et al. 2024) on matrices, AdamW on the rest")
+    type: Literal["muon"] = Field(description="Muon (Jordan et al. 2024) for matrices, AdamW for the rest")
     rates: RatesConfig = Field(default=RatesConfig(), description=_RATES)
-    momentum: float = Field(default=0.95, ge=0, lt=1, description="decay of the mean gradient of a matrix")
-    nesterov: bool = Field(default=True, description="look one step of the momentum ahead")
-    steps: int = Field(default=5, gt=0, description="steps of the iteration that makes an update orthogonal")
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="decay of a matrix's mean gradient")
+    nesterov: bool = Field(default=True, description="whether to use Nesterov momentum")
+    steps: int = Field(default=5, gt=0, description="iterations that orthogonalise an update")
 
 
 class AdafactorConfig(StrictModel):
     """Adafactor (Shazeer and Stern 2018): second moments by row and column, steps relative to a tensor's size."""
 
-    type: Literal["adafactor"] = Field(description="Adafactor (Shazeer and Stern 2018); ZeRO 0 alone")
+    type: Literal["adafactor"] = Field(description="Adafactor (Shazeer and Stern 2018); only with ZeRO 0")
     rates: RatesConfig = Field(default=RatesConfig(), description=_RATES)
-    beta2_decay: float = Field(default=-0.8, lt=0, description="at step t, 1 - t^this is the weight of the past")
-    smallest_scale: float = Field(
-        default=1e-3, gt=0, description="smallest size of a tensor that its step is relative to"
+    beta2_decay: float = Field(
+        default=-0.8, lt=0, description="exponent: at step t, the weight of the past is 1 - t^beta2_decay"
     )
-    clip: float = Field(default=1.0, gt=0, description="the root mean square at which a tensor's update is cut")
+    smallest_scale: float = Field(default=1e-3, gt=0, description="smallest tensor size to which a step is relative")
+    clip: float = Field(default=1.0, gt=0, description="largest root mean square of a tensor's update")
 
 
 class WsdConfig(StrictModel):
     """Warm-up, a constant rate, and a linear decay to the final one."""
 
-    type: Literal["wsd"] = Field(description="warm-up, a constant rate, and a linear decay to the final one")
+    type: Literal["wsd"] = Field(description="warm-up, constant rate, linear decay to the final rate")
     decay_fraction: float = Field(
-        default=0.5, gt=0, le=1, description="share of all steps in which the rate decays, at the end"
+        default=0.5, gt=0, le=1, description="share of the steps, at the end, in which the rate decays"
     )
 
 
@@ -78,56 +78,48 @@ class SpikeConfig(StrictModel):
     """The rule for a spike: a loss too many standard deviations above the mean of the last losses."""
 
     deviations: float = Field(
-        default=6.0, gt=0, description="standard deviations above the mean, from which a loss is a spike"
+        default=6.0, gt=0, description="standard deviations above the mean from which a loss is a spike"
     )
-    window: int = Field(
-        default=100, ge=2, description="steps that mean and deviation are taken of; none is judged before"
-    )
-    policy: GuardPolicy = Field(default="skip", description="skip the batch, rewind past it, or stop")
+    window: int = Field(default=100, ge=2, description="steps over which mean and deviation are taken")
+    policy: GuardPolicy = Field(default="skip", description="what to do at a spike")
 
 
 class GuardsConfig(StrictModel):
     """The policies for steps that would spoil the weights."""
 
     non_finite: GuardPolicy = Field(
-        default="stop", description="policy where the loss, or in bf16 and fp32 a gradient, is no finite number"
+        default="stop", description="policy for a loss, or in bf16 and fp32 a gradient, that is not finite"
     )
     loss_scale_floor: GuardPolicy = Field(
-        default="stop", description="policy where fp16 overflows and its loss scale is at its lowest"
+        default="stop", description="policy for an fp16 overflow at the lowest loss scale"
     )
-    spike: SpikeConfig | None = Field(
-        default=None, description="policy where a loss is far above the last ones; null: no loss is too high"
-    )
-    max_skips_in_a_row: int = Field(
-        default=10, gt=0, description="skipped steps in a row; the run stops at the last of them"
-    )
-    max_rewinds: int = Field(
-        default=3, gt=0, description="rewinds that do not get the run beyond the place; the next one stops it"
-    )
+    spike: SpikeConfig | None = Field(default=None, description="policy for a loss far above the last ones; null: off")
+    max_skips_in_a_row: int = Field(default=10, gt=0, description="skipped steps in a row after which the run stops")
+    max_rewinds: int = Field(default=3, gt=0, description="rewinds without progress; the next one stops the run")
 
 
 class StopWhenConfig(StrictModel):
     """The rule that ends a run before its last step: the validation loss no longer improves."""
 
-    evaluations: int = Field(gt=0, description="evaluations in a row that did not improve")
+    evaluations: int = Field(gt=0, description="evaluations in a row without improvement")
     by: float = Field(
-        default=0.0, ge=0, description="bits per byte, or per pixel of a palette; an evaluation improves by more"
+        default=0.0, ge=0, description="smallest improvement, in bits per byte (per pixel with a palette)"
     )
 
 
 class SamplesConfig(StrictModel):
     """The samples that are taken from the model in training."""
 
-    prompt: str = Field(default="", description="that the samples of text continue")
+    prompt: str = Field(default="", description="text that samples continue")
     bytes: int | None = Field(
-        default=None, gt=0, description="to sample behind it; null: 256 of text, a whole picture, a context of sound"
+        default=None, gt=0, description="length of a sample; null: 256 of text, a picture, a context of sound"
     )
-    count: int | None = Field(default=None, gt=0, le=64, description="samples at once; null: 4 of pictures, else 1")
-    temperature: float = Field(default=1.0, ge=0, description="of the model's choice; 0 takes the most likely byte")
+    count: int | None = Field(default=None, gt=0, le=64, description="number of samples; null: 4 pictures, else 1")
+    temperature: float = Field(default=1.0, ge=0, description="divides the logits; 0 takes the most likely byte")
     top_p: float | None = Field(
-        default=None, gt=0, le=1, description="sample among the fewest bytes that hold this share; null: among all"
+        default=None, gt=0, le=1, description="sample among the fewest bytes with this probability; null: among all"
     )
-    seed: int = Field(default=0, ge=0, lt=2**62, description="with the step it decides what is drawn")
+    seed: int = Field(default=0, ge=0, lt=2**62, description="seed, combined with the step")
 
 
 class TrainConfig(StrictModel):
@@ -136,96 +128,92 @@ class TrainConfig(StrictModel):
     MOST_CONTEXTS: ClassVar[int] = 65_536  # in a micro-batch
     MOST_PROCESSES: ClassVar[int] = 16_384  # the manifest of more would be longer than the limit for reading one
 
-    output: str = Field(min_length=1, description="run folder; one that holds a run is only taken with --resume")
+    output: str = Field(min_length=1, description="run folder; one that holds a run needs --resume")
     steps: int | None = Field(
         default=None,
         gt=0,
         le=10**15,
-        description="optimiser steps of the whole run, skipped ones included; or give epochs",
+        description="optimiser steps of the run, skipped ones included",
     )
     epochs: float | None = Field(
         default=None,
         gt=0,
-        description="in place of steps: passes over the train split; floor(epochs × contexts / global_batch) steps",
+        description="passes over the train split: floor(epochs × contexts / global_batch) steps",
     )
-    global_batch: int = Field(gt=0, le=10**9, description="contexts a step, over all processes")
+    global_batch: int = Field(gt=0, le=10**9, description="contexts per step over all processes")
     micro_batch: int = Field(
-        gt=0, le=MOST_CONTEXTS, description="contexts a process runs at once; the rest of its share is accumulated"
+        gt=0, le=MOST_CONTEXTS, description="contexts that a process runs at once; gradients are accumulated"
     )
-    learning_rate: float = Field(gt=0, description="the highest, at the end of the warm-up")
-    optimizer: OptimizerConfig | None = Field(
-        default=None, description="an object with a type; null: AdamW, with one rate for all parts"
-    )
-    warmup_steps: int = Field(default=0, ge=0, description="steps in which the learning rate rises from 0, linearly")
+    learning_rate: float = Field(gt=0, description="highest rate, reached at the end of the warm-up")
+    optimizer: OptimizerConfig | None = Field(default=None, description="object with a type; null: AdamW with one rate")
+    warmup_steps: int = Field(default=0, ge=0, description="steps in which the learning rate rises linearly from 0")
     schedule: ScheduleConfig = Field(
         default="cosine",
-        description="between the two rates; constant: none; an object with type wsd: constant, then linear",
+        description="decay between the two rates; type wsd: constant, then linear",
     )
-    final_learning_rate: float = Field(default=0.0, ge=0, description="at the last step, where the schedule decays")
-    weight_decay: float = Field(default=0.01, ge=0, description="decoupled, on tensors of two or more dimensions")
+    final_learning_rate: float = Field(default=0.0, ge=0, description="rate at the last step of a decaying schedule")
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay of tensors of two or more dimensions")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.999), strict=False, description="of AdamW: decay of the mean gradient, and of its square"
+        default=(0.9, 0.999), strict=False, description="AdamW: decay of the mean gradient and of its square"
     )
-    eps: float = Field(default=1e-8, gt=0, description="of AdamW: added to the root of the mean square")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW: added to the root of the mean square")
     ema_decay: float | None = Field(
-        default=None, gt=0, lt=1, description="of a moving average of the weights, such as 0.999; null: none is kept"
+        default=None, gt=0, lt=1, description="decay of a moving average of the weights, such as 0.999; null: none"
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="of the initial weights and of dropout")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of initial weights and dropout")
     activation_checkpointing: bool = Field(
         default=False,
-        description="recompute each residual block in the backward pass; not beside model.reversible",
+        description="recompute each residual block in the backward pass; not with model.reversible",
     )
     compile: bool = Field(
-        default=False, description="compile the residual blocks by torch.compile, for training steps alone"
+        default=False, description="compile residual blocks with torch.compile, for training steps only"
     )
     sequence_parallel: int | None = Field(
-        default=None, gt=0, description="processes that share each context; null: every process has its own"
+        default=None, gt=0, description="processes that share each context; null: none share"
     )
     sequence_exchange: Literal["heads", "keys", "auto"] = Field(
-        default="auto", description="what attention exchanges between them; auto: in each layer what sends fewer bytes"
+        default="auto", description="what attention exchanges between them; auto: per layer, what sends fewer bytes"
     )
     log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")
     evaluate_every: int | None = Field(
         default=0,
         ge=0,
-        description="steps between evaluations; 0: at the end only; null: none, as of data without a validation split",
+        description="steps between evaluations; 0: at the end only; null: none",
     )
     evaluate_contexts: int | None = Field(
-        default=None, gt=0, description="contexts of an evaluation, evenly spread; null: the whole split"
+        default=None, gt=0, description="evenly spread contexts of an evaluation; null: the whole split"
     )
     checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: at the end only")
     checkpoint_in_background: bool = Field(
-        default=False, description="copy to the host's memory, and write from there while training goes on"
+        default=False, description="write checkpoints from a copy in host memory while training continues"
     )
-    keep_last: int | None = Field(default=None, gt=0, description="newest checkpoints that stay; null: all")
-    keep_every: int | None = Field(
-        default=None, gt=0, description="checkpoints of every step that this divides stay too"
-    )
+    keep_last: int | None = Field(default=None, gt=0, description="newest checkpoints to keep; null: all")
+    keep_every: int | None = Field(default=None, gt=0, description="also keep checkpoints of steps that this divides")
     keep_best: int = Field(
-        default=0, ge=0, description="checkpoints with the lowest validation losses that are saved and stay"
+        default=0, ge=0, description="checkpoints with the lowest validation losses to save and keep"
     )
     probe: bool = Field(
-        default=True, description="save the loss on one context with every checkpoint, and hold a loaded model to it"
+        default=True, description="save the loss on a random context with each checkpoint and check it after loading"
     )
     timeout_seconds: float = Field(
         default=1800.0,
         gt=0,
-        description="of every collective, and of the meeting at the start: a process that waits longer ends",
+        description="time-out of every collective and of the start",
     )
     max_seconds: float | None = Field(
         default=None,
         gt=0,
-        description="since the start, until the run saves and ends, to be gone on with (exit code 75); null: no limit",
+        description="time after which the run saves and ends with exit code 75; null: no limit",
     )
     stop_when: StopWhenConfig | None = Field(
         default=None,
-        description="end the run once the validation loss has come to a standstill; null: at the last step",
+        description="end the run when the validation loss plateaus; null: at the last step",
     )
     guards: GuardsConfig = Field(
-        default=GuardsConfig(), description="what becomes of a step that would spoil the weights"
+        default=GuardsConfig(), description="what to do with steps that would corrupt the weights"
     )
-    samples_every: int = Field(default=0, ge=0, description="steps between samples into the run folder; 0: never")
-    samples: SamplesConfig = Field(default=SamplesConfig(), description="what is sampled then")
+    samples_every: int = Field(default=0, ge=0, description="steps between samples; 0: never")
+    samples: SamplesConfig = Field(default=SamplesConfig(), description="what is sampled")
 
     left_out_at_default = (
         "optimizer",

@@ -36,7 +36,7 @@ from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 
 ALL_HEADS = slice(None)
 NOT_FLEX = 'needs another backend than "flex"; nearest "auto"'
-KEY_VALUE_HEADS = "heads of keys and values, each for a group of heads of queries; a divisor of heads; null: as many"
+KEY_VALUE_HEADS = "heads of keys and values, each shared by a group of query heads; divides heads; null: heads"
 KeyValueHeads = Annotated[Annotated[int, POSITIVE] | None, Field(description=KEY_VALUE_HEADS)]
 
 

@@ -57,7 +57,7 @@ class LocalHeads(StrictModel):
     """Local heads that read the last positions; the other heads are routed."""
 
     heads: Annotated[int, POSITIVE] = Field(description="that read the last positions; the others are routed")
-    window: Annotated[int, POSITIVE] = Field(description="keys, the query itself among them")
+    window: Annotated[int, POSITIVE] = Field(description="keys, the query included")
 
 
 class RoutingConfig(AttentionConfig, StrictModel):
