@@ -74,24 +74,22 @@ def attention_op(
         with torch._C._AutoDispatchBelowAutograd():
             return op(q, k, v, *values)
 
+    def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        out = empty_like_rows(v, heads=q.shape[1], rows=q.shape[2])
+        return out, q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+
+    def fake_backward(
+        grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return empty_like_rows(q), empty_like_rows(k), empty_like_rows(v)
+
     library.impl(name, forward, "CompositeExplicitAutograd")
     library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
     library.impl(name, differentiate, "Autograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_forward, lib=library)
-    torch.library.register_fake(f"{NAMESPACE}::{name}_backward", _fake_backward, lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake_forward, lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}_backward", fake_backward, lib=library)
     _libraries.append(library)
     return op
 
 
 _libraries: list[torch.library.Library] = []  # registrations live as long as their library
-
-
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    out = empty_like_rows(v, heads=q.shape[1], rows=q.shape[2])
-    return out, q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
-
-
-def _fake_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like_rows(q), empty_like_rows(k), empty_like_rows(v)

@@ -336,25 +336,20 @@ def _runs(part: View, low: int, high: int) -> Iterator[Read]:
         yield RegularPositions(low, high - low)
     elif not isinstance(order, Fold):
         yield ListedPositions(order[low:high])
-    elif order.stride == 1:
-        yield from _blocks(order, low, high)
-    else:  # column after column: one run per column (built-in patterns read a single column)
+    elif order.stride > 1:  # column after column: one run per column (built-in patterns read a single column)
         while low < high:
             last = min(high, (low // order.period + 1) * order.period)
             yield RegularPositions(order(low), 1, last - low, order.stride)
             low = last
-
-
-def _blocks(order: Fold, low: int, high: int) -> Iterator[RegularPositions]:
-    """Yield the end of a block, full blocks and the start of a block, for an order of some positions per block."""
-    period = order.period
-    full_first, full_last = -(-low // period), high // period
-    if full_first > full_last or period == order.step:  # within one block, or blocks that touch
-        yield RegularPositions(order(low), high - low)
-        return
-    if low % period:
-        yield RegularPositions(order(low), -low % period)
-    if full_first < full_last:
-        yield RegularPositions(order(full_first * period), period, full_last - full_first, order.step)
-    if high % period:
-        yield RegularPositions(order(full_last * period), high % period)
+    else:  # some positions per block: the end of a block, full blocks, and the start of a block
+        period = order.period
+        full_first, full_last = -(-low // period), high // period
+        if full_first > full_last or period == order.step:  # within one block, or blocks that touch
+            yield RegularPositions(order(low), high - low)
+            return
+        if low % period:
+            yield RegularPositions(order(low), -low % period)
+        if full_first < full_last:
+            yield RegularPositions(order(full_first * period), period, full_last - full_first, order.step)
+        if high % period:
+            yield RegularPositions(order(full_last * period), high % period)

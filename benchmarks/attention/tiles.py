@@ -14,7 +14,7 @@ import torch
 from benchmarks.attention.cases import patterns_of, stride_of
 from benchmarks.report import rounded
 from longstride.kernels.backends.cpu.chunks import chunked
-from longstride.kernels.backends.triton.packing import Parts, groups, packed
+from longstride.kernels.backends.triton.packing import Parts, groups, pack
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side, view
 
@@ -49,7 +49,7 @@ def visited_pairs(
     runs, whose kernel visits each once, count once.
     """
     try:
-        from longstride.kernels.backends.triton.configurations import Kernel, chosen, closed_choice
+        from longstride.kernels.backends.triton.configurations import Kernel, choose, closed_choice
         from longstride.kernels.backends.triton.launch_plan import INTERPRETED, candidates_on
     except ImportError:
         return None
@@ -61,7 +61,7 @@ def visited_pairs(
     def of(kernel: Kernel, rows: Side, parts: Parts) -> int:
         found = candidates_on(device, kernel, dtype.itemsize, padded)
         of_runs = candidates_on(device, "closed_forward", dtype.itemsize, padded) if kernel == "forward" else ()
-        return sum(choice.pairs for choice in chosen(found, heads, context, rows, parts, of_runs)) // len(heads)
+        return sum(choice.pairs for choice in choose(found, heads, context, rows, parts, of_runs)) // len(heads)
 
     if phase == "forward":
         return of("forward", "queries", "all")
@@ -79,7 +79,7 @@ def measure_plans(context: int, stride: int | None, summary: int) -> list[dict[s
             cached.cache_clear()
         start = time.perf_counter()
         found = [
-            packed((pattern,), context, side, "all", number, TILE_ROWS, True, torch.device("cpu"))
+            pack((pattern,), context, side, "all", number, TILE_ROWS, True, torch.device("cpu"))
             for side in SIDES
             for number in range(len(groups((pattern,), context, side, "all")))
         ]

@@ -45,17 +45,17 @@ from longstride.kernels.backends.triton import launch_plan
 from longstride.kernels.backends.triton.configurations import (
     Configuration,
     Kernel,
-    chosen,
+    choose,
     closed_choice,
     entry,
 )
 from longstride.kernels.backends.triton.launch import (
     BackwardInputs,
-    over_closed_runs,
-    over_keys,
-    over_queries,
-    per_query_of,
+    plan_closed_runs,
+    plan_delta,
     plan_forward,
+    plan_key_passes,
+    plan_query_passes,
 )
 from longstride.kernels.backends.triton.launch_plan import Planner
 from longstride.kernels.patterns import Block, Column, Local, Pattern, Summary
@@ -397,7 +397,7 @@ def prepared(case: Case, empty: bool = False) -> Callable[[], Run]:
     out, lse = (torch.empty_like(v), v.new_empty(v.shape[:3], dtype=torch.float32)) if empty else forward.run((q, k, v))
     inputs = q, k, v, out, grad_out, lse
     planner = Planner(inputs, patterns)
-    delta = planner.plan(per_query_of(planner, planner.inputs[3], planner.inputs[4], planner.inputs[5], None))
+    delta = planner.plan(plan_delta(planner, planner.inputs[3], planner.inputs[4], planner.inputs[5], None))
     per_query = lse.new_empty(*lse.shape, 2) if empty else delta.run(inputs)[0]
     gradients = tuple(torch.empty_like(t) for t in (q, k, v))
 
@@ -411,12 +411,12 @@ def prepared(case: Case, empty: bool = False) -> Callable[[], Run]:
         read = BackwardInputs(tensors[0], tensors[1], tensors[2], tensors[4], rows)
         choice = closed_choice(planner.candidates("closed"), patterns, case.context)
         if case.kernel.startswith("closed") and choice is not None:
-            over_closed_runs(planner, choice, tensors, None, (dq, dk, dv), SCALE)
+            plan_closed_runs(planner, choice, tensors, None, (dq, dk, dv), SCALE)
         else:  # of closed runs too what the present table may do without
             if case.kernel != "dq":
-                over_keys(planner, read, "all", (dk, dv), SCALE)
+                plan_key_passes(planner, read, "all", (dk, dv), SCALE)
             if case.kernel != "dkdv":
-                over_queries(planner, read, "all", dq, SCALE)
+                plan_query_passes(planner, read, "all", dq, SCALE)
         written = {"dkdv": (dk, dv), "dq": (dq,)}.get(case.kernel, (dq, dk, dv))
         plan = planner.plan(*written)
         return lambda number: plan.run(all_inputs)
@@ -500,7 +500,7 @@ def pairs_of(case: Case, one: Configuration) -> int:
         return choice.pairs
     general, runs = ((), (one,)) if case.kernel == "closed_forward" else ((one,), ())
     rows: Side = "keys" if case.kernel == "dkdv" else "queries"
-    return sum(choice.pairs for choice in chosen(general, patterns, case.context, rows, "all", runs))
+    return sum(choice.pairs for choice in choose(general, patterns, case.context, rows, "all", runs))
 
 
 def title(case: Case) -> str:

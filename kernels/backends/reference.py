@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,25 +55,23 @@ def prepare(
     k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function of (q, position, return_lse) that attends from single queries to these caches."""
-    return partial(_attend_one, k, v, patterns, scale)
 
+    def attend_one(q: Tensor, position: int, return_lse: bool) -> tuple[Tensor, Tensor]:
+        """Return output (B, H, Dv) and logsumexp (B, H) of one query, q (B, H, D). Reads all N keys."""
+        wide = accumulator_dtype(q.dtype)
+        context = torch.arange(k.shape[2], device=q.device)
+        allowed = torch.stack([pattern.mask(context[position], context) for pattern in patterns])  # (H, N)
+        blind = ~allowed.any(-1, keepdim=True)
+        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        keys, values = (x.to(wide).masked_fill(~allowed[..., None], 0.0) for x in (keys, values))  # others may be NaN
+        with _without_autocast(q.device.type):
+            scores = (keys @ q.to(wide)[..., None]).squeeze(-1) * scale
+            scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
+            weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
+            lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
+            return (weights[..., None, :] @ values).squeeze(-2).to(q.dtype), lse
 
-def _attend_one(
-    k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, q: Tensor, position: int, return_lse: bool
-) -> tuple[Tensor, Tensor]:
-    """Return output (B, H, Dv) and logsumexp (B, H) of one query, q (B, H, D). Reads all N keys."""
-    wide = accumulator_dtype(q.dtype)
-    context = torch.arange(k.shape[2], device=q.device)
-    allowed = torch.stack([pattern.mask(context[position], context) for pattern in patterns])  # (H, N)
-    blind = ~allowed.any(-1, keepdim=True)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    k, v = (x.to(wide).masked_fill(~allowed[..., None], 0.0) for x in (k, v))  # other rows may be NaN
-    with _without_autocast(q.device.type):
-        scores = (k @ q.to(wide)[..., None]).squeeze(-1) * scale
-        scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
-        weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
-        lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
-        return (weights[..., None, :] @ v).squeeze(-2).to(q.dtype), lse
+    return attend_one
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:

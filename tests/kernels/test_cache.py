@@ -102,7 +102,7 @@ def test_hundreds_of_patterns_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
         for window in range(1_001, 1_401):
             launch.forward(q, q, q, (Local(window),), 1.0)
             launch.backward(q, None, q, q, q, q, q[..., 0], (Local(window),), 1.0)
-            decode.layout((Local(window),), 4_096, 256, torch.device("cpu"))
+            decode.plan_layout((Local(window),), 4_096, 256, torch.device("cpu"))
             assert plan.num_pairs(Local(window), 4_096) > 0
         return len(planned)
 

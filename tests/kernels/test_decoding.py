@@ -253,10 +253,10 @@ class Elements(TorchDispatchMode):
 @WITH_TRITON
 @pytest.mark.usefixtures("tiles_of_a_card")
 def test_splits_follow_from_pattern_and_context() -> None:
-    from longstride.kernels.backends.triton.decode import KEYS_A_SPLIT, MOST_SPLITS, layout
+    from longstride.kernels.backends.triton.decode import KEYS_A_SPLIT, MOST_SPLITS, plan_layout
 
     def splits(pattern: Pattern, context: int) -> int:
-        return layout((pattern,), context, KEYS_A_SPLIT, torch.device("cpu")).splits
+        return plan_layout((pattern,), context, KEYS_A_SPLIT, torch.device("cpu")).splits
 
     assert [splits(p, 65_536) for p in (Local(256), Strided(256), Fixed(256, 8), Dense())] == [1, 2, 16, MOST_SPLITS]
     assert [splits(Dense(), context) for context in (100, 256, 257, 1024)] == [1, 1, 2, 4]

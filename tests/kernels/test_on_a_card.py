@@ -226,13 +226,13 @@ def test_every_shipped_configuration_is_within_precision(
     """Alone, so that no rate keeps it from being chosen; many tiles of it, of which some are not full."""
     use_configuration(monkeypatch, kernel, one)
     if kernel.startswith("closed"):
-        from longstride.kernels.backends.triton.configurations import chosen, closed_choice
+        from longstride.kernels.backends.triton.configurations import choose, closed_choice
 
         patterns = (pattern.for_head(0),) * 2
         if kernel == "closed":
             assert closed_choice((one,), patterns, CLOSED) is not None
         else:
-            assert any(choice.closed for choice in chosen((one,), patterns, CLOSED, "queries", "all", (one,)))
+            assert any(choice.closed for choice in choose((one,), patterns, CLOSED, "queries", "all", (one,)))
     check_pattern(pattern, dtype, width, context=CLOSED if kernel.startswith("closed") else N + L)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends.triton.packing import groups, packed, sources
+from longstride.kernels.backends.triton.packing import groups, pack, sources
 from longstride.kernels.forms import Bounds, Intervals, constant, intervals_of
 from longstride.kernels.patterns import BigBird, Column, Dense, Fixed, Pattern, Strided
 from longstride.kernels.patterns.column import Entries
@@ -142,7 +142,7 @@ def test_a_plan_for_a_million_positions_is_small_and_quick(pattern: Pattern) -> 
         cached.cache_clear()
     start = time.process_time()
     found = [
-        packed((pattern,), 1 << 20, side, "all", number, 128, True, CPU)
+        pack((pattern,), 1 << 20, side, "all", number, 128, True, CPU)
         for side in SIDES
         for number in range(len(groups((pattern,), 1 << 20, side, "all")))
     ]

@@ -79,7 +79,7 @@ def test_passes_with_nothing_but_closed_runs_take_their_own_forward_kernel(
     heads: tuple[Pattern, ...], served: list[bool]
 ) -> None:
     large, squares = (configurations.Configuration(16, 16, 1, 1),), configurations.squares((16, 1, 1.0))
-    choices = configurations.chosen(large, heads, 72, "queries", "all", squares)
+    choices = configurations.choose(large, heads, 72, "queries", "all", squares)
     assert [choice.closed for choice in choices] == served
 
 

@@ -99,10 +99,10 @@ def test_parts_of_one_order_share_a_pass_and_count_a_pair_once(dtype: torch.dtyp
     q = torch.empty(*SHAPE[:3], 16, device=DEVICES["triton"])
     planner = SelectedPlanner((q, q, q), on_device(selection))
     choices = planner.choices("forward", "all")
-    passes = [planner.packed("queries", "all", number, choice) for number, choice in enumerate(choices)]
+    passes = [planner.pack("queries", "all", number, choice) for number, choice in enumerate(choices)]
     assert [one.earlier for one in passes] == [(0, 2, 3), (1,)]
     over_keys = [
-        planner.packed("keys", "all", number, choice).num_rows
+        planner.pack("keys", "all", number, choice).num_rows
         for number, choice in enumerate(planner.choices("dkdv", "all"))
     ]
     assert over_keys == [31, 31, 41, 41] and planner.ends_with_every_key("all")
@@ -176,7 +176,7 @@ def test_the_host_reads_no_value() -> None:
             read = []
             for kernel, rows in (("forward", "queries"), ("dkdv", "keys")):
                 for number, choice in enumerate(planner.choices(kernel, "all")):  # type: ignore[arg-type]
-                    one = planner.packed(rows, "all", number, choice)  # type: ignore[arg-type]
+                    one = planner.pack(rows, "all", number, choice)  # type: ignore[arg-type]
                     read += [one.table, one.data]
             return [*read, *planner.sources("all", (1,) * len(planner.by_keys))[:2]]
 
@@ -192,7 +192,7 @@ def test_what_heads_share_is_kept_once() -> None:
     q = torch.empty(*SHAPE[:3], 16, device=DEVICES["triton"])
     planner = SelectedPlanner((q, q, q), on_device(selections(*SHAPE[:3])["expanded"]))
     (choice,) = planner.choices("forward", "all")
-    assert planner.packed("queries", "all", 0, choice).data.numel() == 3 * SHAPE.context  # one order serves both sides
+    assert planner.pack("queries", "all", 0, choice).data.numel() == 3 * SHAPE.context  # one order serves both sides
 
 
 @IN_THE_INTERPRETER

@@ -167,7 +167,9 @@ def _chunks(low: np.ndarray, high: np.ndarray, context: int, num_keys: int) -> I
     for start, stop in _candidates(low, high, context):
         first, end = low[start], high[stop - 1]
         rows = -(-(stop - start) // STEP) * STEP
-        width = np.minimum(_round_up(end - first), num_keys)
+        # To a multiple of STEP, and of an eighth of the next power of two.
+        unit = np.maximum(STEP, 2 ** np.ceil(np.log2(np.maximum(end - first, 1))).astype(np.int64) // 8)
+        width = np.minimum(-(-(end - first) // unit) * unit, num_keys)
         pairs = rows * width
         if len(rows) and pairs.max() > MAX_PAIRS and rows.max() > STEP:
             break  # larger ones exceed it too
@@ -184,12 +186,6 @@ def _chunks(low: np.ndarray, high: np.ndarray, context: int, num_keys: int) -> I
     for distinct in np.unique(size):
         index = np.flatnonzero(size == distinct)
         yield AlikeChunks(int(rows[index[0]]), int(width[index[0]]), start[index], stop[index], first[index])
-
-
-def _round_up(width: np.ndarray) -> np.ndarray:
-    """Round up to a multiple of STEP, and of an eighth of the next power of two."""
-    unit = np.maximum(STEP, 2 ** np.ceil(np.log2(np.maximum(width, 1))).astype(np.int64) // 8)
-    return -(-width // unit) * unit
 
 
 def _candidates(low: np.ndarray, high: np.ndarray, context: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -294,17 +293,13 @@ def backward_rows(
     rows["minus_lse"] = (lse_rows / -numbers.nats).masked_fill_(blind, -math.inf)
     rows["minus_delta"] = minus_delta.reshape(blind.shape).masked_fill_(blind, 0.0)
     if numbers.narrow != numbers.wide:
-        rows["minus_delta"] = _terms(rows["minus_delta"], numbers.narrow)
+        # As four terms, (G, N, 4): bf16 has 8 bits of precision, fp32 has 24. Products take terms in pairs, hence four.
+        remainder = rows["minus_delta"]
+        rows["minus_delta"] = remainder.new_empty(*remainder.shape[:2], 4, dtype=numbers.narrow)
+        for term in rows["minus_delta"].split(1, -1):
+            term.copy_(remainder)
+            remainder = remainder - term
     return rows
-
-
-def _terms(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Split (G, N, 1) into four narrow terms (G, N, 4): bf16 has 8 bits of precision, fp32 has 24."""
-    terms = x.new_empty(*x.shape[:2], 4, dtype=dtype)  # three suffice, but products take terms in pairs
-    for term in terms.split(1, -1):
-        term.copy_(x)
-        x = x - term
-    return terms
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -371,32 +366,26 @@ def run_pieces(work: Callable[[Kind, list[Piece]], None], kinds: tuple[Kind, ...
     started here synchronise once.
     """
     threads = torch.get_num_threads()
+    inference = torch.is_inference_mode_enabled()  # new threads do not inherit it, but need it for their writes
+
+    def run(kind: Kind, pieces: list[Piece]) -> None:
+        torch.set_num_threads(1)  # of this thread, or MKL would use every core
+        with torch.inference_mode(inference), torch.no_grad():
+            work(kind, pieces)
+
     for kind in dict.fromkeys(kinds):
         pieces = _pieces(kind, kinds, q, v)
         if len(pieces) < threads or threads == 1:
             work(kind, pieces)
-        else:
-            bounds = [len(pieces) * i // threads for i in range(threads + 1)]
-            _run_in_threads([partial(work, kind, pieces[slice(*ends)]) for ends in itertools.pairwise(bounds)])
-
-
-def _run_in_threads(tasks: list[Callable[[], None]]) -> None:
-    """Run each task in its own thread, without torch's threads."""
-    threads = torch.get_num_threads()
-    inference = torch.is_inference_mode_enabled()  # new threads do not inherit it, but need it for their writes
-
-    def run(task: Callable[[], None]) -> None:
-        torch.set_num_threads(1)  # of this thread, or MKL would use every core
-        with torch.inference_mode(inference), torch.no_grad():
-            task()
-
-    # And of all threads until the last task ends. Newer versions of torch have one number for all threads, so each task
-    # would spread its products over many threads again: slower, and with other bits from time to time.
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            jobs = [pool.submit(run, task) for task in tasks]
-    finally:
-        torch.set_num_threads(threads)
-    for job in jobs:
-        job.result()
+            continue
+        bounds = [len(pieces) * i // threads for i in range(threads + 1)]
+        # Newer versions of torch have one number of threads for all threads. Until the last job ends it must be 1, or
+        # each job would spread its products over many threads: slower, and with other bits from time to time.
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                jobs = [pool.submit(run, kind, pieces[slice(*ends)]) for ends in itertools.pairwise(bounds)]
+        finally:
+            torch.set_num_threads(threads)
+        for job in jobs:
+            job.result()

@@ -1,9 +1,9 @@
-"""Block-sparse attention in Triton: one family of kernels over plans, which knows no pattern.
+"""Block-sparse attention in Triton: one family of kernels over plans, independent of patterns.
 
-``packing`` turns the plans of all heads into a table of integers, ``selected`` does so with selections,
-``configurations`` picks tiles, and ``tile`` has what all kernels do to one. The kernels are ``forward_kernel``,
-``closed_forward_kernel``, ``dkdv_kernel``, ``dq_kernel``, ``closed_kernel`` and ``sums_kernel``; ``launch`` plans
-their launches (``launch_plan``). ``decode`` serves one query at a time. Only a call that can run imports triton.
+``packing`` packs the plans of all heads into a table of integers, and ``selected`` packs selections. ``configurations``
+chooses tiles, and ``tile`` has the functions that kernels share. The kernels are ``forward_kernel``,
+``closed_forward_kernel``, ``dkdv_kernel``, ``dq_kernel``, ``closed_kernel`` and ``sums_kernel``. ``launch`` plans their
+launches (``launch_plan``). ``decode`` computes one query at a time. Only a call that can run imports triton.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 
 from longstride.kernels.patterns import Pattern
 
-WIDEST = 256  # head width
+WIDEST = 256  # largest head width
 OLDEST_CAPABILITY = (8, 0)
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """None where the kernels can run on these tensors, else a reason why they cannot.
+    """Return why the kernels cannot run on these tensors, or None.
 
-    While torch.compile traces, only what the tensors tell counts.
+    While torch.compile traces, only the tensors are checked.
     """
     if max(q.shape[-1], v.shape[-1]) > WIDEST:
         return f"a head width of {max(q.shape[-1], v.shape[-1])} exceeds {WIDEST}"
     if q.device.type not in ("cpu", "cuda"):
         return f"there are no kernels for {q.device.type}"
-    if torch.compiler.is_compiling():  # torch.compile can ask neither importlib nor a card
+    if torch.compiler.is_compiling():  # torch.compile traces neither importlib nor queries of a card
         return None
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -49,35 +49,35 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def visited_pairs(q: Tensor, pattern: Pattern) -> int:
-    """Pairs in the tiles that the forward kernels visit for a head like (B, 1, N, D)."""
+    """Return the number of pairs in the tiles that the forward kernels visit for a head like (B, 1, N, D)."""
     from longstride.kernels.backends.triton.launch_plan import Planner
 
     return sum(choice.pairs for choice in Planner((q, q, q), (pattern,)).choices("forward", "all"))
 
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """``launch.forward``."""
+    """Run ``launch.forward``."""
     from longstride.kernels.backends.triton.launch import forward
 
     return forward(*arguments)
 
 
 def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``launch.backward``: the same bits on every run."""
+    """Run ``launch.backward``."""
     from longstride.kernels.backends.triton.launch import backward
 
     return backward(*arguments)
 
 
 def selected_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """``launch.selected_forward``."""
+    """Run ``launch.selected_forward``."""
     from longstride.kernels.backends.triton.launch import selected_forward
 
     return selected_forward(*arguments)
 
 
 def selected_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``launch.selected_backward``: the same bits on every run."""
+    """Run ``launch.selected_backward``."""
     from longstride.kernels.backends.triton.launch import selected_backward
 
     return selected_backward(*arguments)
@@ -86,12 +86,12 @@ def selected_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def prepare(
     k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Attention of one query after another from these caches, as (q, position, return_lse): each time the same bits.
+    """Return a function of (q, position, return_lse) that attends from single queries to these caches.
 
-    A position may be a tensor on the device (``decoding``). What all queries read of the patterns lives as long as the
-    result, and the logsumexp is always computed.
+    Every call gives the same bits and computes the logsumexp. A position may be a tensor on the device (``decoding``).
+    The tables of the patterns live as long as the function.
     """
     from longstride.kernels.backends.triton import decode
 
-    one = decode.layout(patterns, k.shape[2], decode.KEYS_A_SPLIT, k.device)
-    return partial(decode.attend_one, k, v, patterns, scale, one, {})
+    layout = decode.plan_layout(patterns, k.shape[2], decode.KEYS_A_SPLIT, k.device)
+    return partial(decode.attend_one, k, v, patterns, scale, layout, {})

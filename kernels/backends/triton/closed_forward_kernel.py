@@ -1,10 +1,10 @@
-"""Forward of independent runs: the softmax of a whole block, or of a whole column, by one program.
+"""Forward pass over independent runs: one program computes the softmax of a full block or column.
 
 Letters: BLOCK rows of a run or of several, queries and keys alike, W padded width of q and k, WV padded width of v,
 N positions, H heads.
-A part is *closed* where each run of rows reads exactly its own positions (``forms.Bounds``). Then no row has a second
-tile of keys: q, k and v are asked for together, before anything waits for them, and nothing is kept between tiles.
-``forward_kernel`` has the units, and says what a pass after the first does with the one before.
+A part is *closed* if each run of rows reads exactly its own positions (``forms.Bounds``), so no row has a second tile:
+q, k and v are loaded together, and there is no state between tiles. ``forward_kernel`` describes the units, and
+how a pass continues the one before.
 """
 
 from __future__ import annotations
@@ -29,43 +29,20 @@ from longstride.kernels.backends.triton.tile import (
 
 @triton.jit(do_not_specialize=COUNTS)
 def closed_forward_kernel(
-    q,
-    k,
-    v,
-    previous,  # (B, H, N, Dv) contiguous, accumulator dtype: the last pass's output, where RESUME
+    q, k, v,
+    previous,  # (B, H, N, Dv) contiguous, accumulator dtype: the previous pass's output, if RESUME
     out,
-    lse,  # (B, H, N): in log2 between passes, natural where FINAL
-    table,
-    data,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_on,
-    num_heads,
-    context,
-    num_tiles,
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    GROUP: tl.constexpr,
-    RESUME: tl.constexpr,
-    FINAL: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-):
+    lse,  # (B, H, N): in log2 between passes, natural if FINAL
+    table, data,
+    stride_qb, stride_qh, stride_qn,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on,
+    num_heads, context, num_tiles,
+    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BOUNDS: tl.constexpr, GROUP: tl.constexpr, RESUME: tl.constexpr,
+    FINAL: tl.constexpr, ROUND_BF16: tl.constexpr, ACCUMULATOR: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0) % num_tiles
     lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
@@ -85,7 +62,7 @@ def closed_forward_kernel(
     if RESUME:
         acc = load_rows(previous, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True)
         m = tl.load(lse + position, mask=inside, other=float("-inf"))
-    low, high = intervals(row, inside, fields, data, BOUNDS)  # the keys of each query, rows of this tile
+    low, high = intervals(row, inside, fields, data, BOUNDS)  # keys of each query, as rows of this tile
     high = tl.minimum(high, last_row + 1)
 
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK, BLOCK)
@@ -94,18 +71,18 @@ def closed_forward_kernel(
     new_m = tl.max(s, 1) * (SCALE * LOG2E)
     if RESUME:
         new_m = tl.maximum(m, new_m)
-    safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # of a row without keys, all of whose weights are 0
+    safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # for rows without keys, with weights 0
     p = tl.exp2(s * (SCALE * LOG2E) - safe_m[:, None])
     total = tl.sum(p, 1)
     if RESUME:
-        fade = tl.exp2(m - safe_m)  # 0 for a row that had no key before
+        fade = tl.exp2(m - safe_m)  # 0 for rows without keys so far
         total += fade
         acc = acc * fade[:, None]
     else:
         acc = tl.zeros((BLOCK, WV), ACCUMULATOR)
     acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee", out_dtype=ACCUMULATOR)
 
-    # No key: output 0, and m = -inf is the logsumexp. Keys whose scores are all -inf: NaN, as in softmax.
+    # Without keys: output 0 and logsumexp m = -inf. If all scores are -inf: NaN, as in softmax.
     total = tl.where(total == 0.0, tl.where(low < high, float("nan"), 1.0), total)
     out += batch * stride_ob + head * stride_oh
     store_rows(out, position, stride_on, inside, acc * (1.0 / total)[:, None], VALUE_WIDTH, WV)

@@ -1,10 +1,10 @@
-"""Backward of independent runs: dQ, dK and dV of a whole block, or of a whole column, by one program.
+"""Backward pass over independent runs: one program computes dQ, dK and dV of a full block or column.
 
 Letters: BLOCK rows of a run or of several, queries and keys alike, W padded width of q and k, WV padded width of v,
 N positions, H heads.
-A part is *closed* where each run of rows reads exactly its own positions (``forms.Bounds``). Then a run needs nothing
-twice: five products instead of seven, and q, k, v, out and dOut are read once, which is what bounds such heads.
-``dkdv_kernel`` has the equations, and says how the sums of other parts reach the last pass, which this one is.
+A part is *closed* if each run of rows reads exactly its own positions (``forms.Bounds``). Then five products suffice
+instead of seven, and q, k, v, out and dOut are read once, which bounds the time of such heads. ``dkdv_kernel`` has the
+equations, and describes how the sums of other parts reach the last pass, which is this one.
 """
 
 from __future__ import annotations
@@ -31,66 +31,27 @@ from longstride.kernels.backends.triton.tile import (
 
 @triton.jit(do_not_specialize=COUNTS)
 def closed_kernel(
-    q,
-    k,
-    v,
-    out,
-    grad_out,
+    q, k, v, out, grad_out,
     lse,  # (B, H, N)
-    delta,  # ``per_query`` (B, H, N, 2), where RESUME; else the gradient of lse (B, H, N), where GRAD_LSE
-    previous,  # (B, H, N, D) contiguous, accumulator dtype: dQ of the other parts, where RESUME
-    workspace,  # (B, H, R, D + Dv) accumulator dtype: dK and dV of the other parts, where RESUME
-    dq,
-    dk,
-    dv,
-    table,
-    data,
-    source_table,
-    source_data,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_on,
-    stride_gb,
-    stride_gh,
-    stride_gn,
-    stride_dqb,
-    stride_dqh,
-    stride_dqn,
-    stride_dkb,
-    stride_dkh,
-    stride_dkn,
-    stride_dvb,
-    stride_dvh,
-    stride_dvn,
-    num_heads,
-    context,
-    num_tiles,
+    delta,  # ``per_query`` (B, H, N, 2) if RESUME, else the gradient of lse (B, H, N) if GRAD_LSE
+    previous,  # (B, H, N, D) contiguous, accumulator dtype: dQ of the other parts, if RESUME
+    workspace,  # (B, H, R, D + Dv) accumulator dtype: dK and dV of the other parts, if RESUME
+    dq, dk, dv, table, data, source_table, source_data,
+    stride_qb, stride_qh, stride_qn,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on,
+    stride_gb, stride_gh, stride_gn,
+    stride_dqb, stride_dqh, stride_dqn,
+    stride_dkb, stride_dkh, stride_dkn,
+    stride_dvb, stride_dvh, stride_dvn,
+    num_heads, context, num_tiles,
     workspace_rows,  # R
     num_sources,
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    GROUP: tl.constexpr,
-    RESUME: tl.constexpr,
-    GRAD_LSE: tl.constexpr,
-    SOURCE_FORM: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-):
+    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BOUNDS: tl.constexpr, GROUP: tl.constexpr, RESUME: tl.constexpr,
+    GRAD_LSE: tl.constexpr, SOURCE_FORM: tl.constexpr, ROUND_BF16: tl.constexpr, ACCUMULATOR: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0) % num_tiles
     lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
@@ -111,7 +72,7 @@ def closed_kernel(
     delta += first * 2 if RESUME else first
     previous += first * WIDTH
     workspace += lead * workspace_rows * (WIDTH + VALUE_WIDTH)
-    own_sources = source_table + head * (num_sources * NUM_SOURCE_FIELDS)
+    head_sources = source_table + head * (num_sources * NUM_SOURCE_FIELDS)
 
     row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK, ROWS)
     k_tile = load_rows(k, position, stride_kn, inside, WIDTH, W, True)
@@ -127,8 +88,8 @@ def closed_kernel(
         if GRAD_LSE:
             row_delta -= tl.load(delta + position, mask=inside, other=0.0).to(ACCUMULATOR)
         row_delta = tl.where(row_lse == float("-inf"), 0.0, row_delta)  # a query without keys has no gradient
-    # Transposed, (keys, queries), so that one product alone needs a transposed operand. A key's queries are an interval
-    # of rows, and so are a query's keys.
+    # Transposed, (keys, queries), so that only one product needs a transposed operand. The queries of a key are an
+    # interval of rows, as are the keys of a query.
     s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # (BLOCK, BLOCK)
     low, high = intervals(row, inside, fields, data, BOUNDS)  # the queries of each key
     allowed = allowed_columns(first_row, low, high, BLOCK) & inside[None, :]
@@ -141,11 +102,11 @@ def closed_kernel(
     dk_tile = tl.dot(ds, q_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
     dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
 
-    if RESUME:  # with what the other parts gave
+    if RESUME:  # add the other parts
         dq_tile += load_rows(previous, position, WIDTH, inside, WIDTH, W, True)
     store_rows(dq, position, stride_dqn, inside, dq_tile, WIDTH, W)
     store_sums(
         dk_tile, dv_tile, row, inside, position, dk, dv, workspace, 0,
-        (own_sources, source_data, num_sources), (stride_dkn, stride_dvn),
+        (head_sources, source_data, num_sources), (stride_dkn, stride_dvn),
         WIDTH, W, VALUE_WIDTH, WV, True, RESUME, SOURCE_FORM,
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""One query against a cache: programs that share out its keys, the merge of what they found, and their launch.
+"""Attention of one query to a cache: programs that split its keys, the merge of their results, and their launch.
 
 Letters: B batch, H heads, S segments (the parts of a pattern), N positions, D width of q and k, Dv width of v; in
-kernels BLOCK_K keys, W padded width of q and k, WV padded width of v, SPLITS programs a head.
-Scores are in units of log2, as in ``forward_kernel``. There is one row of them: products and sums, no matrix units.
-A split takes every SPLITS-th tile of the keys, counted through all segments, and leaves its own maximum m, sum of
-weights and unnormalised output; the merge adds these up in a fixed order.
+kernels BLOCK_K keys, W padded width of q and k, WV padded width of v, SPLITS programs per head.
+Scores are in units of log2, as in ``forward_kernel``. There is one row of scores, so no matrix units are used. A split
+takes every SPLITS-th tile of the keys, counted through all segments. It writes its maximum m, its sum of weights and
+its unnormalised output. The merge combines these in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longstride.kernels.backends.triton.launch_plan import LaunchPlan, Planner, look
+from longstride.kernels.backends.triton.launch_plan import LaunchPlan, Planner, signature
 from longstride.kernels.backends.triton.packing import (
     FIELDS,
     Form,
@@ -45,7 +45,7 @@ from longstride.kernels.forms import Fold
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import View, most_reads, query_views
 
-ELEMENTS_A_TILE = 4096  # of keys, and of values: 32 fp32 registers a thread for each
+ELEMENTS_A_TILE = 4096  # of keys and of values: 32 fp32 registers per thread for each
 LONGEST_TILE = 128  # keys
 KEYS_A_SPLIT = 256
 MOST_SPLITS = 32
@@ -54,14 +54,14 @@ NUM_WARPS = 4
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What the kernel reads about all heads, on the device; the same for all positions."""
+    """The tables of all heads on the device, the same for all positions."""
 
     table: Tensor  # (H, S, FIELDS) int32
     data: Tensor  # int32
-    rows: tuple[Form, ...]  # for each segment, how the row of a position is found
+    rows: tuple[Form, ...]  # of each segment: how to find the row of a position
     columns: tuple[Form, ...]
     bounds: tuple[Form, ...]
-    splits: int  # programs a head, a power of two
+    splits: int  # programs per head, a power of two
 
 
 def attend_one(
@@ -69,83 +69,84 @@ def attend_one(
     v: Tensor,
     patterns: tuple[Pattern, ...],
     scale: float,
-    one: Layout,
+    layout: Layout,
     plans: dict[object, LaunchPlan],
     q: Tensor,
     position: int | Tensor,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Dv) in v's dtype and logsumexp (B, H); ``patterns`` is one a head.
+    """Return output (B, H, Dv) in v's dtype and logsumexp (B, H); ``patterns`` has one per head.
 
-    Nothing on the host depends on the position, so that a captured launch serves those that its tensor holds later.
-    ``plans`` are those made so far for these caches, by what their tensors look like.
+    Nothing on the host depends on the position, so a captured launch can be replayed with other values of its tensor.
+    ``plans`` has the plans so far for these caches, by signature of the inputs.
     """
     inputs = q, k, v, position
-    key = look(inputs)
+    key = signature(inputs)
     plan = plans.get(key)
     if plan is None:
-        plan = plans[key] = plan_one(Planner(inputs, patterns), one, scale, isinstance(position, Tensor))
+        plan = plans[key] = plan_one(Planner(inputs, patterns), layout, scale, isinstance(position, Tensor))
     out, lse = plan.run(inputs)
     return out, lse
 
 
-def plan_one(planner: Planner, one: Layout, scale: float, stored: bool) -> LaunchPlan:
-    """The launches for q (B, H, D); ``stored``: the position is in a tensor."""
+def plan_one(planner: Planner, layout: Layout, scale: float, stored: bool) -> LaunchPlan:
+    """Plan the launches for q (B, H, D); ``stored``: the position is in a tensor."""
     q, k, v, position = planner.inputs
     q, k, v = map(planner.readable, (q, k, v))
     lead, value_width = (planner.batch, planner.heads), v.shape[-1]
     out, lse = planner.empty(*lead, value_width, dtype=v.dtype), planner.empty(*lead)
-    partial, partial_stats = out, lse  # unread where nothing is split
-    if one.splits > 1:
-        partial, partial_stats = planner.empty(*lead, one.splits, value_width), planner.empty(2, *lead, one.splits)
+    partial, partial_stats = out, lse  # not read if nothing is split
+    if layout.splits > 1:
+        partial = planner.empty(*lead, layout.splits, value_width)
+        partial_stats = planner.empty(2, *lead, layout.splits)
     planner.launch(
         decode_kernel,
-        one.splits,
-        (q, k, v, out, lse, partial, partial_stats, one.table, one.data, position),
+        layout.splits,
+        (q, k, v, out, lse, partial, partial_stats, layout.table, layout.data, position),
         (k, v),
         (),
         None,
         **planner.widths,
         SCALE=scale,
         BLOCK_K=block_of(max(planner.widths["W"], planner.widths["WV"])),
-        SPLITS=one.splits,
-        SEGMENTS=len(one.columns),
-        ROWS=tuple(map(int, one.rows)),
-        COLUMNS=tuple(map(int, one.columns)),
-        BOUNDS=tuple(map(int, one.bounds)),
+        SPLITS=layout.splits,
+        SEGMENTS=len(layout.columns),
+        ROWS=tuple(map(int, layout.rows)),
+        COLUMNS=tuple(map(int, layout.columns)),
+        BOUNDS=tuple(map(int, layout.bounds)),
         GROUP=planner.group,
         STORED=stored,
         num_warps=NUM_WARPS,
     )
-    if one.splits > 1:
-        widths = {name: planner.widths[name] for name in ("VALUE_WIDTH", "WV")}
-        planner.launch(merge_kernel, 1, (partial, partial_stats, out, lse), (), (), None, **widths, SPLITS=one.splits)
+    if layout.splits > 1:
+        constants = {name: planner.widths[name] for name in ("VALUE_WIDTH", "WV")} | {"SPLITS": layout.splits}
+        planner.launch(merge_kernel, 1, (partial, partial_stats, out, lse), (), (), None, **constants)
     return planner.plan(planner.result(out), lse)
 
 
 def block_of(width: int) -> int:
-    """Keys a tile, for a padded head width."""
+    """Return the keys per tile, for a padded head width."""
     return min(LONGEST_TILE, max(16, ELEMENTS_A_TILE // width))
 
 
 def num_splits(most_keys: int, keys_a_split: int) -> int:
-    """Programs a head, where no position reads more than ``most_keys`` keys."""
+    """Return the programs per head, if no position reads more than ``most_keys`` keys."""
     return min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-most_keys // keys_a_split))))
 
 
 @cached
-def layout(patterns: tuple[Pattern, ...], context: int, keys_a_split: int, device: torch.device) -> Layout:
-    """What heads of these patterns read at this context, for all positions; cached."""
+def plan_layout(patterns: tuple[Pattern, ...], context: int, keys_a_split: int, device: torch.device) -> Layout:
+    """Return the tables of heads with these patterns at this context; cached."""
     heads = {pattern: query_views(pattern, context) for pattern in patterns}
     num_segments = max(len(views) for views in heads.values())
-    nothing = no_columns(context, "queries")
-    padded = [[*map(_by_position, heads[p]), *[nothing] * (num_segments - len(heads[p]))] for p in patterns]
+    empty = no_columns(context, "queries")
+    padded = [[*map(_by_position, heads[p]), *[empty] * (num_segments - len(heads[p]))] for p in patterns]
     rows, columns, bounds = forms_of(padded)
     data = Vectors()
     table = [
-        view_fields(one, 0, data, *forms)
+        view_fields(segment, 0, data, *forms)
         for views in padded
-        for one, *forms in zip(views, rows, columns, bounds, strict=True)
+        for segment, *forms in zip(views, rows, columns, bounds, strict=True)
     ]
     return Layout(
         table=int32_table(table, device).view(len(patterns), num_segments, len(FIELDS)),
@@ -157,49 +158,31 @@ def layout(patterns: tuple[Pattern, ...], context: int, keys_a_split: int, devic
     )
 
 
-def _by_position(one: View) -> View:
-    """The view with the inverse of its rows' order: from positions to rows."""
-    if one.row_order is None:
-        return one
-    inverse = one.row_order.inverse() if isinstance(one.row_order, Fold) else one.row_of_position
-    return dataclasses.replace(one, row_order=inverse)
+def _by_position(part: View) -> View:
+    """Return the view with the inverse of its row order: from positions to rows."""
+    if part.row_order is None:
+        return part
+    inverse = part.row_order.inverse() if isinstance(part.row_order, Fold) else part.row_of_position
+    return dataclasses.replace(part, row_order=inverse)
 
 
-@triton.jit(do_not_specialize=["position"])  # one program for all positions, the multiples of 16 too
+@triton.jit(do_not_specialize=["position"])  # no specialisation for positions that are multiples of 16
 def decode_kernel(
     q,  # (B, H, WIDTH) contiguous
-    k,
-    v,
-    out,  # (B, H, VALUE_WIDTH) contiguous, and (B, H): where SPLITS is 1
+    k, v,
+    out,  # (B, H, VALUE_WIDTH) contiguous, and lse (B, H): if SPLITS is 1
     lse,
-    partial,  # (B, H, SPLITS, VALUE_WIDTH), and (2, B, H, SPLITS) maxima and sums: where there are more
-    partial_stats,
-    table,
-    data,
-    position,  # a number, or where STORED the address of one, which is brought into the context
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    num_heads,
-    context,
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    GROUP: tl.constexpr,
-    STORED: tl.constexpr,
+    partial,  # (B, H, SPLITS, VALUE_WIDTH), and (2, B, H, SPLITS) maxima and sums: otherwise
+    partial_stats, table, data,
+    position,  # a number, or if STORED its address; the value is clamped to the context
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    num_heads, context,
+    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BOUNDS: tl.constexpr, GROUP: tl.constexpr, STORED: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
-):
+):  # fmt: skip
     if STORED:
         at = tl.minimum(tl.maximum(tl.load(position), 0), context - 1).to(tl.int32)
     else:
@@ -216,15 +199,15 @@ def decode_kernel(
     acc = tl.zeros((WV,), ACCUMULATOR)
     m = tl.full((), float("-inf"), ACCUMULATOR)
     total = tl.zeros((), ACCUMULATOR)
-    first_tile = split  # of this program, in the segment at hand
+    first_tile = split  # of this program in the current segment
     for segment in tl.static_range(SEGMENTS):
-        own = fields + segment * NUM_FIELDS
-        # The order of the queries is packed as its inverse: from positions to rows.
-        row_fold = load_fold(own + ROW_FOLD, ROWS[segment])
-        row = original_positions(at, True, row_fold, data + tl.load(own + ROW_LIST), ROWS[segment], False)
-        low, high = intervals(row.to(tl.int32), True, own, data, BOUNDS[segment])
-        key_fold = load_fold(own + COLUMN_FOLD, COLUMNS[segment])
-        key_list = data + tl.load(own + COLUMN_LIST)
+        entry = fields + segment * NUM_FIELDS
+        # The query order is packed as its inverse: from positions to rows.
+        row_fold = load_fold(entry + ROW_FOLD, ROWS[segment])
+        row = original_positions(at, True, row_fold, data + tl.load(entry + ROW_LIST), ROWS[segment], False)
+        low, high = intervals(row.to(tl.int32), True, entry, data, BOUNDS[segment])
+        key_fold = load_fold(entry + COLUMN_FOLD, COLUMNS[segment])
+        key_list = data + tl.load(entry + COLUMN_LIST)
         num_tiles = (high - low + BLOCK_K - 1) // BLOCK_K
         for tile in range(first_tile, num_tiles, SPLITS):
             column = low + tile * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -244,9 +227,9 @@ def decode_kernel(
 
     channel = tl.arange(0, WV)
     if SPLITS == 1:
-        total = tl.where(total == 0.0, 1.0, total)  # no key: output 0, and m = -inf is the logsumexp
-        found = (acc / total).to(out.dtype.element_ty)
-        tl.store(out + lead * VALUE_WIDTH + channel, found, mask=channel < VALUE_WIDTH)
+        total = tl.where(total == 0.0, 1.0, total)  # without keys: output 0 and logsumexp m = -inf
+        result = (acc / total).to(out.dtype.element_ty)
+        tl.store(out + lead * VALUE_WIDTH + channel, result, mask=channel < VALUE_WIDTH)
         tl.store(lse + lead, (m + tl.log2(total)) * LN2)
     else:
         number = lead * SPLITS + split
@@ -257,18 +240,10 @@ def decode_kernel(
 
 @triton.jit
 def merge_kernel(
-    partial,
-    partial_stats,
-    out,
-    lse,
-    num_heads,
-    context,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-):
-    """The softmax over all splits of a head; one program a head."""
+    partial, partial_stats, out, lse, num_heads, context,
+    VALUE_WIDTH: tl.constexpr, WV: tl.constexpr, SPLITS: tl.constexpr, ACCUMULATOR: tl.constexpr,
+):  # fmt: skip
+    """Compute the softmax over all splits of a head, one program per head."""
     lead = tl.program_id(0).to(tl.int64)
     split = lead * SPLITS + tl.arange(0, SPLITS)
     channel = tl.arange(0, WV)
@@ -279,6 +254,6 @@ def merge_kernel(
     address = partial + split[:, None] * VALUE_WIDTH + channel[None, :]
     acc = tl.load(address, mask=(channel < VALUE_WIDTH)[None, :], other=0.0)  # (SPLITS, WV)
     total = tl.where(total == 0.0, 1.0, total)
-    found = (tl.sum(acc * share[:, None], 0) / total).to(out.dtype.element_ty)
-    tl.store(out + lead * VALUE_WIDTH + channel, found, mask=channel < VALUE_WIDTH)
+    result = (tl.sum(acc * share[:, None], 0) / total).to(out.dtype.element_ty)
+    tl.store(out + lead * VALUE_WIDTH + channel, result, mask=channel < VALUE_WIDTH)
     tl.store(lse + lead, (m + tl.log2(total)) * LN2)

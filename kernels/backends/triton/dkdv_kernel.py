@@ -1,18 +1,18 @@
-"""Backward without atomics, first and second of three: delta, then dK and dV by tiles of keys.
+"""Backward pass without atomics, first and second of three: delta, then dK and dV by tiles of keys.
 
 Letters: BLOCK queries of delta, BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v,
 N positions, H heads.
-With P the weights, recomputed from lse (that of the whole pattern, whatever parts this pass holds):
+P are the weights, recomputed from the lse of the full pattern, whatever parts this pass has:
 
     delta = sum(out * dOut) - dLse
     dV = P^T dOut        dP = dOut V^T        dS = scale * P * (dP - delta)        dK = dS^T Q        dQ = dS K
 
-The scale goes into dS before it is rounded to 16 bits, so that gradients under a loss scale neither overflow nor vanish
-there. ``per_query`` has what all passes read of a query: its lse, in units of log2, beside its delta.
+dS includes the scale before it is rounded to 16 bits, so that it neither overflows nor underflows with loss scaling.
+``per_query`` has two numbers per query for all passes: lse in units of log2, and delta.
 
-Each pass writes its sums into its rows of a workspace, one set for each slice of queries that it is split into.
-The last pass adds them up in a fixed order as it finishes each key. Where the last pass does not hold every key, or is
-split itself, it writes to the workspace too and ``gather_kernel`` adds up.
+Each pass writes its sums to its rows of a workspace, one set per slice of queries. The last pass adds them in a fixed
+order as it finishes each key. If the last pass does not have every key, or is split, it also writes to the workspace,
+and ``gather_kernel`` adds the sums.
 """
 
 from __future__ import annotations
@@ -45,26 +45,16 @@ from longstride.kernels.backends.triton.tile import (
 
 @triton.jit(do_not_specialize=COUNTS)
 def delta_kernel(
-    out,
-    grad_out,
+    out, grad_out,
     lse,  # (B, H, N)
-    grad_lse,  # (B, H, N), where GRAD_LSE
+    grad_lse,  # (B, H, N), if GRAD_LSE
     per_query,  # (B, H, N, 2)
-    stride_ob,
-    stride_oh,
-    stride_on,
-    stride_gb,
-    stride_gh,
-    stride_gn,
-    num_heads,
-    context,
-    num_blocks,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GRAD_LSE: tl.constexpr,
+    stride_ob, stride_oh, stride_on,
+    stride_gb, stride_gh, stride_gn,
+    num_heads, context, num_blocks,
+    VALUE_WIDTH: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr, GRAD_LSE: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
-):
+):  # fmt: skip
     lead = (tl.program_id(0) // num_blocks).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
     position = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -77,7 +67,7 @@ def delta_kernel(
     result = tl.sum(out_tile.to(ACCUMULATOR) * grad_tile.to(ACCUMULATOR), 1)  # (BLOCK,)
     if GRAD_LSE:
         result -= tl.load(grad_lse + first_row + position, mask=inside, other=0.0).to(ACCUMULATOR)
-    # A query without keys has no gradient, whatever gradient a caller that merges by lse gives its -inf.
+    # A query without keys has no gradient, even if a caller that merges by lse passes one for its -inf.
     row_lse = tl.load(lse + first_row + position, mask=inside, other=0.0)
     result = tl.where(row_lse == float("-inf"), 0.0, result)
     address = per_query + ((first_row + position) * 2)[:, None] + tl.arange(0, 2)[None, :]
@@ -90,31 +80,18 @@ def _add_to_dkdv(
     dv,  # (BLOCK_K, WV)
     k_tile,  # (BLOCK_K, W)
     v_tile,  # (BLOCK_K, WV)
-    q,  # of this batch entry and head, likewise those that follow
-    grad_out,
-    per_query,
-    stride_q,
-    stride_g,
+    q,  # of this batch entry and head, as are the following
+    grad_out, per_query, stride_q, stride_g,
     first,  # column of the tile's first query
     end,
     low,  # (BLOCK_K,)
-    high,
-    query_fold,
-    query_list,
-    earlier,  # what ``without_earlier`` needs to know of the rows
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    EARLIER: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
-):
-    """Add what one tile of queries gives; scores are transposed, so that no product needs P or dS transposed."""
+    high, query_fold, query_list,
+    earlier,  # arguments of ``without_earlier`` about the rows
+    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, QUERIES: tl.constexpr, PARTIAL: tl.constexpr, EARLIER: tl.constexpr,
+    DOUBLINGS: tl.constexpr, ROUND_BF16: tl.constexpr,
+):  # fmt: skip
+    """Add the sums of one tile of queries. Scores are transposed, so that no product needs P or dS transposed."""
     column = first + tl.arange(0, BLOCK_Q)
     inside = column < end
     position = original_positions(column, inside, query_fold, query_list, QUERIES, PARTIAL)  # (BLOCK_Q,)
@@ -140,66 +117,30 @@ def _add_to_dkdv(
 
 @triton.jit(do_not_specialize=COUNTS)
 def dkdv_kernel(
-    q,
-    k,
-    v,
-    grad_out,
+    q, k, v, grad_out,
     per_query,  # (B, H, N, 2)
     workspace,  # (B, H, R, D + Dv) accumulator dtype, R rows of all sources
-    dk,
-    dv,
-    table,
-    data,
-    source_table,
-    source_data,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_gb,
-    stride_gh,
-    stride_gn,
-    stride_dkb,
-    stride_dkh,
-    stride_dkn,
-    stride_dvb,
-    stride_dvh,
-    stride_dvn,
-    num_heads,
-    context,
-    num_tiles,
-    num_slices,
+    dk, dv, table, data, source_table, source_data,
+    stride_qb, stride_qh, stride_qn,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_gb, stride_gh, stride_gn,
+    stride_dkb, stride_dkh, stride_dkn,
+    stride_dvb, stride_dvh, stride_dvn,
+    num_heads, context, num_tiles, num_slices,
     slice_rows,  # workspace rows of one slice
-    workspace_base,  # the first of this pass
+    workspace_base,  # first row of this pass
     workspace_rows,  # R
     num_sources,
-    table_stride,  # of a batch entry; 0 where all have the same
+    table_stride,  # of a batch entry; 0 if all have the same
     source_stride,  # likewise
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    EARLIER: tl.constexpr,
-    GROUP: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    FINAL: tl.constexpr,
-    SOURCES: tl.constexpr,
-    SOURCE_FORM: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
+    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BOUNDS: tl.constexpr, EARLIER: tl.constexpr, GROUP: tl.constexpr, DOUBLINGS: tl.constexpr,
+    FINAL: tl.constexpr, SOURCES: tl.constexpr, SOURCE_FORM: tl.constexpr, ROUND_BF16: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
-):
-    # Heads side by side and slices of a tile side by side, so that what is longest, the first tiles, begins first.
+):  # fmt: skip
+    # Heads vary fastest, then slices of a tile, so that the longest programs, those of the first tiles, start first.
     num_leads = tl.num_programs(0) // (num_tiles * num_slices)
     lead = (tl.program_id(0) % num_leads).to(tl.int64)  # batch * H + head
     part = tl.program_id(0) // num_leads % num_slices
@@ -214,12 +155,12 @@ def dkdv_kernel(
     v += batch * stride_vb + head // GROUP * stride_vh
     grad_out += batch * stride_gb + head * stride_gh
     per_query += lead * context * 2
-    # The tiles begin <= number < stop of queries are this slice's.
+    # This slice has the tiles begin <= number < stop of queries.
     origin, end, count, full_first, full_last = visited_tiles(first_row, last_row, fields, data, BLOCK_Q, BOUNDS)
-    share, rest = count // num_slices, count % num_slices  # the first slices take one tile more
-    begin = part * share + tl.minimum(part, rest)
-    stop = begin + share + (part < rest).to(tl.int32)
-    if EARLIER > 0:  # any tile may hold pairs that an earlier part has
+    share, remainder = count // num_slices, count % num_slices  # the first slices get one tile more
+    begin = part * share + tl.minimum(part, remainder)
+    stop = begin + share + (part < remainder).to(tl.int32)
+    if EARLIER > 0:  # any tile may have pairs of an earlier part
         full_first, full_last = stop, stop
     full_first = tl.minimum(tl.maximum(full_first, begin), stop)
     full_last = tl.minimum(tl.maximum(full_last, full_first), stop)
@@ -254,11 +195,11 @@ def dkdv_kernel(
     dk += batch * stride_dkb + head * stride_dkh
     dv += batch * stride_dvb + head * stride_dvh
     workspace += lead * workspace_rows * (WIDTH + VALUE_WIDTH)
-    own_sources = source_table + batch * source_stride + head * (num_sources * NUM_SOURCE_FIELDS)
-    first_row, last_row = tile_bounds(tile, fields)  # anew, so that registers hold none of it during the visits
+    head_sources = source_table + batch * source_stride + head * (num_sources * NUM_SOURCE_FIELDS)
+    first_row, last_row = tile_bounds(tile, fields)  # recomputed, to free registers during the visits
     row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_K, ROWS)
     store_sums(
         dk_tile, dv_tile, row, inside, position, dk, dv, workspace, workspace_base + part * slice_rows,
-        (own_sources, source_data, num_sources), (stride_dkn, stride_dvn),
+        (head_sources, source_data, num_sources), (stride_dkn, stride_dvn),
         WIDTH, W, VALUE_WIDTH, WV, FINAL, SOURCES, SOURCE_FORM,
     )  # fmt: skip

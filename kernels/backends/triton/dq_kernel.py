@@ -1,7 +1,7 @@
-"""Backward without atomics, third of three: dQ by tiles of queries.
+"""Backward pass without atomics, third of three: dQ by tiles of queries.
 
 Letters: BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v, N positions, H heads.
-``dkdv_kernel`` has the equations. Each pass after the first adds to the result of the one before.
+``dkdv_kernel`` has the equations. Each pass after the first adds to the previous result.
 """
 
 from __future__ import annotations
@@ -38,28 +38,17 @@ def _add_to_dq(
     grad_tile,  # (BLOCK_Q, WV)
     row_lse,  # (BLOCK_Q,) in log2
     row_delta,  # (BLOCK_Q,)
-    k,  # of this batch entry and head, likewise v
-    v,
-    stride_k,
-    stride_v,
+    k,  # of this batch entry and head, as is v
+    v, stride_k, stride_v,
     first,  # column of the tile's first key
     end,
     low,  # (BLOCK_Q,)
-    high,
-    key_fold,
-    key_list,
-    earlier,  # what ``without_earlier`` needs to know of the rows
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    EARLIER: tl.constexpr,
+    high, key_fold, key_list,
+    earlier,  # arguments of ``without_earlier`` about the rows
+    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
+    BLOCK_K: tl.constexpr, KEYS: tl.constexpr, PARTIAL: tl.constexpr, EARLIER: tl.constexpr,
     ROUND_BF16: tl.constexpr,
-):
+):  # fmt: skip
     """Add the gradient through one tile of keys."""
     column = first + tl.arange(0, BLOCK_K)
     inside = column < end
@@ -83,52 +72,23 @@ def _add_to_dq(
 
 @triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
-    q,
-    k,
-    v,
-    grad_out,
+    q, k, v, grad_out,
     per_query,  # (B, H, N, 2)
-    previous,  # (B, H, N, D) contiguous, accumulator dtype: the last pass's sums, where RESUME
-    dq,
-    table,
-    data,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_gb,
-    stride_gh,
-    stride_gn,
-    stride_dqb,
-    stride_dqh,
-    stride_dqn,
-    num_heads,
-    context,
-    num_tiles,
-    table_stride,  # of a batch entry; 0 where all have the same
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    EARLIER: tl.constexpr,
-    GROUP: tl.constexpr,
-    RESUME: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-):
-    tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # late queries read most: they begin first
+    previous,  # (B, H, N, D) contiguous, accumulator dtype: the previous pass's sums, if RESUME
+    dq, table, data,
+    stride_qb, stride_qh, stride_qn,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_gb, stride_gh, stride_gn,
+    stride_dqb, stride_dqh, stride_dqn,
+    num_heads, context, num_tiles,
+    table_stride,  # of a batch entry; 0 if all have the same
+    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BOUNDS: tl.constexpr, EARLIER: tl.constexpr, GROUP: tl.constexpr,
+    RESUME: tl.constexpr, ROUND_BF16: tl.constexpr, ACCUMULATOR: tl.constexpr,
+):  # fmt: skip
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # late queries read most, so they start first
     lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
     fields = table + batch * table_stride + head * (SEGMENTS * NUM_FIELDS)
@@ -153,15 +113,15 @@ def dq_kernel(
         dq_tile = tl.zeros((BLOCK_Q, W), ACCUMULATOR)
 
     for segment in tl.static_range(SEGMENTS):
-        own = fields + segment * NUM_FIELDS
-        key_fold = load_fold(own + COLUMN_FOLD, COLUMNS[segment])
-        key_list = data + tl.load(own + COLUMN_LIST)
-        low, high = intervals(row, inside, own, data, BOUNDS[segment])  # (BLOCK_Q,)
-        visited = visited_tiles(first_row, last_row, own, data, BLOCK_K, BOUNDS[segment])
+        entry = fields + segment * NUM_FIELDS
+        key_fold = load_fold(entry + COLUMN_FOLD, COLUMNS[segment])
+        key_list = data + tl.load(entry + COLUMN_LIST)
+        low, high = intervals(row, inside, entry, data, BOUNDS[segment])  # (BLOCK_Q,)
+        visited = visited_tiles(first_row, last_row, entry, data, BLOCK_K, BOUNDS[segment])
         origin, end, count, full_first, full_last = visited
-        if EARLIER[segment] > 0:  # any tile may hold pairs that an earlier part has
+        if EARLIER[segment] > 0:  # any tile may have pairs of an earlier part
             full_first, full_last = count, count
-            earlier = (position, inside, data + tl.load(own + EARLIER_LIST), context)
+            earlier = (position, inside, data + tl.load(entry + EARLIER_LIST), context)
         else:
             earlier = (position, inside, data, context)
         num_full = full_last - full_first
@@ -181,6 +141,6 @@ def dq_kernel(
             )  # fmt: skip
 
     dq += batch * stride_dqb + head * stride_dqh
-    first_row, last_row = tile_bounds(tile, fields)  # anew, so that registers hold none of it during the visits
+    first_row, last_row = tile_bounds(tile, fields)  # recomputed, to free registers during the visits
     row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_Q, ROWS)
     store_rows(dq, position, stride_dqn, inside, dq_tile, WIDTH, W)

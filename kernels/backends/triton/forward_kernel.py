@@ -1,10 +1,10 @@
-"""Forward: one program a tile of queries, with an online softmax over the tiles of keys in their intervals.
+"""Forward pass: one program per tile of queries, with an online softmax over the tiles of keys in their intervals.
 
 Letters: BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v, N positions, H heads.
-Scores are in units of log2: s is the bare product, s * scale * log2(e) its exponent of 2; m, the largest exponent so
-far, comes from the bare products (the scale is positive), so that the exponent is one fused multiply-add. m begins at
-the lowest finite number: a row without keys so far then gets weights 0, and nothing has to guard it.
-A pass after the first continues the softmax of the last one: its output with weight 1 at its logsumexp.
+Scores are in units of log2: s is the unscaled product, and s * scale * log2(e) its exponent of 2. The largest exponent
+so far, m, is computed from unscaled products, as the scale is positive. The exponent is then one fused multiply-add. m
+starts at the lowest finite number, so that a row without keys so far has weights 0 without a special case. A pass after
+the first continues the softmax of the previous one: its output has weight 1 at its logsumexp.
 """
 
 from __future__ import annotations
@@ -40,28 +40,17 @@ def _attend_tile(
     m,  # (BLOCK_Q,)
     total,  # (BLOCK_Q,)
     q_tile,  # (BLOCK_Q, W)
-    k,  # of this batch entry and head, likewise v
-    v,
-    stride_k,
-    stride_v,
+    k,  # of this batch entry and head, as is v
+    v, stride_k, stride_v,
     first,  # column of the tile's first key
     end,
     low,  # (BLOCK_Q,)
-    high,
-    key_fold,
-    key_list,
-    earlier,  # what ``without_earlier`` needs to know of the rows
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    EARLIER: tl.constexpr,
+    high, key_fold, key_list,
+    earlier,  # arguments of ``without_earlier`` about the rows
+    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
+    BLOCK_K: tl.constexpr, KEYS: tl.constexpr, PARTIAL: tl.constexpr, EARLIER: tl.constexpr,
     ROUND_BF16: tl.constexpr,
-):
+):  # fmt: skip
     """Add one tile of keys to the running output, maximum and sum."""
     column = first + tl.arange(0, BLOCK_K)
     inside = column < end
@@ -88,49 +77,23 @@ def _attend_tile(
 
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
-    q,
-    k,
-    v,
-    previous,  # (B, H, N, Dv) contiguous, accumulator dtype: the last pass's output, where RESUME
+    q, k, v,
+    previous,  # (B, H, N, Dv) contiguous, accumulator dtype: the previous pass's output, if RESUME
     out,
-    lse,  # (B, H, N): in log2 between passes, natural where FINAL
-    table,
-    data,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_on,
-    num_heads,
-    context,
-    num_tiles,
-    table_stride,  # of a batch entry; 0 where all have the same
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    EARLIER: tl.constexpr,
-    GROUP: tl.constexpr,
-    RESUME: tl.constexpr,
-    FINAL: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-):
-    tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # late queries read most: they begin first
+    lse,  # (B, H, N): in log2 between passes, natural if FINAL
+    table, data,
+    stride_qb, stride_qh, stride_qn,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on,
+    num_heads, context, num_tiles,
+    table_stride,  # of a batch entry; 0 if all have the same
+    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BOUNDS: tl.constexpr, EARLIER: tl.constexpr, GROUP: tl.constexpr,
+    RESUME: tl.constexpr, FINAL: tl.constexpr, ROUND_BF16: tl.constexpr, ACCUMULATOR: tl.constexpr,
+):  # fmt: skip
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # late queries read most, so they start first
     lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
     fields = table + batch * table_stride + head * (SEGMENTS * NUM_FIELDS)
@@ -157,16 +120,16 @@ def forward_kernel(
 
     reads = row < 0
     for segment in tl.static_range(SEGMENTS):
-        own = fields + segment * NUM_FIELDS
-        key_fold = load_fold(own + COLUMN_FOLD, COLUMNS[segment])
-        key_list = data + tl.load(own + COLUMN_LIST)
-        low, high = intervals(row, inside, own, data, BOUNDS[segment])  # (BLOCK_Q,)
+        entry = fields + segment * NUM_FIELDS
+        key_fold = load_fold(entry + COLUMN_FOLD, COLUMNS[segment])
+        key_list = data + tl.load(entry + COLUMN_LIST)
+        low, high = intervals(row, inside, entry, data, BOUNDS[segment])  # (BLOCK_Q,)
         reads = reads | (low < high)
-        visited = visited_tiles(first_row, last_row, own, data, BLOCK_K, BOUNDS[segment])
+        visited = visited_tiles(first_row, last_row, entry, data, BLOCK_K, BOUNDS[segment])
         origin, end, count, full_first, full_last = visited
-        if EARLIER[segment] > 0:  # any tile may hold pairs that an earlier part has
+        if EARLIER[segment] > 0:  # any tile may have pairs of an earlier part
             full_first, full_last = count, count
-            earlier = (position, inside, data + tl.load(own + EARLIER_LIST), context)
+            earlier = (position, inside, data + tl.load(entry + EARLIER_LIST), context)
         else:
             earlier = (position, inside, data, context)
         num_full = full_last - full_first
@@ -186,9 +149,9 @@ def forward_kernel(
             )  # fmt: skip
 
     out += batch * stride_ob + head * stride_oh
-    first_row, last_row = tile_bounds(tile, fields)  # anew, so that registers hold none of it during the visits
+    first_row, last_row = tile_bounds(tile, fields)  # recomputed, to free registers during the visits
     row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_Q, ROWS)
-    empty = total == 0.0  # no key: output 0, logsumexp -inf; where all scores of a row are -inf, both are NaN
+    empty = total == 0.0  # without keys: output 0, logsumexp -inf; if all scores of a row are -inf, both are NaN
     m = tl.where(empty, float("-inf"), m)
     total = tl.where(empty, tl.where(reads, float("nan"), 1.0), total)
     store_rows(out, position, stride_on, inside, acc / total[:, None], VALUE_WIDTH, WV)

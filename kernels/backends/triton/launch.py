@@ -1,6 +1,6 @@
-"""Plans the launches of kernels. Forward: pass by pass. Backward: delta, then passes over keys and passes over queries.
+"""Plan the launches of kernels. Forward: pass by pass. Backward: delta, passes over keys, then passes over queries.
 
-Where runs of rows are independent (``closed_kernel``), one pass over them gives all three gradients at once.
+For independent runs of rows (``closed_kernel``), one pass computes all three gradients.
 Letters: B batch, H heads, N positions, D width of q and k, Dv width of v, R rows of the workspace.
 """
 
@@ -24,7 +24,7 @@ from longstride.kernels.backends.triton.launch_plan import (
     Planner,
     Slot,
     batch_stride,
-    look,
+    signature,
 )
 from longstride.kernels.backends.triton.packing import Form, Parts, groups
 from longstride.kernels.backends.triton.selected import SelectedPlanner
@@ -32,18 +32,18 @@ from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Selection
 
-BLOCK_ROWS = 64  # rows a program of the kernels of delta, gather and groups
+BLOCK_ROWS = 64  # rows per program of the kernels of delta, gather and groups
 
 
 def positive_scale(scale: float) -> tuple[float, float]:
-    """A factor of q and a positive scale that give the same scores: the kernels take the maximum before scaling."""
+    """Return a factor of q and a positive scale with the same scores, as kernels take the maximum before scaling."""
     return (float(np.sign(scale)), abs(scale)) if scale else (0.0, 1.0)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
+    """Return output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` has one per head."""
     inputs = q, k, v
-    key = ("forward", patterns, scale, q.device, look(inputs))
+    key = ("forward", patterns, scale, q.device, signature(inputs))
     plan = PLANS.get(key)
     if plan is None:
         plan = plan_forward(Planner(inputs, patterns), scale)
@@ -53,14 +53,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
-    """The same for a selection, which only this call has."""
+    """Return output and logsumexp for a selection. Its plan is not cached."""
     inputs = q, k, v
     out, lse = plan_forward(SelectedPlanner(inputs, selection), scale).run(inputs)
     return out, lse
 
 
 def plan_forward(planner: Planner, scale: float) -> LaunchPlan:
-    """All passes, one after another."""
+    """Plan all passes of the forward pass."""
     factor, scale = positive_scale(scale)
     q, k, v = planner.inputs
     q, k, v = planner.readable(q, factor), planner.readable(k), planner.readable(v)
@@ -70,37 +70,16 @@ def plan_forward(planner: Planner, scale: float) -> LaunchPlan:
     between = planner.empty(*out.shape) if len(choices) > 1 else out
     for number, choice in enumerate(choices):
         final = number == len(choices) - 1
-        packed = planner.packed("queries", "all", number, choice)
+        packed = planner.pack("queries", "all", number, choice)
         target = out if final else between
-        if choice.closed:
-            planner.launch(
-                closed_forward_kernel,
-                packed.num_row_tiles,
-                (q, k, v, between, target, lse, packed.table, packed.data),
-                (q, k, v, target),
-                (packed.num_row_tiles,),
-                None,
-                **planner.widths,
-                BLOCK=choice.configuration.block_k,
-                ROWS=int(packed.rows),
-                BOUNDS=int(packed.bounds[0]),
-                SCALE=scale,
-                GROUP=planner.group,
-                RESUME=number > 0,
-                FINAL=final,
-                ROUND_BF16=planner.round_bf16,
-                **choice.configuration.options(),
-            )
-            continue
         planner.launch(
-            forward_kernel,
+            closed_forward_kernel if choice.closed else forward_kernel,
             packed.num_row_tiles,
             (q, k, v, between, target, lse, packed.table, packed.data),
             (q, k, v, target),
-            (packed.num_row_tiles, batch_stride(packed.table)),
+            (packed.num_row_tiles,) if choice.closed else (packed.num_row_tiles, batch_stride(packed.table)),
             choice.configuration,
-            **planner.widths,
-            **planner.forms(packed),
+            **(planner.closed_forms(packed) if choice.closed else planner.forms(packed)),
             SCALE=scale,
             RESUME=number > 0,
             FINAL=final,
@@ -109,7 +88,7 @@ def plan_forward(planner: Planner, scale: float) -> LaunchPlan:
 
 
 class BackwardInputs(NamedTuple):
-    """What every backward kernel reads."""
+    """The inputs of every backward kernel."""
 
     q: Slot
     k: Slot
@@ -119,15 +98,15 @@ class BackwardInputs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """dK and dV as passes over keys leave them: rows in the order of each pass, one set for each slice of queries."""
+    """Sums of dK and dV from passes over keys: rows in the order of each pass, one set per slice of queries."""
 
     workspace: Slot  # (B, H, R, D + Dv), accumulator dtype
-    table: Tensor  # where the rows of a position are: see ``packing.sources``
+    table: Tensor  # maps positions to rows: see ``packing.sources``
     data: Tensor
     form: Form
 
     def sizes(self) -> tuple[int, int]:
-        """R, and the number of sources."""
+        """Return R and the number of sources."""
         return self.workspace.shape[2], self.table.shape[-2]
 
 
@@ -142,9 +121,9 @@ def backward(
     patterns: tuple[Pattern, ...],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
+    """Return the gradients of q, k and v, with the same bits on every run."""
     inputs = q, k, v, out, grad_out, lse, grad_lse
-    key = ("backward", patterns, scale, q.device, look(inputs))
+    key = ("backward", patterns, scale, q.device, signature(inputs))
     plan = PLANS.get(key)
     if plan is None:
         planner = Planner(inputs, patterns)
@@ -165,14 +144,14 @@ def selected_backward(
     selection: Selection,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for a selection."""
+    """Return the gradients for a selection."""
     inputs = q, k, v, out, grad_out, lse, grad_lse
     dq, dk, dv = plan_backward(SelectedPlanner(inputs, selection), scale).run(inputs)
     return dq, dk, dv
 
 
 def plan_backward(planner: Planner, scale: float, closed: Choice | None = None) -> LaunchPlan:
-    """All passes over keys, then all over queries; ``closed``: by which closed runs get all gradients at once."""
+    """Plan passes over keys, then over queries; with ``closed``, a pass over closed runs after those of other parts."""
     factor, scale = positive_scale(scale)
     q, k, v, out, grad_out, lse, grad_lse = planner.inputs
     q, (k, v, out, grad_out, lse) = planner.readable(q, factor), map(planner.readable, (k, v, out, grad_out, lse))
@@ -180,24 +159,24 @@ def plan_backward(planner: Planner, scale: float, closed: Choice | None = None) 
     dq, dk, dv = (planner.empty_like_rows(x) for x in (q, k, v))
     keys: tuple[Slot, ...] = (dk, dv)
     by_head = keys
-    if planner.group > 1:  # heads of q that share keys leave sums of their own, to be added up and rounded once
+    if planner.group > 1:  # each head of q writes its own sums, which are then added and rounded once
         by_head = tuple(planner.empty(*q.shape[:2], *x.shape[2:]) for x in keys)
     if closed is None:
-        inputs = BackwardInputs(q, k, v, grad_out, per_query_of(planner, out, grad_out, lse, grad_lse))
-        over_keys(planner, inputs, "all", by_head, scale)
-        over_queries(planner, inputs, "all", dq, scale)
+        inputs = BackwardInputs(q, k, v, grad_out, plan_delta(planner, out, grad_out, lse, grad_lse))
+        plan_key_passes(planner, inputs, "all", by_head, scale)
+        plan_query_passes(planner, inputs, "all", dq, scale)
     else:
-        over_closed_runs(planner, closed, (q, k, v, out, grad_out, lse), grad_lse, (dq, *by_head), scale)
+        plan_closed_runs(planner, closed, (q, k, v, out, grad_out, lse), grad_lse, (dq, *by_head), scale)
     if planner.group > 1:
-        # Of a head of q: the group shares out all of them.
+        # Per head of q: the heads of a group divide the blocks among them.
         blocks = triton.cdiv(planner.context, BLOCK_ROWS * planner.group)
         constants = {"BLOCK": BLOCK_ROWS, "GROUP": planner.group, **planner.widths}
         planner.launch(groups_kernel, blocks, (*by_head, *keys), keys, (blocks,), None, **constants)
     return planner.plan(planner.result(dq, factor), planner.result(dk), planner.result(dv))
 
 
-def per_query_of(planner: Planner, out: Slot, grad_out: Slot, lse: Slot, grad_lse: Slot | None) -> Slot:
-    """For each query lse / ln 2, and delta, the sum of out * grad_out minus the gradient of lse: (B, H, N, 2)."""
+def plan_delta(planner: Planner, out: Slot, grad_out: Slot, lse: Slot, grad_lse: Slot | None) -> Slot:
+    """Plan (B, H, N, 2): per query lse / ln 2, and delta, the sum of out * grad_out minus the gradient of lse."""
     per_query = planner.empty(*lse.shape, 2)
     blocks = triton.cdiv(planner.num_queries, BLOCK_ROWS)
     planner.launch(
@@ -215,22 +194,22 @@ def per_query_of(planner: Planner, out: Slot, grad_out: Slot, lse: Slot, grad_ls
     return per_query
 
 
-def over_keys(
+def plan_key_passes(
     planner: Planner, inputs: BackwardInputs, parts: Parts, results: tuple[Slot, ...] | None, scale: float
 ) -> Sums:
-    """dK and dV of some parts, in the workspace that is returned and, where given, summed into ``results``."""
+    """Plan dK and dV of some parts: in a workspace, which is returned, and summed into ``results`` unless None."""
     choices = planner.choices("dkdv", parts)
-    passes = [planner.packed("keys", parts, number, choice) for number, choice in enumerate(choices)]
+    passes = [planner.pack("keys", parts, number, choice) for number, choice in enumerate(choices)]
     slices = [planner.num_slices(parts, number, choice) for number, choice in enumerate(choices)]
-    # Where the last pass holds every key of every head and is not split, it adds up as it finishes each key.
+    # If the last pass has every key of every head and is not split, it adds the sums as it finishes each key.
     in_place = results is not None and slices[-1] == 1 and planner.ends_with_every_key(parts)
-    through = len(passes) - in_place
-    rows = [packed.num_rows * count for packed, count in zip(passes[:through], slices, strict=False)]
+    num_stored = len(passes) - in_place
+    rows = [packed.num_rows * count for packed, count in zip(passes[:num_stored], slices, strict=False)]
     q, k, v, grad_out = inputs[:4]
     workspace = planner.empty(*q.shape[:2], sum(rows), q.shape[-1] + v.shape[-1])
-    sums = Sums(workspace, *planner.sources(parts, tuple(slices[:through])))
+    sums = Sums(workspace, *planner.sources(parts, tuple(slices[:num_stored])))
     source_stride = batch_stride(sums.table)
-    targets = results or (workspace, workspace)  # written by the last pass alone
+    targets = results or (workspace, workspace)  # written only by the last pass
     for number, (packed, choice) in enumerate(zip(passes, choices, strict=True)):
         planner.launch(
             dkdv_kernel,
@@ -255,7 +234,7 @@ def over_keys(
             GROUP=planner.group,
             SCALE=scale,
             DOUBLINGS=choice.configuration.pair_doublings(),
-            FINAL=number == through,
+            FINAL=number == num_stored,
             SOURCES=sums.table.shape[-2] > 0,
             SOURCE_FORM=int(sums.form),
         )
@@ -268,15 +247,17 @@ def over_keys(
     return sums
 
 
-def over_queries(planner: Planner, inputs: BackwardInputs, parts: Parts, result: Slot | None, scale: float) -> Slot:
-    """dQ of some parts: into ``result``, or where there is none into a new accumulator, (B, H, N, D) contiguous."""
+def plan_query_passes(
+    planner: Planner, inputs: BackwardInputs, parts: Parts, result: Slot | None, scale: float
+) -> Slot:
+    """Plan dQ of some parts, into ``result`` or into a new contiguous accumulator (B, H, N, D)."""
     q, k, v, grad_out = inputs[:4]
     choices = planner.choices("dq", parts)
-    several = len(choices) > 1 or result is None
-    between = planner.empty(*q.shape) if several else q
+    accumulates = len(choices) > 1 or result is None
+    between = planner.empty(*q.shape) if accumulates else q
     result = between if result is None else result
     for number, choice in enumerate(choices):
-        packed = planner.packed("queries", parts, number, choice)
+        packed = planner.pack("queries", parts, number, choice)
         target = result if number == len(choices) - 1 else between
         planner.launch(
             dq_kernel,
@@ -285,7 +266,6 @@ def over_queries(planner: Planner, inputs: BackwardInputs, parts: Parts, result:
             (q, k, v, grad_out, target),
             (packed.num_row_tiles, batch_stride(packed.table)),
             choice.configuration,
-            **planner.widths,
             **planner.forms(packed),
             SCALE=scale,
             RESUME=number > 0,
@@ -293,7 +273,7 @@ def over_queries(planner: Planner, inputs: BackwardInputs, parts: Parts, result:
     return result
 
 
-def over_closed_runs(
+def plan_closed_runs(
     planner: Planner,
     choice: Choice,
     tensors: tuple[Slot, ...],
@@ -301,18 +281,18 @@ def over_closed_runs(
     results: tuple[Slot, ...],
     scale: float,
 ) -> None:
-    """All gradients: first those of the other parts, then closed runs add theirs, dQ, dK and dV at once."""
+    """Plan all gradients: of the other parts first, then closed runs add their dQ, dK and dV in one pass."""
     q, k, v, out, grad_out, lse = tensors
     resume = len(groups(planner.patterns, planner.context, "queries", "open")) > 0
-    # Without other parts, the kernel reads neither of these two.
+    # Without other parts, the kernel does not read these two.
     previous, sums = lse, Sums(lse, *planner.sources("open", ()))
     delta = lse if grad_lse is None else grad_lse
     if resume:
-        delta = per_query_of(planner, out, grad_out, lse, grad_lse)
+        delta = plan_delta(planner, out, grad_out, lse, grad_lse)
         inputs = BackwardInputs(q, k, v, grad_out, delta)
-        sums = over_keys(planner, inputs, "open", None, scale)
-        previous = over_queries(planner, inputs, "open", None, scale)
-    packed, tiles = planner.packed("keys", "closed", 0, choice), choice.configuration
+        sums = plan_key_passes(planner, inputs, "open", None, scale)
+        previous = plan_query_passes(planner, inputs, "open", None, scale)
+    packed = planner.pack("keys", "closed", 0, choice)
     tables = packed.table, packed.data, sums.table, sums.data
     planner.launch(
         closed_kernel,
@@ -320,16 +300,10 @@ def over_closed_runs(
         (*tensors, delta, previous, sums.workspace, *results, *tables),
         (q, k, v, out, grad_out, *results),
         (packed.num_row_tiles, *sums.sizes()),
-        None,
-        **planner.widths,
-        BLOCK=tiles.block_k,
-        ROWS=int(packed.rows),
-        BOUNDS=int(packed.bounds[0]),
-        GROUP=planner.group,
+        choice.configuration,
+        **planner.closed_forms(packed),
         SCALE=scale,
         RESUME=resume,
         GRAD_LSE=grad_lse is not None,
         SOURCE_FORM=int(sums.form),
-        ROUND_BF16=planner.round_bf16,
-        **tiles.options(),
     )

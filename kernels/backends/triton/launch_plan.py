@@ -1,19 +1,18 @@
-"""Launch plans: what a call of attention allocates and launches, decided once for all calls that look alike.
+"""Launch plans: the allocations and launches of a call of attention, planned once for all calls of one signature.
 
 Choosing passes, tables, tiles and specialised kernels costs the host milliseconds, longer than a short kernel runs. A
-``Planner`` makes these choices from patterns, shapes, strides, dtype and device. The ``LaunchPlan`` that it gives
-allocates, puts tensors in their places and launches.
+``Planner`` makes these choices from patterns, shapes, strides, dtype and device, and returns a ``LaunchPlan``. The plan
+allocates, fills in tensors and launches.
 
 Letters: B batch, H heads of q, M queries, N positions, D width of q and k, Dv width of v.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,26 +28,26 @@ from longstride.kernels.backends.triton.configurations import (
     Configuration,
     Kernel,
     candidates,
-    chosen,
+    choose,
     slices_of,
 )
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
-from longstride.kernels.backends.triton.packing import Form, Parts, Pass, groups, packed, sources
+from longstride.kernels.backends.triton.packing import Form, Parts, Pass, groups, pack, sources
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 from longstride.kernels.cache import BoundedCache
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side
 
-INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)  # settled when triton was imported
-ALIGNMENT = 16  # bytes: triton compiles another kernel for addresses that are no multiples of it
+INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)  # decided when triton was imported
+ALIGNMENT = 16  # bytes; triton compiles another kernel for addresses that are not multiples of it
 
 Inputs = Sequence[Tensor | int | None]  # q, k and v first
 
 
 def interpreter_trouble() -> str | None:
-    """Why this triton cannot interpret kernels with this numpy, or None."""
-    of_triton, of_numpy = (tuple(map(int, v.split(".")[:2])) for v in (triton.__version__, np.__version__))
-    if of_triton < (3, 7) and of_numpy >= (2, 4):
+    """Return why this triton cannot interpret kernels with this numpy, or None."""
+    triton_version, numpy_version = (tuple(map(int, v.split(".")[:2])) for v in (triton.__version__, np.__version__))
+    if triton_version < (3, 7) and numpy_version >= (2, 4):
         return f"the interpreter of triton {triton.__version__} needs numpy below 2.4, not {np.__version__}"
     return None
 
@@ -56,7 +55,7 @@ def interpreter_trouble() -> str | None:
 class Slot(NamedTuple):
     """A tensor of a plan: an input, or memory that every run allocates."""
 
-    number: int  # among a run's values
+    number: int  # index among a run's values
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -68,21 +67,21 @@ class Launch:
 
     kernel: Any
     grid: int
-    arguments: Callable[[list[Any]], tuple[Any, ...]]  # from a run's values; constants too
-    options: dict[str, Any]  # warps, stages and registers
-    compiled: Any = None  # for a NVIDIA card, once it has run
+    arguments: Callable[[list[Any]], tuple[Any, ...]]  # selects from a run's values, including constants
+    options: dict[str, Any]  # warps, stages, registers
+    compiled: Any = None  # set by the first run on an NVIDIA card
 
     def run(self, values: list[Any], stream: int | None) -> None:
-        """Launch on a stream of the current device; ``stream`` is None in the interpreter."""
+        """Launch on a stream of the current device, or None in the interpreter."""
         arguments, kernel = self.arguments(values), self.compiled
         if kernel is None:
             kernel = self.kernel[(self.grid,)](*arguments, **self.options)
-            if not torch.version.hip:  # for AMD's cards kernels also depend on how much memory a tensor is a part of
+            if not torch.version.hip:  # on AMD, kernels also depend on the size of a tensor's storage
                 self.compiled = kernel
             return
         hooks = triton.knobs.runtime
         enter, leave, metadata = hooks.launch_enter_hook, hooks.launch_exit_hook, None
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler is looking
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler is attached
             metadata = kernel.launch_metadata((self.grid,), stream, *arguments)
         else:
             enter = leave = None
@@ -91,18 +90,18 @@ class Launch:
 
 
 class LaunchPlan(NamedTuple):
-    """A call that can be made with any inputs that look like those that it was planned for."""
+    """A planned call, for all inputs of one signature."""
 
     device: torch.device
-    constants: list[Any]  # values behind the inputs: integers and tables of patterns; None where memory is allocated
+    constants: list[Any]  # values after the inputs: integers, tables, and None for allocations
     allocations: list[Slot]
-    copies: list[tuple[int, int, float]]  # of inputs that kernels cannot read: to a value, from one, times a factor
+    copies: list[tuple[int, int, float]]  # of inputs that kernels cannot read: (target, source, factor)
     launches: list[Launch]
-    casts: list[tuple[int, torch.dtype, float]]  # of results: a value, its dtype, and a factor
-    results: list[int]  # numbers of values
+    casts: list[tuple[int, torch.dtype, float]]  # of results: (value, dtype, factor)
+    results: list[int]  # indices of values
 
     def run(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Allocate and launch all; returns the results."""
+        """Allocate, launch, and return the results."""
         values = [*inputs, *self.constants]
         for number, shape, strides, dtype in self.allocations:
             values[number] = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
@@ -110,7 +109,8 @@ class LaunchPlan(NamedTuple):
             copy = values[number].copy_(values[source])
             values[number] = copy if factor == 1 else copy.mul_(factor)
         if INTERPRETED:
-            with _quiet():
+            with np.errstate(all="ignore"), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, raised by the interpreter
                 self._launch(values, None)
         else:
             driver = triton.runtime.driver.active
@@ -133,35 +133,38 @@ class LaunchPlan(NamedTuple):
 PLANS: BoundedCache[LaunchPlan] = BoundedCache()
 
 
-def look(inputs: Inputs) -> tuple[object, ...]:
-    """Return all that a plan depends on but for patterns, scale and device."""
-    return tuple(
-        [
-            (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) if isinstance(t, Tensor) else type(t)
-            for t in inputs
-        ]
-    )
+def signature(inputs: Inputs) -> tuple[object, ...]:
+    """Return what a plan depends on besides patterns, scale and device."""
+    entries = [
+        (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) if isinstance(t, Tensor) else type(t)
+        for t in inputs
+    ]
+    return tuple(entries)
 
 
 class Planner:
-    """Makes a launch plan for inputs of one look.
+    """Builds a launch plan for inputs of one signature.
 
-    ``inputs`` has a slot for each of q (B, H, …, D), k (B, K, N, D), v (B, K, N, Dv) and those after them, None where
-    there is none.
+    ``inputs`` has a slot for each of q (B, H, …, D), k (B, K, N, D), v (B, K, N, Dv) and further inputs, or None.
     """
 
     def __init__(self, inputs: Inputs, patterns: tuple[Pattern, ...]) -> None:
-        self.inputs: list[Any] = [_slot(number, value) for number, value in enumerate(inputs)]
+        self.inputs: list[Any] = [
+            Slot(number, tuple(value.shape), value.stride(), value.dtype)
+            if isinstance(value, Tensor)
+            else (None if value is None else Slot(number, (), (), torch.int64))
+            for number, value in enumerate(inputs)
+        ]
         q, k, v = self.inputs[:3]
         assert isinstance(inputs[0], Tensor)
         self.batch, self.heads = q.shape[:2]
         self.context = k.shape[2]
-        # Fewer than N behind a cache, where the patterns are given as a selection; a single query is (B, H, D).
+        # Fewer than N behind a cache, which takes a selection. A single query is (B, H, D).
         self.num_queries = q.shape[2] if len(q.shape) == 4 else self.context
         self.group = self.heads // v.shape[1]  # heads of q that read the same head of k and v
         self.patterns, self.dtype, self.device = patterns, q.dtype, inputs[0].device
         self.wide = accumulator_dtype(q.dtype)
-        # numpy has no bf16: the interpreter computes in fp32 and rounds where a card would round.
+        # numpy has no bf16, so the interpreter computes in fp32 and rounds as a card would.
         self.round_bf16 = INTERPRETED and q.dtype == torch.bfloat16
         self.readable_dtype = torch.float32 if self.round_bf16 else q.dtype
         self.widths = {
@@ -177,9 +180,9 @@ class Planner:
         self._casts: list[tuple[int, torch.dtype, float]] = []
 
     def readable(self, source: Slot, factor: float = 1.0) -> Slot:
-        """Return an input times a factor as kernels can read it, by a copy if need be.
+        """Return an input times a factor in a form that kernels can read, by a copy if needed.
 
-        Its dtype is one that they read. (B, H, N, D) has adjacent columns; anything else is contiguous.
+        (B, H, N, D) must have adjacent columns. Other tensors must be contiguous.
         """
         has_rows = len(source.shape) == 4
         dtype = self.readable_dtype if source.dtype == self.dtype else source.dtype
@@ -192,20 +195,20 @@ class Planner:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Slot:
         """Plan contiguous memory, by default in the accumulator's dtype."""
-        return self._allocated(shape, contiguous_strides(shape), dtype or self.wide)
+        return self._allocate(shape, contiguous_strides(shape), dtype or self.wide)
 
     def empty_like_rows(self, like: Slot, heads: int | None = None, rows: int | None = None) -> Slot:
-        """Plan memory for a result that is laid out as an input is."""
+        """Plan memory for a result in the layout of an input."""
         shape = (like.shape[0], heads or like.shape[1], rows or like.shape[2], like.shape[3])
-        return self._allocated(shape, row_strides(shape, like.strides), self.readable_dtype)
+        return self._allocate(shape, row_strides(shape, like.strides), self.readable_dtype)
 
-    def _allocated(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Slot:
+    def _allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Slot:
         slot = Slot(self._number(None), shape, strides, dtype)
         self._allocations.append(slot)
         return slot
 
     def _number(self, argument: Any) -> int:
-        """Return the number of a slot; a constant becomes one more value."""
+        """Return the index of a slot, or add a constant as a value and return its index."""
         if isinstance(argument, Slot):
             return argument.number
         self._constants.append(argument)
@@ -221,15 +224,26 @@ class Planner:
         tiles: Configuration | None,
         **constants: object,
     ) -> None:
-        """Plan the launch of a kernel over all heads, with ``programs`` programs a head."""
+        """Plan the launch of a kernel over all heads.
+
+        Args:
+            kernel: a Triton kernel.
+            programs: programs per head.
+            tensors: first arguments of the kernel.
+            strided: the tensors with strides among its arguments.
+            sizes: integers among its arguments, after the number of heads and the context.
+            tiles: configuration, for kernels that have one.
+            constants: constexpr arguments and compile options.
+        """
         grid = programs * self.batch * self.heads
         if grid == 0:
             return
         strides = [stride for slot in strided for stride in slot.strides[:3]]
         if tiles is not None:
-            constants |= {"BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k, "ROUND_BF16": self.round_bf16}
-            constants |= tiles.options()
-        # The length of a kernel's contiguous tensors: only these two have rows of keys.
+            blocks = {"BLOCK": tiles.block_k, "BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k}
+            constants |= {name: size for name, size in blocks.items() if name in kernel.arg_names}
+            constants |= {"ROUND_BF16": self.round_bf16, **tiles.options()}
+        # Length of a kernel's contiguous tensors: only these two have rows of keys.
         context = self.context if kernel in (gather_kernel, groups_kernel) else self.num_queries
         constants["ACCUMULATOR"] = tl.float64 if self.wide == torch.float64 else tl.float32
         arguments = [*tensors, *strides, self.heads, context, *sizes]
@@ -237,90 +251,81 @@ class Planner:
         self._launches.append(Launch(kernel, grid, operator.itemgetter(*map(self._number, arguments)), constants))
 
     def result(self, slot: Slot, factor: float = 1.0) -> Slot:
-        """Have a run return this memory in the caller's dtype, times a factor."""
+        """Declare this memory, in the caller's dtype and times a factor, a result."""
         if slot.dtype != self.dtype or factor != 1:
             self._casts.append((slot.number, self.dtype, factor))
         return slot
 
     def plan(self, *results: Slot) -> LaunchPlan:
-        """Return the plan of all that was asked for; a run returns these results."""
+        """Return the plan of everything requested so far, with these results."""
         lists = self._constants, self._allocations, self._copies, self._launches, self._casts
         return LaunchPlan(self.device, *lists, [slot.number for slot in results])
 
     def candidates(self, kernel: Kernel, overlapping: bool = False) -> tuple[Configuration, ...]:
-        """The configurations of a kernel on this device."""
+        """Return the configurations of a kernel on this device."""
         widest = max(self.widths["W"], self.widths["WV"])
         return candidates_on(self.device, kernel, self.dtype.itemsize, widest, overlapping)
 
     def choices(self, kernel: Kernel, parts: Parts) -> tuple[Choice, ...]:
-        """The configuration of each pass of a kernel on this device."""
+        """Return the choice for each pass of a kernel on this device."""
         rows: Side = "keys" if kernel == "dkdv" else "queries"
         of_runs = self.candidates("closed_forward") if kernel == "forward" else ()
-        return chosen(self.candidates(kernel), self.patterns, self.context, rows, parts, of_runs)
+        return choose(self.candidates(kernel), self.patterns, self.context, rows, parts, of_runs)
 
-    def packed(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
-        """A pass on this device."""
+    def pack(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
+        """Return a pass on this device."""
         tile_rows, _ = choice.configuration.tile_sizes(rows)
-        return packed(self.patterns, self.context, rows, parts, number, tile_rows, choice.aligned, self.device)
+        return pack(self.patterns, self.context, rows, parts, number, tile_rows, choice.aligned, self.device)
 
-    def forms(self, one: Pass) -> dict[str, object]:
-        """The constants by which kernels over tiles of queries read a pass."""
-        columns, bounds = (tuple(int(form) for form in forms) for forms in (one.columns, one.bounds))
+    def forms(self, packed: Pass) -> dict[str, Any]:
+        """Return the constants with which kernels over tiles of queries read a pass."""
+        columns, bounds = (tuple(int(form) for form in forms) for forms in (packed.columns, packed.bounds))
         return {
             "SEGMENTS": len(columns),
-            "ROWS": int(one.rows),
+            "ROWS": int(packed.rows),
             "COLUMNS": columns,
             "BOUNDS": bounds,
-            "EARLIER": one.earlier,
+            "EARLIER": packed.earlier,
             "GROUP": self.group,
+            **self.widths,
         }
 
+    def closed_forms(self, packed: Pass) -> dict[str, Any]:
+        """Return the constants with which kernels over closed runs read a pass."""
+        return {"ROWS": int(packed.rows), "BOUNDS": int(packed.bounds[0]), "GROUP": self.group, **self.widths}
+
     def ends_with_every_key(self, parts: Parts) -> bool:
-        """Whether the last pass over keys holds all keys of every head."""
+        """Whether the last pass over keys has all keys of every head."""
         last = groups(self.patterns, self.context, "keys", parts)[-1]
         return all(head[0].num_rows == self.context for head in last)
 
     def sources(self, parts: Parts, slices: tuple[int, ...]) -> tuple[Tensor, Tensor, Form]:
-        """Where the sums of the first passes over keys lie: see ``packing.sources``."""
+        """Return where the sums of the first passes over keys are: see ``packing.sources``."""
         return sources(self.patterns, self.context, parts, slices, self.device)
 
     def num_slices(self, parts: Parts, number: int, choice: Choice) -> int:
-        """Into how many slices of queries to split a pass over keys."""
+        """Return into how many slices of queries to split a pass over keys."""
         processors = num_processors(self.device)
         return slices_of(choice, self.patterns, self.context, parts, number, self.batch, processors)
 
 
-def _slot(number: int, value: Tensor | int | None) -> Slot | None:
-    if isinstance(value, Tensor):
-        return Slot(number, tuple(value.shape), value.stride(), value.dtype)
-    return None if value is None else Slot(number, (), (), torch.int64)
-
-
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, each the product of the sizes behind it."""
+    """Return the strides of a contiguous tensor, each the product of the sizes after it."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The interpreter without warnings about inf and nan."""
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, by the interpreter
-        yield
-
-
 def batch_stride(table: Tensor) -> int:
-    """Integers from a batch entry's rows of a table to the next one's; 0 where all have the same."""
+    """Return the stride of a table between batch entries; 0 if all have the same rows."""
     return table.stride(0) if table.dim() == 4 else 0
 
 
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of the device."""
+    """Return the number of multiprocessors of the device."""
     return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def architecture(device: torch.device) -> str:
-    """The name of a table of configurations: interpreter, sm_90, gfx942, …"""
+    """Return the name of a device's table of configurations: interpreter, sm_90, gfx942, …"""
     if INTERPRETED:
         return "interpreter"
     if torch.version.hip:
@@ -332,5 +337,5 @@ def architecture(device: torch.device) -> str:
 def candidates_on(
     device: torch.device, kernel: Kernel, bytes_an_element: int, width: int, overlapping: bool = False
 ) -> tuple[Configuration, ...]:
-    """The configurations of a kernel on a device."""
+    """Return the configurations of a kernel on a device."""
     return candidates(kernel, architecture(device), bytes_an_element, width, overlapping)

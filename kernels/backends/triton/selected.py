@@ -1,9 +1,9 @@
-"""Selections as a launch reads them: every order and bound a vector of its own for each context and head.
+"""Pack selections for a launch: orders and bounds are vectors, for each context and head.
 
 Letters: B batch, H heads, N positions, M keys of a part, P parts, S segments.
 
-All vectors are laid end to end in one tensor, on the device, by operations that the host does not wait for. A table
-(``packing``) says where those of each context and head begin. It follows from sizes alone, so it is cached.
+All vectors are concatenated on the device, without the host waiting. A table (``packing``) says where the vectors of
+each context and head start. It depends only on sizes, so it is cached.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from longstride.kernels.backends.triton.configurations import (
     Choice,
     Kernel,
-    chosen_by_span,
+    choose_by_span,
     num_slices,
     pipelined,
 )
@@ -40,15 +40,15 @@ from longstride.kernels.selections import Selection, inverse_order
 
 
 class Place(NamedTuple):
-    """Where the vectors of an order or a bound begin: that of the first context and head, and the steps to others."""
+    """The start of the vectors of an order or a bound: for the first context and head, and the steps to others."""
 
     first: int
-    by_batch: int  # 0 where all contexts have the same
+    by_batch: int  # 0 if all contexts have the same
     by_head: int
 
 
 class Segment(NamedTuple):
-    """Where a pass finds one part; None is a natural order, or nothing."""
+    """The places of one part in a pass; None is a natural order, or nothing."""
 
     rows: Place | None
     columns: Place | None
@@ -57,39 +57,39 @@ class Segment(NamedTuple):
     earlier: Place | None
 
 
-SelectedPass = tuple[tuple[int, ...], tuple[Segment, ...]]  # of some parts: their numbers, and where they are
+SelectedPass = tuple[tuple[int, ...], tuple[Segment, ...]]  # numbers of some parts, and their places
 PLACES = tuple(FIELDS.index(f"{name}_list") for name in ("row", "column", "low", "high", "earlier"))
 
 
 class Lists:
-    """Vectors of all contexts and heads laid end to end; what stands in the same memory is laid down once."""
+    """Concatenated vectors of all contexts and heads; the same memory is stored once."""
 
     def __init__(self) -> None:
-        self._vectors: list[Tensor] = []  # kept, so that their memory stays taken
+        self._vectors: list[Tensor] = []  # also keeps their memory from being reused
         self._places: dict[Hashable, Place] = {}
         self._length = 0
 
     def add(self, vectors: Tensor | None) -> Place | None:
-        """Add (B, H, …) int32; axes of stride 0 take no room."""
+        """Add (B, H, …) int32; axes of stride 0 are stored once."""
         if vectors is None:
             return None
         key = (vectors.data_ptr(), vectors.shape, vectors.stride())
         if key not in self._places:
-            kept = distinct(vectors)
-            (batch, heads), length = kept.shape[:2], kept.shape[2:].numel()
+            stored = distinct(vectors)
+            (batch, heads), length = stored.shape[:2], stored.shape[2:].numel()
             self._places[key] = Place(self._length, heads * length * (batch > 1), length * (heads > 1))
-            self._vectors.append(kept)
-            self._length += kept.numel()
+            self._vectors.append(stored)
+            self._length += stored.numel()
         return self._places[key]
 
     def tensor(self) -> Tensor:
-        """All vectors, int32."""
-        assert self._length < 2**31, "lists of 8 GiB have begun to overflow their places"
+        """Return all vectors, int32."""
+        assert self._length < 2**31, "lists of 8 GiB exceed 32-bit places"
         return torch.cat([vectors.reshape(-1) for vectors in self._vectors])
 
 
 def distinct(vectors: Tensor) -> Tensor:
-    """(B or 1, H or 1, …): without what axes of stride 0 repeat."""
+    """Return (B or 1, H or 1, …), without the repeats of axes with stride 0."""
     for axis in (0, 1):
         if vectors.stride(axis) == 0:
             vectors = vectors.narrow(axis, 0, min(1, vectors.shape[axis]))
@@ -97,17 +97,17 @@ def distinct(vectors: Tensor) -> Tensor:
 
 
 def rows_of_columns(low: Tensor, high: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """The rows of each column, an interval too, from the columns of each row: as ``plan.transposed``, a head at a time.
+    """Return the rows of each column, an interval too, from the columns of each row: ``plan.transposed`` per head.
 
     Args:
-        low, high: (B, H, N) int32, neither ever decreasing.
+        low, high: (B, H, N) int32, never decreasing.
         num_columns: M.
 
     Returns:
         Two of (B or 1, H or 1, M) int32.
     """
 
-    def rows_up_to(bound: Tensor) -> Tensor:  # the number of rows whose bound is no more than the column
+    def rows_up_to(bound: Tensor) -> Tensor:  # number of rows with a bound up to the column
         column = torch.arange(num_columns, dtype=torch.int32, device=bound.device)
         column = column.expand(*bound.shape[:2], num_columns).contiguous()
         return torch.searchsorted(bound.contiguous(), column, right=True, out_int32=True)
@@ -117,33 +117,33 @@ def rows_of_columns(low: Tensor, high: Tensor, num_columns: int) -> tuple[Tensor
 
 
 class SelectedPlanner(Planner):
-    """Makes the launch plan of one call with a selection; the host reads no value of it."""
+    """Builds the launch plan of a call with a selection, without reading its values on the host."""
 
     def __init__(self, inputs: Inputs, selection: Selection) -> None:
         super().__init__(inputs, ())
         self.parts, self.span, self.disjoint = selection.parts, selection.span, selection.disjoint
-        # Each part is a pass over keys. One that holds every key is the last, if there is one: it adds up.
+        # Each part is a pass over keys. If a part has every key, it is the last pass, which adds the sums.
         self.by_keys = sorted(range(len(self.parts)), key=self.num_keys)
 
     def num_keys(self, number: int) -> int:
-        """M of a part."""
+        """Return M of a part."""
         order = self.parts[number].key_order
         return self.context if order is None else order.shape[-1]
 
     def choices(self, kernel: Kernel, parts: Parts) -> tuple[Choice, ...]:
-        """By the span; of the candidates for overlapping parts where a pass has one after the first."""
+        """Choose by the span. Passes with overlapping parts after the first have other candidates."""
         rows: Side = "keys" if kernel == "dkdv" else "queries"
         choices = []
         for numbers, segments in self._passes(rows)[0]:
             candidates = self.candidates(kernel, overlapping=not self.disjoint and max(numbers) > 0)
-            choice = chosen_by_span(candidates, self.span, self.context, rows)
+            choice = choose_by_span(candidates, self.span, self.context, rows)
             if any(segment.columns for segment in segments):
                 choice = choice._replace(configuration=pipelined(choice.configuration))
             choices.append(choice)
         return tuple(choices)
 
-    def packed(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
-        """A pass on this device."""
+    def pack(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
+        """Return a pass on this device."""
         passes, data = self._passes(rows)
         numbers, segments = passes[number]
         num_rows = self.num_queries if rows == "queries" else self.num_keys(numbers[0])
@@ -153,24 +153,24 @@ class SelectedPlanner(Planner):
             data=data,
             num_row_tiles=-(-num_rows // edge),
             num_rows=num_rows,
-            rows=_form_at(segments[0].rows),
-            columns=tuple(_form_at(segment.columns) for segment in segments),
+            rows=Form.LISTED if segments[0].rows else Form.NATURAL,
+            columns=tuple(Form.LISTED if segment.columns else Form.NATURAL for segment in segments),
             bounds=(Form.LISTED,) * len(segments),
             earlier=(0,) * len(segments) if self.disjoint else numbers,
         )
 
     def ends_with_every_key(self, parts: Parts) -> bool:
-        """Whether the last pass over keys holds all of them."""
+        """Whether the last pass over keys has all keys."""
         return self.num_keys(self.by_keys[-1]) == self.context
 
     def num_slices(self, parts: Parts, number: int, choice: Choice) -> int:
-        """As far as the longest of the programs tells: the host does not know how many visits each has."""
+        """Return the slices by the longest program, as the host does not know the visits of the others."""
         tile_rows, _ = choice.configuration.tile_sizes("keys")
         programs = -(-self.num_keys(self.by_keys[number]) // tile_rows) * self.batch * self.heads
         return num_slices(programs, choice.longest, num_processors(self.device))
 
     def sources(self, parts: Parts, slices: tuple[int, ...]) -> tuple[Tensor, Tensor, Form]:
-        """As ``packing.sources``, but the table is (B, H, sources, SOURCE_FIELDS)."""
+        """Return the result of ``packing.sources``, with a table (B, H, sources, SOURCE_FIELDS)."""
         numbers = self.by_keys[: len(slices)]
         listed = any(self.parts[number].key_order is not None for number in numbers)
         lists, fields, base = Lists(), [], 0
@@ -180,7 +180,7 @@ class SelectedPlanner(Planner):
                 fields.append((base, self.num_keys(number), place))
                 base += self.num_keys(number)
         table = source_table_of(self.batch, self.heads, tuple(fields), self.device)
-        # Where nothing is listed, any integers will do.
+        # If nothing is listed, the data are not read.
         return (table, lists.tensor(), Form.LISTED) if listed else (table, self.parts[0].low, Form.FOLDED)
 
     def _passes(self, rows: Side) -> tuple[list[SelectedPass], Tensor]:
@@ -188,7 +188,7 @@ class SelectedPlanner(Planner):
 
     @cached_property
     def _by_query(self) -> tuple[list[SelectedPass], Tensor]:
-        """Passes over queries, each with the numbers of its parts: those whose rows are in the same order share one."""
+        """Passes over queries, each with the numbers of its parts. Parts with the same row order share a pass."""
         lists = Lists()
         groups: dict[Place | None, list[tuple[int, Segment]]] = {}
         for number, (query_order, key_order, low, high) in enumerate(self.parts):
@@ -199,7 +199,7 @@ class SelectedPlanner(Planner):
 
     @cached_property
     def _by_key(self) -> tuple[list[SelectedPass], Tensor]:
-        """Passes over keys: one a part, as each has its keys in an order of its own."""
+        """Passes over keys: one per part, as each orders its keys differently."""
         lists = Lists()
         passes: list[SelectedPass] = []
         for number in self.by_keys:
@@ -211,14 +211,14 @@ class SelectedPlanner(Planner):
 
     @cached_property
     def _columns(self) -> list[Tensor]:
-        """For each part the column of every key, -1 for those that it has not: (B or 1, H or 1, N) int32."""
+        """Column of every key for each part, -1 for none: (B or 1, H or 1, N) int32."""
         natural = torch.arange(self.context, dtype=torch.int32, device=self.device)[None, None]
         orders = (part.key_order for part in self.parts)
         return [natural if order is None else inverse_order(distinct(order), self.context) for order in orders]
 
     @cached_property
     def _earlier(self) -> Tensor | None:
-        """What ``without_earlier`` reads, (B, H, P - 1, 3, N) int32; None where parts are disjoint."""
+        """Input of ``without_earlier``, (B, H, P - 1, 3, N) int32; None if parts are disjoint."""
         if self.disjoint or len(self.parts) == 1:
             return None
         size = (self.batch, self.heads, self.context)
@@ -233,20 +233,16 @@ class SelectedPlanner(Planner):
         return lists
 
 
-def _form_at(place: Place | None) -> Form:
-    return Form.NATURAL if place is None else Form.LISTED
-
-
 @cached
 def table_of(
     batch: int, heads: int, num_rows: int, edge: int, segments: tuple[Segment, ...], device: torch.device
 ) -> Tensor:
-    """A pass's table, (B, H, S, FIELDS) int32; cached, as it follows from sizes."""
+    """Return a pass's table, (B, H, S, FIELDS) int32; cached, as it depends only on sizes."""
     table = np.zeros((batch, heads, len(segments), len(FIELDS)), dtype=np.int64)
     table[..., FIELDS.index("num_rows")], table[..., FIELDS.index("edge")] = num_rows, edge
     for number, segment in enumerate(segments):
         for field, place in zip(PLACES, segment, strict=True):
-            table[:, :, number, field] = _begins(place, batch, heads)
+            table[:, :, number, field] = _starts(place, batch, heads)
     return int32_table(table, device)
 
 
@@ -254,15 +250,15 @@ def table_of(
 def source_table_of(
     batch: int, heads: int, fields: tuple[tuple[int, int, Place | None], ...], device: torch.device
 ) -> Tensor:
-    """(B, H, sources, SOURCE_FIELDS) int32 from the base, the length and the list of each source; cached likewise."""
+    """Return (B, H, sources, SOURCE_FIELDS) int32, from base, length and list of each source; cached likewise."""
     table = np.zeros((batch, heads, len(fields), len(SOURCE_FIELDS)), dtype=np.int64)
     for number, (base, length, place) in enumerate(fields):
         table[:, :, number] = [base, length, 0, UNREACHED, *fold_fields(None)]
-        table[:, :, number, SOURCE_FIELDS.index("list")] = _begins(place, batch, heads)
+        table[:, :, number, SOURCE_FIELDS.index("list")] = _starts(place, batch, heads)
     return int32_table(table, device)
 
 
-def _begins(place: Place | None, batch: int, heads: int) -> np.ndarray:
-    """(B, H): where the vector of each context and head begins."""
+def _starts(place: Place | None, batch: int, heads: int) -> np.ndarray:
+    """Return (B, H), the start of the vector of each context and head."""
     first, by_batch, by_head = place or (0, 0, 0)
     return first + by_batch * np.arange(batch)[:, None] + by_head * np.arange(heads)

@@ -1,4 +1,4 @@
-"""Backward: where passes over keys leave their sums of dK and dV, and how they are added up, in an order that is fixed.
+"""Backward pass: store the sums of dK and dV of passes over keys, and add them in a fixed order.
 
 Letters: BLOCK keys, W padded width of q and k, WV padded width of v, N positions, H heads, R rows of the workspace.
 """
@@ -22,23 +22,16 @@ def store_sums(
     dk_tile,  # (BLOCK, W)
     dv_tile,  # (BLOCK, WV)
     row,  # (BLOCK,)
-    inside,
-    position,
-    dk,  # of this batch entry and head, likewise dv and workspace
-    dv,
-    workspace,
-    first_row,  # of the workspace, where this slice begins
-    sources,  # what ``add_sources`` reads
-    strides,  # from a position to the next, of dk and dv
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    FINAL: tl.constexpr,
-    SOURCES: tl.constexpr,
-    SOURCE_FORM: tl.constexpr,
-):
-    """To where the last pass finds them; with what it finds, where this is the last."""
+    inside, position,
+    dk,  # of this batch entry and head, as are dv and workspace
+    dv, workspace,
+    first_row,  # first row of this slice in the workspace
+    sources,  # arguments of ``add_sources``
+    strides,  # between positions, of dk and dv
+    WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr, FINAL: tl.constexpr,
+    SOURCES: tl.constexpr, SOURCE_FORM: tl.constexpr,
+):  # fmt: skip
+    """Store sums in the workspace; if this is the last pass, add those of earlier passes and store the result."""
     if FINAL:
         stride_dkn, stride_dvn = strides
         if SOURCES:
@@ -60,53 +53,28 @@ def add_sources(
     dk,  # (BLOCK, W)
     dv,  # (BLOCK, WV)
     position,  # (BLOCK,)
-    inside,
-    workspace,
-    fields,
-    data,
-    num_sources,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Add what earlier passes found for these keys, in the order of the passes and slices."""
+    inside, workspace, fields, data, num_sources,
+    WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Add the sums of earlier passes for these keys, in the order of passes and slices."""
     for number in range(num_sources):
-        row, found = source_rows(position, inside, fields + number * NUM_SOURCE_FIELDS, data, FORM)
-        dk += load_rows(workspace, row, WIDTH + VALUE_WIDTH, found, WIDTH, W, True)
-        dv += load_rows(workspace + WIDTH, row, WIDTH + VALUE_WIDTH, found, VALUE_WIDTH, WV, True)
+        row, exists = source_rows(position, inside, fields + number * NUM_SOURCE_FIELDS, data, FORM)
+        dk += load_rows(workspace, row, WIDTH + VALUE_WIDTH, exists, WIDTH, W, True)
+        dv += load_rows(workspace + WIDTH, row, WIDTH + VALUE_WIDTH, exists, VALUE_WIDTH, WV, True)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def gather_kernel(
     workspace,  # (B, H, R, D + Dv) accumulator dtype
-    dk,
-    dv,
-    source_table,
-    source_data,
-    stride_dkb,
-    stride_dkh,
-    stride_dkn,
-    stride_dvb,
-    stride_dvh,
-    stride_dvn,
-    num_heads,
-    context,
-    num_blocks,
-    workspace_rows,
-    num_sources,
-    source_stride,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SOURCE_FORM: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-):
-    """dK and dV of every position from the workspace, 0 where no source has it."""
+    dk, dv, source_table, source_data,
+    stride_dkb, stride_dkh, stride_dkn,
+    stride_dvb, stride_dvh, stride_dvn,
+    num_heads, context, num_blocks, workspace_rows, num_sources, source_stride,
+    WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr,
+    SOURCE_FORM: tl.constexpr, ACCUMULATOR: tl.constexpr,
+):  # fmt: skip
+    """Compute dK and dV of every position from the workspace, 0 if no source has it."""
     lead = (tl.program_id(0) // num_blocks).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
     position = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -124,28 +92,18 @@ def gather_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def groups_kernel(
-    dk_by_head,  # (B, H, N, D) contiguous, accumulator dtype: what each head of q gives
+    dk_by_head,  # (B, H, N, D) contiguous, accumulator dtype: dK by head of q
     dv_by_head,  # (B, H, N, Dv) likewise
-    dk,  # (B, K, N, D), K heads for H = K * GROUP
+    dk,  # (B, K, N, D), with H = K * GROUP
     dv,
-    stride_dkb,
-    stride_dkh,
-    stride_dkn,
-    stride_dvb,
-    stride_dvh,
-    stride_dvn,
-    num_heads,
-    context,
-    num_blocks,  # of a head of q
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-):
-    """dK and dV of heads that several heads of q share: their sums, in the order of those heads."""
+    stride_dkb, stride_dkh, stride_dkn,
+    stride_dvb, stride_dvh, stride_dvn,
+    num_heads, context,
+    num_blocks,  # per head of q
+    WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, ACCUMULATOR: tl.constexpr,
+):  # fmt: skip
+    """Sum dK and dV over the heads of q that share a head of k and v, in the order of these heads."""
     lead = (tl.program_id(0) // num_blocks).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
     shared = head // GROUP

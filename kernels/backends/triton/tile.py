@@ -1,9 +1,9 @@
-"""What all kernels do to a tile: find rows and their intervals, load and store rows, round to 16 bits.
+"""Functions of all kernels on tiles: find rows and their intervals, load and store rows, round to 16 bits.
 
-Orders and intervals come in one of three forms (``packing.Form``): natural, a closed form of a few integers, or a
-vector. A closed form travels through a kernel as the tuple of its integers.
+Orders and intervals are natural, a closed form of a few integers, or a vector (``packing.Form``). Kernels pass a closed
+form as a tuple of its integers.
 
-Tiles carry their shape as (BLOCK_R, W): BLOCK_R rows or columns of the plan, W a padded head width.
+Tiles have the shape (BLOCK_R, W): BLOCK_R rows or columns of the plan, and W a padded head width.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from longstride.kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Fo
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number of fp32
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite fp32
 
 NATURAL = tl.constexpr(int(Form.NATURAL))
 FOLDED = tl.constexpr(int(Form.FOLDED))
@@ -36,7 +36,7 @@ BOUNDS = tl.constexpr(FIELDS.index("bounds_period"))
 LOW = tl.constexpr(FIELDS.index("low_step"))
 HIGH = tl.constexpr(FIELDS.index("high_step"))
 
-# Parameters for ``do_not_specialize``: batches and contexts of other sizes take the same compiled kernels.
+# Parameters for ``do_not_specialize``: the compiled kernels are the same for all sizes of batches and contexts.
 COUNTS = (
     "num_tiles", "num_blocks", "num_slices", "num_sources", "slice_rows", "workspace_base", "workspace_rows",
     "table_stride", "source_stride",
@@ -52,13 +52,13 @@ SOURCE_FOLD = tl.constexpr(SOURCE_FIELDS.index("period"))
 
 @triton.jit
 def load_divisor(fields):
-    """period, magic, bits from three fields."""
+    """Load period, magic and bits from three fields."""
     return tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
 
 
 @triton.jit
 def load_fold(fields, FORM: tl.constexpr):
-    """A fold from six fields; nothing is read for another form."""
+    """Load a fold from six fields; for another form, load nothing."""
     if FORM == FOLDED:
         period, magic, bits = load_divisor(fields)
         fold = (period, magic, bits, tl.load(fields + 3), tl.load(fields + 4), tl.load(fields + 5))
@@ -69,21 +69,21 @@ def load_fold(fields, FORM: tl.constexpr):
 
 @triton.jit
 def divided(row, magic, bits):
-    """row // period for 0 <= row < 2^31."""
+    """Return row // period for 0 <= row < 2^31."""
     return (tl.umulhi((row * 2).to(tl.uint32), magic.to(tl.uint32)) >> bits.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def folded(row, fold):
-    """A fold's positions of rows, int32."""
+    """Return the positions of rows of a fold, int32."""
     period, magic, bits, step, stride, shift = fold
-    whole = divided(row, magic, bits)
-    return whole * step + (row - whole * period + shift) * stride
+    quotient = divided(row, magic, bits)
+    return quotient * step + (row - quotient * period + shift) * stride
 
 
 @triton.jit
 def original_positions(row, inside, fold, vector, FORM: tl.constexpr, CHECKED: tl.constexpr):
-    """(BLOCK_R,) int64 original positions of reordered rows; beyond the end any number, where CHECKED."""
+    """Return original positions of reordered rows, (BLOCK_R,) int64; if CHECKED, arbitrary beyond the end."""
     if FORM == NATURAL:
         position = row
     elif FORM == FOLDED:
@@ -97,7 +97,7 @@ def original_positions(row, inside, fold, vector, FORM: tl.constexpr, CHECKED: t
 
 @triton.jit
 def tile_bounds(tile, fields):
-    """The first and the last row of a tile; beyond the rows, the first is above the last."""
+    """Return the first and last row of a tile. Beyond the rows, the first is above the last."""
     num_rows, edge = tl.load(fields + NUM_ROWS), tl.load(fields + EDGE)
     first_row = tile * edge
     return first_row, tl.minimum(first_row + edge, num_rows) - 1
@@ -105,7 +105,7 @@ def tile_bounds(tile, fields):
 
 @triton.jit
 def tile_rows(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: tl.constexpr):
-    """(BLOCK,) the rows of a tile, which of them exist, and their original positions."""
+    """Return (BLOCK,) the rows of a tile, which of them exist, and their original positions."""
     row = first_row + tl.arange(0, BLOCK)
     inside = row <= last_row
     fold = load_fold(fields + ROW_FOLD, FORM)
@@ -114,30 +114,30 @@ def tile_rows(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: tl.c
 
 @triton.jit
 def intervals(row, inside, fields, data, FORM: tl.constexpr):
-    """The columns low <= column < high of each row, int32; of a single row where ``row`` is a number."""
+    """Return the columns low <= column < high of each row, int32; ``row`` may be a number."""
     if FORM == LISTED:
         low = tl.load(data + tl.load(fields + LOW_LIST) + row, mask=inside, other=0)
         high = tl.load(data + tl.load(fields + HIGH_LIST) + row, mask=inside, other=0)
     else:
         period, magic, bits = load_divisor(fields + BOUNDS)
-        whole = divided(row, magic, bits)
-        rest = row - whole * period
-        low, high = _bound(whole, rest, fields + LOW, FORM), _bound(whole, rest, fields + HIGH, FORM)
+        quotient = divided(row, magic, bits)
+        remainder = row - quotient * period
+        low, high = _bound(quotient, remainder, fields + LOW, FORM), _bound(quotient, remainder, fields + HIGH, FORM)
     return low, high
 
 
 @triton.jit
-def _bound(whole, rest, fields, FORM: tl.constexpr):
+def _bound(quotient, remainder, fields, FORM: tl.constexpr):
     if FORM == STAIRS:
         grain, magic, bits = load_divisor(fields + 4)
-        rest = divided(rest, magic, bits) * grain
-    clipped = tl.minimum(tl.maximum(rest + tl.load(fields + 1), tl.load(fields + 2)), tl.load(fields + 3))
-    return whole * tl.load(fields) + clipped
+        remainder = divided(remainder, magic, bits) * grain
+    clipped = tl.minimum(tl.maximum(remainder + tl.load(fields + 1), tl.load(fields + 2)), tl.load(fields + 3))
+    return quotient * tl.load(fields) + clipped
 
 
 @triton.jit
 def visited_tiles(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: tl.constexpr):
-    """The tiles of BLOCK columns of a row tile, counted from ``origin``: see ``longstride.kernels.plan.Tiles``."""
+    """Return the tiles of BLOCK columns of a row tile, counted from ``origin``: see ``plan.Tiles``."""
     origin, least_high = intervals(first_row, True, fields, data, FORM)
     most_low, end = intervals(last_row, True, fields, data, FORM)
     count = (tl.maximum(end - origin, 0) + BLOCK - 1) // BLOCK
@@ -148,9 +148,9 @@ def visited_tiles(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: 
 
 @triton.jit
 def allowed_columns(first, low, high, BLOCK: tl.constexpr):
-    """(BLOCK_R, BLOCK): whether low <= first + i < high, for bounds of (BLOCK_R,).
+    """Return (BLOCK_R, BLOCK), whether low <= first + i < high, for bounds of (BLOCK_R,).
 
-    One unsigned comparison, as what is below ``low`` wraps around: half the instructions of two.
+    Columns below ``low`` wrap around, so one unsigned comparison suffices, with half the instructions of two.
     """
     beyond_low = tl.arange(0, BLOCK)[None, :] - (low - first)[:, None]
     return beyond_low.to(tl.uint32) < tl.maximum(high - low, 0).to(tl.uint32)[:, None]
@@ -158,10 +158,10 @@ def allowed_columns(first, low, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def without_earlier(allowed, query, query_inside, key, key_inside, lists, context, EARLIER: tl.constexpr):
-    """The pairs of ``allowed`` that none of the ``EARLIER`` parts before this one has.
+    """Return the pairs of ``allowed`` that are in none of the ``EARLIER`` parts before this one.
 
-    ``query`` and ``key`` are positions, along one axis of ``allowed`` each. For each of those parts ``lists`` has the
-    bounds of every query and the column of every key, -1 for those that it has not: (EARLIER, 3, N).
+    ``query`` and ``key`` are positions along one axis of ``allowed`` each. ``lists`` (EARLIER, 3, N) has the bounds of
+    every query and the column of every key, -1 for none, for each of these parts.
     """
     for _ in tl.static_range(EARLIER):
         low = tl.load(lists + query, mask=query_inside, other=0)
@@ -174,7 +174,7 @@ def without_earlier(allowed, query, query_inside, key, key_inside, lists, contex
 
 @triton.jit
 def load_rows(base, position, stride, inside, WIDTH: tl.constexpr, W: tl.constexpr, CHECKED: tl.constexpr):
-    """(BLOCK_R, W) rows of a matrix whose columns are adjacent; 0 beyond its width, and beyond the end if CHECKED."""
+    """Load (BLOCK_R, W) rows of a matrix with adjacent columns: 0 beyond its width, and beyond the end if CHECKED."""
     column = tl.arange(0, W)
     address = base + position[:, None] * stride + column[None, :]
     if CHECKED and WIDTH == W:
@@ -190,11 +190,10 @@ def load_rows(base, position, stride, inside, WIDTH: tl.constexpr, W: tl.constex
 
 @triton.jit
 def load_pairs(base, position, inside, BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, CHECKED: tl.constexpr):
-    """Both numbers of each row of (N, 2), as two of (BLOCK,).
+    """Load both numbers of each row of (N, 2), as two of (BLOCK,).
 
-    With ``DOUBLINGS`` the block is so many times as large again, and none of that is read. Triton 3.6 takes a block of
-    fewer elements than threads for so cheap that every thread loads by itself whatever its part of a product needs:
-    32 loads where one does.
+    The block is doubled ``DOUBLINGS`` times, but the copies are not loaded. If a block has fewer elements than threads,
+    Triton 3.6 lets every thread load whatever its part of a product needs: 32 loads instead of one.
     """
     copy = tl.arange(0, 1 << DOUBLINGS)[:, None, None]
     address = base + (position * 2)[None, :, None] + tl.arange(0, 2)[None, None, :] + copy * 0
@@ -220,23 +219,23 @@ def store_rows(base, position, stride, inside, tile, WIDTH: tl.constexpr, W: tl.
 
 @triton.jit
 def source_rows(position, inside, fields, data, FORM: tl.constexpr):
-    """The rows of a source with the sums of these positions: (BLOCK_R,) int64 rows, and which of them exist."""
+    """Return the rows of a source with the sums of these positions, (BLOCK_R,) int64, and which of them exist."""
     if FORM == LISTED:
         row = tl.load(data + tl.load(fields + SOURCE_LIST) + position, mask=inside, other=-1)
-        found = row >= 0
+        exists = row >= 0
     else:
         fold = load_fold(fields + SOURCE_FOLD, FOLDED)
         period, magic, bits, _step, _stride, shift = fold
         position = position.to(tl.int32)
         row = folded(position, fold)
         offset = position - divided(position, magic, bits) * period + shift
-        found = (offset >= 0) & (offset < tl.load(fields + SOURCE_WIDTH)) & (row < tl.load(fields + SOURCE_LENGTH))
-    return row.to(tl.int64) + tl.load(fields + SOURCE_BASE), found & inside
+        exists = (offset >= 0) & (offset < tl.load(fields + SOURCE_WIDTH)) & (row < tl.load(fields + SOURCE_LENGTH))
+    return row.to(tl.int64) + tl.load(fields + SOURCE_BASE), exists & inside
 
 
 @triton.jit
 def narrow(tile, dtype: tl.constexpr, ROUND_BF16: tl.constexpr):
-    """Cast an operand of a product; with ROUND_BF16 to the nearest bf16 held in fp32, as numpy has no bf16."""
+    """Cast an operand of a product; with ROUND_BF16 to the nearest bf16 as fp32, as numpy has no bf16."""
     if ROUND_BF16:
         bits = tile.to(tl.uint32, bitcast=True)
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16  # ties to even
