@@ -1,4 +1,4 @@
-"""What a measurement ran on, and how fast that copies and multiplies: the two ceilings of every kernel."""
+"""The machine of a measurement, and how fast it copies and multiplies: the two ceilings of every kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPEATS = {"cuda": 20, "cpu": 5}
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """The machine, the versions and the date, as they stand at the top of every result file."""
+    """Return the machine, the versions and the date, which every result file begins with."""
     facts = {
         "device": device_name(device),
         "device_type": device.type,
@@ -42,7 +42,7 @@ def about(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The model of the card; or that of the processor, which may be as short as "AMD EPYC", and its instructions."""
+    """Return the model of the GPU, or that of the processor with its instructions."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -54,12 +54,12 @@ def device_name(device: torch.device) -> str:
 
 
 def slug(device: torch.device) -> str:
-    """The device's name as a part of a file's name."""
+    """Return the device's name as part of a file name."""
     return "-".join(re.findall(r"[a-z0-9]+", device_name(device).lower()))
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Bytes of a card's last cache; 0 on a CPU, where no inputs are rotated."""
+    """Return the bytes of a GPU's last-level cache; 0 for a CPU, whose inputs are not rotated."""
     if device.type != "cuda":
         return 0
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 * 2**20))
@@ -72,7 +72,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
-    """Bytes a second of a large copy on the device, those read and those written counted alike."""
+    """Measure bytes a second of a large copy on the device, counting both reads and writes."""
     size = (num_bytes or COPY_BYTES[device.type]) // 4
     source = torch.randn(size, device=device)
     target = torch.empty_like(source)
@@ -80,14 +80,14 @@ def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, edge: int | None = None) -> float:
-    """Operations a second of a large matrix product of random numbers."""
+    """Measure operations a second of a large matrix product of random numbers."""
     edge = edge or MATMUL_EDGE[device.type]
     a, b = (torch.randn(edge, edge, device=device, dtype=dtype) for _ in range(2))
     return 2 * edge**3 / _seconds(lambda: a @ b, device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call: the median on a card, the minimum on a CPU, whose cores others use too."""
+    """Time a call: the median on a GPU, the minimum on a CPU, which other programs use too."""
     runs = []
     for _ in range(REPEATS[device.type] + 2):
         synchronize(device)

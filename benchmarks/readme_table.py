@@ -1,8 +1,8 @@
 """The tables of attention in README.md and docs/kernels.md, made from the files in benchmarks/results/.
 
-`python benchmarks/readme_table.py` writes both; a test holds that they agree. The README has one table with a column
-for each file of results, in its first head width. docs/kernels.md has all, those of selections, where a CPU's time
-goes, and what the compiler made of the kernels.
+`python benchmarks/readme_table.py` writes both; a test checks that they agree. The README has one table with a column
+for each result file, for its first head width. docs/kernels.md has all, and tables of selections, of a CPU's time, and
+of the compiled kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLAN_COLUMN = "plan for 1,048,576 positions"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrites both pages where they differ."""
+    """Rewrite both pages if they differ."""
     argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     for page in (README, DETAILS):
         page.write_text(with_tables(page))
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def with_tables(page: Path) -> str:
-    """A page's text with its tables as the result files have them."""
+    """Return a page's text with its tables made from the result files."""
     files = [json.loads(path.read_text()) for path in attention_files()]
     tables = [summary(files)] if page == README else [table for result in files for table in tables_of(result)]
     if page == DETAILS:
@@ -46,19 +46,19 @@ def with_tables(page: Path) -> str:
 
 
 def attention_files() -> list[Path]:
-    """The results of every device: the cases that bars are set on, which cards have, before whole grids."""
+    """List the results of every device: the cases with bars, which GPUs have, before whole grids."""
     return [*sorted(RESULTS.glob("bars-*.json")), *sorted(RESULTS.glob("attention-*.json"))]
 
 
 def replaced(text: str, begin: str, table: str) -> str:
-    """A page's text with what stands between a mark and the next end."""
+    """Replace the text between a mark and the next end."""
     before, rest = text.split(begin)
     _, after = rest.split(END, 1)
     return f"{before}{begin}\n{table}{END}{after}"
 
 
 def tables_of(result: dict[str, Any]) -> list[str]:
-    """One device's tables at the shown context, one for each head width and dtype; none where it was not measured."""
+    """Format one device's tables at the shown context, one for each measured head width and dtype."""
     cases: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for row in result["timings"]:
         if row["context"] == SHOWN_CONTEXT:
@@ -92,7 +92,9 @@ def summary(results: list[dict[str, Any]]) -> str:
 
 
 def table(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """One device's attention in one head width and dtype, against torch's dense causal attention in the same run."""
+    """Format one device's attention in one head width and dtype, against torch's dense causal attention in the same
+    run.
+    """
     first = rows[0]
     lines = [
         f"{result['device']}, {result['threads']} threads, torch {result['torch']}, {result['date']}. "
@@ -116,7 +118,7 @@ def table(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def selections_table(result: dict[str, Any]) -> str:
-    """One device's attention over selections, what selects included, against two dense attentions of the same run."""
+    """Format one device's attention over selections, including the selecting, against two dense attentions."""
     first = result["timings"][0]
     grows = ", ".join(f"{name} {shown(exponent, '{:.2f}')}" for name, exponent in result["growth"].items())
     clock, form = ("events on the device", "{:.2f}") if on_gpu(result) else ("CPU time of 1 thread", "{:.0f}")
@@ -145,7 +147,9 @@ def selections_table(result: dict[str, Any]) -> str:
 
 
 def cpu_time_table(result: dict[str, Any]) -> str:
-    """Where one CPU's time goes in each pattern, and how long other chunk and slab sizes take, as shipped being 1."""
+    """Format where one CPU's time goes in each pattern, and the time of other chunk and slab sizes relative to the
+    default.
+    """
     names, others = [row["pattern"] for row in result["shares"]], result["sizes"][1:]
     kinds = list(result["shares"][0]["shares"])
     shipped = result["sizes"][0]["ratio_to_dense"]
@@ -169,7 +173,7 @@ def cpu_time_table(result: dict[str, Any]) -> str:
 
 
 def compiled_table(result: dict[str, Any]) -> str:
-    """What the compiler made of each configuration of 16 bits for sm_90."""
+    """Format the compiler's output for each 16-bit configuration for sm_90."""
     lines = [
         f"sm_90, Triton {result['triton']}.",
         "",
@@ -199,18 +203,18 @@ def compiled_table(result: dict[str, Any]) -> str:
 
 
 def on_gpu(result: dict[str, Any]) -> bool:
-    """Whether a file's peers ran backward too, and its ideal is by a card's own bandwidth."""
+    """Whether a file's peers ran the backward pass too, and its ideal is from a GPU's bandwidth."""
     return result.get("device_type") == "cuda"
 
 
 def kernels_of(row: dict[str, Any]) -> str:
-    """Which of torch's dense kernels the row is against, where torch has several."""
+    """Name the dense kernels of torch that the row is compared with, if torch has several."""
     names = dict.fromkeys(name for name in row.get("dense_kernel", {}).values() if name not in (None, "torch"))
     return f" (the faster in each phase: {', '.join(names)})" if names else ""
 
 
 def shown(value: float | None, form: str = "{:.1f}×") -> str:
-    """A number, or a dash where it was not measured."""
+    """Format a number, or a dash if it was not measured."""
     return "–" if value is None else form.format(value)
 
 

@@ -1,14 +1,14 @@
-"""What each part of the recipe gives in equal time: ``python benchmarks/recipe.py``.
+"""What each part of the recipe gains in equal time: ``python benchmarks/recipe.py``.
 
 Every row is trained by ``longstride train`` in one process of one thread, from several seeds, for the same seconds of
-steps, and scored on the same held-out bytes. The ladder begins at the paper's block and ends at the demo's recipe, each
-rung with one thing more than the one below it; the rows under it are the recipe with one thing less. Beside them stands
-a dense transformer of torch alone (``benchmarks/training/plain_transformer.py``), the best of several shapes and rates.
+steps, and scored on the same held-out bytes. The ladder begins at the paper's block and ends at the demo's recipe; each
+step adds one part. The rows below it are the recipe without one part. They are compared with a dense transformer in
+plain torch (``benchmarks/training/plain_transformer.py``), the best of several shapes and rates.
 
-How many steps the time allows is measured first, in rounds over all rows, as the machine is quicker at one time than at
-another: a row's best median of a few steps counts. All seeds of a row then take as many. Rows that took longer than
-they should, or less, are trained again by ``--mend``, which goes by the seconds that their steps really took.
-Rows are written to the result file as they are finished, and docs/recipes.md has the table made of it by ``--tables``.
+How many steps the time allows is measured first, in rounds over all rows, as the speed of the machine varies: a row's
+best median of a few steps counts. All seeds of a row then take as many steps. ``--mend`` trains rows again whose steps
+took much more or less time than they should.
+Rows are written to the result file as they are finished; ``--tables`` makes the table of docs/recipes.md.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NGRAMS_4 = {"orders": [2, 3, 4], "rows": 32_768}
 
 
 class Row(NamedTuple):
-    """One row of the table: a name, and what it changes by path; null takes a key away."""
+    """A row of the table: its name, and its changes by path; null removes a key."""
 
     name: str
     changes: dict[str, Any]
@@ -111,7 +111,7 @@ PLAIN_SHAPES = [
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=80.0, help="of steps, for every training (default: 80)")
     parser.add_argument("--rows", nargs="+", metavar="WORD", help="only rows whose name has one of these words")
@@ -130,16 +130,16 @@ def measured(
     with_table: Callable[[str], str],
     measure: Callable[[argparse.Namespace, Path, Path], None],
 ) -> int:
-    """Trains all rows of a benchmark in a folder that is removed, or makes its page's table anew; the exit code.
+    """Run a benchmark of trainings, or remake its page's table, and return the exit code.
 
     Args:
-        parser: of the options that are the benchmark's own; those that all have are added.
+        parser: has the benchmark's own options; common ones are added.
         arguments: of the command line.
-        length: the option that says how long each training is.
-        results: how the names of its result files begin.
-        page: that has the table.
-        with_table: the page's text with the table as the result files have it.
-        measure: is given the options, the data and a folder to train in.
+        length: the option that sets the length of each training.
+        results: the prefix of its result files.
+        page: has the table.
+        with_table: returns the page's text with the table made from the result files.
+        measure: gets the options, the data and a temporary folder.
     """
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--parallel", type=int, default=1, help="trainings at once, each on a core of its own")
@@ -162,7 +162,7 @@ def measured(
 
 
 def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
-    """Trains all rows, and writes the result file after each."""
+    """Train all rows, and write the result file after each."""
     result = about(torch.device("cpu")) | {"threads": 1, "seconds": options.seconds, "ladder": {}, "without": {}}
     if (options.rows or options.mend) and options.output.exists():  # the others stay
         before = json.loads(options.output.read_text())
@@ -201,13 +201,13 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
 
 
 def lateness(result: dict[str, Any], each: Sequence[Any]) -> float:
-    """How many times the seconds that it should take a row has taken: (kind, row, …); 1 for a row that is not there."""
+    """Return the ratio of a row's seconds to those that it should take: (kind, row, …); 1 for a missing row."""
     runs = result[each[0]].get(each[1].name, [])
     return statistics.fmean(run["seconds"] for run in runs) / result["seconds"] if runs else 1.0
 
 
 def all_rows() -> Iterator[tuple[str, Row, dict[str, Any]]]:
-    """Every row with the configuration that it is trained with."""
+    """Yield every row with its configuration."""
     content = preset("paper_small")
     for row in LADDER:
         content = changed(content, row.changes)
@@ -218,12 +218,12 @@ def all_rows() -> Iterator[tuple[str, Row, dict[str, Any]]]:
 
 
 def recipe() -> dict[str, Any]:
-    """The demo's model and optimiser, for one process of one thread."""
+    """Return the demo's model and optimiser, for one process of one thread."""
     return preset("demo") | {"deepspeed": "zero0_bf16"}
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The model and optimiser of a preset, with one micro-batch a step."""
+    """Return the model and optimiser of a preset, with one micro-batch a step."""
     content = json.loads((PRESETS / f"{name}.json").read_text())
     kept = ("learning_rate", "optimizer", "schedule", "betas", "weight_decay", "micro_batch")
     train = {key: content["train"][key] for key in kept if key in content["train"]}
@@ -232,7 +232,7 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def changed(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with some of its values replaced, or taken away where they are null."""
+    """Copy a configuration with some values replaced, or removed if they are null."""
     content = deepcopy(content)
     for path, value in changes.items():
         *above, last = path.split(".")
@@ -247,7 +247,7 @@ def changed(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def pilot(content: dict[str, Any], data: Path, folder: Path) -> float:
-    """Seconds of a step: the median of a few."""
+    """Measure the seconds of a step: the median of a few."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         lines = run(content, WARM_STEPS + PILOT_STEPS, 0, data, Path(place) / "run", evaluate_contexts=1)
     return statistics.median(
@@ -263,7 +263,7 @@ def train(
     folder: Path,
     look: Callable[[Path], dict[str, Any]] = lambda run: {},
 ) -> dict[str, Any]:
-    """One training; its score, bytes and seconds, and what ``look`` finds in its run folder."""
+    """Train once; return its score, bytes and seconds, and what ``look`` returns for its run folder."""
     contexts = HELD_OUT_BYTES // content["model"]["context"]
     with tempfile.TemporaryDirectory(dir=folder) as place:
         lines = run(content, steps, seed, data, Path(place) / "run", evaluate_contexts=contexts)
@@ -282,7 +282,7 @@ def train(
 def run(
     content: dict[str, Any], steps: int, seed: int, data: Path, output: Path, *, evaluate_contexts: int
 ) -> list[dict[str, Any]]:
-    """Trains into a new run folder, with what depends on the length of the run; the lines of its metrics.jsonl."""
+    """Train into a new run folder, and return the lines of its metrics.jsonl."""
     changes = {
         "train.steps": steps,
         "train.warmup_steps": max(1, round(WARMUP_SHARE * steps)),
@@ -299,7 +299,7 @@ def run(
 
 
 def plain(options: argparse.Namespace, data: Path, folder: Path) -> dict[str, Any]:
-    """The dense transformer of torch alone: every shape and rate from one seed, and the best of them from all."""
+    """Train the dense transformer in plain torch: every shape and rate from one seed, and the best from all seeds."""
 
     def trained(shape: tuple[float, ...], seed: int) -> dict[str, Any]:
         words = [*shape, "--seed", seed, "--seconds", options.seconds, "--data", data, "--held-out", HELD_OUT_BYTES]
@@ -317,15 +317,15 @@ def plain(options: argparse.Namespace, data: Path, folder: Path) -> dict[str, An
 
 
 def longstride(*words: object) -> str:
-    """Runs `longstride WORDS …` with one thread."""
+    """Run `longstride WORDS …` with one thread."""
     return command(sys.executable, "-m", "longstride.launcher.cli", *words)
 
 
 def command(*words: object) -> str:
-    """Runs a command with one thread; returns its standard output.
+    """Run a command with one thread; return its standard output.
 
     Raises:
-        RuntimeError: it failed, with what it printed.
+        RuntimeError: it failed, with its error output.
     """
     one = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run([str(word) for word in words], cwd=ROOT, env=one, capture_output=True, text=True)
@@ -335,14 +335,14 @@ def command(*words: object) -> str:
 
 
 def summary(runs: Iterable[dict[str, Any]]) -> str:
-    """Bits per byte of a row, what it has seen, and its seconds: three cells of the table."""
+    """Format bits per byte of a row, the bytes that it has seen, and its seconds: three cells of the table."""
     bits, seen, seconds = ([each[key] for each in runs] for key in ("bits_per_byte", "bytes", "seconds"))
     cells = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f}) | {statistics.fmean(seen) / 1e6:.2f} MB"
     return f"{cells} | {statistics.fmean(seconds):.0f}"
 
 
 def with_table(page: str) -> str:
-    """The page's text with its tables as the result files have them."""
+    """Return the page's text with its tables made from the result files."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("recipe-*.json"))]
@@ -350,7 +350,7 @@ def with_table(page: str) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One device's result."""
+    """Format one device's result."""
     lines = [
         f"{result['device']}, one thread, torch {result['torch']}, {result['date']}: {result['seconds']:g} s of steps. "
         "The mean of the seeds, with the least and the most:\n",

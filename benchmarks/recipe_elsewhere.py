@@ -1,8 +1,9 @@
 """The recipe on pictures and speech, and patterns that read far: ``python benchmarks/recipe_elsewhere.py``.
 
-In equal time on one thread, as in `benchmarks/recipe.py`: the paper's block against the recipe on letters drawn from
-matplotlib's fonts and, with ``--speech DIR``, on a folder of WAV files at 8 kHz; and on Python's sources in contexts of
-4,096 a window of 128 alone against patterns that read farther, with the loss by position.
+All trainings take the same time on one thread, as in `benchmarks/recipe.py`. The paper's block is compared with the
+recipe on letters drawn from matplotlib's fonts and, with ``--speech DIR``, on a folder of WAV files at 8 kHz. On
+Python's sources in contexts of 4,096, a window of 128 is compared with patterns that read farther, with the loss by
+position.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PAPERS = {"learning_rate": 0.002, "betas": [0.9, 0.95], "weight_decay": 0.01}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0, help="of steps, for every training (default: 120)")
     parser.add_argument("--seeds", type=int, default=1)
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def cases(folder: Path, speech: Path | None) -> Iterator[tuple[str, dict[str, Any], Path]]:
-    """Name, configuration and data folder of every row."""
+    """Yield name, configuration and data folder of every row."""
     draw_pictures(folder / "letters", PICTURES, EDGE)
     longstride("data", "build", folder / "letters", "--modality", "image", "--output", folder / "pictures")
     context = EDGE * EDGE * 3
@@ -92,7 +93,7 @@ def cases(folder: Path, speech: Path | None) -> Iterator[tuple[str, dict[str, An
 def both(
     name: str, shape: dict[str, Any], unlike: dict[str, Any], data: Path
 ) -> Iterator[tuple[str, dict[str, Any], Path]]:
-    """The paper's block and the recipe, of one shape; ``unlike``: what the recipe leaves out there."""
+    """Yield the paper's block and the recipe in one shape; ``unlike`` are changes of the recipe."""
     plain = {key: recipe()["model"][key] for key in ("layers", "heads", "width", "feed_forward_ratio")}
     yield (
         f"{name}: the paper's block",
@@ -103,7 +104,11 @@ def both(
 
 
 def measure(content: dict[str, Any], data: Path, seed: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """Trains for so many seconds of steps; bits per byte, bytes seen, and the loss by eighths of the context."""
+    """Train for this many seconds of steps.
+
+    Returns:
+        Bits per byte, bytes seen, and the loss by eighths of the context.
+    """
     folder.mkdir()
     batch = STEP_BYTES // content["model"]["context"]
     content = changed(content, {"train.global_batch": batch, "train.micro_batch": batch})

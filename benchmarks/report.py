@@ -1,4 +1,4 @@
-"""Result files: where they go, how they are written, and how their numbers are rounded and shown."""
+"""Result files: their place, how they are written, and how their numbers are rounded and shown."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DIGITS = 4  # significant, in files
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say where results go."""
+    """Add the options that select the result file."""
     parser.add_argument("--output", type=Path, default=None, help="the JSON file")
     parser.add_argument("--overwrite", action="store_true", help="replace the file where there is one")
 
 
 def check_output(parser: argparse.ArgumentParser, options: argparse.Namespace, default: str) -> None:
-    """Set `options.output`. Ends the program where it cannot be written, or exists and may not be replaced."""
+    """Set `options.output`. Exit if it cannot be written, or exists and must not be replaced."""
     options.output = options.output or RESULTS / default
     if options.output.suffix != ".json" or not options.output.parent.is_dir():
         parser.error(f"--output={options.output}: must be a .json in a folder that exists")
@@ -30,7 +30,7 @@ def check_output(parser: argparse.ArgumentParser, options: argparse.Namespace, d
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file in one step: no reader sees half of it, and no kill leaves half of it."""
+    """Replace the file atomically, so that no reader and no kill leaves half of it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".partial")
     try:
         with os.fdopen(handle, "w") as file:
@@ -47,15 +47,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def ratio(theirs: float | None, ours: float | None) -> float | None:
-    """How many times faster ours is; None where either is missing."""
+    """Return how many times faster ours is; None if either is missing."""
     return None if theirs is None or ours is None else theirs / ours
 
 
 def rounded(x: float | None) -> float | None:
-    """To a few significant digits."""
+    """Round to a few significant digits."""
     return None if x is None else float(f"{x:.{DIGITS}g}")
 
 
 def cell(value: float | None, form: str = ".2f", factor: float = 1) -> str:
-    """A number, or a dash."""
+    """Format a number, or None as a dash."""
     return DASH if value is None else format(value * factor, form)

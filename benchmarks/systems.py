@@ -1,11 +1,11 @@
-"""Systems side by side in miniature: ``python benchmarks/systems.py``.
+"""Small comparisons of systems: ``python benchmarks/systems.py``.
 
-Each comparison trains models that differ in one thing alone, by ``longstride train`` in one process of one thread: on
-the same data, for as many steps, from the same seeds. They are scored on the same held-out bytes of Python's own
-sources. The base is the recipe of docs/recipes.md with four layers and without n-gram tables, so that the layers have
-something left to do.
+Each comparison trains models that differ in a single respect, by ``longstride train`` in one process of one thread, on
+the same data, for the same number of steps, from the same seeds. They are scored on the same held-out bytes of Python's
+own sources. The base is the recipe of docs/recipes.md with four layers and without n-gram tables, so that the layers
+have something left to learn.
 
-Rows are written to the result file as they are finished, and docs/systems.md has the table made of it by ``--tables``.
+Rows are written to the result file as they are finished; ``--tables`` makes the table of docs/systems.md.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ BASE = {"model.layers": 4, "model.ngrams": None}
 
 
 def windows(*widths: int) -> dict[str, Any]:
-    """A window for each layer."""
+    """Make a window for each layer."""
     return {"model.attention": [{"type": "local", "window": width} for width in widths]}
 
 
 def synthesizer(*kinds: str) -> dict[str, Any]:
-    """Scores of these kinds for all earlier positions, in contexts so short that a table of all pairs is small.
+    """Make scores of these kinds for all earlier positions, in contexts so short that a table of all pairs is small.
 
-    Positions have tables, as most of these kinds have no queries and keys to turn.
+    Positions have tables, as most of these kinds have no queries and keys to rotate.
     """
     scores = {"type": "synthesizer", "kind": list(kinds)} if kinds else {"type": "dense"}
     return {
@@ -61,19 +61,19 @@ def synthesizer(*kinds: str) -> dict[str, Any]:
 
 
 def hashed(**lsh: int) -> dict[str, Any]:
-    """Attention by hashing, or dense; queries are not normalised in either, as hashing has keys of unit length."""
+    """Make attention by hashing, or dense attention, without normalised queries: hashing has keys of unit length."""
     kind = {"type": "lsh", "buckets": 32, "chunk": 16} | lsh if lsh else {"type": "dense"}
     return {"model.attention": kind, "model.query_key_norm": None}
 
 
 def experts(ratio: float, **others: Any) -> dict[str, Any]:
-    """Experts in place of the dense feed-forwards."""
+    """Make experts instead of the dense feed-forwards."""
     shared = {"type": "experts", "activation": "squared_relu"}
     return {"model.feed_forward": shared | others, "model.feed_forward_ratio": ratio}
 
 
 def by_content(kind: str, narrow: int, wide: int) -> dict[str, Any]:
-    """A narrow local head, and one of a wider window, or of as many keys at most from random clusters, or routed."""
+    """Make a narrow local head, and a head with a wider window, or with as many random or routed keys."""
     local = {"heads": [{"count": 1, "type": "local", "window": window} for window in (narrow, wide)]}
     clustered = {"clusters": 8, "window": wide, "local": {"heads": 1, "window": narrow}, "decay": 0.99}
     content = {"type": "routing", "keys": kind} | clustered
@@ -81,7 +81,7 @@ def by_content(kind: str, narrow: int, wide: int) -> dict[str, Any]:
 
 
 def on_copies(changes: dict[str, Any]) -> dict[str, Any]:
-    """Two layers, and contexts that divide the documents of ``write_copies``."""
+    """Use two layers, and contexts that divide the documents of ``write_copies``."""
     return changes | {"model.context": 384, "train.micro_batch": 16, "train.global_batch": 16, "model.layers": 2}
 
 
@@ -89,7 +89,7 @@ BY_CONTENT = {"local windows alone": "local", "windows and random keys": "random
 
 
 def reading(attention: dict[str, Any]) -> dict[str, Any]:
-    """Four heads of this attention in every layer."""
+    """Make four heads of this attention in every layer."""
     return {"model.heads": 4, "model.attention": attention}
 
 
@@ -149,7 +149,7 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="of every training (default: 300)")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="these comparisons alone; the others stay")
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
-    """Trains all rows, and writes the result file after each."""
+    """Train all rows, and write the result file after each."""
     result = about(torch.device("cpu")) | {"threads": 1, "steps": options.steps, "comparisons": {}}
     if options.only and options.output.exists():
         before = json.loads(options.output.read_text())
@@ -186,12 +186,12 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
 
 
 def write_copies(folder: Path, documents: int = 1024, size: int = 3840) -> None:
-    """Documents of a random string each and nothing else, again and again, every second time backwards.
+    """Write documents that repeat a random string, alternately forwards and backwards.
 
-    A string has 48 to 96 of 96 bytes, none twice. So the byte to come stands right before the latest occurrence of the
-    present one: how far back that is, content alone tells, and a query that finds its own byte has found it. (Copies
-    that all run forwards take a query to the byte behind the one that it looks for. Dense attention learns that within
-    some hundred steps of strings with a structure of their own, and clusters do not.)
+    A string has 48 to 96 of 96 bytes, each at most once. So the next byte stands right before the latest occurrence of
+    the present byte. Only content tells how far back that is, and a query must find its own byte. (If all copies run
+    forwards, a query must find the byte after its own. Dense attention learns that within some hundred steps from
+    strings with an inner structure, and clusters do not.)
     """
     draw = np.random.default_rng(0)
     folder.mkdir()
@@ -202,7 +202,7 @@ def write_copies(folder: Path, documents: int = 1024, size: int = 3840) -> None:
 
 
 def learned(run: Path) -> dict[str, Any]:
-    """Of heads that learn how they read, the mean span in positions, or the mean α; nothing of others."""
+    """Return the mean span in positions, or the mean α, of heads that learn how they read; nothing for others."""
     checkpoint = open_checkpoint(run, None)
     model = SparseTransformer(checkpoint.config.model)
     model.load_state_dict(master_weights(checkpoint, TRAINED))
@@ -216,14 +216,14 @@ def learned(run: Path) -> dict[str, Any]:
 
 
 def sizes(content: dict[str, Any]) -> dict[str, int]:
-    """Parameters, and operations of a forward pass over a byte."""
+    """Count parameters, and operations of a forward pass over a byte."""
     config = ModelConfig.model_validate(content["model"])
     operations = work(config, content["train"]["micro_batch"]).whole.forward // config.context
     return {"parameters": sum(parameter_parts(config).values()), "operations": operations}
 
 
 def with_table(page: str) -> str:
-    """The page's text with its table as the result files have it."""
+    """Return the page's text with its table made from the result files."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("systems-*.json"))]
@@ -231,7 +231,7 @@ def with_table(page: str) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One device's result."""
+    """Format one device's result."""
     lines = [
         f"{result['device']}, one thread, torch {result['torch']}, {result['date']}: {result['steps']} steps. "
         "The mean of the seeds, with the least and the most:\n",

@@ -1,9 +1,9 @@
 """One query at a time, against caches of growing contexts: ``python benchmarks/generation/decoding.py``.
 
-A gate comes first: rows of each pattern against fp64. Then, in every repeat, all patterns take turns; each is asked
-for the last positions of the context one after another, as generation does, and its time is the least mean over
-repeats. The growth of a figure is its exponent in the context, from the smallest to the largest: 1 for a dense read,
-1/2 for one of so many keys as the root of the context. The table goes to the terminal, all figures to JSON.
+First a gate compares rows of each pattern with fp64. Then all patterns take turns in every repeat. Each runs the last
+positions of the context one after another, as generation does, and its time is the least mean over repeats. The growth
+of a figure is its exponent in the context, from the smallest to the largest: 1 for a dense read, 1/2 for reading as
+many keys as the root of the context. The table goes to the terminal, all figures to JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUMMARY = 8
 
 
 def patterns_of(stride: int) -> dict[str, Pattern]:
-    """What is measured, by the name it has in tables."""
+    """Return the patterns to measure, by their name in tables."""
     return {
         "local": Local(stride),
         "column": Column(stride),
@@ -44,7 +44,7 @@ def patterns_of(stride: int) -> dict[str, Pattern]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 1 where the gate fails."""
+    """Return the exit code: 1 if the gate fails."""
     options = read_options(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--heads", type=int, default=8)
@@ -74,7 +74,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def gate(pattern: Pattern, options: argparse.Namespace) -> str | None:
-    """What is wrong, None where rows in the middle and at the end are as near to fp64 as the dtype explains."""
+    """Describe the error if rows in the middle and at the end differ from fp64 by more than the dtype explains."""
     q, k, v = (random_rows(pattern, (2, 2, GATE_CONTEXT, options.head_width), options) for _ in range(3))
     attend = CachedAttention(k, v, pattern, backend=options.backend)
     positions = [GATE_CONTEXT // 2, GATE_CONTEXT - 2, GATE_CONTEXT - 1]
@@ -86,7 +86,7 @@ def gate(pattern: Pattern, options: argparse.Namespace) -> str | None:
 
 
 def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a pattern: keys that the last position reads, and the seconds of a call."""
+    """Measure each pattern: keys that the last position reads, and the seconds of a call."""
     stride = 2 ** round(math.log2(context) / 2)
     patterns = patterns_of(stride)
     q = torch.randn(options.batch, options.heads, options.head_width, device=options.device, dtype=options.dtype)
@@ -117,7 +117,7 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 def attentions(
     patterns: dict[str, Pattern], shape: tuple[int, int, int, int], options: argparse.Namespace
 ) -> dict[str, CachedAttention]:
-    """Each pattern's, of random keys and values (B, H, N, D); those that lie alike in memory are the same."""
+    """Make each pattern's attention over random keys and values (B, H, N, D), shared by equal memory layouts."""
     made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
     found = {}
     for name, pattern in patterns.items():
@@ -129,12 +129,12 @@ def attentions(
 
 
 def random_rows(pattern: Pattern, shape: tuple[int, int, int, int], options: argparse.Namespace) -> Tensor:
-    """Rows that lie as generation has them."""
+    """Make random rows in the memory layout of generation."""
     return empty_cache(*shape, pattern, device=options.device, dtype=options.dtype).normal_()
 
 
 def seconds_of(attend: CachedAttention, q: Tensor, options: argparse.Namespace) -> float:
-    """Mean seconds of a call, at the last positions of the context."""
+    """Measure the mean seconds of a call at the last positions of the context."""
     context = attend.k.shape[2]
     synchronize(options.device)
     start = time.perf_counter()
@@ -147,7 +147,7 @@ def seconds_of(attend: CachedAttention, q: Tensor, options: argparse.Namespace) 
 def print_table(
     timings: list[dict[str, Any]], growth: dict[str, dict[str, float | None]], options: argparse.Namespace
 ) -> None:
-    """A line a pattern: keys read and milliseconds at each context, and their growth."""
+    """Print keys read and milliseconds at each context, and their growth, a line for each pattern."""
     contexts = list(dict.fromkeys(row["context"] for row in timings))
     print(f"B = {options.batch}, H = {options.heads}, D = {options.head_width}, {options.dtype}; keys read, ms a call")
     print(f"{'pattern':<16}" + "".join(f"{f'n = {n:,}':>22}" for n in contexts) + f"{'growth: keys, time':>22}")

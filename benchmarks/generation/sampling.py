@@ -2,13 +2,13 @@
 
 Run ``python benchmarks/generation/sampling.py --threads 2``.
 
-The model of paper_small (width, heads, layers), once a pattern: the same random weights, and the same code; dense
-attention is a pattern like the others. A gate comes first: cached logits of every position against a forward pass.
-Times are of the last positions of the context, each from the logits to the chosen byte as a number, appended. The
-caches before them hold random numbers: sampling so many bytes first would change no time. All variants take turns
-within every repeat; a time is the least mean over repeats. "own key" reads one key a byte: what is left where
-attention costs nothing but its call, so that what the others take above it is the reading of their keys. Growth is an
-exponent in the context, from the smallest to the largest. The table goes to the terminal, all figures to JSON.
+The model of paper_small (width, heads, layers) runs with each pattern, with the same random weights and the same code;
+dense attention is a pattern like the others. First a gate compares the cached logits of every position with a forward
+pass. Times are of the last positions of the context, each from the logits to the chosen byte as a number, and its
+append. The caches before them hold random numbers, as sampling them first would change no time. All variants take turns
+within every repeat; a time is the least mean over repeats. "own key" reads one key a byte. It shows the cost without
+attention, so that the rest of another variant's time is the reading of its keys. Growth is an exponent in the context,
+from the smallest to the largest. The table goes to the terminal, all figures to JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BAR = {"context": 12_288, "pattern": "strided", "times_dense": 3.0}
 
 
 def attentions_of(stride: int) -> dict[str, dict[str, Any]]:
-    """What is measured, by the name it has in tables."""
+    """Return the attentions to measure, by their name in tables."""
     return {
         "strided": {"type": "strided", "stride": stride},
         "fixed": {"type": "fixed", "stride": stride, "summary": SUMMARY},
@@ -54,7 +54,7 @@ def attentions_of(stride: int) -> dict[str, dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 1 where the gate fails."""
+    """Return the exit code: 1 if the gate fails."""
     options = read_options(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stepping.add_options(parser, [3_072, 12_288, 24_576, 65_536], calls=50, repeats=20)
     options = stepping.read_options(parser, arguments, "sampling")
@@ -83,12 +83,12 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def stride_of(context: int) -> int:
-    """The power of two nearest to the root of the context."""
+    """Return the power of two nearest to the root of the context."""
     return int(2 ** round(math.log2(context) / 2))
 
 
 def model_of(name: str, context: int, options: argparse.Namespace) -> SparseTransformer:
-    """The model of paper_small with another pattern and context; the same random weights whatever the pattern."""
+    """Make the model of paper_small with another pattern and context; its random weights are always the same."""
     stride = stride_of(context)
     small = json.loads(PAPER_SMALL.read_text())["model"]
     changed = {
@@ -104,7 +104,7 @@ def model_of(name: str, context: int, options: argparse.Namespace) -> SparseTran
 
 @torch.no_grad()
 def gate(name: str, options: argparse.Namespace) -> str | None:
-    """What is wrong, None where the logits of every position are as near to a forward pass as the dtype explains."""
+    """Describe the error if the logits of a position differ from a forward pass by more than the dtype explains."""
     model = model_of(name, GATE_CONTEXT, options)
     tokens = torch.randint(256, (2, GATE_CONTEXT), device=options.device)
     session, found = Session(model, len(tokens)), []
@@ -118,7 +118,7 @@ def gate(name: str, options: argparse.Namespace) -> str | None:
 
 
 def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a pattern: keys that the last position reads in all layers and heads, and the seconds of a byte."""
+    """Measure each pattern: keys that the last position reads in all layers and heads, and the seconds of a byte."""
     sessions = {name: filled(model_of(name, context, options), options) for name in attentions_of(1)}
     for session in sessions.values():  # what is kept from call to call, and compilation, are not what is timed
         seconds_of(session, options)
@@ -149,7 +149,7 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def filled(model: SparseTransformer, options: argparse.Namespace) -> Session:
-    """A session whose every row is random."""
+    """Make a session whose cache is random."""
     session = Session(model, options.batch)
     with torch.inference_mode():
         for state in session.states:
@@ -161,7 +161,7 @@ def filled(model: SparseTransformer, options: argparse.Namespace) -> Session:
 
 @torch.no_grad()
 def seconds_of(session: Session, options: argparse.Namespace) -> float:
-    """Mean seconds of a byte, at the last positions of the context."""
+    """Measure the mean seconds of a byte at the last positions of the context."""
     session.reset()
     session.position = session.length - options.calls
     session._tokens.zero_()  # any bytes, as reset leaves none
@@ -176,14 +176,14 @@ def seconds_of(session: Session, options: argparse.Namespace) -> float:
 
 
 def keys_read(config: ModelConfig, position: int) -> int:
-    """Keys that a byte reads in all heads of all layers."""
+    """Count the keys that a byte reads in all heads of all layers."""
     return sum(num_keys_read(p, position, config.context) for layer in config.layer_patterns() for p in layer)
 
 
 def print_table(
     timings: list[dict[str, Any]], growth: dict[str, dict[str, float | None]], options: argparse.Namespace
 ) -> None:
-    """A line a pattern: keys read and milliseconds a byte at each context, and their growth; and the bar."""
+    """Print keys read and milliseconds a byte at each context, their growth, and the bar."""
     first = timings[0]
     sizes = f"{first['layers']} layers, {first['heads']} heads, width {first['width']}, B = {options.batch}"
     print(f"{sizes}, {options.dtype}, {torch.get_num_threads()} threads; keys read, ms a byte, times dense")

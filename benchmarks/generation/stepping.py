@@ -1,4 +1,4 @@
-"""What decoding.py and sampling.py share: options of measuring position by position, and growth with the context."""
+"""Shared by decoding.py and sampling.py: options of measuring position by position, and growth with the context."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.report import add_output_arguments, check_output, rounded
 
 
 def add_options(parser: argparse.ArgumentParser, contexts: Sequence[int], calls: int, repeats: int) -> None:
-    """Options, with what they are unless a person says otherwise."""
+    """Add the options, with their defaults."""
     parser.add_argument("--contexts", type=int, nargs="+", default=list(contexts))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default=None, help="float32 on the CPU, else bfloat16")
@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser, contexts: Sequence[int], calls:
 
 
 def read_options(parser: argparse.ArgumentParser, arguments: list[str] | None, stem: str) -> argparse.Namespace:
-    """The options, with device and dtype as torch has them; the result file is ``stem`` and the device's name."""
+    """Parse the options, with device and dtype as torch objects; the result file is ``stem`` and the device's name."""
     options = parser.parse_args(arguments)
     options.device = torch.device(options.device)
     check_output(parser, options, f"{stem}-{slug(options.device)}.json")
@@ -35,9 +35,9 @@ def read_options(parser: argparse.ArgumentParser, arguments: list[str] | None, s
 
 
 def growth_of(timings: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, dict[str, float | None]]:
-    """Of each pattern, the exponents in the context of these figures, from the smallest to the largest context.
+    """Compute exponents of these figures in the context, for each pattern, from the smallest to the largest context.
 
-    None where there is one context, or a figure is 0.
+    None if there is one context, or a figure is 0.
     """
     found: dict[str, dict[str, float | None]] = {}
     for name in dict.fromkeys(row["pattern"] for row in timings):
@@ -52,5 +52,5 @@ def growth_of(timings: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, d
 
 
 def growth_cell(ends: dict[str, float | None]) -> str:
-    """A pattern's exponents in a table."""
+    """Format a pattern's exponents."""
     return "".join("      –" if value is None else f"{value:>7.2f}" for value in ends.values())

@@ -1,4 +1,4 @@
-"""What `benchmarks/paper/paper.py` trains: data sets, models and steps, in three sizes.
+"""The trainings of `benchmarks/paper/paper.py`: data sets, models and steps, in three sizes.
 
 Letters: N positions of a context, l stride, c summary.
 """
@@ -20,7 +20,7 @@ MINIMUM_CONTEXTS = (0.0, 0.5, 0.75, 0.9)
 
 @dataclass(frozen=True)
 class Case:
-    """One data set at one size. Everything but the pattern is the same for all that are compared."""
+    """One data set at one size. Only the pattern differs between the models that are compared."""
 
     name: str
     context: int  # N
@@ -46,7 +46,7 @@ class Case:
         return max(1, self.steps // 10)
 
     def train_config(self) -> TrainConfig:
-        """The trainer's settings: warm-up, cosine to 0, weight decay."""
+        """Return the trainer's settings: warm-up, cosine to 0, weight decay."""
         content = {
             "output": "none",  # a loop that saves nothing
             "steps": self.steps,
@@ -59,7 +59,7 @@ class Case:
         return TrainConfig.model_validate(content)
 
     def model_config(self, pattern: str) -> ModelConfig:
-        """The model with one pattern in every layer, the factors of a sparse one merged."""
+        """Return the model with one pattern in every layer; the factors of a sparse pattern are merged."""
         kinds: dict[str, dict[str, Any]] = {
             "dense": {"type": "dense"},
             "fixed": {"type": "fixed", "stride": self.stride, "summary": self.summary},

@@ -1,12 +1,11 @@
 """The paper's tables in miniature: ``python benchmarks/paper/paper.py``.
 
-Trains the same model with dense, fixed and strided attention, at equal parameters, data and steps, on text (the
-Python standard library's sources, or --text DIR) and on pictures (letters drawn from matplotlib's fonts, or --images
-DIR), each from several seeds, and writes bits per byte of held-out files and seconds a step (the paper's Table 2), and
-bits per byte of the fixed text model by minimum context (Table 3). The three take turns by the step on the same batch,
-so that what else the machine does hits all alike. Dense attention is torch's own, which is faster than ours with a
-dense pattern. Results are written after every seed, in one step; benchmarks/paper/tables.py makes tables and picture of
-them.
+Trains the same model with dense, fixed and strided attention, at equal parameters, data and steps, from several seeds.
+The data are text (the Python standard library's sources, or --text DIR) and pictures (letters drawn from matplotlib's
+fonts, or --images DIR). Writes bits per byte of held-out files and seconds a step (the paper's Table 2), and bits per
+byte of the fixed text model by minimum context (Table 3). The three take turns by the step on the same batch, so that
+other load on the machine affects all alike. Dense attention is torch's own, which is faster than ours with a dense
+pattern. Results are written after every seed; benchmarks/paper/tables.py makes tables and picture of them.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ DIFFERENT = ("initial_weights_crc32", "data_order_crc32")
 
 @dataclass(frozen=True)
 class Data:
-    """A data set, built for this run alone."""
+    """A data set, built only for this run."""
 
     case: Case
     source: str
@@ -60,7 +59,7 @@ class Data:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 2 for what a person got wrong, 1 where runs cannot be compared."""
+    """Return the exit code: 2 for invalid input, 1 if runs cannot be compared."""
     began = time.monotonic()
     options = read_options(arguments)
     device = torch.device(options.device)
@@ -79,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=sorted(SIZES), default=None, help="real on a card, small on the CPU")
     parser.add_argument("--datasets", nargs="+", choices=(TEXT, IMAGES), default=[TEXT, IMAGES])
@@ -115,10 +114,10 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def build_data(case: Case, folder: Path, options: argparse.Namespace) -> Data:
-    """The shards of a case, in a folder that is there for this run alone.
+    """Build the shards of a case in a temporary folder.
 
     Raises:
-        DataError: nothing can be learnt from what was given.
+        DataError: the files are too few or unusable.
     """
     output, given = folder / case.name, getattr(options, case.name)
     path, source = given, f"{case.name} of a folder"
@@ -145,7 +144,7 @@ def build_data(case: Case, folder: Path, options: argparse.Namespace) -> Data:
 
 
 def measure(data: Sequence[Data], options: argparse.Namespace, device: torch.device, began: float) -> dict[str, Any]:
-    """All runs, a seed of every data set before the next seed, so that what a time limit cuts off are seeds."""
+    """Run all trainings, a seed of every data set before the next seed, so that a time limit leaves out whole seeds."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     found: dict[str, Any] = {
         **about(device),
@@ -185,7 +184,7 @@ def measure(data: Sequence[Data], options: argparse.Namespace, device: torch.dev
 def measure_seed(
     data: Data, seed: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of one data set and seed: a run a pattern, and of text the fixed model's scores by minimum context."""
+    """Train one data set from one seed: a run for each pattern, and for text the scores by minimum context."""
     case = data.case
     learners = [Learner(case, pattern, seed, device, dtype) for pattern in PATTERNS]
     asked = StreamSettings(context=case.context, global_batch=case.batch, seed=seed, shuffle_bytes=SHUFFLE_BYTES)
@@ -220,7 +219,7 @@ def measure_seed(
 
 
 def score_minima(learner: Learner, data: Data) -> list[dict[str, Any]]:
-    """A row a minimum context: bits per byte of the same bytes, of which each sees at least so many earlier ones."""
+    """Score bits per byte by minimum context, on the same bytes."""
     case = data.case
     text = torch.from_numpy(np.frombuffer(b"".join(split_bytes(data.folder, "validation")), dtype=np.uint8).copy())
     regions = spread_regions(len(text), case.regions, case.context)
@@ -234,10 +233,10 @@ def score_minima(learner: Learner, data: Data) -> list[dict[str, Any]]:
 
 
 def check(runs: Sequence[dict[str, Any]]) -> None:
-    """Holds that runs may be compared: patterns of a seed differ in the pattern alone, and seeds do differ.
+    """Check that runs are comparable: only the pattern differs within a seed, and seeds differ from each other.
 
     Raises:
-        RuntimeError: they may not.
+        RuntimeError: they are not.
     """
     for run in runs:
         name = f"{run['dataset']}, {run['pattern']}, seed {run['seed']}"
@@ -261,12 +260,12 @@ def check(runs: Sequence[dict[str, Any]]) -> None:
 
 
 def rounded_bits(bits: float) -> float:
-    """To 5 digits behind the point."""
+    """Round to 5 decimals."""
     return round(bits, 5)
 
 
 def say(text: str) -> None:
-    """A line of progress."""
+    """Print a line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 

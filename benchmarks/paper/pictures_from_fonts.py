@@ -1,8 +1,7 @@
-"""Pictures to learn from where a machine has none: letters of matplotlib's own fonts on white paper.
+"""Synthetic pictures to learn from: letters of matplotlib's own fonts on white paper.
 
-``python benchmarks/paper/pictures_from_fonts.py DIR --count N`` writes PNG files of up to three letters, each in a
-font, size, ink, place and angle of its own. Inks are few, so that a short training learns more than what colours there
-are.
+``python benchmarks/paper/pictures_from_fonts.py DIR --count N`` writes PNG files of up to three letters, each with
+random font, size, ink, place and angle. Inks are few, so that a short training learns more than the colours.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LARGEST_ANGLE = 30  # degrees
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder to make")
     parser.add_argument("--count", type=int, default=2_000)
@@ -48,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def draw_pictures(folder: Path, count: int, edge: int, seed: int = 0) -> None:
-    """Writes so many PNG files of ``edge`` x ``edge`` pixels into a new folder; the same seed draws the same ones."""
+    """Write ``count`` PNG files of ``edge`` x ``edge`` pixels to a new folder; a seed always draws the same ones."""
     folder.mkdir()
     fonts = font_files()
     for number in range(count):
@@ -57,14 +56,14 @@ def draw_pictures(folder: Path, count: int, edge: int, seed: int = 0) -> None:
 
 
 def font_files() -> list[Path]:
-    """The font files to draw with, in the order of their names."""
+    """List the font files to draw with, sorted by name."""
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     names = sorted(path for path in folder.glob("*.ttf") if path.stem.startswith(FAMILIES))
     return [path for path in names if not path.stem.endswith("Display")]  # these hold a dozen signs
 
 
 def draw_picture(generator: random.Random, edge: int, fonts: list[Path]) -> Image.Image:
-    """One picture, ``edge`` x ``edge`` pixels in red, green and blue."""
+    """Draw one picture, ``edge`` x ``edge`` pixels in red, green and blue."""
     picture = Image.new("RGB", (edge, edge), "white")
     for _ in range(generator.randint(1, MOST_LETTERS)):
         size = max(4, round(edge * generator.uniform(SMALLEST, LARGEST)))

@@ -1,4 +1,4 @@
-"""The picture beside a result file of benchmarks/paper/paper.py: bits per byte over seconds of training."""
+"""The picture of a result file of benchmarks/paper/paper.py: bits per byte over seconds of training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SKIPPED = 0.1  # of the steps: losses fall so far at first that later difference
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """A panel a data set: training bits as a thin line a run and a thick one for their mean, held-out bits as dots."""
+    """Draw a panel for each data set: training bits as thin lines, their mean as a thick one, held-out bits as dots."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,7 +40,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
 
 def draw(axes: Any, runs: list[dict[str, Any]], pattern: str, colour: Any) -> None:
-    """The runs with one pattern, which have their points at the same steps."""
+    """Draw the runs with one pattern, which have their points at the same steps."""
     kept = [step > SKIPPED * runs[0]["steps"] for step, _ in runs[0]["training_curve"]]
     steps = [step for (step, _), keep in zip(runs[0]["training_curve"], kept, strict=True) if keep]
     lines = [[bits for (_, bits), keep in zip(run["training_curve"], kept, strict=True) if keep] for run in runs]

@@ -1,6 +1,6 @@
 """The tables of docs/results.md, made from the files that benchmarks/paper/paper.py writes.
 
-`python benchmarks/paper/tables.py` writes them into the page and draws the pictures anew; a test holds that they agree.
+`python benchmarks/paper/tables.py` writes them into the page and redraws the pictures; a test checks that they agree.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAPER: dict[str, tuple[str, dict[str, tuple[float, float]]]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrites the page where it differs."""
+    """Rewrite the page if it differs."""
     argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     files = result_files(RESULTS)
     for path in files:
@@ -42,12 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def result_files(folder: Path) -> list[Path]:
-    """The result files of a folder, those of sizes that say nothing left out."""
+    """List the result files of a folder, except of the size that only tests use."""
     return [path for path in sorted(folder.glob("paper-*.json")) if json.loads(path.read_text())["size"] != "tiny"]
 
 
 def with_tables(page: str, files: Sequence[Path]) -> str:
-    """The page's text with its tables as the result files have them."""
+    """Return the page's text with its tables made from the result files."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     parts = []
@@ -60,7 +60,7 @@ def with_tables(page: str, files: Sequence[Path]) -> str:
 
 
 def tables_of(found: dict[str, Any]) -> list[str]:
-    """One device's paragraphs and tables: what ran, Table 2, the order of the patterns, and Table 3."""
+    """Format one device's paragraphs and tables: what ran, Table 2, the order of the patterns, and Table 3."""
     parts = [
         f"**{found['device']}**, {found['threads']} threads, torch {found['torch']}, {found['dtype']}, "
         f"{found['date']}: `--size {found['size']}`, {found['seconds'] / 60:.0f} minutes in all.\n",
@@ -72,12 +72,12 @@ def tables_of(found: dict[str, Any]) -> list[str]:
 
 
 def runs_of(found: dict[str, Any], dataset: str, pattern: str | None = None) -> list[dict[str, Any]]:
-    """The runs on a data set, with one pattern or with all."""
+    """Select the runs on a data set, with one pattern or with all."""
     return [run for run in found["runs"] if run["dataset"] == dataset and pattern in (None, run["pattern"])]
 
 
 def case_line(case: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
-    """What one data set's models are, and what they were trained on."""
+    """Describe one data set's models and their training."""
     run = runs[0]
     return (
         f"- {case['name']} ({case['source']}): n = {case['context']:,}, l = {case['stride']}, c = {case['summary']}; "
@@ -88,7 +88,7 @@ def case_line(case: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
 
 
 def table_2(found: dict[str, Any]) -> str:
-    """Bits per byte and seconds a step, by data set and pattern, beside the paper's."""
+    """Format bits per byte and seconds a step, by data set and pattern, with the paper's."""
     columns = ["data", "pattern", "bits per byte", "seconds a step", "speed", "seeds", "the paper's", "its speed"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for dataset in found["cases"]:
@@ -103,7 +103,7 @@ def table_2(found: dict[str, Any]) -> str:
 
 
 def table_3(found: dict[str, Any]) -> str:
-    """Bits per byte by minimum context, of one data set's model with one pattern."""
+    """Format bits per byte by minimum context, of one data set's model with one pattern."""
     first = found["minimum_contexts"][0]
     lines = [
         f"The {first['pattern']} {first['dataset']} models on the same {first['bytes']:,} held-out bytes, "
@@ -119,7 +119,7 @@ def table_3(found: dict[str, Any]) -> str:
 
 
 def order_line(dataset: str, runs: Sequence[dict[str, Any]]) -> str:
-    """The patterns from the fewest bits to the most, beside the paper's order."""
+    """Compare the order of the patterns by bits with the paper's order."""
     own = {p: statistics.fmean(run["bits_per_byte"] for run in runs if run["pattern"] == p) for p in PATTERNS}
     name, theirs = PAPER[dataset]
     orders = (sorted(own, key=own.__getitem__), sorted(theirs, key=lambda pattern: theirs[pattern][0]))
@@ -128,20 +128,20 @@ def order_line(dataset: str, runs: Sequence[dict[str, Any]]) -> str:
 
 
 def times_dense(found: dict[str, Any], runs: Sequence[dict[str, Any]]) -> float:
-    """How many times faster than dense attention a pattern's step was: the mean over seeds of the ratio in the seed."""
+    """Return how many times faster than dense attention a pattern's step was: the mean over seeds of the ratio."""
     dense = {run["seed"]: run["seconds_per_step"] for run in runs_of(found, runs[0]["dataset"], "dense")}
     return statistics.fmean(dense[run["seed"]] / run["seconds_per_step"] for run in runs)
 
 
 def paper_cells(dataset: str, pattern: str) -> list[str]:
-    """The paper's bits per byte on its own data set, and how many times faster than dense its iteration was."""
+    """Return the paper's bits per byte on its own data set, and the speed of its iteration relative to dense."""
     name, theirs = PAPER[dataset]
     bits, seconds = theirs[pattern]
     return [f"{bits:.2f} ({name})", f"{theirs['dense'][1] / seconds:.2f}×"]
 
 
 def spread(values: Sequence[float]) -> str:
-    """The mean, and the least and the most where there are several."""
+    """Format the mean, and the least and the most of several values."""
     mean = f"{statistics.fmean(values):.4f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.4f}–{max(values):.4f})"
 

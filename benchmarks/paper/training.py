@@ -1,9 +1,8 @@
-"""One model of `benchmarks/paper/paper.py`: trained in turn with its peers on the same bytes, then scored.
+"""One model of `benchmarks/paper/paper.py`: trained in turns with the others on the same bytes, then scored.
 
-A plain loop in one process, without DeepSpeed: what is compared are patterns, eighteen starts of the engine would take
-longer than some of the trainings, and turns by the step need all models in one process. Optimiser, schedule and
-clipping are the trainer's. In 16 bits the weights are bf16 beside fp32 masters, which the optimiser steps, as the
-engine has it.
+A plain loop in one process, without DeepSpeed: patterns are compared, eighteen starts of the engine would take longer
+than some of the trainings, and turns by the step need all models in one process. Optimiser, schedule and clipping are
+the trainer's. In 16 bits the weights are bf16 with fp32 masters, which the optimiser updates, as in the engine.
 Letters: B contexts, N positions.
 """
 
@@ -60,7 +59,7 @@ class Learner:
         self.bytes_trained = 0
 
     def take_step(self, batch: Batch) -> None:
-        """Trains on one batch, and notes loss, seconds and what was read."""
+        """Train on one batch, and record loss, seconds and a checksum of the data."""
         tokens = batch.tokens.to(self._device)
         synchronize(self._device)
         start = time.perf_counter()
@@ -76,7 +75,7 @@ class Learner:
             self.data_order_crc32 = zlib.crc32(tensor.numpy().tobytes(), self.data_order_crc32)
 
     def _update(self) -> None:
-        """The optimiser's step, on the masters where there are any."""
+        """Update the masters, if there are any, or the weights."""
         separate = self._masters is not self._weights
         if separate:
             for master, weight in zip(self._masters, self._weights, strict=True):
@@ -94,19 +93,19 @@ class Learner:
 
     @property
     def steps(self) -> int:
-        """Steps that were taken."""
+        """Number of steps so far."""
         return len(self._nats)
 
     def seconds_per_step(self) -> float:
-        """The median."""
+        """Return the median."""
         return statistics.median(self._seconds)
 
     def training_bits(self) -> list[float]:
-        """Bits per byte of every step's batch, before the step."""
+        """Return bits per byte of every step's batch, before the step."""
         return [nats * BITS for nats in torch.stack(self._nats).double().tolist()] if self._nats else []
 
     def score(self, batches: Iterable[EvaluationBatch]) -> tuple[float, int]:
-        """Bits per byte of held-out contexts, and how many bytes they are."""
+        """Return bits per byte of held-out contexts, and their number of bytes."""
         nats, num_bytes = 0.0, 0
         for batch in batches:
             each = self._nats_of(batch.tokens)
@@ -115,7 +114,9 @@ class Learner:
         return nats / num_bytes * BITS, num_bytes
 
     def score_at(self, text: Tensor, regions: Sequence[range], minimum: int) -> tuple[float, int]:
-        """Bits per byte of regions of a text (bytes,) uint8 where each byte sees at least ``minimum`` earlier ones."""
+        """Return bits per byte of regions of a text (bytes,) uint8, where each byte sees at least ``minimum`` earlier
+        ones.
+        """
         places = [place for region in regions for place in windows(region, self.case.context, minimum)]
         nats, num_bytes = 0.0, 0
         for first in range(0, len(places), self.case.evaluation_batch):
@@ -127,12 +128,12 @@ class Learner:
         return nats / num_bytes * BITS, num_bytes
 
     def _nats_of(self, tokens: Tensor) -> Tensor:
-        """(B, N) uint8 to (B, N) fp64 on the CPU."""
+        """Compute (B, N) fp64 on the CPU from (B, N) uint8."""
         with torch.no_grad(), self._attention():
             return self.model(tokens.to(self._device), return_nats=True).double().cpu()
 
     def _attention(self) -> contextlib.AbstractContextManager[None]:
-        """Dense attention is torch's own, which is faster than ours with a dense pattern, and the same sum."""
+        """Use torch's dense attention for the dense pattern: it is faster than ours and computes the same."""
         if self.pattern != "dense":
             return contextlib.nullcontext()
         attention = dense_attention()
@@ -140,7 +141,7 @@ class Learner:
 
 
 def train_in_turns(learners: Sequence[Learner], batches: Iterator[Batch], say: Callable[[str], None]) -> None:
-    """Every learner takes every step on the same batch before the next one; who begins goes round."""
+    """Make every learner take every step on the same batch before the next one; the first learner changes by step."""
     case = learners[0].case
     for step, batch in zip(range(case.steps), batches, strict=False):
         assert bool((batch.lengths == case.context).all())  # the mean over a batch is the mean over its bytes
@@ -153,14 +154,14 @@ def train_in_turns(learners: Sequence[Learner], batches: Iterator[Batch], say: C
 
 
 def windows(region: range, context: int, minimum: int) -> Iterator[tuple[int, range]]:
-    """Contexts that score each byte of a region once, behind at least ``minimum`` others: (begin, rows scored)."""
+    """Yield contexts that score each byte of a region once, after at least ``minimum`` others: (begin, rows scored)."""
     for first in range(region.start, region.stop, context - minimum):
         count = min(context - minimum, region.stop - first)
         yield first - minimum, range(minimum, minimum + count)
 
 
 def spread_regions(num_bytes: int, count: int, context: int) -> list[range]:
-    """So many regions of 2N bytes, evenly spread, with N bytes before and behind each."""
+    """Return evenly spread regions of 2N bytes, with N bytes before and after each."""
     room = num_bytes - 4 * context
     assert room >= 0 and count > 1
     starts = (context + place * room // (count - 1) for place in range(count))
@@ -168,14 +169,14 @@ def spread_regions(num_bytes: int, count: int, context: int) -> list[range]:
 
 
 def curve(bits: Sequence[float]) -> list[tuple[int, float]]:
-    """(step, mean since the point before) of a run's steps, in few points."""
+    """Return a few points of a run's steps: (step, mean since the previous point)."""
     size = -(-len(bits) // CURVE_POINTS)
     parts = [bits[first : first + size] for first in range(0, len(bits), size)]
     return [(min(size * (number + 1), len(bits)), statistics.fmean(part)) for number, part in enumerate(parts)]
 
 
 def crc32_of(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of fp32 tensors on the CPU."""
+    """Compute the CRC-32 of fp32 tensors on the CPU."""
     found = 0
     for tensor in tensors:
         found = zlib.crc32(tensor.contiguous().numpy().tobytes(), found)

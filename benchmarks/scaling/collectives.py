@@ -1,11 +1,11 @@
-"""Collectives: what one moves, and how many bytes each rank sends for it.
+"""Collectives: what each moves, and how many bytes each rank sends for it.
 
 Letters: W ranks, S bytes.
 
-A ring sends S·(W - 1)/W bytes a rank for each time that every rank's share has to go round: once where shares are
-gathered (all_gather), once where sums are scattered (reduce_scatter, reduce), twice where both happen (all_reduce).
-An all_to_all keeps a share of W and sends the rest. In a broadcast all ranks but the last pass everything on.
-Other algorithms (trees, switches that add) send less for some collectives; none of a ring's kind sends less than these.
+In a ring, each rank sends S·(W - 1)/W bytes for each time that every rank's share has to go round: once to gather
+shares (all_gather), once to scatter sums (reduce_scatter, reduce), twice for both (all_reduce). An all_to_all keeps one
+share of W and sends the others. In a broadcast all ranks but the last pass everything on. Other algorithms (trees,
+switches that add) send less for some collectives; no ring sends less.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Collective:
 
 
 def sent_bytes(operation: str, num_bytes: int, ranks: int) -> float:
-    """What each rank sends for one collective over S bytes; the mean over ranks where they differ."""
+    """Return what each rank sends for one collective over S bytes; the mean over ranks if they differ."""
     return RING[operation] * num_bytes * (ranks - 1) / ranks
 
 
 def total_sent(collectives: Iterable[Collective], ranks: int) -> dict[str, float]:
-    """Bytes that each rank sends, by operation."""
+    """Sum the bytes that each rank sends, by operation."""
     totals: defaultdict[str, float] = defaultdict(float)
     for each in collectives:
         totals[each.operation] += each.times * sent_bytes(each.operation, each.num_bytes, ranks)
@@ -45,7 +45,7 @@ def total_sent(collectives: Iterable[Collective], ranks: int) -> dict[str, float
 
 
 def message_bytes(collectives: Iterable[Collective], owner: str | None = None) -> dict[str, int]:
-    """The sum of S by operation, which a counter of calls can be held against."""
+    """Sum S by operation, for comparison with counted calls."""
     totals: Counter[str] = Counter()
     for each in collectives:
         if owner in (None, each.owner):
@@ -54,7 +54,7 @@ def message_bytes(collectives: Iterable[Collective], owner: str | None = None) -
 
 
 def num_calls(collectives: Iterable[Collective], owner: str | None = None) -> dict[str, int]:
-    """How many calls of collectives, by operation."""
+    """Count calls of collectives, by operation."""
     totals: Counter[str] = Counter()
     for each in collectives:
         if each.times and owner in (None, each.owner):

@@ -1,6 +1,6 @@
-"""Predicted bytes of a step held against those that DeepSpeed and torch count.
+"""Comparison of predicted bytes of a step with those that DeepSpeed and torch count.
 
-Tiny runs of every ZeRO stage and precision, with one and two micro-batches, and with contexts that processes share.
+Tiny runs of every ZeRO stage and precision, with one and two micro-batches, and with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
 
 
 def configuration(stage: int, kind: str, micro_batches: int, ranks: int, changes: dict[str, Any]) -> dict[str, Any]:
-    """A run of three small layers whose parameters divide by nothing; ``changes`` are of zero_optimization."""
+    """Make a run of three small layers with odd sizes; ``changes`` are of zero_optimization."""
     overrides = [
         "model.context=60",
         "model.layers=3",
@@ -78,7 +78,7 @@ def configuration(stage: int, kind: str, micro_batches: int, ranks: int, changes
 
 
 def shared(title: str, ranks: int, size: int, exchange: str, stage: int = 0, **train: Any) -> dict[str, Any]:
-    """A run whose contexts so many processes share, with one of the attentions of ``DIVIDED``."""
+    """Make a run in which ``size`` processes share each context, with one of the attentions of ``DIVIDED``."""
     config = configuration(stage, "bf16", 2, ranks // size, {})
     config["model"] |= {"context": 96, "heads": 12, "query_key_ratio": 2.0, "attention": DIVIDED[title]}
     if "key heads" in title:
@@ -88,7 +88,7 @@ def shared(title: str, ranks: int, size: int, exchange: str, stage: int = 0, **t
 
 
 def cases(ranks: int, few: bool = False) -> list[dict[str, Any]]:
-    """The grid for a number of ranks; a few of it where ranks are so many that a case takes half a minute."""
+    """Return the grid for a number of ranks, or a few cases of it if a case takes half a minute."""
     found = []
 
     def add(title: str, stage: int, kind: str, micro_batches: int, changes: dict[str, Any], **train: Any) -> None:
@@ -116,7 +116,7 @@ def cases(ranks: int, few: bool = False) -> list[dict[str, Any]]:
 
 
 def predicted(case: dict[str, Any], ranks: int, rank: int = 0) -> list[Collective]:
-    """What the formulas say of a case, of one of its processes."""
+    """Compute a case's collectives by the formulas, for one of its processes."""
     config = RunConfig.model_validate(case["config"])
     train = config.train
     size = train.sequence_parallel or 1
@@ -125,7 +125,7 @@ def predicted(case: dict[str, Any], ranks: int, rank: int = 0) -> list[Collectiv
 
 
 def measured(found: list[dict[str, Any]], ranks: int, folder: Path, fake: bool = False) -> list[list[dict[str, Any]]]:
-    """What every rank counted of every case: real processes, or one that takes itself for the first of W."""
+    """Count the collectives of every case on every rank: real processes, or one that simulates the first of W."""
     plan = folder / "cases.json"
     plan.write_text(json.dumps(found))
     with socket.socket() as free:
@@ -149,7 +149,7 @@ def measured(found: list[dict[str, Any]], ranks: int, folder: Path, fake: bool =
 
 
 def differences(case: dict[str, Any], ranks: int, counted: dict[str, Any], rank: int = 0) -> list[str]:
-    """Where a rank's counts are not those predicted: bytes and calls by owner, and the logger's own bytes."""
+    """List where a rank's counts differ from the predicted ones: bytes and calls by owner, and the logger's bytes."""
     expected = predicted(case, ranks, rank)
     wanted = {
         "bytes": {owner: message_bytes(expected, owner) for owner in (DEEPSPEED, OURS)},

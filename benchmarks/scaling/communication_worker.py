@@ -1,11 +1,11 @@
 """Ranks whose steps are counted: ``python benchmarks/scaling/communication_worker.py CASES.json FOLDER``.
 
-WORLD_SIZE of the environment says how many; they are forked from one that has imported everything. For every case they
-build the engine of a run and take its steps by the training loop's own functions, on batches of noise; the last step is
-counted. What a rank counted goes to FOLDER/rank-R.json.
+The environment's WORLD_SIZE is their number; they are forked from one process that has imported everything. For every
+case they build the engine of a run and take its steps with the training loop's functions, on batches of noise. The last
+step is counted. Each rank writes its counts to FOLDER/rank-R.json.
 
-With FAKE_RANKS=W this one process is rank 0 of W whose collectives go nowhere (torch's own fake process group): what
-DeepSpeed asks of a rank can be counted so for any W, though not what it computes.
+With FAKE_RANKS=W this process is rank 0 of W, and collectives do nothing (torch's fake process group). So the
+collectives of DeepSpeed can be counted for any W, though not their results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WARM_MICRO_BATCHES = 2  # ZeRO 3 learns the order of the modules in them, and ga
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code."""
+    """Run the cases and return the exit code."""
     cases, folder = json.loads(Path(arguments[0]).read_text()), Path(arguments[1])
     fake = int(os.environ.get("FAKE_RANKS", "0"))
     children = [] if fake else _fork(int(os.environ["WORLD_SIZE"]))
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _fork(ranks: int) -> list[int]:
-    """Makes ranks 1 to W - 1 of this process, which is 0; each takes its place in its environment."""
+    """Fork ranks 1 to W - 1 of this process, which is 0, and set their environment."""
     children = []
     for rank in range(1, ranks):
         child = os.fork()
@@ -65,7 +65,7 @@ def _fork(ranks: int) -> list[int]:
 
 
 def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """What a rank communicates in a step of a run once it is warm."""
+    """Count what a rank communicates in a step of a run, after warm-up."""
     config = RunConfig.model_validate(case["config"])
     ranks = replace(ranks, sequence_parallel=config.train.sequence_parallel or 1)
     prepare_accelerator(config)
@@ -85,7 +85,7 @@ def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 
 def _pretend(ranks: int) -> None:
-    """Joins W processes of which there is one; gathering what we gather ourselves brings W copies of it."""
+    """Join W processes of which only this one exists; our own gathers return W copies."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}

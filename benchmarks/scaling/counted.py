@@ -1,7 +1,7 @@
-"""Counts what a process communicates, collective by collective, however it is called.
+"""Counts the collectives of a process, however they are called.
 
-torch sends every collective through its dispatcher, as an operation of ``c10d``: a dispatch mode sees those of
-DeepSpeed, which its communication logger sees too, and those of torch.distributed itself, which it does not.
+torch dispatches every collective as an operation of ``c10d``. A dispatch mode sees those of DeepSpeed, which its
+communication logger sees too, and those of torch.distributed itself, which the logger does not see.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WITHOUT_BYTES = ("barrier",)
 
 
 class Counted(TorchDispatchMode):
-    """Calls and bytes by (owner, operation), until they are taken."""
+    """Calls and bytes by (owner, operation) since the last ``take``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Counts a collective, and runs whatever it is."""
+        """Count a collective, and run any operation."""
         name = func.__name__.partition(".")[0]
         if func.namespace == "c10d" and name not in _WITHOUT_BYTES:
             operation, place = _OPERATIONS[name]  # KeyError: one that nobody has thought of
@@ -52,7 +52,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def take(self) -> dict[str, dict[str, dict[str, int]]]:
-        """What was counted since the last time: bytes and calls by owner and operation."""
+        """Return the counts since the last call: bytes and calls by owner and operation."""
         taken: dict[str, dict[str, dict[str, int]]] = {}
         for kind, counter in (("bytes", self.num_bytes), ("calls", self.calls)):
             taken[kind] = {owner: {} for owner in (DEEPSPEED, OURS)}
@@ -73,7 +73,7 @@ def _through_deepspeed() -> bool:
 
 
 def logged(comms: dict[str, dict[int, list[Any]]], ranks: int) -> dict[str, int]:
-    """Bytes by operation, as collectives.py counts them, from the dictionary of DeepSpeed's communication logger."""
+    """Convert the dictionary of DeepSpeed's communication logger to bytes by operation, as in collectives.py."""
     # It takes an all_gather to move what one rank brings, and everything else what is reduced or exchanged.
     names = {
         "all_reduce": ("all_reduce", 1),

@@ -1,19 +1,22 @@
-"""What processes that share contexts exchange in a step, by formulas that know nothing of the code that exchanges.
+"""The exchanges of processes that share contexts in one step, by formulas independent of the code that exchanges.
 
 Letters: B contexts of a micro-batch, N positions, U processes of a group, n = N / U, H heads, K heads of keys and
 values, D and Dv their widths, C channels, e bytes of an element.
 
-**Heads** (Jacobs et al. 2023, DeepSpeed Ulysses): an all_to_all makes of n positions of all heads all N positions of
-H / U: B·n·(H·D + K'·(D + Dv))·e bytes, where K' is K, or more where U does not divide it: the least that both divide.
-Another one, of B·n·H·Dv·e, brings the outputs back. **Keys**: process u gets the rows of keys and values that its
-queries read in sections before its own, B·(D + Dv)·e bytes a row and head of keys, in one all_to_all. **Convolutions**
-of k positions hand their last k - 1 rows to the next process, B·(k - 1)·C·e bytes. **Columns** of a stride l, where a
-layer reads within them alone, it is a multiple of U, and N is one of U·l: its rows are divided by columns, in an
-all_to_all of B·n·C·e bytes before it and another behind it, which belong to no block; behind the last one it is their
-targets and nats. The way that sends least is taken. The backward pass sends each gradient the way back, and a block
-that is recomputed exchanges once more.
+- **Heads** (Jacobs et al. 2023, DeepSpeed Ulysses): an all_to_all turns n positions of all heads into all N positions
+  of H / U: B·n·(H·D + K'·(D + Dv))·e bytes, where K' is the least common multiple of K and U. Another one, of
+  B·n·H·Dv·e, brings the outputs back.
+- **Keys**: process u gets the rows of keys and values that its queries read in earlier sections, B·(D + Dv)·e bytes for
+  each row and head of keys, in one all_to_all.
+- **Convolutions** of k positions hand their last k - 1 rows to the next process, B·(k - 1)·C·e bytes.
+- **Columns** of a stride l, if a layer reads only within them, l is a multiple of U, and N is one of U·l: its rows are
+  divided by columns, in an all_to_all of B·n·C·e bytes before it and another after it, which belong to no block. After
+  the last layer, targets and nats are exchanged instead.
 
-Mixers that choose by content exchange heads too, and parts of their own; they are not counted here, nor experts are.
+The way that sends least is taken. The backward pass sends each gradient back, and a recomputed block exchanges once
+more.
+
+Mixers that choose by content also exchange heads, and parts of their own. These and experts are not counted here.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ Rows = Callable[[tuple[Pattern, ...], int, int, int], Sequence[Sequence[int]]]
 
 
 def rows_by_masks(patterns: tuple[Pattern, ...], key_heads: int, context: int, sections: int) -> list[list[int]]:
-    """``Rows`` by looking at every pair of positions: for short contexts alone."""
+    """Compute ``Rows`` from every pair of positions, for short contexts."""
     positions, group = torch.arange(context), len(patterns) // key_heads
     counts = torch.zeros(sections, sections, dtype=torch.int64)
     for head in range(key_heads):
@@ -47,7 +50,7 @@ def rows_by_masks(patterns: tuple[Pattern, ...], key_heads: int, context: int, s
 
 
 def exchanges(config: RunConfig, rank: int, micro_batches: int, rows: Rows = rows_by_masks) -> list[Collective]:
-    """Of one step of a process that has place ``rank`` among those that share its contexts.
+    """Return the exchanges of one step for process ``rank`` of those that share its contexts.
 
     Raises:
         ConfigError: the run has a part whose exchanges are not counted.
@@ -104,7 +107,7 @@ def exchanges(config: RunConfig, rank: int, micro_batches: int, rows: Rows = row
 
 
 def sent_to_others(found: Sequence[Collective], size: int) -> float:
-    """Bytes that a process sends in such exchanges."""
+    """Sum the bytes that a process sends in these exchanges."""
     return sum(
         each.times * (sent_bytes("all_to_all", each.num_bytes, size) if each.what == EVENLY else each.num_bytes)
         for each in found
@@ -112,12 +115,12 @@ def sent_to_others(found: Sequence[Collective], size: int) -> float:
 
 
 def shares(model: ModelConfig) -> list[int]:
-    """The numbers of processes, powers of 2, that a context can be shared by: they divide heads and positions."""
+    """Return the numbers of processes, powers of 2, that can share a context: they divide heads and positions."""
     return [u for u in (2**power for power in range(20)) if model.heads % u == 0 and model.context % u == 0]
 
 
 def _attentions(model: ModelConfig) -> list[tuple[tuple[Pattern, ...], int]]:
-    """The patterns of each layer's heads, and K."""
+    """Return the patterns of each layer's heads, and K."""
     with torch.device("meta"):
         blocks = SparseTransformer(model).blocks
     found = []

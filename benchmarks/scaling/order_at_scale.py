@@ -1,9 +1,9 @@
-"""The data order of a set of many shards for thousands of ranks: what opening and planning cost, and that ranks agree.
+"""The data order of a set of many shards for thousands of ranks: cost of opening and planning, and equality over ranks.
 
 Letters: G contexts a global batch, W ranks.
 
-The manifest is synthetic: its shards exist on paper alone, as the order is a function of the manifest. The order is
-computed by the stream's own code (``LanesReader``), with the reading of bytes left out.
+The manifest is synthetic and its shards do not exist, as the order is a function of the manifest. The order is computed
+by the stream's own code (``LanesReader``), without reading bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS = (0, 1, 1_000)  # of the first epoch: at its beginning, and where lanes a
 
 
 def measure(folder: Path, shards: int, global_batch: int, world_sizes: list[int]) -> dict[str, Any]:
-    """Costs and equality, in a process of its own."""
+    """Measure costs and equality in a separate process."""
     data = paper_manifest(folder, shards)
     command = [sys.executable, str(Path(__file__).resolve()), str(data), str(global_batch), json.dumps(world_sizes)]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -43,7 +43,7 @@ def measure(folder: Path, shards: int, global_batch: int, world_sizes: list[int]
 
 
 def paper_manifest(folder: Path, shards: int) -> Path:
-    """A data folder that holds a manifest alone; its shards differ in size."""
+    """Write a data folder that has only a manifest; its shards differ in size."""
     source, data = folder / "source", folder / "many"
     source.mkdir()
     (source / "document.txt").write_bytes(bytes(3 * CONTEXT))
@@ -61,7 +61,7 @@ def paper_manifest(folder: Path, shards: int) -> Path:
 
 
 class _Unread:
-    """The contexts of a split, of which nothing is read: every row is one byte, and stays as it is."""
+    """The contexts of a split without reading them: every row is one byte and stays unchanged."""
 
     context, span, dtype = 1, range(1), np.dtype(np.uint8)
 
@@ -69,17 +69,17 @@ class _Unread:
         self.split, self._context = stream.contexts.split, stream.contexts.context
 
     def read(self, reader: Any, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
-        """Says that all contexts are whole."""
+        """Report all contexts as full."""
         lengths[:] = self._context
 
     def begins(self, first: int, count: int, seed: int | None) -> None:
-        """No documents are kept apart."""
+        """Return no documents."""
 
     separators = begins
 
 
 def plan_rank(stream: ByteStream, rank: int, world_size: int) -> list[tuple[list[int], list[str]]]:
-    """Of some steps: the contexts that a rank reads, by slot, and the shards in which they begin."""
+    """Return, for some steps, the contexts that a rank reads by slot, and the shards in which they begin."""
     lanes, planned = stream.lanes, []
     own = lanes.of_rank(rank, world_size)
     reader = LanesReader(_Unread(stream), lanes, own, stream.settings, stream.fingerprint)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def plan_rank(stream: ByteStream, rank: int, world_size: int) -> list[tuple[list
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the measurement of one folder."""
+    """Print the measurement of one folder."""
     data, global_batch, world_sizes = Path(arguments[0]), int(arguments[1]), json.loads(arguments[2])
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak of the imports is none of the set's

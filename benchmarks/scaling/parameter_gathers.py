@@ -1,13 +1,14 @@
-"""Which parameters ZeRO 3 gathers in a micro-batch: the rules of DeepSpeed's coordinator over the model's own modules.
+"""Which parameters ZeRO 3 gathers in a micro-batch: the rules of DeepSpeed's coordinator applied to the model's
+modules.
 
-The order in which modules are used is not modelled but rehearsed: a forward and backward pass on tensors without
-content, with hooks where DeepSpeed (runtime/zero/parameter_offload.py) has its own. The rules are those of its
-partitioned_param_coordinator.py, once it knows the order, which is from the third micro-batch on:
+The order of modules is recorded in a forward and backward pass on fake tensors, with hooks at the places of DeepSpeed's
+(runtime/zero/parameter_offload.py). The rules are those of its partitioned_param_coordinator.py once it knows the
+order, which is from the third micro-batch on:
 
-- a module's parameters are gathered before its forward and before its backward pass, those that are there left out;
-- then, of what comes next, until the prefetch bucket is full or the limit of live parameters is reached;
-- they are released after it, unless they are persistent (small), or the queue of prefetches went past a later use
-  of them already, or they are used again within the reuse distance.
+- a module's missing parameters are gathered before its forward and before its backward pass;
+- then those that come next, until the prefetch bucket is full or the limit of live parameters is reached;
+- they are released after it, unless they are persistent (small), or the queue of prefetches has already passed a later
+  use of them, or they are used again within the reuse distance.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FETCH, RELEASE = "fetch", "release"
 
 
 class Event(NamedTuple):
-    """A module that needs its parameters, or is done with them, in one pass."""
+    """A module that needs its parameters, or is finished with them, in one pass."""
 
     kind: str
     module: str
@@ -55,7 +56,7 @@ class Limits:
 
     @classmethod
     def of(cls, section: dict[str, Any]) -> Limits:
-        """As a run's DeepSpeed section has them."""
+        """Read the limits from a run's DeepSpeed section."""
         given = section.get("zero_optimization", {})
         names = {
             "persistence": "stage3_param_persistence_threshold",
@@ -69,7 +70,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Trace:
-    """A micro-batch's uses of modules, and the parameters that each use asks for."""
+    """A micro-batch's uses of modules, and the parameters that each use needs."""
 
     events: list[Event] = field(default_factory=list)
     parameters: dict[str, list[str]] = field(default_factory=dict)  # of a module, in the model's order
@@ -77,7 +78,7 @@ class Trace:
 
 
 def persistent(numel: dict[str, int], limits: Limits) -> list[str]:
-    """The parameters that every rank keeps whole: small ones, in the model's order."""
+    """Return the parameters that every rank keeps whole: small ones, in the model's order."""
     kept, total = [], 0
     for name, count in numel.items():
         if count <= limits.persistence and count + total <= limits.model_persistence:
@@ -87,7 +88,7 @@ def persistent(numel: dict[str, int], limits: Limits) -> list[str]:
 
 
 def trace(config: RunConfig) -> Trace:
-    """A micro-batch of the run. Layers are alike: those of a deep network repeat the third of a rehearsal."""
+    """Record a micro-batch of the run. Deeper networks repeat the third layer."""
     model, few = config.model, 3  # layers: the last two are as those of any depth
     train = config.train
     settings = train.micro_batch, train.activation_checkpointing, train.sequence_parallel or 1
@@ -98,7 +99,7 @@ def trace(config: RunConfig) -> Trace:
 
 
 def rehearse(model_config: ModelConfig, batch: int, checkpointing: bool, shared: int = 1) -> Trace:
-    """A forward and backward pass without content, recorded, of a process of so many that share each context."""
+    """Record a forward and backward pass on fake tensors, in a process of ``shared`` that share each context."""
     found = Trace()
     with ExitStack() as modes:
         modes.enter_context(FakeTensorMode())
@@ -120,7 +121,7 @@ def _recomputed(function: Any, *args: Any) -> Any:
 
 
 def _record(model: nn.Module, events: list[Event]) -> None:
-    """Hooks on every module: identities in the graph around it tell when its backward pass begins and ends."""
+    """Add hooks to every module: identities in the graph around it record when its backward pass begins and ends."""
     for name, module in model.named_modules():
 
         def before(_: nn.Module, args: tuple[Any, ...], name: str = name) -> tuple[Any, ...]:
@@ -138,7 +139,7 @@ def _record(model: nn.Module, events: list[Event]) -> None:
 
 
 def _mark(tensor: Any, event: Event, events: list[Event]) -> Any:
-    """The tensor, whose gradient's passing is an event."""
+    """Return the tensor; its gradient's passing is recorded as an event."""
     if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         return _Mark.apply(tensor, event, events)
     return tensor
@@ -157,7 +158,7 @@ class _Mark(torch.autograd.Function):
 
 
 def _owners(model: nn.Module, events: list[Event]) -> dict[str, list[str]]:
-    """The parameters each module asks for: its own, and those of children that it computes for itself."""
+    """Map each module to its own parameters and those of children that it computes itself."""
     used = {event.module for event in events}
     found: dict[str, list[str]] = {name: [] for name, _ in model.named_modules()}
     for name, _ in model.named_parameters():
@@ -169,7 +170,7 @@ def _owners(model: nn.Module, events: list[Event]) -> dict[str, list[str]]:
 
 
 def _deepened(short: Trace, few: int, layers: int) -> Trace:
-    """A network of more layers from one of few, whose last block stands for all beyond it."""
+    """Extend a trace of ``few`` layers to ``layers`` by repeating its last block."""
     last = f"blocks.{few - 1}"
 
     def renamed(name: str, layer: int) -> str:
@@ -195,7 +196,7 @@ def _deepened(short: Trace, few: int, layers: int) -> Trace:
 
 
 def _in_their_order(names: Iterable[str], last: str, layers: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Every name outside of the last layer, and in its place those within, once for each of so many layers."""
+    """Yield every name, and those within the last layer once for each of ``layers``."""
     within = [name for name in names if _within(name, last)]
     for name in names:
         if not _within(name, last):
@@ -209,7 +210,7 @@ def _within(name: str, module: str) -> bool:
 
 
 def _runs(events: list[Event], module: str) -> list[list[Event]]:
-    """Events cut where they enter or leave a module."""
+    """Split events where they enter or leave a module."""
     runs: list[list[Event]] = []
     for event in events:
         if runs and _within(runs[-1][0].module, module) == _within(event.module, module):
@@ -220,13 +221,13 @@ def _runs(events: list[Event], module: str) -> list[list[Event]]:
 
 
 class Gathered(NamedTuple):
-    """One all_gather: the parameters that it brings together."""
+    """One all_gather of several parameters."""
 
     parameters: tuple[str, ...]
 
 
 def gathers(found: Trace, limits: Limits) -> list[Gathered]:
-    """The all_gathers of a micro-batch once DeepSpeed knows the order of the modules."""
+    """Return the all_gathers of a micro-batch once DeepSpeed knows the order of the modules."""
     coordinator = _Coordinator(found, limits)
     for _ in range(2):  # the second one begins as every later one does
         coordinator.begin()
@@ -237,7 +238,7 @@ def gathers(found: Trace, limits: Limits) -> list[Gathered]:
 
 
 class _Coordinator:
-    """What is there of every parameter, as DeepSpeed keeps account of it."""
+    """The state of every parameter, as DeepSpeed tracks it."""
 
     def __init__(self, found: Trace, limits: Limits) -> None:
         self._trace, self._limits = found, limits
@@ -251,7 +252,7 @@ class _Coordinator:
         self.gathered: list[Gathered] = []
 
     def begin(self) -> None:
-        """A micro-batch's forward pass begins; what was fetched in vain is let go."""
+        """Begin a micro-batch's forward pass, and drop unused prefetches."""
         for name in self._in_flight:
             if not self._users[name]:
                 self._here.discard(name)
@@ -262,7 +263,7 @@ class _Coordinator:
         self.gathered = []
 
     def fetch(self, module: str) -> None:
-        """Brings a module's parameters, and some of what comes next."""
+        """Gather a module's parameters, and prefetch some of those that come next."""
         own = self._trace.parameters[module]
         self._gather([name for name in own if name not in self._here])
         for name in own:
@@ -286,7 +287,7 @@ class _Coordinator:
         self._step += 1
 
     def release(self, module: str) -> None:
-        """Lets go of what a module no longer needs."""
+        """Release what a module no longer needs."""
         own = self._trace.parameters[module]
         for name in own:
             self._users[name].discard(module)
@@ -300,14 +301,14 @@ class _Coordinator:
                 self._live -= self._trace.numel[name]
 
     def end(self) -> None:
-        """A micro-batch's backward pass is over, for the embedding too: its input has no gradient to tell by."""
+        """End a micro-batch's backward pass, also for the embedding, whose input has no gradient."""
         for name, users in self._users.items():
             if users and name not in self._persistent and name not in self._in_flight:
                 self._here.discard(name)
             users.clear()
 
     def _used_again(self, module: str) -> set[str]:
-        """The module's parameters that are used again within the reuse distance."""
+        """Return the module's parameters that are used again within the reuse distance."""
         key = (module, self._step)
         if key not in self._reused:
             own, distance = set(self._trace.parameters[module]), 0
@@ -330,5 +331,5 @@ class _Coordinator:
 
 
 def counts(found: list[Gathered]) -> Counter[str]:
-    """How often each parameter is gathered."""
+    """Count how often each parameter is gathered."""
     return Counter(name for each in found for name in each.parameters)

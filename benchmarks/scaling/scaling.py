@@ -1,16 +1,16 @@
-"""From one card to 4,096: ``python benchmarks/scaling/scaling.py [RUN [path.to.key=value …]]``.
+"""From one GPU to 4,096: ``python benchmarks/scaling/scaling.py [RUN [path.to.key=value …]]``.
 
-With a run, by name or file: what a rank sends in a step and what a card holds, for every ZeRO stage and number of
-cards, and what cards that share contexts exchange; printed, and nothing else. Every card has the same work whatever
-their number: ``--micro-batches`` of the run's micro-batch a step.
+With a run, by name or file, it only prints: what a rank sends in a step and what a GPU holds, for every ZeRO stage and
+number of GPUs, and what GPUs that share contexts exchange. Every GPU has the same work whatever their number:
+``--micro-batches`` of the run's micro-batch a step.
 
-Without one: the runs of RUNS, and beside them what the figures rest on. Predicted bytes are held against those that
-DeepSpeed's communication logger and torch's dispatcher count over real steps of tiny runs, at 1 to 4 processes and as
-the first of up to 4,096 on torch's fake process group; and the data order of 100,000 shards is planned for every
-number of ranks. All of it goes to a result file, from which benchmarks/scaling/tables.py makes the docs' tables.
+Without a run it does this for RUNS, and checks the figures. Predicted bytes are compared with those that DeepSpeed's
+communication logger and torch's dispatcher count in real steps of tiny runs, with 1 to 4 processes and as the first of
+up to 4,096 on torch's fake process group. The data order of 100,000 shards is planned for every number of ranks. The
+result file is the source of the docs' tables (benchmarks/scaling/tables.py).
 
-Seconds of communication are never measured here: ``--within`` and ``--between`` (bytes a second that a card sends
-within its host and to others) give a model of them, in which nothing overlaps and no call costs anything by itself.
+Seconds of communication are not measured: ``--within`` and ``--between`` (bytes a second that a GPU sends within its
+host and to others) give a model of them without overlap and without latency.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SHARDS, LANES = 100_000, 4_096
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     options = read_options(arguments)
     links = Links(options.within, options.between, options.cards_per_host)
     if options.run:
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", help="a run's JSON, or the name of one in ds_configs/experiments")
     parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
@@ -112,18 +112,18 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Links:
-    """A model of a cluster's links: a ring is as slow as the slowest link on its way."""
+    """A model of a cluster's links: a ring is as slow as its slowest link."""
 
     def __init__(self, within: float, between: float, cards_per_host: int) -> None:
         self.within, self.between, self.cards_per_host = within, between, cards_per_host
 
     def seconds(self, sent: float, cards: int) -> float:
-        """Of sending so many bytes a rank, one collective after the other."""
+        """Return the seconds to send these bytes from each rank, one collective after the other."""
         return sent / (self.within if cards <= self.cards_per_host else self.between)
 
 
 def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int) -> dict[str, Any]:
-    """Everything about a run, as JSON values.
+    """Return all figures of a run as JSON values.
 
     Raises:
         ConfigError: the run has a setting whose communication is not modelled.
@@ -163,7 +163,7 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
 
 
 def _accumulated(run: Run, cards: int, stage: int) -> dict[str, Any]:
-    """Bytes that a rank sends in a step of several micro-batches."""
+    """Compute the bytes that a rank sends in a step of several micro-batches."""
     sent = total_sent(_of(run.step(cards, ACCUMULATED, stage), DEEPSPEED), cards)
     return {"cards": cards, "stage": stage, "micro_batches": ACCUMULATED, "sent": sum(sent.values())}
 
@@ -173,7 +173,7 @@ def _of(collectives: Sequence[Collective], owner: str) -> list[Collective]:
 
 
 def _shared(config: RunConfig, ranks: int, micro_batches: int) -> dict[str, Any]:
-    """What a card sends in the mean, and holds at most, where so many share a context."""
+    """Compute what a GPU sends on average, and holds at most, if ``ranks`` GPUs share a context."""
     found: dict[str, Any] = {"ranks": ranks}
     for name, exchange in (("heads_sent", "heads"), ("sent", "auto")):
         changes = {"sequence_parallel": ranks, "sequence_exchange": exchange}
@@ -185,13 +185,13 @@ def _shared(config: RunConfig, ranks: int, micro_batches: int) -> dict[str, Any]
 
 
 def _rows_sent(patterns: tuple[Pattern, ...], key_heads: int, context: int, sections: int) -> list[list[int]]:
-    """As the model counts them: masks would have a pair for every two positions."""
+    """Count as the model does: masks would have an entry for every two positions."""
     counts: list[list[int]] = rows_sent(patterns, key_heads, context, sections).tolist()
     return counts
 
 
 def largest(config: RunConfig) -> dict[str, int]:
-    """How many cards a run's own global batch keeps busy, and the global batch that 4,096 would ask for."""
+    """Compute how many GPUs a run's global batch keeps busy, and the global batch that 4,096 GPUs need."""
     train, most = config.train, max(divided.shares(config.model))
     return {
         "global_batch": train.global_batch,
@@ -204,7 +204,7 @@ def largest(config: RunConfig) -> dict[str, int]:
 
 
 def check(folder: Path, real: Sequence[int], pretended: Sequence[int]) -> list[dict[str, Any]]:
-    """Predicted and counted bytes of the grid of tiny runs, at every number of ranks."""
+    """Compare predicted and counted bytes of the grid of tiny runs, at every number of ranks."""
     found = []
     for ranks, fake in [*((count, False) for count in real), *((count, True) for count in pretended)]:
         place = folder / f"ranks-{ranks}"
@@ -229,7 +229,7 @@ def check(folder: Path, real: Sequence[int], pretended: Sequence[int]) -> list[d
 
 
 def described(found: dict[str, Any], links: Links) -> str:
-    """A run as a person reads it."""
+    """Format a run for the terminal."""
     lines = [
         f"{found['name']}: {found['parameters']:,} parameters, {found['context']:,} bytes a context, "
         f"{found['micro_batches']} × {found['micro_batch']} of them a card and step, {found['precision']}",

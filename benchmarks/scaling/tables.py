@@ -1,7 +1,6 @@
 """The tables of docs/clusters.md, made from the file that benchmarks/scaling/scaling.py writes.
 
-`python benchmarks/scaling/tables.py` writes them into the page and draws the picture anew. A test holds that
-they agree.
+`python benchmarks/scaling/tables.py` writes them into the page and redraws the picture. A test checks that they agree.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SHOWN_RANKS = (1, 8, 64, 512, 4096)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Rewrites the page where it differs."""
+    """Rewrite the page if it differs."""
     argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     path, memory = results()
     found = json.loads(path.read_text())
@@ -40,13 +39,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def results() -> tuple[Path, Path]:
-    """The result files of scaling.py and of benchmarks/training/divided_memory.py."""
+    """Return the result files of scaling.py and of benchmarks/training/divided_memory.py."""
     (scaling,), (memory,) = (RESULTS.glob(f"{name}-*.json") for name in ("scaling", "divided-memory"))
     return scaling, memory
 
 
 def with_tables(page: str, found: dict[str, Any], picture: str) -> str:
-    """The page's text with its tables as the result file has them."""
+    """Return the page's text with its tables made from the result file."""
     parts = [zero_table(found), f"![bytes and memory by cards](../benchmarks/results/{picture})\n"]
     parts += [
         accumulated_line(found),
@@ -59,7 +58,7 @@ def with_tables(page: str, found: dict[str, Any], picture: str) -> str:
 
 
 def with_memory(page: str, found: dict[str, Any]) -> str:
-    """The page's text with the memory of divided contexts as measured."""
+    """Return the page's text with the measured memory of divided contexts."""
     return _between(page, MEMORY_BEGIN, memory_table(found), MEMORY_END)
 
 
@@ -70,7 +69,7 @@ def _between(page: str, begin: str, text: str, end: str) -> str:
 
 
 def zero_table(found: dict[str, Any]) -> str:
-    """Megabytes sent, collectives and memory, by run, cards and stage."""
+    """Format megabytes sent, collectives and memory, by run, GPUs and stage."""
     header = ["run", "cards", *(f"ZeRO {stage}: MB sent / calls / GiB" for stage in range(4))]
     lines = _header(header)
     for run in found["runs"]:
@@ -95,7 +94,7 @@ def _millions(parameters: int) -> str:
 
 
 def accumulated_line(found: dict[str, Any]) -> str:
-    """What more micro-batches cost, as a multiple of one's bytes."""
+    """Describe the bytes of several micro-batches, as a multiple of one's."""
     parts = []
     for run in found["runs"]:
         times = []
@@ -111,7 +110,7 @@ def accumulated_line(found: dict[str, Any]) -> str:
 
 
 def divided_table(found: dict[str, Any]) -> str:
-    """What sharing a context costs in bytes and saves in activations."""
+    """Format what sharing a context costs in bytes and saves in activations."""
     titles = ["run", "cards a context", "MB sent a rank and step: heads", "what sends least", "calls"]
     lines = _header([*titles, "activations of a card, GiB"])
     for run in found["runs"]:
@@ -123,7 +122,7 @@ def divided_table(found: dict[str, Any]) -> str:
 
 
 def limits_table(found: dict[str, Any]) -> str:
-    """How many cards the runs' own batches keep busy."""
+    """Format how many GPUs the runs' batches keep busy."""
     titles = ["run", "contexts a step", "cards", "cards that share contexts"]
     lines = _header([*titles, "4,096 cards: bytes a step", "sharing contexts"])
     for run in found["runs"]:
@@ -136,7 +135,7 @@ def limits_table(found: dict[str, Any]) -> str:
 
 
 def memory_table(found: dict[str, Any]) -> str:
-    """What processes that share a context held, beside what was planned."""
+    """Format the memory of processes that share a context, with the planned memory."""
 
     def most(row: dict[str, Any], name: str) -> int:
         return max(each[name] for each in row["found"])
@@ -167,7 +166,7 @@ def memory_table(found: dict[str, Any]) -> str:
 
 
 def checks_lines(found: dict[str, Any]) -> str:
-    """What the predictions were held against."""
+    """Describe the measurements that the predictions were compared with."""
     real, fake = ([each for each in found["checks"] if each["fake"] == asked] for asked in (False, True))
 
     def told(checks: Sequence[dict[str, Any]]) -> str:
@@ -183,7 +182,7 @@ def checks_lines(found: dict[str, Any]) -> str:
 
 
 def order_table(found: dict[str, Any]) -> str:
-    """What the order of a set of many shards costs."""
+    """Format the cost of the order of a set of many shards."""
     order = found["order"]
     lines = [
         f"**The data order** of {order['shards']:,} shards ({order['content_bytes'] / 1e12:.1f} TB on paper, "
@@ -206,7 +205,7 @@ def _header(titles: Sequence[str]) -> list[str]:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """A column a run: bytes that a rank sends above, memory of a card below, over cards; a line a stage."""
+    """Draw a column for each run: bytes that a rank sends, and memory of a GPU, over GPUs; a line for each stage."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,27 +1,27 @@
-"""What one optimiser step of a run communicates under a ZeRO stage, as DeepSpeed 0.19.8 does it.
+"""What one optimiser step of a run communicates under a ZeRO stage in DeepSpeed 0.19.8.
 
 Letters: W ranks, P parameters, m micro-batches a rank and step, e bytes of an element.
 
-Every rule is read in DeepSpeed's source (files under runtime/), and held against its communication logger by
-tests/benchmarks/test_communication.py:
+Every rule is taken from DeepSpeed's source (files under runtime/), and compared with its communication logger by
+tests/benchmarks/scaling/test_communication.py:
 
-- Gradients travel in ``communication_data_type``, by default the precision of the weights: e is 2 in fp16 and bf16
-  even where they are added up in fp32 (engine.py, communication_data_type).
-- Stages 0 and 1 reduce them once a step, at the last micro-batch (engine.py, allreduce_gradients); stages 2 and 3
-  keep no whole gradients to add up, and reduce them in every micro-batch.
-- Stages 0 to 2 all_reduce P elements: under stages 1 and 2 too, although a rank needs its share alone, as
-  ``use_multi_rank_bucket_allreduce`` is on (zero/stage_1_and_2.py, average_tensor). Without it they reduce to the
-  owner of each slice, which sends half as much, in about W collectives a bucket. Buckets change no bytes.
-- bf16 under stage 1 with fp32 sums has an optimiser of its own (bf16_optimizer.py), which all_reduces its flat groups,
+- Gradients are sent in ``communication_data_type``, by default the precision of the weights: e is 2 in fp16 and bf16
+  even if they are accumulated in fp32 (engine.py, communication_data_type).
+- Stages 0 and 1 reduce them once a step, at the last micro-batch (engine.py, allreduce_gradients). Stages 2 and 3 keep
+  no whole gradients to accumulate, and reduce them in every micro-batch.
+- Stages 0 to 2 all_reduce P elements. Under stages 1 and 2 a rank only needs its share, but
+  ``use_multi_rank_bucket_allreduce`` is on (zero/stage_1_and_2.py, average_tensor). Without it they reduce to the owner
+  of each slice, which sends half as much, in about W collectives a bucket. Buckets do not change the bytes.
+- bf16 under stage 1 with fp32 sums uses a different optimiser (bf16_optimizer.py). It all_reduces its flat groups,
   padded to a multiple of 2·W elements.
-- Stages 1 and 2 then all_gather the updated weights, a flat group of the optimiser at a time, padded to 2·W elements.
-- Stage 3 all_gathers weights where modules need them (parameter_gathers.py), each parameter padded to a multiple of W,
-  and reduce_scatters gradients, padded alike; after the optimiser's step it all_gathers its persistent parameters,
-  one collective each (zero/stage3.py, _post_step).
+- Stages 1 and 2 then all_gather the updated weights, one flat group of the optimiser at a time, padded to 2·W elements.
+- Stage 3 all_gathers weights when modules need them (parameter_gathers.py), each parameter padded to a multiple of W,
+  and reduce_scatters gradients, padded alike. After the optimiser's step it all_gathers its persistent parameters, one
+  collective each (zero/stage3.py, _post_step).
 - Norms and overflow flags are all_reduces of 1 to 8 bytes.
 
-Our own: before a step every rank says that it has its batch (launcher/data/run_data.py, together). After it the
-losses meet.
+Longstride's own: before a step every rank reports that it has its batch (launcher/data/run_data.py, together). After it
+the losses are gathered.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Parameters:
 
 
 def parameters_of(model: ModelConfig) -> Parameters:
-    """Every parameter by name, without making one."""
+    """Return every parameter by name, without allocating it."""
     with FakeTensorMode():
         network = SparseTransformer(model)
     named = dict(network.named_parameters())
@@ -89,7 +89,7 @@ def parameters_of(model: ModelConfig) -> Parameters:
 
 
 class Run:
-    """A run whose steps are to be counted for several numbers of ranks; what does not depend on them is found once.
+    """A run whose steps are counted for several numbers of ranks; what does not depend on them is computed once.
 
     Raises:
         ConfigError: the run has a setting of ZeRO that is not modelled.
@@ -116,7 +116,7 @@ class Run:
         return self._trace
 
     def step(self, ranks: int, micro_batches: int, stage: int | None = None) -> list[Collective]:
-        """The collectives of one step, from the third micro-batch of a run on."""
+        """Return the collectives of one step, from the third micro-batch of a run on."""
         stage = self.config.zero_stage if stage is None else stage
         assert stage in STAGES, stage
         section = self.config.deepspeed
@@ -144,12 +144,12 @@ class Run:
         return [Collective("all_reduce", element * self.parameters.total, times, buckets, what="gradients")]
 
     def _buckets(self, section: dict[str, Any], stage: int) -> int:
-        """Buckets that gradients are reduced in; one more may come of where parameters end."""
+        """Count the buckets in which gradients are reduced; the ends of parameters may add another."""
         given = section.get("zero_optimization", {}).get("reduce_bucket_size", _BUCKET)
         return -(-self.parameters.total // (int(given) if stage else _BUCKET))
 
     def _owned(self, ranks: int) -> list[int]:
-        """Elements that each rank owns, of all groups, padding left out."""
+        """Count the elements that each rank owns, of all groups, without padding."""
         padded = [each // ranks for each in self._padded_groups(ranks)]
         sizes = [sum(self.parameters.numel[name] for name in group) for group in self.parameters.groups]
         return [
@@ -162,7 +162,7 @@ class Run:
         return [Collective("all_gather", element * each, 1, what="weights") for each in self._padded_groups(ranks)]
 
     def _padded_groups(self, ranks: int) -> list[int]:
-        """Elements of the optimiser's groups, laid flat."""
+        """Count the elements of the optimiser's flat groups."""
         unit = _ALIGNMENT * ranks
         sizes = (sum(self.parameters.numel[name] for name in group) for group in self.parameters.groups)
         return [-(-size // unit) * unit for size in sizes]
@@ -184,7 +184,7 @@ class Run:
         return found + [Collective("all_gather", weight * padded[name], 1, what="kept weights") for name in kept]
 
     def _flags(self, section: dict[str, Any], stage: int) -> list[Collective]:
-        """Norms of the gradients and flags of overflow."""
+        """Return norms of the gradients and flags of overflow."""
         kind, groups = precision(section), len(self.parameters.groups)
         if stage == 0:
             clipped = kind == "fp32" and section.get("gradient_clipping", 0.0) > 0
@@ -197,7 +197,7 @@ class Run:
 
 
 def own_collectives(ranks: int, rows: int) -> list[Collective]:
-    """Longstride's own of one step, in which every rank has so many contexts."""
+    """Return Longstride's own collectives of one step, in which every rank has ``rows`` contexts."""
     return [
         Collective("all_gather", 8 * ranks * together_values(rows), owner=OURS, what="batches"),
         Collective("all_gather", 8 * ranks * LOSS_VALUES, owner=OURS, what="losses"),
@@ -205,7 +205,7 @@ def own_collectives(ranks: int, rows: int) -> list[Collective]:
 
 
 def together_values(rows: int) -> int:
-    """int64 that a rank of so many contexts brings to the collective before a step, as its own code has it."""
+    """Count the int64 values that a rank with ``rows`` contexts sends before a step, by running the code."""
     seen = []
 
     def gather(_: Ranks, values: Tensor, device: torch.device) -> Tensor:
@@ -220,12 +220,12 @@ def together_values(rows: int) -> int:
 
 
 def communicated_bytes(section: dict[str, Any]) -> int:
-    """Of one gradient."""
+    """Return the bytes of one gradient element."""
     return _BYTES[section.get("communication_data_type") or precision(section)]
 
 
 def _is_bf16_optimizer(section: dict[str, Any], stage: int) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer (engine.py, _do_optimizer_sanity_check)."""
+    """Whether DeepSpeed uses its BF16_Optimizer (engine.py, _do_optimizer_sanity_check)."""
     sums = section.get("data_types", {}).get("grad_accum_dtype")
     offloaded = section.get("zero_optimization", {}).get("offload_optimizer", {}).get("device") == "cpu"
     return precision(section) == "bf16" and sums == "fp32" and stage == 1 and not offloaded

@@ -1,9 +1,9 @@
-"""What `train.compile` costs and gives: ``python benchmarks/training/compiled.py``.
+"""Cost and gain of `train.compile`: ``python benchmarks/training/compiled.py``.
 
-Compiling: seconds of the wall until a process has run one compiled step, with an empty cache and with a filled one,
-each in a process of its own. A step: forward, loss and backward of the demo's size (two layers of 128 channels, a local
-window of 128, four contexts of 1,024), compiled and not, taking turns in one process by one thread. On a CPU seconds
-are the thread's own, and the ratio is the median over pairs of turns: other programs on the machine move it little.
+Compiling: wall seconds until a process has run one compiled step, with an empty cache and with a filled one, each in a
+separate process. A step: forward, loss and backward of the demo's size (two layers of 128 channels, a local window of
+128, four contexts of 1,024), compiled and not, in turns in one process with one thread. On a CPU seconds are the
+thread's own, and the ratio is the median over pairs of turns, so that other programs matter little.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=1_024)
     parser.add_argument("--batch", type=int, default=4)
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def model_of(options: argparse.Namespace, dtype: str) -> tuple[SparseTransformer, Tensor]:
-    """A model of the demo's size in training, and tokens for it."""
+    """Make a model of the demo's size in training, and tokens for it."""
     torch.manual_seed(0)
     config = {
         "context": options.context,
@@ -76,13 +76,13 @@ def model_of(options: argparse.Namespace, dtype: str) -> tuple[SparseTransformer
 
 
 def step(model: SparseTransformer, tokens: Tensor) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     model.zero_grad()
     model(tokens, return_nats=True).mean().backward()
 
 
 def first_step_seconds(options: argparse.Namespace) -> float:
-    """Until a compiled step has been taken, in this process."""
+    """Measure the seconds until this process has run a compiled step."""
     model, tokens = model_of(options, options.once)
     start = time.perf_counter()
     compile_blocks(model)
@@ -91,7 +91,7 @@ def first_step_seconds(options: argparse.Namespace) -> float:
 
 
 def measure(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """The row of a type."""
+    """Measure the row of a dtype."""
     command = [sys.executable, __file__, "--once", dtype]
     command += [f"--{name}={getattr(options, name)}" for name in ("context", "batch", "width")]
     with tempfile.TemporaryDirectory() as cache:

@@ -1,13 +1,13 @@
 """Reading data: ``python benchmarks/training/data.py``.
 
-Throughput, one process, warm cache: for sets of short documents, of pictures and of long documents, in every repeat
-all readers take turns over the whole set, and the ratio to WebDataset's own sequential reading is the median over
-repeats. WebDataset iterates over plain samples, checks nothing and cuts nothing; Longstride checks every sample, cuts
-contexts and gives them out in its shuffled order.
+Throughput, one process, warm cache: for sets of short documents, of pictures and of long documents, all readers take
+turns over the whole set in every repeat. The ratio to WebDataset's sequential reading is the median over repeats.
+WebDataset iterates over plain samples, without checks or cutting. Longstride checks every sample, cuts contexts and
+yields them in its shuffled order.
 
-Start: a set of many shards (100,000 unless told otherwise) is opened in a process of its own, checked as a run checks
-it (the sizes of all files, the beginnings of a thousand shards) and read to the first batch; its memory is what the
-process holds at most beyond what it held after its imports.
+Start: a set of many shards (100,000 by default) is opened in a separate process, checked as a run checks it (the sizes
+of all files, the beginnings of a thousand shards) and read to the first batch. Its memory is the process's peak minus
+what it held after its imports.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LINKS = 20_000  # names that share one file: file systems limit them
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     options = read_options(arguments)
     if options.open_folder:
         print(json.dumps(open_once(options.open_folder)))
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set-bytes", type=int, default=2**27, help="of each set")
     parser.add_argument("--shards", type=int, default=100_000, help="of the set whose start is measured")
@@ -88,7 +88,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def throughput(kind: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The readers' rates over one set: rows of bytes a second, and the ratio to WebDataset's own reading."""
+    """Measure the readers over one set: bytes a second, and the ratio to WebDataset's own reading."""
     data = make_set(kind, folder, options.set_bytes)
     readers: dict[str, Callable[[Path], int]] = {
         "WebDataset, samples alone": read_samples,
@@ -119,7 +119,7 @@ def throughput(kind: str, folder: Path, options: argparse.Namespace) -> list[dic
 
 
 def make_set(kind: str, folder: Path, size: int) -> Path:
-    """A data folder of documents of random bytes."""
+    """Build a data folder of documents of random bytes."""
     generator = random.Random(0)
     source = folder / "source"
     source.mkdir()
@@ -135,18 +135,18 @@ def make_set(kind: str, folder: Path, size: int) -> Path:
 
 
 def samples_of(data: Path) -> Iterator[bytes]:
-    """WebDataset's own sequential reading."""
+    """Iterate over samples as WebDataset reads them sequentially."""
     urls = sorted(str(path) for path in data.glob("train-*.tar"))
     return (sample["txt"] for sample in wds.WebDataset(urls, shardshuffle=False))
 
 
 def read_samples(data: Path) -> int:
-    """Bytes of all samples, looked at by nobody."""
+    """Count the bytes of all samples without using them."""
     return sum(map(len, samples_of(data)))
 
 
 def read_cut_samples(data: Path) -> int:
-    """Bytes of all batches of contexts, cut from the samples as they come."""
+    """Count the bytes of all batches of contexts, cut from the samples in order."""
     row, filled, total = np.empty((BATCH, CONTEXT), dtype=np.uint8).reshape(-1), 0, 0
     for sample in samples_of(data):
         content = np.frombuffer(sample, dtype=np.uint8)
@@ -162,18 +162,18 @@ def read_cut_samples(data: Path) -> int:
 
 
 def read_stream(data: Path, **changes: Any) -> int:
-    """Bytes of all batches of an epoch."""
+    """Count the bytes of all batches of an epoch."""
     stream = ByteStream(data, StreamSettings(context=CONTEXT, global_batch=BATCH, **changes))
     return sum(batch.tokens.numel() for batch in itertools.islice(stream, stream.lanes.steps_in(0)))
 
 
 def read_in_sequence(data: Path) -> int:
-    """The same without the shuffle."""
+    """Count the bytes of all batches of an epoch without the shuffle."""
     return read_stream(data, shuffle_bytes=0)
 
 
 def measure_start(folder: Path, num_shards: int) -> dict[str, Any]:
-    """What opening a set of many shards costs, in a process of its own."""
+    """Measure the opening of a set of many shards, in a separate process."""
     data = make_many_shards(folder, num_shards)
     command = [sys.executable, str(Path(__file__).resolve()), "--open-folder", str(data)]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -181,7 +181,7 @@ def measure_start(folder: Path, num_shards: int) -> dict[str, Any]:
 
 
 def make_many_shards(folder: Path, num_shards: int) -> Path:
-    """A data folder whose shards, all names of one file and its copies, are read like any other."""
+    """Build a data folder whose shards are hard links to one file and its copies; they are read like any others."""
     source, data = folder / "source", folder / "many"
     source.mkdir()
     (source / "document.txt").write_bytes(random.Random(0).randbytes(3 * CONTEXT))
@@ -203,7 +203,7 @@ def make_many_shards(folder: Path, num_shards: int) -> Path:
 
 
 def open_once(data: Path) -> dict[str, Any]:
-    """Seconds to the first batch, and the memory it took."""
+    """Measure the seconds to the first batch, and its memory."""
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak of the imports is none of the set's
     start = time.perf_counter()
@@ -218,13 +218,13 @@ def open_once(data: Path) -> dict[str, Any]:
 
 
 def resident_bytes(field: str) -> int:
-    """What Linux says of this process's memory."""
+    """Read a field of this process's memory, such as VmRSS, from /proc."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def print_tables(rows: list[dict[str, Any]], start: dict[str, Any]) -> None:
-    """Both tables, to the terminal."""
+    """Print both tables."""
     print(f"{'set':<28}{'reader':<34}{'MB/s':>8}{'ratio':>8}")
     for row in rows:
         rate = row["bytes_per_second"] / 1e6

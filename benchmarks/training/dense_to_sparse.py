@@ -1,7 +1,8 @@
-"""Bits per byte of a small Llama of transformers that learns with dense attention and goes on with a sparse pattern.
+"""Bits per byte of a small Llama of transformers that learns with dense attention and continues with a sparse pattern.
 
 ``python benchmarks/training/dense_to_sparse.py``: the text is Python's own sources, some files of which are held out.
-The model learns with sdpa. Then one copy goes on with sdpa, and one with the pattern, for as many steps on equal bytes.
+The model learns with sdpa. Then one copy continues with sdpa, and one with the pattern, for as many steps on equal
+bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EVALUATED = 16  # contexts
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit code."""
+    """Run the command line and return the exit code."""
     options = read_options(arguments)
     result = measure(options)
     write_json(options.output, result)
@@ -109,7 +110,7 @@ def sources() -> tuple[Tensor, Tensor]:
 
 
 def train(model: Any, text: Tensor, options: argparse.Namespace, steps: range) -> None:
-    """Take steps whose contexts follow from their numbers alone."""
+    """Take steps whose contexts depend only on their numbers."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     model.train()
     for number, step in enumerate(steps):
@@ -125,7 +126,7 @@ def train(model: Any, text: Tensor, options: argparse.Namespace, steps: range) -
 
 
 def evaluate(model: Any, text: Tensor, options: argparse.Namespace) -> float:
-    """Return the bits per byte of held-out contexts at even distances."""
+    """Return the bits per byte of evenly spaced held-out contexts."""
     model.eval()
     firsts = torch.linspace(0, len(text) - options.context, EVALUATED).long().tolist()
     nats = []

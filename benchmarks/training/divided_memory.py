@@ -1,9 +1,9 @@
 """Memory of processes that share a context: ``python benchmarks/training/divided_memory.py``.
 
 A forward and backward pass over one context of 65,536 bytes, by real processes over gloo: the network of music_65k in
-width and attention, cut to a few layers, in fp32 and with every activation kept. Beside each other stand what
-`longstride plan` rehearses, the tensors that a process made at the worst moment (counted as they are made and freed),
-and the most memory that the system gave it beyond what it held before the pass. Each process is one of its own.
+width and attention, cut to a few layers, in fp32 and with every activation stored. Three figures are compared: the
+memory that `longstride plan` predicts, the tensors that a process held at the worst moment (counted as they are made
+and freed), and the most memory that the system gave it beyond what it held before the pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAPPED_BYTES = 1 << 17  # from here on the C library asks the system for each te
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     options = read_options(arguments)
     if "DIVIDED_RUN" in os.environ:  # one of the processes
         print(json.dumps(measure(RunConfig.model_validate(json.loads(os.environ["DIVIDED_RUN"])))))
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=65_536)
     parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
@@ -69,7 +69,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def configuration(context: int, size: int, exchange: str, changes: list[str]) -> RunConfig:
-    """The run, of one context a step."""
+    """Return the run, with one context a step."""
     overrides = [
         f"model.context={context}",
         f"model.layers={LAYERS}",
@@ -86,7 +86,7 @@ def configuration(context: int, size: int, exchange: str, changes: list[str]) ->
 
 
 def together(config: RunConfig) -> list[dict[str, int]]:
-    """What each of the processes that share a context finds."""
+    """Run the processes that share a context, and return each one's result."""
     size = config.train.sequence_parallel or 1
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -114,7 +114,7 @@ def together(config: RunConfig) -> list[dict[str, int]]:
 
 
 def measure(config: RunConfig) -> dict[str, int]:
-    """Bytes of one forward and backward pass in this process, at the worst moment."""
+    """Measure the peak bytes of one forward and backward pass in this process."""
     ranks = Ranks(
         int(os.environ["RANK"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     )
@@ -133,7 +133,7 @@ def measure(config: RunConfig) -> dict[str, int]:
 
 
 class _Uncounted(LiveBytes):
-    """No counting, which would hold a pass up and take memory itself."""
+    """A mode that does not count, as counting slows a pass down and takes memory itself."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -141,18 +141,18 @@ class _Uncounted(LiveBytes):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """As without it."""
+        """Call the operation only."""
         return func(*args, **(kwargs or {}))
 
 
 def resident_bytes(kind: str) -> int:
-    """VmRSS or VmHWM of this process, which the kernel tells in kB."""
+    """Read VmRSS or VmHWM of this process from /proc."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{kind}:"))
     return int(line.split()[1]) * 1024
 
 
 def line(row: dict[str, Any]) -> str:
-    """A measurement as it is told."""
+    """Format a measurement."""
     tensors, beyond = (max(each[name] for each in row["found"]) for name in ("tensors", "beyond"))
     return (
         f"{row['processes']} processes, {row['exchange']:<5}: planned {row['planned']['peak'] / 2**20:8.1f} MiB, "

@@ -1,10 +1,10 @@
 """Peak memory of `longstride export`: a 152M-parameter model saved in ZeRO 3 by four ranks.
 
-``python benchmarks/training/export.py``: four processes save a checkpoint by the trainer's own code, behind one step on
-few positions; then a fresh process a case exports it. Private memory (RssAnon of /proc/PID/status: what a process has
-of its own; mapped files are the system's cache, and are given back under pressure) is read a thousand times a second
-from outside; the peak of all resident pages (VmHWM) is the kernel's own. Both are told above what the process held once
-it had imported everything, and as they are. The bar: 1.3 × (the largest tensor + the largest file written).
+``python benchmarks/training/export.py``: four processes save a checkpoint with the trainer's code, after one step on
+few positions. Then a fresh process exports each case. Private memory (RssAnon of /proc/PID/status) is read a thousand
+times a second from outside; mapped files belong to the system's cache, and do not count. The peak of all resident pages
+(VmHWM) is the kernel's. Both are reported as they are, and above what the process held after its imports. The bar: 1.3
+× (the largest tensor + the largest file written).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CASES = (  # type of the weights, --shard-size, whether the probe is computed
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 1 where a peak is above its bar."""
+    """Return the exit code: 1 if a peak is above its bar."""
     options = read_options(arguments)
     if options.inside:
         return inside(options)
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="imagenet64_strided", help="a run (default: imagenet64_strided)")
     parser.add_argument("--deepspeed", default="zero3_bf16", help="a file of ds_configs/ (default: zero3_bf16)")
@@ -78,7 +78,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def save_run(options: argparse.Namespace, folder: Path) -> Path:
-    """Has so many ranks save a checkpoint; returns the run's folder."""
+    """Let ``options.ranks`` ranks save a checkpoint; return the run's folder."""
     run = folder / "run"
     (run / "checkpoints").mkdir(parents=True)
     fixed = [f"train.output={run}", "train.micro_batch=1", f"train.global_batch={options.ranks}"]
@@ -106,7 +106,7 @@ def save_run(options: argparse.Namespace, folder: Path) -> Path:
 
 
 def measure(options: argparse.Namespace, run: Path, folder: Path) -> dict[str, Any]:
-    """A row a case, and what they are held against."""
+    """Measure all cases."""
     (newest,) = sorted((run / "checkpoints").glob("step-????????"))[-1:]
     manifest = json.loads((newest / "manifest.json").read_text())
     rows = [measure_case(run, folder / f"export-{number}", *case) for number, case in enumerate(CASES)]
@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace, run: Path, folder: Path) -> dict[str, A
 
 
 def measure_case(run: Path, output: Path, dtype: str, size: str, check: bool) -> dict[str, Any]:
-    """Exports in a process of its own, whose memory is watched."""
+    """Export in a separate process, and watch its memory."""
     words = ["--run", str(run), "--inside", str(output), dtype, size, "check" if check else "no"]
     command = [sys.executable, str(ROOT / "benchmarks/training/export.py"), *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -172,32 +172,32 @@ class Watch(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Keeps the peak."""
+        """Record the peak."""
         while not self._is_done.wait(POLL_SECONDS):
             self.peak = max(self.peak, memory(self._pid)["RssAnon"])
 
     def close(self) -> int:
-        """The peak, in bytes."""
+        """Return the peak, in bytes."""
         self._is_done.set()
         self.join()
         return max(self.peak, memory(self._pid)["RssAnon"])
 
 
 def memory(pid: int) -> dict[str, int]:
-    """A process's RssAnon, VmRSS and VmHWM in bytes."""
+    """Read a process's RssAnon, VmRSS and VmHWM in bytes."""
     lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return {line[0][:-1]: int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "VmRSS:", "VmHWM:")}
 
 
 def tensor_bytes(path: Path) -> int:
-    """The largest tensor of a file, as the checkpoint holds it: in fp32."""
+    """Return the bytes of a file's largest tensor in fp32, as in the checkpoint."""
     with safe_open(path, "pt") as file:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118  no dictionary
     return 4 * max(torch.Size(shape).numel() for shape in shapes)
 
 
 def inside(options: argparse.Namespace) -> int:
-    """The process that is watched: imports everything, waits for the word, exports, and waits to be read."""
+    """Run the watched process: import everything, wait for a line, export, and wait to be read."""
     from longstride.launcher.exports.export import Options, export, parse_size
 
     output, dtype, size, check = options.inside
@@ -212,7 +212,7 @@ def inside(options: argparse.Namespace) -> int:
 
 
 def print_found(found: dict[str, Any]) -> None:
-    """A table, in MB."""
+    """Print a table, in MB."""
     what = f"ZeRO {found['zero_stage']}, {found['precision']}, {found['world_size']} ranks"
     print(f"{found['config']}, {what}: a checkpoint of {found['checkpoint_bytes'] / 1e6:,.0f} MB; all in MB\n")
     print("| type | shard size | files | probe | largest file | bar | private, above start | private | resident |")

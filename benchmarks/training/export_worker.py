@@ -1,7 +1,7 @@
 """A rank that saves one checkpoint, started by benchmarks/training/export.py: ``export_worker.py RUN.json``.
 
-The model is whole and the engine the trainer's own. It takes one real step on few positions, as no parameter depends on
-their number, and saves by the trainer's own code, which computes the probe on the whole context.
+It takes one real step with the trainer's engine, on few positions, as no parameter depends on their number. It saves
+with the trainer's code, which computes the probe on the whole context.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMEOUT_SECONDS = 3600  # ranks that share few cores wait for each other
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code."""
+    """Run the rank and return the exit code."""
     config = RunConfig.model_validate(json.loads(Path(arguments[0]).read_text()))
     ranks = Ranks.from_environment(os.environ)
     prepare_accelerator(config)

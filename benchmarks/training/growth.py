@@ -1,11 +1,11 @@
-"""How the parts of other systems grow: Longformer's attention with the context, a mixture with its experts.
+"""How other systems' parts scale: Longformer's attention with the context, a mixture with its experts.
 
-``python benchmarks/training/growth.py``: forward and backward of one layer's attention, beside torch's dense causal
-attention, at each context; and of one feed-forward with each number of experts, one a row, beside a dense one: equal
-operations but for the router. All that is compared takes turns in one process of one thread. Seconds are of the
-processor, the least of the turns. Memory is the most that torch held at once beyond inputs and parameters.
+``python benchmarks/training/growth.py`` measures forward and backward of one layer's attention at each context,
+compared with torch's dense causal attention. It also measures one feed-forward with each number of experts, one a row,
+compared with a dense one of equal operations but for the router. All take turns in one process with one thread. Seconds
+are processor time, the least of the turns. Memory is the most that torch held at once beyond inputs and parameters.
 
-docs/systems.md has the tables made of the result file by ``--tables``.
+``--tables`` makes the tables of docs/systems.md from the result file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Step = Callable[[], object]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=[3_072, 12_288], help="positions of attention")
     parser.add_argument("--window", type=int, default=256)
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def attention(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
-    """A row for each context and kind of attention."""
+    """Measure each context and kind of attention."""
     plain = Longformer(options.window, globals=GLOBALS)
     dilated = Longformer(options.window, DILATION, GLOBALS)
     patterns = (plain,) * (HEADS - DILATED) + (dilated,) * DILATED
@@ -94,7 +94,7 @@ def attention(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
 
 
 def experts(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
-    """A row for a dense feed-forward (0 experts) and for each number of experts."""
+    """Measure a dense feed-forward (0 experts) and each number of experts."""
     h = torch.randn(1, options.rows, options.width, dtype=getattr(torch, dtype), requires_grad=True)
     grad_out = torch.randn_like(h)
     rows, steps = [], []
@@ -129,7 +129,7 @@ def experts(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
 
 
 def measured(rows: list[dict[str, Any]], steps: Iterable[Step], repeats: int) -> list[dict[str, Any]]:
-    """The rows with what their steps take."""
+    """Return the rows with the seconds and memory of their steps."""
     steps = list(steps)
     peaks = [peak_bytes(step) for step in steps]  # the first run of each, which also builds its plans
     seconds: list[list[float]] = [[] for _ in steps]
@@ -144,7 +144,7 @@ def measured(rows: list[dict[str, Any]], steps: Iterable[Step], repeats: int) ->
 
 
 def peak_bytes(step: Step) -> int:
-    """The most bytes that torch's allocator held at once for a step, beyond what it held before."""
+    """Return the most bytes that torch's allocator held at once during a step, beyond those before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
     changes = (event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
@@ -152,7 +152,7 @@ def peak_bytes(step: Step) -> int:
 
 
 def with_tables(page: str) -> str:
-    """The page's text with its tables as the result files have them."""
+    """Return the page's text with its tables made from the result files."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END, 1)
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("growth-*.json"))]
@@ -160,7 +160,7 @@ def with_tables(page: str) -> str:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """One device's result."""
+    """Format one device's result."""
     contexts = sorted({row["context"] for row in found["attention"]})
     head = "".join(f" {n:,}: ms | MiB |" for n in contexts)
     lines = [

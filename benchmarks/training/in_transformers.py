@@ -29,7 +29,7 @@ HEAD_WIDTH = 64
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit code."""
+    """Run the command line and return the exit code."""
     options = read_options(arguments)
     result = measure(options)
     write_json(options.output, result)
@@ -54,7 +54,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def default_device() -> torch.device:
-    """Return the card where there is one, else the CPU."""
+    """Return the GPU if there is one, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -125,7 +125,7 @@ def step_seconds(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Ten
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Return the table of docs/clients.md: medians of each attention, and how many times as many sdpa takes."""
+    """Return the table of docs/clients.md: medians of each attention, and how many times as long sdpa takes."""
     lines = ["| threads | tokens | attention | seconds a step | sdpa takes | processor seconds | sdpa takes |"]
     lines.append("|---|---|---|---|---|---|---|")
     for case in result["cases"]:

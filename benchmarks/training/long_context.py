@@ -1,9 +1,9 @@
 """A training step over up to a million bytes: ``python benchmarks/training/long_context.py``.
 
 The network of ``ds_configs/experiments/music_1m.json`` trains with ``longstride train`` itself, each context in a
-process of its own: DeepSpeed in fp32, one context a step, activation checkpointing, the stride the context's root.
-Seconds are those of metrics.jsonl (the shortest of the steps taken), memory is the most that the process ever held.
-The sound is made here: some seconds of decaying strings in 8-bit mu-law.
+separate process: DeepSpeed in fp32, one context a step, activation checkpointing, the stride the context's root.
+Seconds are those of metrics.jsonl (the shortest step), memory is the process's peak. The sound is synthetic: some
+seconds of decaying strings in 8-bit mu-law.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RATE = 12_000  # frames a second of the sound
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     options = read_options(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         data = make_sound(Path(name), max(options.contexts))
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="squares of whole numbers")
     parser.add_argument("--folder", type=Path, default=None, help="for data and runs (default: the temporary one)")
@@ -69,7 +69,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_sound(folder: Path, context: int) -> Path:
-    """A data folder with a sound of more than a context to train on, and a short one to be scored."""
+    """Build a data folder with a sound longer than a context for training, and a short one for evaluation."""
     source, random = folder / "source", np.random.default_rng(0)
     source.mkdir()
     for name, frames in (("train", context + 4096), ("validation", 4096)):
@@ -89,13 +89,13 @@ def make_sound(folder: Path, context: int) -> Path:
 
 
 def pluck(random: np.random.Generator, frames: int) -> np.ndarray:
-    """A string's decaying tone with its overtones: (frames,) from -1 to 1."""
+    """Synthesise a string's decaying tone with its overtones: (frames,) from -1 to 1."""
     time, pitch = np.arange(frames) / RATE, 110 * 2 ** (random.integers(24) / 12)
     return sum(np.sin(2 * np.pi * pitch * k * time) * np.exp(-3 * k * time) / 2**k for k in range(1, 5))
 
 
 def measure(context: int, data: Path, folder: Path, changes: list[str]) -> dict[str, Any]:
-    """One context's training step in a process of its own."""
+    """Measure one context's training step in a separate process."""
     stride, run = math.isqrt(context), folder / f"run-{context}"
     overrides = [
         f"model.context={context}",
@@ -132,7 +132,7 @@ def measure(context: int, data: Path, folder: Path, changes: list[str]) -> dict[
 
 
 def line(row: dict[str, Any]) -> str:
-    """A measurement as it is told."""
+    """Format a measurement."""
     return (
         f"{row['context']:>9,} bytes, l = {row['stride']:>5,}: {row['step_seconds']:8.1f} s a step, at most "
         f"{row['peak_bytes'] / 2**30:5.2f} GiB, {row['bits_per_byte']:.4f} bits per byte"

@@ -1,9 +1,8 @@
-"""A dense transformer of torch alone, of the shape of nanoGPT: what `benchmarks/recipe.py` holds the recipe against.
+"""A dense transformer in plain torch, like nanoGPT: the baseline of `benchmarks/recipe.py`.
 
-``python benchmarks/training/plain_transformer.py LAYERS WIDTH HEADS CONTEXT RATE --data DIR`` trains it on bytes for so
-many seconds and prints its score. It has learned positions, LayerNorms, GELU, torch's fused attention, weights that the
-embedding shares with the output, AdamW with weight decay on matrices, clipping, warm-up and cosine; bf16 weights beside
-fp32 masters.
+``python benchmarks/training/plain_transformer.py LAYERS WIDTH HEADS CONTEXT RATE --data DIR`` trains it on bytes for a
+number of seconds and prints its score. It has learned positions, LayerNorms, GELU, torch's fused attention, tied
+embeddings, AdamW with weight decay on matrices, clipping, warm-up and cosine; bf16 weights with fp32 masters.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Block(nn.Module):
         self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, h: Tensor) -> Tensor:
-        """(B, N, C) to (B, N, C)."""
+        """Map (B, N, C) to (B, N, C)."""
         rows = self.query_key_value(self.norms[0](h)).unflatten(-1, (3, self.heads, -1))
         q, k, v = rows.permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -63,7 +62,7 @@ class PlainTransformer(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Nats of each of (B, N) bytes."""
+        """Return nats of each of (B, N) bytes."""
         before = F.pad(tokens[:, :-1], (1, 0), value=256)
         h = self.norm(self.blocks(self.tokens(before) + self.positions.weight[: tokens.shape[1]]))
         logits = F.linear(h, self.tokens.weight[:256]).float()
@@ -71,7 +70,7 @@ class PlainTransformer(nn.Module):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("layers", "width", "heads", "context"):
         parser.add_argument(name, type=int)
@@ -88,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(model: PlainTransformer, options: argparse.Namespace) -> dict[str, float]:
-    """Trains for the seconds given, and scores."""
+    """Train for the given seconds, and score."""
     context = options.context
     text, held_out = (
         torch.frombuffer(bytearray(b"".join(map(bytes, split_bytes(options.data, split)))), dtype=torch.uint8)

@@ -1,14 +1,14 @@
-"""`longstride plan` against real steps on a CPU: ``python benchmarks/training/plan_against_run.py``.
+"""`longstride plan` compared with real steps on a CPU: ``python benchmarks/training/plan_against_run.py``.
 
-Runs, each taken by DeepSpeed's engine in processes of their own, on one thread: the most memory that steps held
-beyond what the process had before the engine was built, and the least seconds of a step. Beside them stand the planned
-peak, and the seconds that `longstride plan --measure` has from one block of each kind, in another process. A third
-figure is the plan's operations over the rate of a matrix product of the model's shape. Seconds are those of the
-process (CPU time), as others may use the cores.
+Each run is executed by DeepSpeed's engine in separate processes, on one thread. Measured are the most memory that steps
+held beyond what the process had before the engine was built, and the least seconds of a step. They are compared with
+the planned peak, and with the seconds that `longstride plan --measure` derives from one block of each kind, in another
+process. A third figure is the plan's operations over the rate of a matrix product of the model's shape. Seconds are CPU
+time, as other programs may use the cores.
 
-In bf16 a run with experts holds more than planned. oneDNN, which multiplies there, makes a routine for each new number
-of rows and keeps it, and experts have other numbers of rows in every step. So it is measured too what a process holds
-more once it has multiplied many different numbers of rows.
+In bf16 a run with experts holds more than planned. oneDNN, which multiplies there, keeps a routine for each new number
+of rows, and experts have other numbers of rows in every step. So the memory that a process holds after products of many
+different numbers of rows is measured too.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     options = read_options(arguments)
     if options.part:  # one of the processes
         print(json.dumps(PARTS[options.part](load_config(options.run, options.changes))))
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="WORDS", help="runs alone whose names have these words")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
@@ -122,7 +122,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def row(name: str, preset: str, changes: list[str]) -> dict[str, Any]:
-    """What was planned of a run, and what its steps took."""
+    """Return a run's plan, and the measurements of its steps."""
     config = load_config(preset, changes)
     planned = states(_without_tables(config), config, 1, config.zero_stage, "cpu").peak(
         activations(config, config.train.activation_checkpointing, "cpu")
@@ -155,7 +155,7 @@ def _without_tables(config: RunConfig) -> int:
 
 
 def in_a_process(part: str, preset: str, changes: list[str]) -> dict[str, Any]:
-    """What a part of the measurement finds in a process of its own, on one thread."""
+    """Run a part of the measurement in a separate process, on one thread."""
     command = [sys.executable, str(Path(__file__).resolve()), "--part", part, "--run", preset, *changes]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if part in ("memory", "products"):  # with what is freed handed back at once, or it would count as held
@@ -165,14 +165,16 @@ def in_a_process(part: str, preset: str, changes: list[str]) -> dict[str, Any]:
 
 
 def hold_steps(config: RunConfig) -> dict[str, Any]:
-    """The most memory that steps hold beyond what a process has that has planned them, its libraries loaded."""
+    """Measure the most memory that steps hold beyond that of a process that has planned them, with its libraries
+    loaded.
+    """
     activations(config, config.train.activation_checkpointing, "cpu")
     engine_device._keep_freed_memory = lambda: None
     return take_steps(config)
 
 
 def take_steps(config: RunConfig) -> dict[str, Any]:
-    """The seconds of each of some steps, and the most memory that they hold beyond what was held before."""
+    """Measure the seconds of each of some steps, and the most memory that they hold beyond what was held before."""
     ranks, train = Ranks(), config.train
     engine_device.prepare_accelerator(config)
     check_engine(config, ranks)
@@ -192,7 +194,7 @@ def take_steps(config: RunConfig) -> dict[str, Any]:
 
 
 def time_blocks(config: RunConfig) -> dict[str, Any]:
-    """Seconds of a step from one block of each kind, and the rate of a matrix product of the model's shape."""
+    """Measure the seconds of a step by one block of each kind, and the rate of a large matrix product."""
     torch.set_num_threads(1)
     found = measuring.step_seconds(config, [1], time.process_time)[1]
     rows, width = config.train.micro_batch * config.model.context, config.model.width
@@ -207,7 +209,7 @@ def time_blocks(config: RunConfig) -> dict[str, Any]:
 
 
 def keep_products(config: RunConfig) -> dict[str, Any]:
-    """What a process holds more after products of so many different numbers of rows, in the run's precision."""
+    """Measure the memory that a process keeps after products of many numbers of rows, in the run's precision."""
     dtype, width, kept = DTYPES[config.precision], config.model.width, []
     rows, weights = torch.ones(max(ROWS), width, dtype=dtype), torch.ones(width, width, dtype=dtype)
     rows[:1] @ weights
@@ -223,7 +225,7 @@ PARTS = {"memory": hold_steps, "products": keep_products, "steps": take_steps, "
 
 
 def line(row: dict[str, Any]) -> str:
-    """A run as it is told."""
+    """Format a run."""
     memory = f"planned {row['planned_bytes'] / 2**20:.0f} MiB, held {row['held_bytes'] / 2**20:.0f}"
     return (
         f"{row['name']}: {memory} ({row['bytes_ratio']:.2f}); {row['measured_seconds']:.2f} s by its blocks, "

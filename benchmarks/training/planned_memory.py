@@ -1,8 +1,8 @@
-"""Steps of a run beside what was planned of them: ``python benchmarks/training/planned_memory.py RUN [path=value …]``.
+"""Steps of a run compared with its plan: ``python benchmarks/training/planned_memory.py RUN [path=value …]``.
 
-DeepSpeed's engine takes a few steps of the run on this machine's device, one process, on batches of noise, by the
-training loop's own functions. The most memory that it held stands beside the peak that `longstride plan` has for the
-run's ZeRO stage, and a step's seconds beside its operations. On a CPU the memory is what the system gave the process.
+DeepSpeed's engine takes a few steps of the run on this machine's device, in one process, on batches of noise, with the
+training loop's own functions. The most memory that it held is compared with the peak of `longstride plan` for the run's
+ZeRO stage, and a step's seconds with its operations. On a CPU the memory is what the system gave the process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from longstride.launcher.training.loop import train_step
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     options = read_options(arguments)
     try:
         config = load_config(options.run, options.changes)
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="a run's JSON, or the name of one in ds_configs/experiments")
     parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
@@ -76,7 +76,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(config: RunConfig, steps: int) -> dict[str, Any]:
-    """The most memory that some steps hold, and the seconds of each."""
+    """Measure the most memory that some steps hold, and the seconds of each."""
     ranks, train = Ranks(), config.train
     prepare_accelerator(config)
     check_engine(config, ranks)
@@ -100,7 +100,7 @@ def measure(config: RunConfig, steps: int) -> dict[str, Any]:
 
 
 def noise(config: RunConfig, rows: int) -> Iterator[Batch]:
-    """Batches of so many whole contexts of random bytes."""
+    """Yield batches of ``rows`` whole contexts of random bytes."""
     generator, context = torch.Generator().manual_seed(0), config.model.context
     for number in itertools.count(1):
         yield Batch(

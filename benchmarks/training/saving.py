@@ -1,8 +1,8 @@
-"""Seconds for which a checkpoint holds up training, written at once and in the background.
+"""Seconds by which a checkpoint delays training, written at once and in the background.
 
-``python benchmarks/training/saving.py``: one process trains a model by DeepSpeed's engine and saves by the trainer's
-own code. The two ways take turns within one run: some steps alone, then a save and the same number of steps. What a
-save costs is what that takes longer, whether the loop stands still or the writing slows the steps down.
+``python benchmarks/training/saving.py``: one process trains a model with DeepSpeed's engine and saves with the
+trainer's code. The two ways take turns within one run: some steps alone, then a save and the same number of steps. The
+cost of a save is the difference, whether the loop waits or the writing slows the steps down.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WAYS = {"at once": False, "in the background": True}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     options = read_options(arguments)
     prepare_accelerator()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, process_group(Ranks(), 600):
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
@@ -68,7 +68,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Each way's seconds, and what they are held against."""
+    """Measure each way's seconds."""
     (folder / "checkpoints").mkdir()
     config = configuration(options, folder)
     prepare_accelerator(config)
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def configuration(options: argparse.Namespace, folder: Path) -> RunConfig:
-    """A run that reads no data: its steps are taken here."""
+    """Return a run that reads no data: its steps are taken here."""
     content = {
         "model": {
             "context": options.context,
@@ -121,12 +121,16 @@ def configuration(options: argparse.Namespace, folder: Path) -> RunConfig:
 
 
 def in_background(config: RunConfig, is_so: bool) -> RunConfig:
-    """The same run, saving in one way or the other."""
+    """Return the same run with one way of saving."""
     return config.model_copy(update={"train": config.train.model_copy(update={"checkpoint_in_background": is_so})})
 
 
 def take_steps(engine: Any, config: RunConfig, steps: int, saver: Saver | None) -> tuple[float, float]:
-    """Seconds of some steps, behind a save by ``saver`` if there is one, and those in which nothing but it went on."""
+    """Measure some steps, after a save by ``saver`` if it is not None.
+
+    Returns:
+        The seconds of all, and the seconds in which only the saver worked.
+    """
     context, still = config.model.context, 0.0
     state = StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=engine.global_steps, global_batch=1)
     tokens, lengths = torch.randint(0, 256, (1, context), dtype=torch.uint8), torch.tensor([context])
@@ -145,7 +149,7 @@ def take_steps(engine: Any, config: RunConfig, steps: int, saver: Saver | None) 
 
 
 def print_found(found: dict[str, Any]) -> None:
-    """A table."""
+    """Print a table."""
     alone = statistics.median(found["steps_alone_seconds"])
     size = found["checkpoint_bytes"] / 1e6
     print(f"{found['parameters']:,} parameters, {found['deepspeed']}: {size:,.0f} MB a checkpoint on {found['device']}")

@@ -1,8 +1,8 @@
-"""What n-gram tables add to a training step: rows touched, against a dense gradient and AdamW on the whole table.
+"""Cost of n-gram tables in a training step: sparse updates, against a dense gradient and AdamW on the whole table.
 
-``python benchmarks/training/tables.py``: one thread trains the tables alone, on bytes of this project's own sources,
-both ways in one run; times are of the processor. Then two processes exchange a step's gradients over gloo, and for
-comparison sum a dense gradient in bf16, as the all-reduce of a table under DeepSpeed would; times are by the clock.
+``python benchmarks/training/tables.py``: one thread trains only the tables, on bytes of this project's own sources,
+both ways in one run; times are processor time. Then two processes exchange a step's gradients over gloo, and for
+comparison sum a dense gradient in bf16, as DeepSpeed's all-reduce would; times are wall time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SPARSE_PARTS = ("hash", "lookup", "backward", "update")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     options = read_options(arguments)
     torch.set_num_threads(1)
     prepare_accelerator()
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, default=4, help="of a step")
     parser.add_argument("--context", type=int, default=1_024)
@@ -68,12 +68,12 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_tables(options: argparse.Namespace) -> Ngrams:
-    """The model's part."""
+    """Make the model's part."""
     return Ngrams(NgramTables(orders=tuple(options.orders), rows=options.rows), 256, options.width)
 
 
 def batches(options: argparse.Namespace, count: int) -> list[Tensor]:
-    """The tokens before each position of some steps, (B, L + N - 1), from this project's sources."""
+    """Return the tokens before each position of some steps, (B, L + N - 1), from this project's sources."""
     content = b"".join(path.read_bytes() for path in sorted((ROOT / "launcher").rglob("*.py")))
     data, generator = torch.tensor(list(content)), torch.Generator().manual_seed(0)
     starts = torch.randint(len(data) - options.context, (count, options.contexts), generator=generator).tolist()
@@ -82,7 +82,7 @@ def batches(options: argparse.Namespace, count: int) -> list[Tensor]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of a processor a step, by part; medians."""
+    """Measure processor milliseconds a step, by part; medians."""
     sparse, dense = make_tables(options), make_tables(options)
     train = TrainConfig(output="run", steps=10**6, global_batch=1, micro_batch=1, learning_rate=1e-2)
     tables = Tables(sparse, train, Ranks(), sharded=False)
@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def exchange(options: argparse.Namespace) -> dict[str, float]:
-    """What two processes send for a step, and seconds by the clock."""
+    """Measure what two processes send for a step, and the wall seconds."""
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_exchange, (options, f"file://{folder}/meeting", queue), nprocs=2)
@@ -121,7 +121,7 @@ def exchange(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _exchange(rank: int, options: argparse.Namespace, meeting: str, queue: Any) -> None:
-    """One of two processes; the first tells what it found."""
+    """Run one of two processes; the first reports its measurements."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=2)
     positions, orders = options.contexts * options.context, len(options.orders)
@@ -150,7 +150,7 @@ def _exchange(rank: int, options: argparse.Namespace, meeting: str, queue: Any) 
 
 
 def print_found(found: dict[str, Any]) -> None:
-    """Tables."""
+    """Print the tables."""
     each, exchanged = found["milliseconds"], found["exchange"]
     dense = [part for part in each if part.startswith("dense")]
     positions = found["contexts"] * found["context"]

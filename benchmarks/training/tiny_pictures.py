@@ -1,4 +1,4 @@
-"""Pictures of 16 x 16 pixels to learn from in minutes: a sky, a ground and a ball.
+"""Pictures of 16 x 16 pixels for trainings of minutes: a sky, a ground and a ball.
 
 ``python benchmarks/training/tiny_pictures.py FOLDER --count 600`` writes PNG files, the same for the same seed.
 """
@@ -16,7 +16,7 @@ BALLS = ((250, 210, 60), (220, 50, 50), (240, 240, 240))
 
 
 def picture(random: np.random.Generator) -> np.ndarray:
-    """One of them, (EDGE, EDGE, 3) uint8: all sizes, places and colours are drawn."""
+    """Draw one picture, (EDGE, EDGE, 3) uint8, with random sizes, places and colours."""
     down, across = np.mgrid[0:EDGE, 0:EDGE][..., None] / (EDGE - 1)
     sky, ground = random.uniform([60, 120, 180], [140, 200, 255]), random.uniform([30, 90, 20], [120, 170, 70])
     horizon = random.uniform(0.45, 0.8)
@@ -28,7 +28,7 @@ def picture(random: np.random.Generator) -> np.ndarray:
 
 
 def main() -> None:
-    """Writes the files."""
+    """Write the files."""
     parser = argparse.ArgumentParser(description="tiny pictures to learn from")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=600)

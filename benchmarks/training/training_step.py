@@ -1,9 +1,8 @@
 """Seconds of one whole training step with our sparse attention, and of the same model with torch's dense attention.
 
 ``python benchmarks/training/training_step.py``: forward, loss, backward and fused AdamW of the enwik8 model (30 layers,
-context 12,288), with activation checkpointing and without. One model serves all variants: where it calls
-``sparse_attention``, another function stands in its place, and the variants take turns. In bf16 the weights are bf16,
-as the engine trains.
+context 12,288), with activation checkpointing and without. One model serves all variants: another function replaces its
+``sparse_attention``, and the variants take turns. In bf16 the weights are bf16, as the engine trains.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Replacement = Callable[..., Tensor]  # called as the model calls sparse_attentio
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 1 where one of our own variants fails."""
+    """Return the exit code: 1 if one of our own variants fails."""
     options = read_options(arguments)
     torch.manual_seed(0)
     device = torch.device(options.device)
@@ -67,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=12_288)
     parser.add_argument("--layers", type=int, default=30)
@@ -91,7 +90,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def model_of(options: argparse.Namespace, device: torch.device) -> SparseTransformer:
-    """The enwik8 model, in training."""
+    """Make the enwik8 model, in training."""
     config = ModelConfig.model_validate(
         {
             "context": options.context,
@@ -113,12 +112,12 @@ def model_of(options: argparse.Namespace, device: torch.device) -> SparseTransfo
 
 
 def recompute(block: torch.nn.Module, h: Tensor, context: BlockContext) -> Any:
-    """Run a residual block whose activations are computed again in the backward pass."""
+    """Run a residual block whose activations are recomputed in the backward pass."""
     return torch.utils.checkpoint.checkpoint(block, h, context, use_reentrant=False)
 
 
 def variants(options: argparse.Namespace, device: torch.device) -> dict[str, Replacement | None]:
-    """What stands in the place of ``sparse_attention``; None leaves the model as it is."""
+    """Return the replacements of ``sparse_attention``; None leaves the model as it is."""
 
     def dense(kernel: Any = None) -> Replacement:
         attention = dense_attention(kernel)
@@ -139,7 +138,7 @@ def variants(options: argparse.Namespace, device: torch.device) -> dict[str, Rep
 
 @contextlib.contextmanager
 def attention_replaced(replacement: Replacement | None) -> Iterator[None]:
-    """Puts another function where the model calls ``sparse_attention``, for as long as the block runs."""
+    """Replace the model's ``sparse_attention`` while the block runs."""
     original = attention.sparse_attention
     if replacement is not None:
         attention.sparse_attention = replacement  # type: ignore[assignment]
@@ -150,7 +149,7 @@ def attention_replaced(replacement: Replacement | None) -> Iterator[None]:
 
 
 def training_step(model: SparseTransformer, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
-    """One step; its gradients are freed even where it fails, so that every step allocates alike."""
+    """Take one step; gradients are freed even if it fails, so that every step allocates alike."""
     try:
         model(tokens, return_nats=True).mean().backward()
         optimizer.step()
@@ -165,7 +164,7 @@ def measure(
     found: dict[str, Any],
     device: torch.device,
 ) -> None:
-    """Adds a row a variant to what was found: of several turns the median on a card, the minimum on a CPU."""
+    """Add a row for each variant: the median of several turns on a GPU, the minimum on a CPU."""
     best = statistics.median if device.type == "cuda" else min
     running = dict(found_variants)
     for name, replacement in found_variants.items():
@@ -196,7 +195,7 @@ def measure(
 
 
 def timed(step: Callable[[], None], replacement: Replacement | None, device: torch.device) -> tuple[float, int | None]:
-    """Seconds of a step by the wall, gaps between launches included, and the most memory it held."""
+    """Measure the wall seconds of a step, including gaps between launches, and its peak memory."""
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -209,7 +208,7 @@ def timed(step: Callable[[], None], replacement: Replacement | None, device: tor
 
 
 def print_steps(found: dict[str, Any]) -> None:
-    """The table."""
+    """Print the table."""
     print(
         f"\n{found['device']}: {found['parameters']:,} parameters, {found['layers']} layers, n = {found['context']:,}, "
         f"batch {found['batch']}, {found['dtype']}"
