@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import re
+import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -69,6 +71,25 @@ def synchronize(device: torch.device) -> None:
     """Wait for an accelerator."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def resident_bytes(field: str, process: int | str = "self") -> int:
+    """Read a field of a process's memory from /proc: VmRSS, its peak VmHWM, or RssAnon."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def free_port() -> int:
+    """Return a local port that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return this process's environment with the variables of a rank on this host, which has one thread."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    return os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:

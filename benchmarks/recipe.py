@@ -33,7 +33,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.machine import about, slug
-from benchmarks.report import RESULTS, add_output_arguments, check_output, rounded, write_json
+from benchmarks.report import RESULTS, check_output, markdown, new_parser, replaced, rounded, write_json
 from longstride.launcher.output import metrics_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,7 +112,7 @@ PLAIN_SHAPES = [
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=80.0, help="of steps, for every training (default: 80)")
     parser.add_argument("--rows", nargs="+", metavar="WORD", help="only rows whose name has one of these words")
     parser.add_argument(
@@ -144,7 +144,6 @@ def measured(
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--parallel", type=int, default=1, help="trainings at once, each on a core of its own")
     parser.add_argument("--tables", action="store_true", help=f"only make {page.name} anew from the result files")
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     if options.tables:
         page.write_text(with_table(page.read_text()))
@@ -164,33 +163,33 @@ def measured(
 def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
     """Train all rows, and write the result file after each."""
     result = about(torch.device("cpu")) | {"threads": 1, "seconds": options.seconds, "ladder": {}, "without": {}}
-    if (options.rows or options.mend) and options.output.exists():  # the others stay
+    if (options.rows or options.mend) and options.output.exists():  # the other rows stay
         before = json.loads(options.output.read_text())
         if before["seconds"] != options.seconds:
             raise SystemExit(
                 f"--seconds={options.seconds}: {options.output} has rows of {before['seconds']} s; take that"
             )
         result |= {key: before[key] for key in ("ladder", "without", "plain") if key in before}
-    wanted = [
+    selected = [
         (kind, row, content)
         for kind, row, content in all_rows()
         if not options.rows or any(word in row.name for word in options.rows)
     ]
     if options.mend:
-        wanted = [each for each in wanted if abs(1 - lateness(result, each)) > options.mend / 100]
+        selected = [row for row in selected if abs(1 - lateness(result, row)) > options.mend / 100]
     with ThreadPoolExecutor(options.parallel) as pool:
         if options.mend:
             steps = [
-                round(result[kind][row.name][0]["steps"] / lateness(result, (kind, row))) for kind, row, _ in wanted
+                round(result[kind][row.name][0]["steps"] / lateness(result, (kind, row))) for kind, row, _ in selected
             ]
         else:
-            rounds = [pool.map(lambda each: pilot(each[2], data, folder), wanted) for _ in range(PILOT_ROUNDS)]
+            rounds = [pool.map(lambda row: pilot(row[2], data, folder), selected) for _ in range(PILOT_ROUNDS)]
             steps = [max(1, int(options.seconds / min(seconds))) for seconds in zip(*rounds, strict=True)]
         jobs = [
-            [pool.submit(train, each[2], count, seed, data, folder) for seed in range(options.seeds)]
-            for each, count in zip(wanted, steps, strict=True)
+            [pool.submit(train, content, count, seed, data, folder) for seed in range(options.seeds)]
+            for (_, _, content), count in zip(selected, steps, strict=True)
         ]
-        for (kind, row, _), seeds in zip(wanted, jobs, strict=True):
+        for (kind, row, _), seeds in zip(selected, jobs, strict=True):
             runs = [job.result() for job in seeds]
             result[kind][row.name] = runs
             write_json(options.output, result)
@@ -200,9 +199,9 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
         write_json(options.output, result)
 
 
-def lateness(result: dict[str, Any], each: Sequence[Any]) -> float:
+def lateness(result: dict[str, Any], row: Sequence[Any]) -> float:
     """Return the ratio of a row's seconds to those that it should take: (kind, row, …); 1 for a missing row."""
-    runs = result[each[0]].get(each[1].name, [])
+    runs = result[row[0]].get(row[1].name, [])
     return statistics.fmean(run["seconds"] for run in runs) / result["seconds"] if runs else 1.0
 
 
@@ -225,8 +224,8 @@ def recipe() -> dict[str, Any]:
 def preset(name: str) -> dict[str, Any]:
     """Return the model and optimiser of a preset, with one micro-batch a step."""
     content = json.loads((PRESETS / f"{name}.json").read_text())
-    kept = ("learning_rate", "optimizer", "schedule", "betas", "weight_decay", "micro_batch")
-    train = {key: content["train"][key] for key in kept if key in content["train"]}
+    keys = ("learning_rate", "optimizer", "schedule", "betas", "weight_decay", "micro_batch")
+    train = {key: content["train"][key] for key in keys if key in content["train"]}
     train["global_batch"] = train["micro_batch"]
     return {"model": content["model"], "train": train, "deepspeed": "zero0_fp32"}
 
@@ -267,7 +266,7 @@ def train(
     contexts = HELD_OUT_BYTES // content["model"]["context"]
     with tempfile.TemporaryDirectory(dir=folder) as place:
         lines = run(content, steps, seed, data, Path(place) / "run", evaluate_contexts=contexts)
-        found = look(Path(place) / "run")
+        details = look(Path(place) / "run")
     steps_taken = [line for line in lines if metrics_file.is_step(line)]
     scores = [line["bits_per_byte"] for line in lines if not metrics_file.is_step(line)]
     return {
@@ -276,7 +275,7 @@ def train(
         "bytes": sum(line["tokens"] for line in steps_taken),
         "seconds": rounded(sum(line["seconds"] for line in steps_taken)),
         "steps": steps,
-    } | found
+    } | details
 
 
 def run(
@@ -308,8 +307,7 @@ def plain(options: argparse.Namespace, data: Path, folder: Path) -> dict[str, An
     with ThreadPoolExecutor(options.parallel) as pool:
         tried = list(pool.map(lambda shape: trained(shape, 0), PLAIN_SHAPES))
         best = min(range(len(tried)), key=lambda number: tried[number]["bits_per_byte"])
-        others = pool.map(lambda seed: trained(PLAIN_SHAPES[best], seed), range(1, options.seeds))
-        runs = [tried[best], *others]
+        runs = [tried[best], *pool.map(lambda seed: trained(PLAIN_SHAPES[best], seed), range(1, options.seeds))]
     print(f"plain dense transformer, {PLAIN_SHAPES[best]}: {summary(runs)}", flush=True)
     keys = ("layers", "width", "heads", "context", "learning_rate")
     shapes = [dict(zip(keys, shape, strict=True)) for shape in PLAIN_SHAPES]
@@ -327,8 +325,8 @@ def command(*words: object) -> str:
     Raises:
         RuntimeError: it failed, with its error output.
     """
-    one = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([str(word) for word in words], cwd=ROOT, env=one, capture_output=True, text=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([str(word) for word in words], cwd=ROOT, env=environment, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(f"{' '.join(map(str, words))}: exit code {ended.returncode}\n{ended.stderr[-3000:]}")
     return ended.stdout
@@ -336,36 +334,33 @@ def command(*words: object) -> str:
 
 def summary(runs: Iterable[dict[str, Any]]) -> str:
     """Format bits per byte of a row, the bytes that it has seen, and its seconds: three cells of the table."""
-    bits, seen, seconds = ([each[key] for each in runs] for key in ("bits_per_byte", "bytes", "seconds"))
-    cells = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f}) | {statistics.fmean(seen) / 1e6:.2f} MB"
+    bits, size, seconds = ([run[key] for run in runs] for key in ("bits_per_byte", "bytes", "seconds"))
+    cells = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f}) | {statistics.fmean(size) / 1e6:.2f} MB"
     return f"{cells} | {statistics.fmean(seconds):.0f}"
 
 
 def with_table(page: str) -> str:
     """Return the page's text with its tables made from the result files."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("recipe-*.json"))]
-    return f"{before}{BEGIN}\n{''.join(map(table, files))}{END}{after}"
+    return replaced(page, BEGIN, "".join(map(table, files)), END)
 
 
 def table(result: dict[str, Any]) -> str:
     """Format one device's result."""
-    lines = [
+    title = (
         f"{result['device']}, one thread, torch {result['torch']}, {result['date']}: {result['seconds']:g} s of steps. "
-        "The mean of the seeds, with the least and the most:\n",
-        "| recipe | bits per byte | bytes seen | seconds |",
-        "|---|---|---|---|",
-    ]
+        "The mean of the seeds, with the least and the most:\n\n"
+    )
+    rows = []
     if "plain" in result:
         shape = "{layers} layers of {width}, context {context}, rate {learning_rate}".format(**result["plain"]["shape"])
         name = f"plain dense transformer, torch alone, best of {len(PLAIN_SHAPES)}: {shape}"
-        lines.append(f"| {name} | {summary(result['plain']['runs'])} |")
+        rows.append([name, summary(result["plain"]["runs"])])
     for kind, begin in (("ladder", "… "), ("without", f"{RECIPE}, but with ")):
         for number, (name, runs) in enumerate(result[kind].items()):
-            whole = kind == "ladder" and (number == 0 or name == RECIPE)
-            lines.append(f"| {'' if whole else begin}{name} | {summary(runs)} |")
-    return "\n".join(lines) + "\n"
+            is_complete = kind == "ladder" and (number == 0 or name == RECIPE)
+            rows.append([f"{'' if is_complete else begin}{name}", summary(runs)])
+    return title + markdown(["recipe", "bits per byte", "bytes seen", "seconds"], rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ position.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -24,10 +23,10 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.machine import about, slug
+from benchmarks.machine import about
 from benchmarks.paper.pictures_from_fonts import draw_pictures
 from benchmarks.recipe import changed, longstride, pilot, recipe, run
-from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from benchmarks.report import new_parser, parse, rounded, write_json
 from longstride.launcher.output import metrics_file
 
 EDGE, PICTURES = 32, 4_000
@@ -39,14 +38,12 @@ PAPERS = {"learning_rate": 0.002, "betas": [0.9, 0.95], "weight_decay": 0.01}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="of steps, for every training (default: 120)")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--parallel", type=int, default=1, help="trainings at once, each on a core of its own")
     parser.add_argument("--speech", type=Path, metavar="DIR", help="a folder of WAV files")
-    add_output_arguments(parser)
-    options = parser.parse_args(arguments)
-    check_output(parser, options, f"elsewhere-{slug(torch.device('cpu'))}.json")
+    options = parse(parser, arguments, "elsewhere")
     result: dict[str, Any] = about(torch.device("cpu")) | {"threads": 1, "seconds": options.seconds, "rows": {}}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.parallel) as pool:
         folder = Path(name)

@@ -6,12 +6,36 @@ import argparse
 import json
 import os
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from benchmarks.machine import slug
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DASH = "–"
 DIGITS = 4  # significant, in files
+
+
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Make a parser that shows a script's docstring, with the options that select the result file."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_output_arguments(parser)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, stem: str) -> argparse.Namespace:
+    """Parse the command line. By default the result file is named after ``stem`` and this machine's CPU."""
+    options = parser.parse_intermixed_args(arguments)
+    check_output(parser, options, cpu_file(stem))
+    return options
+
+
+def cpu_file(stem: str) -> str:
+    """Return the name of a result file of this machine's CPU."""
+    return f"{stem}-{slug(torch.device('cpu'))}.json"
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +68,26 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def write_result(options: argparse.Namespace, content: dict[str, Any]) -> None:
+    """Write the result file and print its name."""
+    write_json(options.output, content)
+    print(f"\nwrote {options.output}")
+
+
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Format a Markdown table, with a newline at the end."""
+    lines = ("|".join(f" {text} " if text else " " for text in map(str, row)) for row in (titles, *rows))
+    header, *body = (f"|{line}|" for line in lines)
+    return "\n".join([header, "|---" * len(titles) + "|", *body]) + "\n"
+
+
+def replaced(page: str, begin: str, content: str, end: str) -> str:
+    """Return a page's text with ``content`` between two marks."""
+    before, rest = page.split(begin)
+    _, after = rest.split(end, 1)
+    return f"{before}{begin}\n{content}{end}{after}"
 
 
 def ratio(theirs: float | None, ours: float | None) -> float | None:

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.machine import about
 from benchmarks.recipe import Row, changed, longstride, measured, recipe, summary, train
-from benchmarks.report import RESULTS, rounded, write_json
+from benchmarks.report import RESULTS, markdown, replaced, rounded, write_json
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.models import TRAINED
 from longstride.launcher.planning.costs import parameter_parts, work
@@ -206,13 +206,13 @@ def learned(run: Path) -> dict[str, Any]:
     checkpoint = open_checkpoint(run, None)
     model = SparseTransformer(checkpoint.config.model)
     model.load_state_dict(master_weights(checkpoint, TRAINED))
-    found = {}
+    means = {}
     with torch.no_grad():
         for name, what in (("positions_read", "mean_span"), ("excess", "mean_excess")):
             heads = [getattr(mixer, name)() for mixer in model.mixers if hasattr(mixer, name)]
             if heads:
-                found[what] = rounded(float(torch.cat(heads).mean()))
-    return found
+                means[what] = rounded(float(torch.cat(heads).mean()))
+    return means
 
 
 def sizes(content: dict[str, Any]) -> dict[str, int]:
@@ -224,30 +224,28 @@ def sizes(content: dict[str, Any]) -> dict[str, int]:
 
 def with_table(page: str) -> str:
     """Return the page's text with its table made from the result files."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("systems-*.json"))]
-    return f"{before}{BEGIN}\n{''.join(map(table, files))}{END}{after}"
+    return replaced(page, BEGIN, "".join(map(table, files)), END)
 
 
 def table(result: dict[str, Any]) -> str:
     """Format one device's result."""
-    lines = [
+    title = (
         f"{result['device']}, one thread, torch {result['torch']}, {result['date']}: {result['steps']} steps. "
-        "The mean of the seeds, with the least and the most:\n",
-        "| | bits per byte | seconds | parameters | operations a byte |",
-        "|---|---|---|---|---|",
-    ]
+        "The mean of the seeds, with the least and the most:\n\n"
+    )
+    lines: list[list[str]] = []
     for comparison, rows in result["comparisons"].items():
-        lines.append(f"| **{comparison}** | | | | |")
+        lines.append([f"**{comparison}**", "", "", "", ""])
         for name, row in rows.items():
             bits, seconds = ([run[key] for run in row["runs"]] for key in ("bits_per_byte", "seconds"))
-            cells = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f}) | {statistics.fmean(seconds):.0f}"
+            cells = [f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f})"]
             for what, text in (("mean_span", "mean span {:.0f}"), ("mean_excess", "mean α 1 + {:.2f}")):
                 if what in row["runs"][0]:
                     name += "; " + text.format(statistics.fmean(run[what] for run in row["runs"]))
-            lines.append(f"| {name} | {cells} | {row['parameters']:,} | {row['operations']:,} |")
-    return "\n".join(lines) + "\n"
+            cells += [f"{statistics.fmean(seconds):.0f}", f"{row['parameters']:,}", f"{row['operations']:,}"]
+            lines.append([name, *cells])
+    return title + markdown(["", "bits per byte", "seconds", "parameters", "operations a byte"], lines)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from benchmarks.report import check_output, new_parser, rounded, write_result
 from tests.harness.served import served
 from tests.harness.tiny_models import tiny_export
 
@@ -41,12 +41,11 @@ CONTEXT, STRIDE, HEADS = 1024, 32, 4
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code: 1 if the gate fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--bytes", type=int, default=200, help="a request")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None, help="as torch has them")
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     device = torch.device("cpu")
     check_output(parser, options, f"serving-{slug(device)}.json")
@@ -65,8 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{name:<8}{figures}   {row['times']:.2f}x by --shared, {row['other_bytes']} of {REQUESTS} with other bytes"
         )
     content = {"requests": REQUESTS, "bytes": options.bytes, "repeats": options.repeats, "timings": rows}
-    write_json(options.output, {**about(device), **content})
-    print(f"\nwrote {options.output}")
+    write_result(options, {**about(device), **content})
     return 0
 
 

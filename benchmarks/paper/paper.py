@@ -35,7 +35,7 @@ from benchmarks.paper.pictures_from_fonts import draw_pictures
 from benchmarks.paper.plot import plot
 from benchmarks.paper.tables import tables_of
 from benchmarks.paper.training import Learner, curve, spread_regions, train_in_turns
-from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from benchmarks.report import check_output, new_parser, rounded, write_json
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--size", choices=sorted(SIZES), default=None, help="real on a card, small on the CPU")
     parser.add_argument("--datasets", nargs="+", choices=(TEXT, IMAGES), default=[TEXT, IMAGES])
     parser.add_argument("--text", type=Path, default=None, metavar="DIR", help="folder of texts to learn from")
@@ -89,7 +89,6 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds: no seed that would end later")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--folder", type=Path, default=None, help="for the data (default: the system's temporary one)")
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     for name, good in (("seeds", 3), ("steps", 240)):
         value = getattr(options, name)

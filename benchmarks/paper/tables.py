@@ -18,10 +18,9 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 from benchmarks.paper.cases import IMAGES, PATTERNS, TEXT
 from benchmarks.paper.plot import plot
+from benchmarks.report import RESULTS, markdown, replaced
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "results.md"
-RESULTS = ROOT / "benchmarks" / "results"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 BEGIN, END = "<!-- made by benchmarks/paper/tables.py: begin -->", "<!-- end -->"
 NOTHING = "Not measured yet.\n"
 # The paper's Table 2: bits per byte, and seconds of a training iteration; enwik8 and CIFAR-10.
@@ -48,15 +47,13 @@ def result_files(folder: Path) -> list[Path]:
 
 def with_tables(page: str, files: Sequence[Path]) -> str:
     """Return the page's text with its tables made from the result files."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
     parts = []
     for path in files:
         found = json.loads(path.read_text())
         parts += tables_of(found)
         picture = path.with_suffix(".png").name
         parts.append(f"![training curves on {found['device']}](../benchmarks/results/{picture})\n")
-    return f"{before}{BEGIN}\n{chr(10).join(parts or [NOTHING])}{END}{after}"
+    return replaced(page, BEGIN, "\n".join(parts or [NOTHING]), END)
 
 
 def tables_of(found: dict[str, Any]) -> list[str]:
@@ -90,7 +87,7 @@ def case_line(case: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
 def table_2(found: dict[str, Any]) -> str:
     """Format bits per byte and seconds a step, by data set and pattern, with the paper's."""
     columns = ["data", "pattern", "bits per byte", "seconds a step", "speed", "seeds", "the paper's", "its speed"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines = []
     for dataset in found["cases"]:
         for pattern in PATTERNS:
             runs = runs_of(found, dataset, pattern)
@@ -98,33 +95,31 @@ def table_2(found: dict[str, Any]) -> str:
                 seconds = statistics.fmean(run["seconds_per_step"] for run in runs)
                 cells = [dataset, pattern, spread([run["bits_per_byte"] for run in runs]), f"{seconds:.3f}"]
                 cells += [f"{times_dense(found, runs):.2f}×", str(len(runs)), *paper_cells(dataset, pattern)]
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+                lines.append(cells)
+    return markdown(columns, lines)
 
 
 def table_3(found: dict[str, Any]) -> str:
     """Format bits per byte by minimum context, of one data set's model with one pattern."""
     first = found["minimum_contexts"][0]
-    lines = [
+    title = (
         f"The {first['pattern']} {first['dataset']} models on the same {first['bytes']:,} held-out bytes, "
-        "of which each sees at least so many earlier ones:",
-        "",
-        "| minimum context | bits per byte | seeds |",
-        "|---|---|---|",
-    ]
+        "of which each sees at least so many earlier ones:\n\n"
+    )
+    lines = []
     for minimum in sorted({row["minimum_context"] for row in found["minimum_contexts"]}):
         bits = [row["bits_per_byte"] for row in found["minimum_contexts"] if row["minimum_context"] == minimum]
-        lines.append(f"| {minimum:,} | {spread(bits)} | {len(bits)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([f"{minimum:,}", spread(bits), str(len(bits))])
+    return title + markdown(["minimum context", "bits per byte", "seeds"], lines)
 
 
 def order_line(dataset: str, runs: Sequence[dict[str, Any]]) -> str:
     """Compare the order of the patterns by bits with the paper's order."""
-    own = {p: statistics.fmean(run["bits_per_byte"] for run in runs if run["pattern"] == p) for p in PATTERNS}
+    bits = {p: statistics.fmean(run["bits_per_byte"] for run in runs if run["pattern"] == p) for p in PATTERNS}
     name, theirs = PAPER[dataset]
-    orders = (sorted(own, key=own.__getitem__), sorted(theirs, key=lambda pattern: theirs[pattern][0]))
-    here, there = (" < ".join(order) for order in orders)
-    return f"Bits per byte on {dataset}: {here}; the paper's on {name}: {there}.\n"
+    orders = (sorted(bits, key=bits.__getitem__), sorted(theirs, key=lambda pattern: theirs[pattern][0]))
+    ours, papers = (" < ".join(order) for order in orders)
+    return f"Bits per byte on {dataset}: {ours}; the paper's on {name}: {papers}.\n"
 
 
 def times_dense(found: dict[str, Any], runs: Sequence[dict[str, Any]]) -> float:

@@ -10,12 +10,12 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import free_port, rank_environment
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, message_bytes, num_calls
 from benchmarks.scaling.divided import exchanges
 from benchmarks.scaling.zero_communication import Run
@@ -128,15 +128,11 @@ def measured(found: list[dict[str, Any]], ranks: int, folder: Path, fake: bool =
     """Count the collectives of every case on every rank: real processes, or one that simulates the first of W."""
     plan = folder / "cases.json"
     plan.write_text(json.dumps(found))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | ({"FAKE_RANKS": str(ranks)} if fake else {})
+    environment = rank_environment(0, ranks, free_port()) | ({"FAKE_RANKS": str(ranks)} if fake else {})
     command = [sys.executable, str(WORKER), str(plan), str(folder)]
     with (folder / "log").open("w+") as log:
         # A session of its own: should the first rank be killed, the others end with it.
-        first = subprocess.Popen(command, env=os.environ | place, stdout=log, stderr=log, start_new_session=True)
+        first = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             code = first.wait(timeout=LIMIT_SECONDS)
         finally:

@@ -23,7 +23,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import numpy as np
 
-from benchmarks.training.data import resident_bytes
+from benchmarks.machine import resident_bytes
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.order.stream import ByteStream, LanesReader, StreamSettings
 from longstride.data_pipelines.shards.manifest import DataManifest, SplitRecord

@@ -29,8 +29,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.machine import about
+from benchmarks.report import check_output, cpu_file, new_parser, write_json
 from benchmarks.scaling import communication, divided, order_at_scale
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, num_calls, total_sent
 from benchmarks.scaling.zero_communication import Run
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("run", nargs="?", help="a run's JSON, or the name of one in ds_configs/experiments")
     parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
     parser.add_argument("--cards", nargs="+", default=[], metavar="W", help="(default: powers of 2 up to 4,096)")
@@ -94,7 +94,6 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--real", type=int, nargs="*", default=REAL_RANKS, help="processes to count the bytes of")
     parser.add_argument("--pretended", type=int, nargs="*", default=FAKE_RANKS, help="of which one is the first")
     parser.add_argument("--folder", type=Path, default=None, help="for what is measured (default: the temporary one)")
-    add_output_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     for name in ("micro_batches", "within", "between", "cards_per_host"):
         if getattr(options, name) <= 0:
@@ -107,7 +106,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--cards={word}: must be whole numbers of at least 1")
     options.cards = [int(word) for word in given] or CARDS
     if not options.run:
-        check_output(parser, options, f"scaling-{slug(torch.device('cpu'))}.json")
+        check_output(parser, options, cpu_file("scaling"))
     return options
 
 

@@ -8,20 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # as a program from a checkout that is not installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "clusters.md"
-RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = (
-    "<!-- made by benchmarks/scaling/tables.py: begin -->",
-    "<!-- made by benchmarks/scaling/tables.py: end -->",
-)
+from benchmarks.report import RESULTS, markdown, replaced
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
+BEGIN, END = (f"<!-- made by benchmarks/scaling/tables.py: {word} -->" for word in ("begin", "end"))
 MEMORY_BEGIN, MEMORY_END = (mark.replace("tables.py", "tables.py, memory") for mark in (BEGIN, END))
 SHOWN_CARDS = (1, 8, 64, 512, 4096)
 SHOWN_RANKS = (1, 8, 64, 512, 4096)
@@ -47,50 +43,32 @@ def results() -> tuple[Path, Path]:
 def with_tables(page: str, found: dict[str, Any], picture: str) -> str:
     """Return the page's text with its tables made from the result file."""
     parts = [zero_table(found), f"![bytes and memory by cards](../benchmarks/results/{picture})\n"]
-    parts += [
-        accumulated_line(found),
-        divided_table(found),
-        limits_table(found),
-        checks_lines(found),
-        order_table(found),
-    ]
-    return _between(page, BEGIN, "\n".join(parts), END)
+    parts += [accumulated_line(found), divided_table(found), limits_table(found)]
+    parts += [checks_lines(found), order_table(found)]
+    return replaced(page, BEGIN, "\n".join(parts), END)
 
 
 def with_memory(page: str, found: dict[str, Any]) -> str:
     """Return the page's text with the measured memory of divided contexts."""
-    return _between(page, MEMORY_BEGIN, memory_table(found), MEMORY_END)
-
-
-def _between(page: str, begin: str, text: str, end: str) -> str:
-    before, rest = page.split(begin)
-    _, after = rest.split(end)
-    return f"{before}{begin}\n{text}{end}{after}"
+    return replaced(page, MEMORY_BEGIN, memory_table(found), MEMORY_END)
 
 
 def zero_table(found: dict[str, Any]) -> str:
     """Format megabytes sent, collectives and memory, by run, GPUs and stage."""
-    header = ["run", "cards", *(f"ZeRO {stage}: MB sent / calls / GiB" for stage in range(4))]
-    lines = _header(header)
+    lines = []
     for run in found["runs"]:
         for cards in SHOWN_CARDS:
-            rows = {row["stage"]: row for row in run["cards"] if row["cards"] == cards}
-            cells = [_zero_cell(rows[stage]) for stage in range(4)]
-            lines.append(f"| {' | '.join([_title(run), f'{cards:,}', *cells])} |")
-    return "\n".join(lines) + "\n"
-
-
-def _zero_cell(row: dict[str, Any]) -> str:
-    sent = sum(row["sent"].values()) / 1e6
-    return f"{sent:,.0f} / {row['calls']:,} / {row['peak_bytes'] / 2**30:,.1f}"
+            cells = [_title(run), f"{cards:,}"]
+            for row in sorted((row for row in run["cards"] if row["cards"] == cards), key=lambda row: row["stage"]):
+                sent = sum(row["sent"].values()) / 1e6
+                cells.append(f"{sent:,.0f} / {row['calls']:,} / {row['peak_bytes'] / 2**30:,.1f}")
+            lines.append(cells)
+    return markdown(["run", "cards", *(f"ZeRO {stage}: MB sent / calls / GiB" for stage in range(4))], lines)
 
 
 def _title(run: dict[str, Any]) -> str:
-    return f"{run['name']}, {_millions(run['parameters'])}"
-
-
-def _millions(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f} G" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"
+    count = run["parameters"]
+    return f"{run['name']}, " + (f"{count / 1e9:.1f} G" if count >= 1e9 else f"{count / 1e6:.0f} M")
 
 
 def accumulated_line(found: dict[str, Any]) -> str:
@@ -99,8 +77,8 @@ def accumulated_line(found: dict[str, Any]) -> str:
     for run in found["runs"]:
         times = []
         for row in run["accumulated"]:
-            (one,) = (each for each in run["cards"] if (each["cards"], each["stage"]) == (row["cards"], row["stage"]))
-            times.append(f"{row['sent'] / sum(one['sent'].values()):.2f}")
+            (single,) = (x for x in run["cards"] if (x["cards"], x["stage"]) == (row["cards"], row["stage"]))
+            times.append(f"{row['sent'] / sum(single['sent'].values()):.2f}")
         parts.append(f"{run['name']} {' / '.join(times)}")
     count, cards = (found["runs"][0]["accumulated"][0][name] for name in ("micro_batches", "cards"))
     return (
@@ -112,71 +90,59 @@ def accumulated_line(found: dict[str, Any]) -> str:
 def divided_table(found: dict[str, Any]) -> str:
     """Format what sharing a context costs in bytes and saves in activations."""
     titles = ["run", "cards a context", "MB sent a rank and step: heads", "what sends least", "calls"]
-    lines = _header([*titles, "activations of a card, GiB"])
+    lines = []
     for run in found["runs"]:
         for row in run["divided"]:
             cells = [_title(run), f"{row['ranks']}", *(f"{row[name] / 1e6:,.0f}" for name in ("heads_sent", "sent"))]
-            cells += [f"{row['calls']:,}", f"{row['activations']['peak'] / 2**30:.2f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            lines.append([*cells, f"{row['calls']:,}", f"{row['activations']['peak'] / 2**30:.2f}"])
+    return markdown([*titles, "activations of a card, GiB"], lines)
 
 
 def limits_table(found: dict[str, Any]) -> str:
     """Format how many GPUs the runs' batches keep busy."""
     titles = ["run", "contexts a step", "cards", "cards that share contexts"]
-    lines = _header([*titles, "4,096 cards: bytes a step", "sharing contexts"])
+    lines = []
     for run in found["runs"]:
         limits = run["largest"]
         shared = limits["least_global_batch_of_4096"] * run["context"]
         numbers = [limits["global_batch"], limits["cards_of_one_context"], limits["cards_divided"]]
         numbers += [limits["bytes_of_a_step_on_4096"], shared]
-        lines.append(f"| {' | '.join([run['name'], *(f'{each:,}' for each in numbers)])} |")
-    return "\n".join(lines) + "\n"
+        lines.append([run["name"], *(f"{number:,}" for number in numbers)])
+    return markdown([*titles, "4,096 cards: bytes a step", "sharing contexts"], lines)
 
 
 def memory_table(found: dict[str, Any]) -> str:
     """Format the memory of processes that share a context, with the planned memory."""
 
     def most(row: dict[str, Any], name: str) -> int:
-        return max(each[name] for each in row["found"])
+        return max(process[name] for process in row["found"])
 
-    (whole,) = (row for row in found["rows"] if row["processes"] == 1)
-    told = f"{found['layers']} layers of {found['width']}, {found['context']:,} positions, fp32, every activation kept"
-    lines = [
-        f"{found['device']}, torch {found['torch']}, {found['date']}: {told}; the largest of the processes, MiB.\n",
-        *_header(
-            [
-                "processes",
-                "exchange",
-                "planned",
-                "tensors at the worst moment",
-                "of 1/U",
-                "given by the system beyond the resting model",
-                "of 1/U",
-            ]
-        ),
-    ]
+    (single,) = (row for row in found["rows"] if row["processes"] == 1)
+    sizes = f"{found['layers']} layers of {found['width']}, {found['context']:,} positions, fp32, every activation kept"
+    title = f"{found['device']}, torch {found['torch']}, {found['date']}: {sizes}; the largest of the processes, MiB.\n"
+    titles = ["processes", "exchange", "planned", "tensors at the worst moment", "of 1/U"]
+    titles += ["given by the system beyond the resting model", "of 1/U"]
+    lines = []
     for row in found["rows"]:
         cells = [f"{row['processes']}", row["exchange"], f"{row['planned']['peak'] / 2**20:,.1f}"]
         for name in ("tensors", "beyond"):
-            share = most(row, name) * row["processes"] / most(whole, name)
+            share = most(row, name) * row["processes"] / most(single, name)
             cells += [f"{most(row, name) / 2**20:,.1f}", f"{share:.3f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return f"{title}\n{markdown(titles, lines)}"
 
 
 def checks_lines(found: dict[str, Any]) -> str:
     """Describe the measurements that the predictions were compared with."""
-    real, fake = ([each for each in found["checks"] if each["fake"] == asked] for asked in (False, True))
-
-    def told(checks: Sequence[dict[str, Any]]) -> str:
-        return ", ".join(f"{each['ranks']:,} ({len(each['cases'])} cases)" for each in checks)
-
-    differing = sum(len(each["differences"]) for each in found["checks"])
+    real, fake = (
+        ", ".join(f"{x['ranks']:,} ({len(x['cases'])} cases)" for x in found["checks"] if x["fake"] == is_fake)
+        for is_fake in (False, True)
+    )
+    differing = sum(len(check["differences"]) for check in found["checks"])
     return (
         f"**Checked** on {found['device']}, torch {found['torch']}, DeepSpeed "
-        f"{found['deepspeed']}, {found['date']}: at {told(real)} real processes over gloo, and as the first of "
-        f"{told(fake)} on a process group that sends nothing, {differing} cases differ from the prediction by a byte "
+        f"{found['deepspeed']}, {found['date']}: at {real} real processes over gloo, and as the first of "
+        f"{fake} on a process group that sends nothing, {differing} cases differ from the prediction by a byte "
         "or a call.\n"
     )
 
@@ -184,24 +150,25 @@ def checks_lines(found: dict[str, Any]) -> str:
 def order_table(found: dict[str, Any]) -> str:
     """Format the cost of the order of a set of many shards."""
     order = found["order"]
-    lines = [
+    title = (
         f"**The data order** of {order['shards']:,} shards ({order['content_bytes'] / 1e12:.1f} TB on paper, "
         f"a manifest of {order['manifest_bytes'] / 1e6:.0f} MB): opened in {order['opened_seconds']:.1f} s and "
         f"{order['memory_bytes'] / 1e6:.0f} MB by every process; an epoch's permutation takes "
         f"{order['permuted_seconds'] * 1e3:.0f} ms. A rank then finds its contexts of {len(order['steps_compared'])} "
-        f"steps, {order['global_batch']:,} contexts a step:",
-        "",
-        *_header(["ranks", "lanes a rank", "ms a rank", "the ranks' together are those of one process"]),
+        f"steps, {order['global_batch']:,} contexts a step:\n\n"
+    )
+    lines = [
+        [
+            f"{row['ranks']:,}",
+            f"{row['lanes_per_rank']:,}",
+            f"{row['seconds_per_rank'] * 1e3:,.1f}",
+            "yes" if row["equal"] else "NO",
+        ]
+        for row in order["ranks"]
+        if row["ranks"] in SHOWN_RANKS
     ]
-    for row in order["ranks"]:
-        if row["ranks"] in SHOWN_RANKS:
-            cells = [f"{row['ranks']:,}", f"{row['lanes_per_rank']:,}", f"{row['seconds_per_rank'] * 1e3:,.1f}"]
-            lines.append(f"| {' | '.join([*cells, 'yes' if row['equal'] else 'NO'])} |")
-    return "\n".join(lines) + "\n"
-
-
-def _header(titles: Sequence[str]) -> list[str]:
-    return [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    titles = ["ranks", "lanes a rank", "ms a rank", "the ranks' together are those of one process"]
+    return title + markdown(titles, lines)
 
 
 def plot(found: dict[str, Any], path: Path) -> None:

@@ -25,8 +25,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 from torch import Tensor
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from benchmarks.machine import about
+from benchmarks.report import check_output, cpu_file, new_parser, rounded, write_json
 from longstride.launcher.engine.device import compile_blocks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
@@ -36,19 +36,18 @@ CPU = torch.device("cpu")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--context", type=int, default=1_024)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--once", choices=DTYPES, default=None, help=argparse.SUPPRESS)
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.once is not None:
         print(json.dumps(first_step_seconds(options)))
         return 0
-    check_output(parser, options, f"compiled-{slug(CPU)}.json")
+    check_output(parser, options, cpu_file("compiled"))
     sizes = {name: getattr(options, name) for name in ("context", "batch", "width", "repeats")}
     rows = [measure(options, dtype) for dtype in DTYPES]
     write_json(options.output, {**about(CPU), **sizes, "steps": rows})

@@ -35,8 +35,8 @@ import numpy as np
 import torch
 import webdataset as wds
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.machine import about, resident_bytes
+from benchmarks.report import check_output, cpu_file, new_parser, write_result
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.order import ByteStream, StreamSettings
 from longstride.data_pipelines.shards.manifest import DataManifest, SplitRecord
@@ -67,23 +67,21 @@ def main(arguments: list[str] | None = None) -> int:
         start = measure_start(folder, options.shards)
     print_tables(rows, start)
     found = {**about(torch.device("cpu")), "context": CONTEXT, "batch": BATCH, "repeats": options.repeats}
-    write_json(options.output, {**found, "set_bytes": options.set_bytes, "throughput": rows, "start": start})
-    print(f"\nwrote {options.output}")
+    write_result(options, {**found, "set_bytes": options.set_bytes, "throughput": rows, "start": start})
     return 0
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--set-bytes", type=int, default=2**27, help="of each set")
     parser.add_argument("--shards", type=int, default=100_000, help="of the set whose start is measured")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=None, help="for the sets (default: the system's temporary one)")
     parser.add_argument("--open-folder", type=Path, default=None, help=argparse.SUPPRESS)
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     if options.open_folder is None:
-        check_output(parser, options, f"data-{slug(torch.device('cpu'))}.json")
+        check_output(parser, options, cpu_file("data"))
     return options
 
 
@@ -215,12 +213,6 @@ def open_once(data: Path) -> dict[str, Any]:
     first = time.perf_counter() - start
     peak = resident_bytes("VmHWM") - before
     return {"opened_seconds": opened, "first_batch_seconds": first, "memory_bytes": peak}
-
-
-def resident_bytes(field: str) -> int:
-    """Read a field of this process's memory, such as VmRSS, from /proc."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def print_tables(rows: list[dict[str, Any]], start: dict[str, Any]) -> None:

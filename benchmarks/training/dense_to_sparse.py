@@ -23,8 +23,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 from torch import Tensor
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from benchmarks.machine import about
+from benchmarks.report import markdown, new_parser, parse, rounded, write_json
 
 HELD_OUT_EVERY = 10  # files
 MOST_BYTES = 4_000_000  # of training and of held-out text
@@ -33,17 +33,7 @@ EVALUATED = 16  # contexts
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    options = read_options(arguments)
-    result = measure(options)
-    write_json(options.output, result)
-    print("\n".join(table(result)))
-    print(f"\nwrote {options.output}")
-    return 0
-
-
-def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--context", type=int, default=512)
@@ -52,10 +42,12 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--more-steps", type=int, default=50)
     parser.add_argument("--pattern", type=json.loads, default={"type": "fixed", "stride": 32, "summary": 4})
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    add_output_arguments(parser)
-    options = parser.parse_args(arguments)
-    check_output(parser, options, f"dense-to-sparse-{slug(torch.device('cpu'))}.json")
-    return options
+    options = parse(parser, arguments, "dense-to-sparse")
+    result = measure(options)
+    write_json(options.output, result)
+    print(table(result), end="")
+    print(f"\nwrote {options.output}")
+    return 0
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -137,10 +129,10 @@ def evaluate(model: Any, text: Tensor, options: argparse.Namespace) -> float:
     return sum(nats) / len(nats) / math.log(2)
 
 
-def table(result: dict[str, Any]) -> list[str]:
+def table(result: dict[str, Any]) -> str:
     """Return the table of docs/clients.md."""
-    lines = ["| attention | held-out bits per byte |", "|---|---|"]
-    return lines + [f"| {name} | {value:.3f} |" for name, value in result["bits_per_byte"].items()]
+    rows = [[name, f"{value:.3f}"] for name, value in result["bits_per_byte"].items()]
+    return markdown(["attention", "held-out bits per byte"], rows)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@ and freed), and the most memory that the system gave it beyond what it held befo
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import asdict
@@ -24,8 +22,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 import torch.distributed
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.machine import about, free_port, rank_environment, resident_bytes
+from benchmarks.report import new_parser, parse, write_result
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.planning.rehearsal import LiveBytes, activations, count
 from longstride.launcher.ranks.processes import Ranks, process_group
@@ -40,10 +38,13 @@ MAPPED_BYTES = 1 << 17  # from here on the C library asks the system for each te
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    options = read_options(arguments)
+    parser = new_parser(__doc__)
+    parser.add_argument("--context", type=int, default=65_536)
+    parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
     if "DIVIDED_RUN" in os.environ:  # one of the processes
         print(json.dumps(measure(RunConfig.model_validate(json.loads(os.environ["DIVIDED_RUN"])))))
         return 0
+    options = parse(parser, arguments, "divided-memory")
     rows = []
     for size, exchange in SHARED:
         config = configuration(options.context, size, exchange, options.changes)
@@ -51,21 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append({"processes": size, "exchange": exchange, "planned": asdict(planned), "found": together(config)})
         print(line(rows[-1]), flush=True)
     found = {**about(torch.device("cpu")), "run": RUN, "context": options.context, "layers": LAYERS, "heads": HEADS}
-    write_json(options.output, {**found, "width": WIDTH, "changes": options.changes, "rows": rows})
-    print(f"wrote {options.output}")
+    write_result(options, {**found, "width": WIDTH, "changes": options.changes, "rows": rows})
     return 0
-
-
-def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=int, default=65_536)
-    parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
-    add_output_arguments(parser)
-    options = parser.parse_intermixed_args(arguments)
-    if "DIVIDED_RUN" not in os.environ:
-        check_output(parser, options, f"divided-memory-{slug(torch.device('cpu'))}.json")
-    return options
 
 
 def configuration(context: int, size: int, exchange: str, changes: list[str]) -> RunConfig:
@@ -88,29 +76,19 @@ def configuration(context: int, size: int, exchange: str, changes: list[str]) ->
 def together(config: RunConfig) -> list[dict[str, int]]:
     """Run the processes that share a context, and return each one's result."""
     size = config.train.sequence_parallel or 1
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    place["DIVIDED_RUN"] = json.dumps(config.to_json())
-    place["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED_BYTES)
-    command = [sys.executable, str(Path(__file__).resolve())]
-    started = [
-        subprocess.Popen(
-            command,
-            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    shared = {"DIVIDED_RUN": json.dumps(config.to_json()), "MALLOC_MMAP_THRESHOLD_": str(MAPPED_BYTES)}
+    command, port = [sys.executable, str(Path(__file__).resolve())], free_port()
+    processes = [
+        subprocess.Popen(command, env=rank_environment(rank, size, port) | shared, stdout=subprocess.PIPE, text=True)
         for rank in range(size)
     ]
     try:
-        found = [json.loads(each.communicate(timeout=TIME_OUT_SECONDS)[0].splitlines()[-1]) for each in started]
+        outputs = [process.communicate(timeout=TIME_OUT_SECONDS)[0] for process in processes]
     finally:
-        for each in started:
-            each.kill()
-            each.wait()
-    return found
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def measure(config: RunConfig) -> dict[str, int]:
@@ -145,15 +123,9 @@ class _Uncounted(LiveBytes):
         return func(*args, **(kwargs or {}))
 
 
-def resident_bytes(kind: str) -> int:
-    """Read VmRSS or VmHWM of this process from /proc."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{kind}:"))
-    return int(line.split()[1]) * 1024
-
-
 def line(row: dict[str, Any]) -> str:
     """Format a measurement."""
-    tensors, beyond = (max(each[name] for each in row["found"]) for name in ("tensors", "beyond"))
+    tensors, beyond = (max(process[name] for process in row["found"]) for name in ("tensors", "beyond"))
     return (
         f"{row['processes']} processes, {row['exchange']:<5}: planned {row['planned']['peak'] / 2**20:8.1f} MiB, "
         f"tensors {tensors / 2**20:8.1f}, of the system {beyond / 2**20:8.1f}"

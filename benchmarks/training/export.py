@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,8 +28,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 from safetensors import safe_open
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.machine import about, free_port, rank_environment
+from benchmarks.report import check_output, cpu_file, markdown, new_parser, write_json
 from longstride.launcher.config import load_config
 from longstride.launcher.models import DTYPES
 
@@ -62,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--config", default="imagenet64_strided", help="a run (default: imagenet64_strided)")
     parser.add_argument("--deepspeed", default="zero3_bf16", help="a file of ds_configs/ (default: zero3_bf16)")
     parser.add_argument("--ranks", type=int, default=4)
@@ -70,10 +69,9 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=None, help="where files go for the while (default: /tmp)")
     parser.add_argument("--inside", nargs=4, metavar=("DIR", "DTYPE", "SIZE", "CHECK"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="path.to.key=value")
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     if not options.inside:
-        check_output(parser, options, f"export-{slug(torch.device('cpu'))}.json")
+        check_output(parser, options, cpu_file("export"))
     return options
 
 
@@ -84,22 +82,18 @@ def save_run(options: argparse.Namespace, folder: Path) -> Path:
     fixed = [f"train.output={run}", "train.micro_batch=1", f"train.global_batch={options.ranks}"]
     config = load_config(options.config, [f"deepspeed={options.deepspeed}", *fixed, *options.overrides])
     (run / "config.json").write_text(json.dumps(config.to_json()))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     command = [sys.executable, str(ROOT / "benchmarks/training/export_worker.py"), str(run / "config.json")]
-    place = {"WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    began, ranks = time.monotonic(), []
+    began, ranks, port = time.monotonic(), [], free_port()
     try:
         for rank in range(options.ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=os.environ | place | own, start_new_session=True))
+            environment = rank_environment(rank, options.ranks, port)
+            ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
         codes = [rank.wait() for rank in ranks]
     finally:
-        for each in ranks:
+        for process in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(each.pid, signal.SIGKILL)
-            each.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     assert codes == [0] * options.ranks, codes
     print(f"{options.ranks} ranks saved {run} in {time.monotonic() - began:.0f} s", flush=True)
     return run
@@ -215,13 +209,13 @@ def print_found(found: dict[str, Any]) -> None:
     """Print a table, in MB."""
     what = f"ZeRO {found['zero_stage']}, {found['precision']}, {found['world_size']} ranks"
     print(f"{found['config']}, {what}: a checkpoint of {found['checkpoint_bytes'] / 1e6:,.0f} MB; all in MB\n")
-    print("| type | shard size | files | probe | largest file | bar | private, above start | private | resident |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    titles = ["type", "shard size", "files", "probe", "largest file", "bar", "private, above start", "private"]
+    names = ("largest_file", "bar", "above_start_private", "peak_private", "peak_resident")
+    rows = []
     for row in found["cases"]:
-        names = ("largest_file", "bar", "above_start_private", "peak_private", "peak_resident")
         cells = [row["dtype"], row["shard_size"], row["files"], "yes" if row["checked"] else "no"]
-        cells += [f"{row[f'{name}_bytes'] / 1e6:,.0f}" for name in names]
-        print(f"| {' | '.join(map(str, cells))} |")
+        rows.append([*cells, *(f"{row[f'{name}_bytes'] / 1e6:,.0f}" for name in names)])
+    print(markdown([*titles, "resident"], rows), end="")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.attention.peers import dense_attention
-from benchmarks.machine import about, slug
-from benchmarks.report import RESULTS, add_output_arguments, check_output, rounded, write_json
+from benchmarks.machine import about
+from benchmarks.report import RESULTS, check_output, cpu_file, new_parser, replaced, rounded, write_json
 from longstride.kernels import num_pairs, sparse_attention
 from longstride.kernels.patterns import Longformer
 from longstride.sparse_model import BlockContext, ModelConfig, SparseTransformer
@@ -43,7 +43,7 @@ Step = Callable[[], object]
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=[3_072, 12_288], help="positions of attention")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--experts", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -51,12 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=512, help="of the stream; a feed-forward is four times as wide")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--tables", action="store_true", help=f"only make {PAGE.name} anew from the result files")
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     if options.tables:
         PAGE.write_text(with_tables(PAGE.read_text()))
         return 0
-    check_output(parser, options, f"growth-{slug(CPU)}.json")
+    check_output(parser, options, cpu_file("growth"))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = {name: getattr(options, name) for name in ("window", "rows", "width", "repeats")}
@@ -153,10 +152,8 @@ def peak_bytes(step: Step) -> int:
 
 def with_tables(page: str) -> str:
     """Return the page's text with its tables made from the result files."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END, 1)
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("growth-*.json"))]
-    return f"{before}{BEGIN}\n{''.join(map(tables, files))}{END}{after}"
+    return replaced(page, BEGIN, "".join(map(tables, files)), END)
 
 
 def tables(found: dict[str, Any]) -> str:

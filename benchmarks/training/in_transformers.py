@@ -22,7 +22,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from benchmarks.report import check_output, markdown, new_parser, rounded, write_json
 
 PATTERNS = ({"type": "fixed", "stride": 128, "summary": 8}, {"type": "strided", "stride": 128})
 HEAD_WIDTH = 64
@@ -30,27 +30,20 @@ HEAD_WIDTH = 64
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    options = read_options(arguments)
-    result = measure(options)
-    write_json(options.output, result)
-    print(f"{result['device']}\n")
-    print("\n".join(table(result)))
-    print(f"\nwrote {options.output}")
-    return 0
-
-
-def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2_048, 8_192])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     check_output(parser, options, f"in-transformers-{slug(default_device())}.json")
-    return options
+    result = measure(options)
+    write_json(options.output, result)
+    print(f"{result['device']}\n")
+    print(table(result), end="")
+    print(f"\nwrote {options.output}")
+    return 0
 
 
 def default_device() -> torch.device:
@@ -124,10 +117,10 @@ def step_seconds(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Ten
     return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
-def table(result: dict[str, Any]) -> list[str]:
+def table(result: dict[str, Any]) -> str:
     """Return the table of docs/clients.md: medians of each attention, and how many times as long sdpa takes."""
-    lines = ["| threads | tokens | attention | seconds a step | sdpa takes | processor seconds | sdpa takes |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    titles = ["threads", "tokens", "attention", "seconds a step", "sdpa takes", "processor seconds", "sdpa takes"]
+    rows = []
     for case in result["cases"]:
         kinds = [case["step_seconds"], case["step_processor_seconds"]]
         for name in kinds[0]:
@@ -135,8 +128,8 @@ def table(result: dict[str, Any]) -> list[str]:
             for kind in kinds:
                 middle = statistics.median(kind[name])
                 cells += [f"{middle:.2f}", f"{statistics.median(kind['sdpa']) / middle:.1f} ×"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            rows.append(cells)
+    return markdown(titles, rows)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import numpy as np
 import torch
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.machine import about
+from benchmarks.report import check_output, cpu_file, new_parser, write_json
 from longstride.data_pipelines.building.build import build
 from longstride.launcher.output import metrics_file
 from longstride.sparse_model import ModelConfig, SparseTransformer
@@ -55,16 +55,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="squares of whole numbers")
     parser.add_argument("--folder", type=Path, default=None, help="for data and runs (default: the temporary one)")
     parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the experiment")
-    add_output_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     for context in options.contexts:
         if math.isqrt(context) ** 2 != context:
             parser.error(f"--contexts={context}: must be a square; nearest {round(math.sqrt(context)) ** 2}")
-    check_output(parser, options, f"long-context-{slug(torch.device('cpu'))}.json")
+    check_output(parser, options, cpu_file("long-context"))
     return options
 
 

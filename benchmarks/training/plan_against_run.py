@@ -27,9 +27,9 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, rounded, write_json
-from benchmarks.training.divided_memory import MAPPED_BYTES, resident_bytes
+from benchmarks.machine import about, resident_bytes
+from benchmarks.report import check_output, cpu_file, new_parser, rounded, write_json
+from benchmarks.training.divided_memory import MAPPED_BYTES
 from benchmarks.training.planned_memory import noise
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run_data import together
@@ -89,7 +89,14 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    options = read_options(arguments)
+    parser = new_parser(__doc__)
+    parser.add_argument("--only", metavar="WORDS", help="runs alone whose names have these words")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of every run")
+    options = parser.parse_intermixed_args(arguments)
+    if not options.part:
+        check_output(parser, options, cpu_file("plan-against-run"))
     if options.part:  # one of the processes
         print(json.dumps(PARTS[options.part](load_config(options.run, options.changes))))
         return 0
@@ -105,20 +112,6 @@ def main(arguments: list[str] | None = None) -> int:
     write_json(options.output, {**about(torch.device("cpu")), **found})
     print(f"wrote {options.output}")
     return 0
-
-
-def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="WORDS", help="runs alone whose names have these words")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of every run")
-    add_output_arguments(parser)
-    options = parser.parse_intermixed_args(arguments)
-    if not options.part:
-        check_output(parser, options, f"plan-against-run-{slug(torch.device('cpu'))}.json")
-    return options
 
 
 def row(name: str, preset: str, changes: list[str]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ ZeRO stage, and a step's seconds with its operations. On a CPU the memory is wha
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -20,9 +19,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, write_json
-from benchmarks.training.divided_memory import resident_bytes
+from benchmarks.machine import about, resident_bytes, slug
+from benchmarks.report import check_output, new_parser, write_json
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
 from longstride.kernels import ConfigError
@@ -39,7 +37,14 @@ from longstride.launcher.training.loop import train_step
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    options = read_options(arguments)
+    parser = new_parser(__doc__)
+    parser.add_argument("run", help="a run's JSON, or the name of one in ds_configs/experiments")
+    parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
+    parser.add_argument("--steps", type=int, default=3, help="the first also compiles")
+    options = parser.parse_intermixed_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps={options.steps}: must be at least 1")
+    check_output(parser, options, f"planned-memory-{slug(Ranks().device)}.json")
     try:
         config = load_config(options.run, options.changes)
         config.check_world_size(1)
@@ -59,20 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
     row = {"run": options.run, "changes": options.changes, "planned_bytes": planned, "flops": flops, **found}
     write_json(options.output, {**about(device), **row})
     return 0
-
-
-def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="a run's JSON, or the name of one in ds_configs/experiments")
-    parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
-    parser.add_argument("--steps", type=int, default=3, help="the first also compiles")
-    add_output_arguments(parser)
-    options = parser.parse_intermixed_args(arguments)
-    if options.steps < 1:
-        parser.error(f"--steps={options.steps}: must be at least 1")
-    check_output(parser, options, f"planned-memory-{slug(Ranks().device)}.json")
-    return options
 
 
 def measure(config: RunConfig, steps: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.report import check_output, markdown, new_parser, write_json
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
 from longstride.launcher.checkpoints.saving import Saver
@@ -40,19 +40,7 @@ WAYS = {"at once": False, "in the background": True}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    options = read_options(arguments)
-    prepare_accelerator()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder, process_group(Ranks(), 600):
-        found = measure(options, Path(folder))
-    write_json(options.output, found)
-    print_found(found)
-    print(f"\nwrote {options.output}")
-    return 0
-
-
-def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--context", type=int, default=1_024)
@@ -60,11 +48,16 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="behind each save (default: 6)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where checkpoints go for the while (default: /tmp)")
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_output(parser, options, f"saving-{slug(device)}.json")
-    return options
+    prepare_accelerator()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder, process_group(Ranks(), 600):
+        found = measure(options, Path(folder))
+    write_json(options.output, found)
+    print_found(found)
+    print(f"\nwrote {options.output}")
+    return 0
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -154,10 +147,11 @@ def print_found(found: dict[str, Any]) -> None:
     size = found["checkpoint_bytes"] / 1e6
     print(f"{found['parameters']:,} parameters, {found['deepspeed']}: {size:,.0f} MB a checkpoint on {found['device']}")
     print(f"{found['steps']} steps alone: {alone:.2f} s\n")
-    print("| written | the loop stands still, s | steps and save take longer, s |\n|---|---|---|")
-    for name, way in found["ways"].items():
-        still, longer = (statistics.median(way[key]) for key in ("still_seconds", "longer_seconds"))
-        print(f"| {name} | {still:.2f} | {longer:.2f} |")
+    rows = [
+        [name, *(f"{statistics.median(way[key]):.2f}" for key in ("still_seconds", "longer_seconds"))]
+        for name, way in found["ways"].items()
+    ]
+    print(markdown(["written", "the loop stands still, s", "steps and save take longer, s"], rows), end="")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ import torch.distributed
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from benchmarks.machine import about
+from benchmarks.report import markdown, new_parser, parse, rounded, write_json
 from longstride.launcher.config import TrainConfig
 from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.engine.tables import Tables
@@ -39,7 +39,14 @@ SPARSE_PARTS = ("hash", "lookup", "backward", "update")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    options = read_options(arguments)
+    parser = new_parser(__doc__)
+    parser.add_argument("--contexts", type=int, default=4, help="of a step")
+    parser.add_argument("--context", type=int, default=1_024)
+    parser.add_argument("--rows", type=int, default=262_144, help="of each order")
+    parser.add_argument("--orders", type=int, nargs="+", default=[2, 3, 4, 5, 6])
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=30, help="steps; a tenth of them the dense way")
+    options = parse(parser, arguments, "tables")
     torch.set_num_threads(1)
     prepare_accelerator()
     found = about(torch.device("cpu")) | {
@@ -52,21 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, default=4, help="of a step")
-    parser.add_argument("--context", type=int, default=1_024)
-    parser.add_argument("--rows", type=int, default=262_144, help="of each order")
-    parser.add_argument("--orders", type=int, nargs="+", default=[2, 3, 4, 5, 6])
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=30, help="steps; a tenth of them the dense way")
-    add_output_arguments(parser)
-    options = parser.parse_args(arguments)
-    check_output(parser, options, f"tables-{slug(torch.device('cpu'))}.json")
-    return options
-
-
 def make_tables(options: argparse.Namespace) -> Ngrams:
     """Make the model's part."""
     return Ngrams(NgramTables(orders=tuple(options.orders), rows=options.rows), 256, options.width)
@@ -77,7 +69,7 @@ def batches(options: argparse.Namespace, count: int) -> list[Tensor]:
     content = b"".join(path.read_bytes() for path in sorted((ROOT / "launcher").rglob("*.py")))
     data, generator = torch.tensor(list(content)), torch.Generator().manual_seed(0)
     starts = torch.randint(len(data) - options.context, (count, options.contexts), generator=generator).tolist()
-    steps = (torch.stack([data[start : start + options.context - 1] for start in each]) for each in starts)
+    steps = (torch.stack([data[start : start + options.context - 1] for start in step]) for step in starts)
     return [F.pad(step, (options.orders[-1], 0), value=-1) for step in steps]
 
 
@@ -88,12 +80,12 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     tables = Tables(sparse, train, Ranks(), sharded=False)
     optimizer = torch.optim.AdamW([dense.rows], lr=1e-2, fused=True)
     shape = (options.contexts, options.context, options.width)
-    seen: dict[str, list[float]] = {}
+    milliseconds: dict[str, list[float]] = {}
 
     def timed(part: str, work: Callable[..., Any], *arguments: Any) -> Any:
         start = time.process_time()
         result = work(*arguments)
-        seen.setdefault(part, []).append(1e3 * (time.process_time() - start))
+        milliseconds.setdefault(part, []).append(1e3 * (time.process_time() - start))
         return result
 
     for number, before in enumerate(batches(options, options.repeats)):
@@ -108,8 +100,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             timed("dense backward", out.backward, gradient)
             timed("dense update", optimizer.step)
             dense.rows.grad = None
-    # The first steps take memory for what they touch.
-    return {part: rounded(statistics.median(each[len(each) // 4 :])) or 0.0 for part, each in seen.items()}
+    # Without the first steps, which allocate memory.
+    return {part: rounded(statistics.median(x[len(x) // 4 :])) or 0.0 for part, x in milliseconds.items()}
 
 
 def exchange(options: argparse.Namespace) -> dict[str, float]:
@@ -126,7 +118,7 @@ def _exchange(rank: int, options: argparse.Namespace, meeting: str, queue: Any) 
     torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=2)
     positions, orders = options.contexts * options.context, len(options.orders)
     sent = torch.zeros(positions, 2 * options.width + 4 * orders, dtype=torch.uint8)
-    whole = torch.zeros(orders * options.rows, options.width, dtype=torch.bfloat16)
+    gradient = torch.zeros(orders * options.rows, options.width, dtype=torch.bfloat16)
 
     def seconds(work: Callable[[], Any], repeats: int) -> float:
         times = []
@@ -141,8 +133,8 @@ def _exchange(rank: int, options: argparse.Namespace, meeting: str, queue: Any) 
     found = {
         "sent_bytes": sent.numel(),
         "seconds": seconds(lambda: ranks.gather(sent), options.repeats),
-        "dense_bytes": whole.nbytes,
-        "dense_seconds": seconds(lambda: torch.distributed.all_reduce(whole), max(1, options.repeats // 10)),
+        "dense_bytes": gradient.nbytes,
+        "dense_seconds": seconds(lambda: torch.distributed.all_reduce(gradient), max(1, options.repeats // 10)),
     }
     if rank == 0:
         queue.put(found)
@@ -151,17 +143,20 @@ def _exchange(rank: int, options: argparse.Namespace, meeting: str, queue: Any) 
 
 def print_found(found: dict[str, Any]) -> None:
     """Print the tables."""
-    each, exchanged = found["milliseconds"], found["exchange"]
-    dense = [part for part in each if part.startswith("dense")]
+    times, exchanged = found["milliseconds"], found["exchange"]
+    dense = [part for part in times if part.startswith("dense")]
     positions = found["contexts"] * found["context"]
     print(f"{positions:,} positions, orders {found['orders']} of {found['rows']:,} rows of {found['width']}\n")
-    print("| tables | ms of one thread a step | |\n|---|---|---|")
+    rows = []
     for name, parts in (("rows touched", SPARSE_PARTS), ("dense gradient, AdamW", dense)):
-        told = ", ".join(f"{part.removeprefix('dense ')} {each[part]:.1f}" for part in parts)
-        print(f"| {name} | {sum(each[part] for part in parts):.1f} | {told} |")
-    print("\n| two processes | MB from each | ms |\n|---|---|---|")
-    for name, prefix, size in (("rows touched", "", "sent"), ("dense gradient", "dense_", "dense")):
-        print(f"| {name} | {exchanged[f'{size}_bytes'] / 1e6:.1f} | {1e3 * exchanged[f'{prefix}seconds']:.1f} |")
+        details = ", ".join(f"{part.removeprefix('dense ')} {times[part]:.1f}" for part in parts)
+        rows.append([name, f"{sum(times[part] for part in parts):.1f}", details])
+    print(markdown(["tables", "ms of one thread a step", ""], rows))
+    rows = [
+        [name, f"{exchanged[f'{size}_bytes'] / 1e6:.1f}", f"{1e3 * exchanged[f'{prefix}seconds']:.1f}"]
+        for name, prefix, size in (("rows touched", "", "sent"), ("dense gradient", "dense_", "dense"))
+    ]
+    print(markdown(["two processes", "MB from each", "ms"], rows), end="")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.attention.peers import DENSE_KERNELS, dense_attention, reason_of
 from benchmarks.machine import about, slug, synchronize
-from benchmarks.report import add_output_arguments, cell, check_output, ratio, rounded, write_json
+from benchmarks.report import cell, check_output, new_parser, ratio, rounded, write_json
 from longstride.kernels import sparse_attention
 from longstride.kernels.patterns import Dense, Strided
 from longstride.sparse_model import BlockContext, ModelConfig, SparseTransformer
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--context", type=int, default=12_288)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--batch", type=int, default=None, help="4 on a card, 1 on the CPU")
@@ -79,7 +79,6 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--checkpointing", choices=("both", "yes", "no"), default="both")
     parser.add_argument("--only", nargs="+", default=None, metavar="VARIANT", help="of sparse, dense …; all by default")
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     on_card = device.type == "cuda"
