@@ -1,4 +1,4 @@
-"""Builds a data folder, by one rank or many. A killed build goes on later, and the folder appears only when whole."""
+"""Build a data folder, on one rank or many. A killed build can be resumed; the folder only appears when complete."""
 
 from longstride.data_pipelines.building.build import build, build_dataset
 from longstride.data_pipelines.building.crew import Crew, join_crew

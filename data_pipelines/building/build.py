@@ -1,7 +1,7 @@
-"""Files on disk to a data folder of WebDataset shards. The same input gives the same bytes, whoever builds it.
+"""Build a data folder of WebDataset shards from files. The same input gives the same bytes on any number of ranks.
 
-The first rank finds the documents and plans every shard. Shards are dealt to the ranks in rounds. When a build is
-killed, its finished shards are kept, and the same command goes on from there, with any number of ranks.
+The first rank finds the documents and plans every shard. Shards are distributed to the ranks in rounds. The finished
+shards of a killed build are kept, and the same command resumes from there, with any number of ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +33,9 @@ from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.shards import DataManifest, Progress, ShardRecord
 
 SHARD_BYTES = 16 * 2**20  # default content bytes of a shard
-SAMPLED_DOCUMENTS = 2**12  # at most, that a palette is made of
-SAMPLED_PIXELS = 2**17  # of all of them together; for large palettes as many as _PIXELS_A_COLOUR ask for
-_PIXELS_A_COLOUR = 8
+SAMPLED_DOCUMENTS = 2**12  # most documents that are sampled for a palette
+SAMPLED_PIXELS = 2**17  # sampled in all; more for large palettes, see _PIXELS_PER_COLOUR
+_PIXELS_PER_COLOUR = 8
 
 
 def build(
@@ -56,33 +56,37 @@ def build(
     found: Callable[[LeftOut], None] | None = None,
     crew: Crew | None = None,
 ) -> DataManifest:
-    """Writes the files under ``inputs`` as shards into the folder ``output``, which appears only when whole.
+    """Write the files under ``inputs`` as shards into the folder ``output``, which only appears when it is complete.
 
-    ``field`` makes every line of JSON Lines, or row of a Parquet file, a document: what its field of that name holds.
+    An identical data folder that already exists is left unchanged. The arguments of the first rank count.
 
-    The validation split has ``validation_fraction`` of the documents; with ``hold_out_end``, and where there is but
-    one document, the end of the data by this share of the bytes.
+    Args:
+        inputs: folders and files. From a folder, hidden files, ``__pycache__`` and links to folders are left out. Links
+            to files are followed, but no file is read twice. A file in ``inputs`` is read whatever its name.
+        properties: to convert the documents to.
+        field: makes every line of JSON Lines, or row of a Parquet file, a document: the content of that field.
+        suffixes: of the files to read from folders; None: the modality's own, empty: all.
+        exclude: names of files and folders to leave out.
+        validation_fraction: share of the documents in the validation split.
+        hold_out_end: whether validation is the end of the data, by its share of the bytes, as for a single document.
+        palette: for reading pictures, or its number of colours. They are then computed from pixels of the train split,
+            which are drawn by ``seed``.
+        progress: called on the first rank.
+        found: called once on the first rank with what was left out, before anything is written.
+        crew: the processes that build together, with the same arguments; None: those of the MPI job, if any.
 
-    From a folder, files with one of ``suffixes`` are taken (None: the modality's own; empty: all). Hidden files,
-    ``__pycache__``, links to folders and files or folders named in ``exclude`` are left out. Links to files are
-    followed, and no file is taken twice by one. A file named in ``inputs`` is taken whatever its name. ``palette``: by
-    which pictures will be read, or the number of its colours, which are then found from pixels of the train split,
-    drawn by ``seed``. An identical data folder that is already there is left as it is. ``crew``: the processes that
-    build together, all with the same arguments (None: the processes of the MPI job, if there is one). The first rank's
-    arguments count, and ``progress`` is called there alone, as is ``found``, once, with what was left out when the
-    files are known and nothing is written yet.
-
-    Raises DataError, on all ranks, for an input that is missing, unreadable or changes meanwhile, for inputs and an
-    output that overlap, where nothing is found or a split would be empty, for an output that holds anything else or
-    cannot be made, and for an unfinished build of another plan.
+    Raises:
+        DataError: on all ranks, for an input that is missing, unreadable, empty or changes meanwhile, for inputs that
+            overlap the output, for an empty split, for an output that has other content or cannot be created, and for
+            an unfinished build of another plan.
     """
 
     def coordinate() -> _Coordinator:
-        chosen = modality_named(modality)
-        default = chosen.suffixes if field is None else RECORD_SUFFIXES
+        kind = modality_named(modality)
+        default = kind.suffixes if field is None else RECORD_SUFFIXES
         settings = FileSettings(
-            modality=chosen,
-            wanted=dict(properties or {}),
+            modality=kind,
+            requested=dict(properties or {}),
             suffixes=default if suffixes is None else tuple(sorted(suffixes)),
             exclude=tuple(sorted(exclude)),
             validation_fraction=validation_fraction,
@@ -94,20 +98,20 @@ def build(
         )
         paths = [Path(path) for path in inputs]
 
-        def plan() -> BuildPlan:
-            made = settings.plan(paths)
+        def make_plan() -> BuildPlan:
+            plan = settings.plan(paths)
             if found is not None:
-                found(made.left_out)
-            return made
+                found(plan.left_out)
+            return plan
 
-        return _Coordinator(paths, Path(output), settings, plan)
+        return _Coordinator(paths, Path(output), settings, make_plan)
 
     return _build(coordinate, progress, crew)
 
 
 def build_dataset(
     name: str,
-    given: Path | None,
+    source: Path | None,
     output: Path,
     *,
     unpublished: bool = False,
@@ -117,25 +121,29 @@ def build_dataset(
     progress: Progress | None = None,
     crew: Crew | None = None,
 ) -> DataManifest:
-    """Writes a published dataset, in the form in which it is distributed, as shards into the folder ``output``.
+    """Write a published dataset, in the form in which it is distributed, as shards into the folder ``output``.
 
-    ``given`` is its archive, or a folder that holds the archive or the unpacked files. ``download`` fetches what is
-    missing there (None: in the folder ``downloads``). ``unpublished`` takes other content in the same form, such as a
-    part of the dataset. The rest is as in ``build``.
+    Args:
+        source: the archive, or a folder with the archive or the unpacked files; None: the folder ``downloads``.
+        unpublished: whether to accept other content in the same form, such as a part of the dataset.
+        download: whether to fetch missing files to ``source``.
 
-    Raises DataError, on all ranks, for a dataset that is not known, for files that are missing, damaged or not the
-    published ones, where they cannot be fetched, and for what ``build`` refuses of an output.
+    The other arguments are those of ``build``.
+
+    Raises:
+        DataError: on all ranks, for an unknown dataset, for files that are missing, damaged, not the published ones, or
+            cannot be fetched, and for an output as in ``build``.
     """
 
     def coordinate() -> _Coordinator:
         dataset = dataset_named(name)
         settings = DatasetSettings(dataset, unpublished, shard_bytes, palette)
-        place = Path(given) if given is not None else default_input(dataset)
+        place = Path(source) if source is not None else default_input(dataset)
         return _Coordinator(
             [place],
             Path(output),
             settings,
-            lambda: settings.plan([fetched_input(dataset, place, given is not None, download, progress)]),
+            lambda: settings.plan([fetched_input(dataset, place, source is not None, download, progress)]),
         )
 
     return _build(coordinate, progress, crew)
@@ -143,36 +151,36 @@ def build_dataset(
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A shard to make, or to compare with the one that is there."""
+    """A shard to write, or to compare with an existing one."""
 
     name: str
     pieces: list[Piece]
-    present: ShardRecord | None  # the record that it must get
+    present: ShardRecord | None  # record of the existing shard
 
 
 @dataclass(frozen=True, slots=True)
 class _Orders:
-    """What every rank has to know of a build."""
+    """The data of a build that every rank needs."""
 
     modality: str
     properties: Properties
     place: UnfinishedFolder | None  # None: nothing is written
     output: Path
     content_bytes: int
-    palette: int | Palette | None  # to be made, or taken
-    sampled: Sequence[Document]  # of which a palette is made
-    seed: int  # of the pixels that are taken of each
+    palette: int | Palette | None
+    sampled: Sequence[Document]  # documents from which a palette is computed
+    seed: int  # of their pixels
 
 
 class _Coordinator:
-    """The first rank's side of a build: which shards are to be made, and what becomes of them."""
+    """The first rank's side of a build: its plan and its output."""
 
     def __init__(
         self, inputs: list[Path], output: Path, settings: BuildSettings, make_plan: Callable[[], BuildPlan]
     ) -> None:
-        """Checks the output before a long search, and plans. Raises DataError: see ``build``."""
+        """Check the output before a long search, and plan. Raises DataError like ``build``."""
         settings.check()
-        output = real_path(output)  # a link to a folder on a larger disk is followed: the output is built there
+        output = real_path(output)  # a link to a folder on a larger disk is followed
         check_output(output, settings)
         check_apart(inputs, output)
         self._plan = plan = make_plan()
@@ -192,7 +200,7 @@ class _Coordinator:
         )
 
     def tasks(self) -> Iterator[_Task]:
-        """The shards that are not finished, in canonical order."""
+        """Yield the shards that are not finished, in canonical order."""
         for name, pieces in self._plan.shards():
             finished = self._output.finished(name, pieces)
             if finished is not None:
@@ -201,23 +209,23 @@ class _Coordinator:
                 yield _Task(name, pieces, self._output.records.get(name))
 
     def add(self, record: ShardRecord) -> None:
-        """Takes the record of a finished shard."""
+        """Add the record of a finished shard."""
         self._records[record.name] = record
         self.done_bytes += record.content_bytes
 
     def finish(self, palette: Palette | None) -> DataManifest:
-        """Makes the output appear, or checks the one that is there. Raises DataError where that fails."""
+        """Move the output into place, or check the existing one. Raises DataError on failure."""
         manifest = self._plan.manifest(self._records, palette)
         self._output.finish(manifest, palette)
         return manifest
 
     def close(self) -> None:
-        """Lets other builds begin."""
+        """Release the lock on the output."""
         self._output.close()
 
 
 def _build(coordinate: Callable[[], _Coordinator], progress: Progress | None, crew: Crew | None) -> DataManifest:
-    """A build by all ranks, which the first one coordinates."""
+    """Run a build on all ranks, coordinated by the first."""
     crew = join_crew() if crew is None else crew
     with crew.bound_together():
         coordinator = crew.on_first(coordinate)
@@ -225,16 +233,16 @@ def _build(coordinate: Callable[[], _Coordinator], progress: Progress | None, cr
             orders = crew.broadcast(coordinator.orders if coordinator else None)
             assert orders is not None  # the first rank has a coordinator
             try:
-                palette = _settled_palette(crew, orders)
+                palette = _settle_palette(crew, orders)
                 _make_shards(crew, coordinator, orders, progress)
                 manifest = crew.broadcast(crew.on_first(lambda: coordinator.finish(palette) if coordinator else None))
             except DataError as error:
                 if orders.place is None or not orders.place.holds_finished:
                     raise
-                kept = orders.place.folder
+                folder = orders.place.folder
                 raise DataError(
-                    f"{error}; finished shards are kept in {kept} for the same command with the same files and "
-                    f"options; where a file or an option has to change, remove {kept} first"
+                    f"{error}; finished shards are kept in {folder} for the same command with the same files and "
+                    f"options; where a file or an option has to change, remove {folder} first"
                 ) from error
             assert manifest is not None
             return manifest
@@ -243,31 +251,31 @@ def _build(coordinate: Callable[[], _Coordinator], progress: Progress | None, cr
                 coordinator.close()
 
 
-def _settled_palette(crew: Crew, orders: _Orders) -> Palette | None:
-    """The palette, on the first rank; made there of pixels that all ranks look up. Which rank looked does not count."""
-    wanted = orders.palette
-    if not isinstance(wanted, int):
-        return wanted
-    each = -(-max(SAMPLED_PIXELS, _PIXELS_A_COLOUR * wanted) // len(orders.sampled))
+def _settle_palette(crew: Crew, orders: _Orders) -> Palette | None:
+    """Return the palette on the first rank. All ranks sample pixels for a new one."""
+    palette = orders.palette
+    if not isinstance(palette, int):
+        return palette
+    pixels_per_document = -(-max(SAMPLED_PIXELS, _PIXELS_PER_COLOUR * palette) // len(orders.sampled))
     modality = modality_named(orders.modality)
 
-    def own_pixels() -> np.ndarray:
+    def sample_pixels() -> np.ndarray:
         drawn = []
         with OpenInput() as open_input:
             for number in range(crew.rank, len(orders.sampled), crew.size):
                 document = orders.sampled[number]
                 content = document.read(open_input, modality, orders.properties, 0, document.size)
                 pixels = np.frombuffer(content, dtype=np.uint8).reshape(-1, CHANNELS)
-                words = np.random.Philox(key=np.array([orders.seed, number], dtype=np.uint64)).random_raw(each)
-                drawn.append(pixels[words % np.uint64(len(pixels))])
+                generator = np.random.Philox(key=np.array([orders.seed, number], dtype=np.uint64))
+                drawn.append(pixels[generator.random_raw(pixels_per_document) % np.uint64(len(pixels))])
         return np.concatenate([np.empty((0, CHANNELS), dtype=np.uint8), *drawn])
 
-    found = crew.on_each(own_pixels)
-    return crew.on_first(lambda: make_palette(np.concatenate(found), wanted))
+    samples = crew.on_each(sample_pixels)
+    return crew.on_first(lambda: make_palette(np.concatenate(samples), palette))
 
 
 def _make_shards(crew: Crew, coordinator: _Coordinator | None, orders: _Orders, progress: Progress | None) -> None:
-    """Rounds of a shard per rank, until all are made. After every round, each rank knows of the others' errors."""
+    """Write all shards in rounds of one per rank. After every round, each rank learns of the others' errors."""
     tasks = coordinator.tasks() if coordinator else iter(())
     reporter = _Reporter(progress if crew.is_first else None, orders.content_bytes)
     with OpenInput() as open_input:
@@ -285,7 +293,7 @@ def _make_shards(crew: Crew, coordinator: _Coordinator | None, orders: _Orders, 
 def _make_shard(
     task: _Task | None, orders: _Orders, open_input: OpenInput, advance: Callable[[int], None]
 ) -> ShardRecord | None:
-    """Makes the shard, or compares it with the one that is there. None where this rank has no task."""
+    """Write the shard, or compare it with the existing one. Returns None if this rank has no task."""
     if task is None:
         return None
     modality, place = modality_named(orders.modality), orders.place
@@ -303,19 +311,19 @@ def _make_shard(
 
 
 class _Reporter:
-    """Reports the progress of all ranks: the first rank's bytes as they come, the others' after each round."""
+    """Reports the progress of all ranks: the first rank's at once, the others' after each round."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total = progress, total
         self._settled = self._this_round = self._reported = 0
 
     def settle(self, done: int) -> None:
-        """``done`` bytes are in finished shards, whoever made them."""
+        """Set the bytes of all finished shards."""
         self._settled, self._this_round = done, 0
         self.advance(0)
 
     def advance(self, size: int) -> None:
-        """This rank has read ``size`` more bytes."""
+        """Add bytes that this rank has read."""
         self._this_round += size
         done = self._settled + self._this_round
         if self._progress is not None and done > self._reported:

@@ -1,6 +1,6 @@
 """The processes of one build: the ranks of an MPI job, or this process alone.
 
-mpi4py is imported only where an MPI launcher started this process: importing it starts MPI, which a laptop may lack.
+mpi4py is only imported if an MPI launcher started this process. Importing it starts MPI, which may be missing.
 """
 
 import os
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from longstride.data_pipelines.errors import DataError, as_data_error
 
-# The number of processes, as launchers set it (Open MPI; MPICH, Intel MPI; MVAPICH; a step of Slurm, which may itself
-# have started another launcher) ...
+# Variables with the number of processes (Open MPI; MPICH, Intel MPI; MVAPICH; a step of Slurm, which may have started
+# another launcher) ...
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANKS = ("PMIX_RANK", "PMI_RANK")  # ... or only the rank
 _FIRST = 0
@@ -25,7 +25,7 @@ class Crew:
     """Processes that build together. An error on the first rank, or on any rank in a round, is raised on all."""
 
     def __init__(self, communicator: Any = None) -> None:
-        """``communicator`` is an mpi4py communicator, or None for this process alone."""
+        """Join an mpi4py communicator; None for this process alone."""
         self._communicator = communicator
         self.rank: int = 0 if communicator is None else communicator.Get_rank()
         self.size: int = 1 if communicator is None else communicator.Get_size()
@@ -36,24 +36,24 @@ class Crew:
         return self.rank == _FIRST
 
     def on_first(self, function: Callable[[], T]) -> T | None:
-        """What ``function`` returns on the first rank, which alone calls it. None on the others.
+        """Call ``function`` on the first rank, and return its result there and None on the others.
 
         Raises DataError on every rank if ``function`` raises DataError or OSError on the first.
         """
         result, problem = None, None
         if self.is_first:
-            result, problem = _attempted(function)
+            result, problem = _attempt(function)
         problem = self.broadcast(problem)
         if problem is not None:
             raise DataError(problem)
         return result
 
     def on_each(self, function: Callable[[], T]) -> list[T]:
-        """What ``function`` returns on each rank, in order of ranks.
+        """Call ``function`` on each rank, and return the results in order of ranks.
 
-        Raises DataError on every rank if ``function`` raises DataError or OSError on any: the lowest such rank's.
+        Raises DataError on every rank if ``function`` raises DataError or OSError on any: that of the lowest rank.
         """
-        outcomes = [_attempted(function)]
+        outcomes = [_attempt(function)]
         if self._communicator is not None:
             outcomes = self._communicator.allgather(outcomes[0])
         for _, problem in outcomes:
@@ -62,13 +62,13 @@ class Crew:
         return [result for result, _ in outcomes]  # type: ignore[misc]  # no problem, so there is a result
 
     def broadcast(self, content: T) -> T:
-        """The first rank's content, on every rank."""
+        """Return the first rank's content on every rank."""
         return content if self._communicator is None else self._communicator.bcast(content, root=_FIRST)
 
     def deal(self, tasks: Iterator[T]) -> tuple[bool, T | None]:
-        """Gives each rank the next task of the first rank's: (whether any was left, this rank's task or None).
+        """Distribute the first rank's next tasks. Returns whether there were any, and this rank's task or None.
 
-        Tasks are sent one by one: a round is never one message, and no rank needs the whole plan.
+        Tasks are sent one by one, so no rank needs the full plan.
         """
         if not self.is_first:
             return self._communicator.recv(source=_FIRST)
@@ -80,15 +80,15 @@ class Crew:
         return any_left, batch[0]
 
     def meet(self) -> None:
-        """Waits until every rank is here."""
+        """Wait until every rank is here."""
         if self._communicator is not None:
             self._communicator.barrier()
 
     @contextmanager
     def bound_together(self) -> Iterator[None]:
-        """Ends the whole job if one rank fails while the others wait for it.
+        """Abort the job if a rank fails in the block while others wait for it.
 
-        A DataError is no such failure: it is raised on all ranks or on none.
+        A DataError does not abort, as it is raised on all ranks or on none.
         """
         try:
             yield
@@ -102,9 +102,9 @@ class Crew:
 
 
 def join_crew(environment: Mapping[str, str] = os.environ) -> Crew:
-    """All processes that the MPI launcher started, or this one alone without a launcher.
+    """Return the crew of all processes that an MPI launcher started, or of this process without a launcher.
 
-    Raises DataError if a launcher started several processes that MPI does not join: each would build everything.
+    Raises DataError if a launcher started several processes that MPI does not connect: each would build everything.
     """
     name = next((name for name in _SIZES if environment.get(name, "").isdecimal()), None)
     size = None if name is None else int(environment[name])
@@ -129,8 +129,8 @@ def join_crew(environment: Mapping[str, str] = os.environ) -> Crew:
     return Crew(MPI.COMM_WORLD)
 
 
-def _attempted(function: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What ``function`` returns, or its error in one line."""
+def _attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return the result of ``function``, or its error in one line."""
     try:
         with as_data_error(what=None):
             return function(), None

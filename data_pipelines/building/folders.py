@@ -1,16 +1,16 @@
-"""The folders of a build: inputs apart from the output, an output that is already there, and an unfinished build.
+"""The folders of a build: inputs separate from the output, an existing output, and an unfinished build.
 
-An output that is there is left as it is if the build would make the same, and never overwritten. A build that is not
-finished is kept when it is killed or fails, and the next one goes on from there:
+An existing output is never overwritten; it is accepted if the build would create the same. If a build is killed or
+fails, its finished shards are kept, and the next build resumes from there:
 
-    .NAME.unfinished/       beside the output NAME
+    .NAME.unfinished/       next to the output NAME
       lock                  held by the running build
-      plan.json             which settings and which files
-      data/                 becomes the output by one rename: whole files only
+      plan.json             hashes of settings and files
+      data/                 complete files; becomes the output by one rename
       records/              a file for each finished shard: its record in the manifest
       partial/              files that are being written
 
-A record is written when its shard and index are on the disk: a shard with a record need not be made again. Without
+A record is written after its shard and index are on the disk, so that shard need not be written again. Without
 ``data``, or without records, nothing is worth keeping: the build ended, or finished no shard.
 """
 
@@ -34,51 +34,51 @@ from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, parse_json, p
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, verify
 from longstride.data_pipelines.stores import open_store
 
-_KEPT = "nothing is overwritten: name another output, or remove this one first"
+_NOT_OVERWRITTEN = "nothing is overwritten: name another output, or remove this one first"
 
 _log = logging.getLogger(__name__)
 
 
 def real_path(path: Path) -> Path:
-    """The path with links followed. A link that leads in a circle stays as it is."""
+    """Return the path with links followed. A circular link stays unchanged."""
     return Path(os.path.realpath(path))
 
 
 def check_apart(inputs: Sequence[Path], output: Path) -> None:
-    """Raises DataError for inputs that overlap each other or the resolved ``output``.
+    """Raise DataError for inputs that overlap each other or the resolved ``output``.
 
-    A file in two inputs would be two documents: one might be trained on, and the other validated with.
+    A file in two inputs would be two documents, and might be in both splits.
     """
-    given_as: dict[Path, Path] = {}
-    for given in inputs:
-        place = real_path(given)
-        if place in given_as:
-            other = f" (as {given_as[place]})" if given_as[place] != given else ""
-            raise DataError(f"{given}: is given twice{other}; name every input once")
-        given_as[place] = given
-    for place, given in given_as.items():
-        outer = next((given_as[folder] for folder in place.parents if folder in given_as), None)
+    names: dict[Path, Path] = {}  # the user's names by real paths
+    for path in inputs:
+        place = real_path(path)
+        if place in names:
+            alias = f" (as {names[place]})" if names[place] != path else ""
+            raise DataError(f"{path}: is given twice{alias}; name every input once")
+        names[place] = path
+    for place, path in names.items():
+        outer = next((names[folder] for folder in place.parents if folder in names), None)
         if outer is not None:
-            raise DataError(f"{given}: lies inside {outer}, and no file is taken twice; name one of the two")
+            raise DataError(f"{path}: lies inside {outer}, and no file is taken twice; name one of the two")
         for written in (output, _unfinished_folder(output)):
             if written.is_relative_to(place):
-                raise DataError(f"{output}: lies inside the input {given}; name an output beside it")
+                raise DataError(f"{output}: lies inside the input {path}; name an output beside it")
             if place.is_relative_to(written):
-                raise DataError(f"{given}: lies inside the output, {written}; name an output beside the input")
+                raise DataError(f"{path}: lies inside the output, {written}; name an output beside the input")
 
 
 def is_occupied(output: Path) -> bool:
-    """Whether anything lies where the output is to be. An empty folder does not count."""
+    """Whether the output exists. An empty folder does not count."""
     return os.path.lexists(output) and (not output.is_dir() or any(output.iterdir()))
 
 
 def check_output(output: Path, settings: BuildSettings) -> None:
-    """Raises DataError for an output that cannot become an identical build, before any file is looked for."""
+    """Raise DataError for an output that cannot become an identical build, before files are searched."""
     try:
         if not output.name or output.is_mount():
             raise DataError(f"{output}: a whole file system, which no rename can make appear; name a folder in it")
         if not is_occupied(output):
-            # Refused before a long search. A failure that this does not foresee is told when the folder is made.
+            # Checked before a long search. Other failures are reported when the folder is created.
             above = next(folder for folder in output.parents if folder.exists())
             if not above.is_dir():
                 raise _cannot_be_made(output, f"{above} is no folder")
@@ -89,13 +89,13 @@ def check_output(output: Path, settings: BuildSettings) -> None:
             raise DataError(f"{output}: there already, and no data folder; nothing is overwritten: name another output")
         present = _load_present(output)
         if present.modality != settings.modality.name or dict(present.made["settings"]) != settings.to_json():
-            raise DataError(f"{output}: holds a data set made with other settings; {_KEPT}")
+            raise DataError(f"{output}: holds a data set made with other settings; {_NOT_OVERWRITTEN}")
     except OSError as error:  # no permission for the output, or for a folder above it
         raise _cannot_be_made(output, error.strerror or str(error)) from error
 
 
 def check_room(output: Path, content_bytes: int) -> None:
-    """Raises DataError where a whole empty disk would not hold so much: a file may state any length, without room."""
+    """Raise DataError if even an empty disk would be too small: a file may claim any length without taking room."""
     with as_data_error(output, None):
         room = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).total
     if content_bytes > room > 0:  # some file systems do not say
@@ -104,10 +104,10 @@ def check_room(output: Path, content_bytes: int) -> None:
 
 
 def open_output(output: Path, plan: BuildPlan) -> "PresentOutput | UnfinishedBuild":
-    """The output that is there, to compare with; or its unfinished build, locked and prepared for the plan.
+    """Return the existing output, for comparison, or its unfinished build, locked and prepared for the plan.
 
-    Raises DataError where the output holds something else, and where an unfinished build of it is locked, has another
-    plan, or cannot be begun.
+    Raises DataError if the output holds something else, or if its unfinished build is locked, has another plan, or
+    cannot be started.
     """
     if is_occupied(output):
         return PresentOutput(output, plan)
@@ -125,12 +125,12 @@ def open_output(output: Path, plan: BuildPlan) -> "PresentOutput | UnfinishedBui
 
 
 class PresentOutput:
-    """A data folder that a build is compared with, shard by shard. Nothing is written, and nothing locked."""
+    """An existing data folder that a build is compared with, shard by shard. Nothing is written or locked."""
 
     place = None
 
     def __init__(self, output: Path, plan: BuildPlan) -> None:
-        """Raises DataError where the plan alone shows that the folder holds something else."""
+        """Compare the folder with the plan. Raises DataError if the plan alone shows that they differ."""
         self._output = output
         check_output(output, plan.settings)
         manifest = _load_present(output)
@@ -145,18 +145,18 @@ class PresentOutput:
             raise self.holds_other_files(output)
 
     def finished(self, name: str, pieces: list[Piece]) -> None:
-        """None: every shard is compared."""
+        """Return None: every shard is compared."""
 
     def finish(self, manifest: DataManifest, palette: Palette | None) -> None:
-        """Raises DataError where the folder is not, to the last bit, what the build would have made.
+        """Raise DataError unless the folder is, to the last bit, the result of the build.
 
-        Else removes what is left of a build that was killed after its output was whole.
+        Also remove the remains of a build that was killed after its output was complete.
         """
         if _load_present(self._output).fingerprint != manifest.fingerprint:
             raise self.holds_other_files(self._output)
         findings = verify(self._output)
         if findings:
-            raise DataError(f"{findings[0]}; {_KEPT}")
+            raise DataError(f"{findings[0]}; {_NOT_OVERWRITTEN}")
         _log.info("%s: already there, and identical", self._output)
         if _unfinished_folder(self._output).is_dir():
             with suppress(DataError):  # another build may hold it, or the folder may be read-only: no harm
@@ -169,15 +169,15 @@ class PresentOutput:
 
     @staticmethod
     def holds_other_files(output: Path) -> DataError:
-        """The error where the output was made from other files."""
-        return DataError(f"{output}: holds a data set made from other files; {_KEPT}")
+        """Return the error for an output from other files."""
+        return DataError(f"{output}: holds a data set made from other files; {_NOT_OVERWRITTEN}")
 
 
 def _load_present(output: Path) -> DataManifest:
     try:
         return DataManifest.load(open_store(output))
     except DataError as error:
-        raise DataError(f"{error}; {_KEPT}") from error
+        raise DataError(f"{error}; {_NOT_OVERWRITTEN}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class UnfinishedFolder:
 
     @property
     def data(self) -> Path:
-        """Becomes the output."""
+        """The future output."""
         return self.folder / "data"
 
     @property
@@ -202,23 +202,23 @@ class UnfinishedFolder:
         return self.folder / "records"
 
     def record_path(self, shard_name: str) -> Path:
-        """The record of a shard."""
+        """Return the path of a shard's record."""
         return self.records / f"{shard_name.removesuffix('.tar')}.json"
 
     def keep_record(self, record: ShardRecord) -> None:
-        """Marks a shard as finished, also for later builds. Raises DataError or OSError where it cannot be written."""
+        """Mark a shard as finished, also for later builds. Raises DataError or OSError on failure."""
         flush_folder(self.data)
         with durable_file(self.record_path(record.name), self.partial) as file:
             file.write(record.line().encode())
 
     @property
     def holds_finished(self) -> bool:
-        """Whether any shard is finished: something to go on from."""
+        """Whether any shard is finished, so that the build can be resumed."""
         return self.data.is_dir() and self.records.is_dir() and any(self.records.iterdir())
 
 
 def kept_folder(output: Path) -> Path | None:
-    """The folder of an unfinished build of ``output`` that holds finished shards; None where there is none."""
+    """Return the folder of an unfinished build of ``output`` with finished shards; None if there is none."""
     place = UnfinishedFolder(_unfinished_folder(real_path(output)))
     try:
         return place.folder if place.holds_finished else None
@@ -232,16 +232,16 @@ class UnfinishedBuild:
     records: Mapping[str, ShardRecord] = {}  # there is no output to compare with
 
     def __init__(self, output: Path) -> None:
-        """Raises DataError where another build into ``output`` is under way, or none can be."""
+        """Lock the folder. Raises DataError if another build into ``output`` is running, or it cannot be created."""
         self._output = output
         self._plan: BuildPlan | None = None
         self.place = UnfinishedFolder(_unfinished_folder(output))
         self._lock = _lock(self.place.folder, output)
 
     def begin(self, plan: BuildPlan) -> None:
-        """Prepares the folder for the plan, or for going on with it.
+        """Prepare the folder for the plan, or resume it.
 
-        Raises DataError where shards of another plan are finished.
+        Raises DataError if shards of another plan are finished.
         """
         self._plan, place = plan, self.place
         plan_path = place.folder / "plan.json"
@@ -271,7 +271,7 @@ class UnfinishedBuild:
             flush_folder(place.folder)
 
     def finished(self, name: str, pieces: list[Piece]) -> ShardRecord | None:
-        """The record of a shard if it is finished and holds these pieces, else None."""
+        """Return the record of a shard if it is finished and has these pieces, else None."""
         place = self.place
         try:
             record = ShardRecord.parse(parse_json(read_plain(place.record_path(name), MOST_JSON_BYTES)))
@@ -284,7 +284,7 @@ class UnfinishedBuild:
         return record if sizes == recorded_sizes and is_this_one else None
 
     def finish(self, manifest: DataManifest, palette: Palette | None) -> None:
-        """Renames the whole data to the output and removes the rest. Raises DataError where that fails."""
+        """Rename the complete data to the output, and remove the rest. Raises DataError on failure."""
         if palette is not None:
             with durable_file(self.place.data / Palette.FILE_NAME, self.place.partial) as file:
                 file.write(palette.to_ppm())
@@ -304,7 +304,7 @@ class UnfinishedBuild:
         self.tidy()
 
     def tidy(self) -> None:
-        """Removes what is left of a build that has ended. An unfinished build stays."""
+        """Remove the remains of a build that has ended. An unfinished build stays."""
         if self.place.data.exists():
             return
         with suppress(OSError):  # the output is whole, whatever stays here
@@ -313,7 +313,7 @@ class UnfinishedBuild:
             self.place.folder.rmdir()
 
     def close(self) -> None:
-        """Lets other builds begin."""
+        """Release the lock."""
         os.close(self._lock)
 
     def _clear(self) -> None:
@@ -325,7 +325,7 @@ class UnfinishedBuild:
 
 
 def _unfinished_folder(output: Path) -> Path:
-    """Beside the output, so that a rename finishes the build."""
+    """Return the folder of the unfinished build. It is next to the output, so that a rename finishes the build."""
     return output.parent / f".{output.name}.unfinished"
 
 
@@ -334,7 +334,7 @@ def _cannot_be_made(output: Path, reason: str) -> DataError:
 
 
 def _lock(folder: Path, output: Path) -> int:
-    """A descriptor that holds the folder's lock. The system releases it however this process ends."""
+    """Return a descriptor that holds the folder's lock. The system releases it however this process ends."""
     path = folder / "lock"
     while True:
         try:
@@ -347,22 +347,19 @@ def _lock(folder: Path, output: Path) -> int:
             except FileNotFoundError:
                 continue  # a build that ended has just removed the folder
         try:
-            _lock_descriptor(descriptor, path)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                rule = "another build into the same output is under way; wait for its end"
+                raise DataError(f"{folder}: {rule}") from error
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise DataError(f"{path}: cannot be locked ({error.strerror})") from error
+                _log.warning("%s: the file system has no locks; start no second build into the same output", path)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     return descriptor
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # a build that ended has just removed this file: its lock means nothing
-
-
-def _lock_descriptor(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise DataError(f"{path.parent}: another build into the same output is under way; wait for its end") from error
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise DataError(f"{path}: cannot be locked ({error.strerror})") from error
-        _log.warning("%s: the file system has no locks; start no second build into the same output", path)
+        os.close(descriptor)  # a build that ended has just removed this file, so its lock has no effect

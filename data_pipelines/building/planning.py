@@ -1,9 +1,11 @@
-"""What a build will write, known before a byte is written: splits, order of documents, and every shard's pieces.
+"""The plan of a build, before a byte is written: splits, order of documents, and the pieces of every shard.
 
-The split of a file is a hash of (seed, its path under the input), so that it stays there when other files are added.
-Another such hash is its place in the split, so that each shard is a mixture of all folders. Where the records of files
-are documents, the split of a record is a hash of (seed, path, its number), and records stand in the order of their
-file, as compressed files are read forwards alone. Of one document, or where it is asked for, the end is held out.
+The split of a file is a hash of (seed, path under the input), so it stays the same when other files are added. Another
+such hash is its position in the split, so each shard is a mixture of all folders. If records are documents, the split
+of a record is a hash of (seed, path, number), and records stay in the order of their file, because compressed files are
+read in sequence. The end of the data is held out for a single document, or if requested. Where it begins only depends
+on the documents' sizes and the share of the bytes. A text is divided before a character, a sound before a frame;
+pictures are not divided.
 """
 
 import hashlib
@@ -12,12 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate, islice
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
-from longstride.data_pipelines.building.held_out import hold_out_end
 from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES, Piece, pack
 from longstride.data_pipelines.datasets import Dataset
 from longstride.data_pipelines.documents import (
@@ -25,8 +27,10 @@ from longstride.data_pipelines.documents import (
     DocumentPart,
     FileDocument,
     LeftOut,
+    OpenInput,
     RecordDocument,
     RecordDocuments,
+    WholeDocument,
     find_documents,
     find_record_files,
     mix,
@@ -37,48 +41,50 @@ from longstride.data_pipelines.palette import Palette, check_count
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, SplitRecord
 from longstride.data_pipelines.stores import StoredFile
 
-_COMPRESSED = (".bz2", ".gz", ".xz", ".zst")  # what may stand behind another suffix
+_COMPRESSED = (".bz2", ".gz", ".xz", ".zst")  # may follow another suffix
+_OTHERWISE = "add files, or set it to 0 to train without evaluations"
 MOST_SHARD_BYTES = 2**63 - 1
 MOST_SEED = 2**63 - 1
 
 
 class BuildSettings(ABC):
-    """What decides the bytes of a build, beside the content of the input."""
+    """The settings that decide the bytes of a build, together with the input."""
 
     modality: Modality
-    shard_bytes: int  # content bytes of a shard at most
-    palette: int | Palette | None  # colours of one to be made, or one that is there
+    shard_bytes: int  # most content bytes of a shard
+    palette: int | Palette | None  # number of colours of a new palette, or an existing one
 
     def check(self) -> None:
-        """Raises DataError for a value that is not allowed."""
+        """Raise DataError for a value that is not allowed."""
         if isinstance(self.palette, int):
             check_count(self.palette)
         if self.palette is not None and not self.modality.has_palettes:
             size = self.palette if isinstance(self.palette, int) else len(self.palette)
-            raise DataError(f"palette={size}: is of pictures, and this is {self.modality.name}; take modality image")
+            rule = f"only applies to pictures, and this is {self.modality.name}; leave it out, or take modality image"
+            raise DataError(f"palette={size}: {rule}")
         if self.shard_bytes < 1:
             raise DataError(f"shard_bytes={self.shard_bytes}: must be at least 1, such as 16777216")
-        if self.shard_bytes > MOST_SHARD_BYTES:  # the manifest records it, whose numbers have an end
+        if self.shard_bytes > MOST_SHARD_BYTES:  # the limit of numbers in the manifest
             raise DataError(f"shard_bytes={self.shard_bytes}: must be at most {MOST_SHARD_BYTES}, such as 16777216")
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """As the manifest records it."""
+        """Return the settings for the manifest."""
 
     @abstractmethod
     def source_of(self, split: str, document: Document) -> str:
-        """What a person calls the source of a document."""
+        """Return the source of a document, for people."""
 
     @property
     def _palette_json(self) -> dict[str, Any]:
-        """How many colours were asked for, or which palette; nothing without one, as it always was."""
+        """The number of colours, or the palette's hash; nothing without a palette, as in older manifests."""
         if self.palette is None:
             return {}
         return {"palette": self.palette if isinstance(self.palette, int) else palette_file(self.palette).sha256}
 
     @abstractmethod
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
-        """Finds and measures the documents. Raises DataError for inputs and documents that cannot be taken."""
+        """Find and measure the documents. Raises DataError for unusable inputs and documents."""
 
 
 @dataclass(frozen=True)
@@ -86,30 +92,30 @@ class FileSettings(BuildSettings):
     """Settings of a build from files."""
 
     modality: Modality
-    wanted: Properties  # that documents are converted to
+    requested: Properties  # to convert documents to
     suffixes: tuple[str, ...]
     exclude: tuple[str, ...]
     validation_fraction: float
     shard_bytes: int
     seed: int
     palette: int | Palette | None = None
-    field: str | None = None  # of records that are documents; None: files are
-    hold_out_end: bool = False  # whether validation is the end of the data; else whole documents, where there are two
+    field: str | None = None  # of records that are documents; None: files are documents
+    hold_out_end: bool = False  # whether validation is the end of the data, also if there are several documents
 
     def check(self) -> None:
         if self.field is not None:
             if self.modality.name != "text":
                 raise DataError(
-                    f"field={self.field}: names texts, and this is {self.modality.name}; take modality text"
+                    f"field={self.field}: only applies to text, and this is {self.modality.name}; take modality text"
                 )
-            if self.wanted.get("raw"):
+            if self.requested.get("raw"):
                 raise DataError(f"field={self.field}: reads what a file holds, and raw takes its bytes; leave one out")
             if not self.field:
                 raise DataError("field='': must be the name that the texts have, such as text")
-        known = (*self.modality.asks, *self.modality.may_ask)
-        for name in self.wanted:
-            if name not in known:
-                good = ", ".join(known) or "none"
+        names = (*self.modality.asks, *self.modality.may_ask)
+        for name in self.requested:
+            if name not in names:
+                good = ", ".join(names) or "none"
                 raise DataError(f"{name}: no property of {self.modality.name}; it asks for {good}")
         if not 0 <= self.validation_fraction < 1:
             raise DataError(
@@ -121,12 +127,12 @@ class FileSettings(BuildSettings):
         if not 0 <= self.seed <= MOST_SEED:
             raise DataError(f"seed={self.seed}: must be from 0 to 2**63 - 1, such as 0")
         super().check()
-        for name in self.exclude:  # a pattern would match no name, and silently exclude nothing
+        for name in self.exclude:  # a pattern would silently exclude nothing
             if not name or set(name) & set("/*?"):
                 good = PurePath(name).name.strip("*?.") or "vendor"
                 raise DataError(f"exclude={name}: must be a plain name, such as {good}")
         for suffix in self.suffixes:
-            packed = next((each for each in _COMPRESSED if suffix.endswith(each) and suffix != each), "")
+            packed = next((ending for ending in _COMPRESSED if suffix.endswith(ending) and suffix != ending), "")
             end = suffix.removesuffix(packed).rpartition(".")[2].strip("*/") or "txt"
             if not suffix.startswith("."):
                 raise DataError(f"suffixes={suffix}: must begin with a dot, such as .{end}{packed}")
@@ -136,7 +142,7 @@ class FileSettings(BuildSettings):
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "asked": dict(self.wanted),
+            "asked": dict(self.requested),
             "suffixes": list(self.suffixes),
             "exclude": list(self.exclude),
             "validation_fraction": self.validation_fraction,
@@ -152,10 +158,10 @@ class FileSettings(BuildSettings):
         if self.field is not None:
             return self._plan_of_records(inputs, self.field)
         documents, properties, left_out = find_documents(
-            inputs, self.suffixes, self.exclude, self.modality, self.wanted
+            inputs, self.suffixes, self.exclude, self.modality, self.requested
         )
         fraction = self.validation_fraction
-        if fraction and (self.hold_out_end or all(each.relative == documents[0].relative for each in documents)):
+        if fraction and (self.hold_out_end or len({document.relative for document in documents}) == 1):
             mix(documents, self.seed)
             return BuildPlan(self, properties, hold_out_end(documents, fraction, self.modality, properties), left_out)
         splits: dict[str, list[FileDocument]] = {"train": [], "validation": []}
@@ -163,43 +169,43 @@ class FileSettings(BuildSettings):
             place = document.hashed(self.seed, "split")
             splits["validation" if place < fraction * 2**64 else "train"].append(document)
         for empty, full, nearest in (("validation", "train", min), ("train", "validation", max)):
-            if fraction and not splits[empty]:  # too few files for the fraction: take the file nearest to the border
-                chosen = nearest(splits[full], key=lambda document: document.hashed(self.seed, "split")).relative
-                splits[empty] = [document for document in documents if document.relative == chosen]
-                splits[full] = [document for document in documents if document.relative != chosen]
+            if fraction and not splits[empty]:  # too few files for the fraction: move the file nearest to the border
+                moved = nearest(splits[full], key=lambda document: document.hashed(self.seed, "split")).relative
+                splits[empty] = [document for document in documents if document.relative == moved]
+                splits[full] = [document for document in documents if document.relative != moved]
         for members in splits.values():
             mix(members, self.seed)
         return BuildPlan(self, properties, {name: members for name, members in splits.items() if members}, left_out)
 
     def source_of(self, split: str, document: Document) -> str:
-        """Its path under the input, and of a record its line or row."""
+        """Return the path under the input, and the line or row of a record."""
         assert isinstance(document, FileDocument | RecordDocument | DocumentPart)
         return document.source
 
     def _plan_of_records(self, inputs: Sequence[Path], field: str) -> "BuildPlan":
-        found, left_out = find_record_files(inputs, self.suffixes, self.exclude, field)
+        files, left_out = find_record_files(inputs, self.suffixes, self.exclude, field)
         fraction = self.validation_fraction
-        place_of = {file: place for place, (file, _) in enumerate(found)}
-        order = [file for file, _ in found]
+        place_of = {file: place for place, (file, _) in enumerate(files)}
+        order = [file for file, _ in files]
         mix(order, self.seed)
-        found = [found[place_of[file]] for file in order]
-        if fraction and (self.hold_out_end or sum(len(records) for _, records in found) == 1):
-            members = RecordDocuments(field, found)
+        files = [files[place_of[file]] for file in order]
+        if fraction and (self.hold_out_end or sum(len(records) for _, records in files) == 1):
+            members = RecordDocuments(field, files)
             return BuildPlan(self, {}, hold_out_end(members, fraction, self.modality, {}), left_out)
-        words, chosen = [], []
-        for file, records in found:
+        words, masks = [], []
+        for file, records in files:
             key = np.array([file.hashed(self.seed, "split"), 0], dtype=np.uint64)
             last = int(records.numbers[-1]) if len(records) else 0
-            words.append(np.random.Philox(key=key).random_raw(last)[records.numbers - 1])  # a word a number
-            chosen.append(words[-1] < np.uint64(int(fraction * 2**64)))
-        count, held_out = sum(map(len, words)), sum(int(each.sum()) for each in chosen)
-        if fraction and held_out in (0, count):  # too few for the fraction: take the one nearest to the border
-            full = [(each.max() if held_out else each.min(), number) for number, each in enumerate(words) if len(each)]
-            border, number = max(full) if held_out else min(full)
-            chosen[number][words[number] == border] = not held_out
+            words.append(np.random.Philox(key=key).random_raw(last)[records.numbers - 1])  # one per record
+            masks.append(words[-1] < np.uint64(int(fraction * 2**64)))
+        count, held_out = sum(map(len, words)), sum(int(mask.sum()) for mask in masks)
+        if fraction and held_out in (0, count):  # too few for the fraction: move the one nearest to the border
+            ends = [(row.max() if held_out else row.min(), number) for number, row in enumerate(words) if len(row)]
+            border, number = max(ends) if held_out else min(ends)
+            masks[number][words[number] == border] = not held_out
         splits = {}
-        for name, is_in in (("train", [~each for each in chosen]), ("validation", chosen)):
-            parts = [(file, records.of(each)) for (file, records), each in zip(found, is_in, strict=True)]
+        for name, split_masks in (("train", [~mask for mask in masks]), ("validation", masks)):
+            parts = [(file, records.of(mask)) for (file, records), mask in zip(files, split_masks, strict=True)]
             splits[name] = RecordDocuments(field, parts)
         return BuildPlan(self, {}, {name: members for name, members in splits.items() if len(members)}, left_out)
 
@@ -209,7 +215,7 @@ class DatasetSettings(BuildSettings):
     """Settings of a build from a published dataset."""
 
     dataset: Dataset
-    unpublished: bool  # whether content that differs from the published one is taken
+    unpublished: bool  # whether content may differ from the published one
     shard_bytes: int
     palette: int | Palette | None = None
 
@@ -218,7 +224,7 @@ class DatasetSettings(BuildSettings):
         return modality_named(self.dataset.modality)
 
     def to_json(self) -> dict[str, Any]:
-        """As the manifest records it. It does not say in which of its forms the dataset was read."""
+        """Return the settings for the manifest, without the form in which the dataset was read."""
         return {
             "dataset": self.dataset.name,
             "unpublished": self.unpublished,
@@ -228,18 +234,18 @@ class DatasetSettings(BuildSettings):
         }
 
     def source_of(self, split: str, document: Document) -> str:
-        """The dataset and the split, as an archive and what it holds under any name give the same data folder."""
+        """Return dataset and split: the same for any form and name of the archive."""
         return f"{self.dataset.name}/{split}"
 
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
-        (given,) = inputs  # a dataset has one
-        content = self.dataset.find(given, self.unpublished)
+        (path,) = inputs
+        content = self.dataset.find(path, self.unpublished)
         return BuildPlan(self, dict(content.properties), content.splits, content.left_out)
 
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """All that a build will write, but for the contents."""
+    """Everything that a build will write, except for the contents."""
 
     settings: BuildSettings
     properties: Properties  # of every document
@@ -252,21 +258,21 @@ class BuildPlan:
         return sum(document.size for members in self.splits.values() for document in members)
 
     def spread(self, split: str, count: int) -> list[Document]:
-        """Documents of a split, evenly spread over it: all, or so many."""
+        """Select at most ``count`` documents of a split, evenly spread over it."""
         members = self.splits[split]
         count = min(count, len(members))
         return [members[place * len(members) // count] for place in range(count)]
 
     def shards(self) -> Iterator[tuple[str, list[Piece]]]:
-        """The name of each shard, in canonical order, and its pieces. Computed anew each time, a shard at a time."""
+        """Yield the name and the pieces of each shard, in canonical order. They are not stored."""
         for split, members in self.splits.items():
             for number, pieces in enumerate(pack(members, self.settings.shard_bytes, self.settings.modality)):
                 yield f"{split}-{number:05d}.tar", pieces
 
     def piece_lines(self) -> Iterator[bytes]:
-        """The lines of ``pieces.jsonl``: of each text that is several samples, which sample is which piece of it.
+        """Yield the lines of ``pieces.jsonl``: the samples that are pieces of longer texts.
 
-        Other modalities have no such file: their data folders stay what they were before there was one.
+        Other modalities have no such file, so that their data folders stay the same as before it was introduced.
         """
         if not self.settings.modality.cut_reach:
             return
@@ -282,18 +288,18 @@ class BuildPlan:
                     yield json.dumps(line).encode() + b"\n"
 
     def source_lines(self) -> Iterator[bytes]:
-        """The lines of ``sources.jsonl``: which sample is of which file. None of records and of published datasets."""
+        """Yield the lines of ``sources.jsonl``: the file of each sample; none for records and published datasets."""
         for name, pieces in self.shards() if isinstance(self.settings, FileSettings) else ():
             for number, piece in enumerate(pieces):
                 document = piece.document
-                whole = document.document if isinstance(document, DocumentPart) else document
-                if isinstance(whole, FileDocument):
-                    line = {"key": ShardRecord.key_in(name, number), "source": whole.source}
+                file = document.document if isinstance(document, DocumentPart) else document
+                if isinstance(file, FileDocument):
+                    line = {"key": ShardRecord.key_in(name, number), "source": file.source}
                     yield json.dumps(line).encode() + b"\n"
 
     @cached_property
     def pieces_file(self) -> StoredFile | None:
-        """What ``piece_lines`` make; None where there are none."""
+        """The file of ``piece_lines``; None if there are none."""
         size, digest = 0, hashlib.sha256()
         for line in self.piece_lines():
             size += len(line)
@@ -302,26 +308,26 @@ class BuildPlan:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Two SHA-256 (hexadecimal) that decide the shards: of the settings, and of the documents as they are now.
+        """SHA-256 (hexadecimal) of the settings and of the documents, which together decide the shards.
 
-        Where the input lies does not count.
+        The place of the input does not count.
         """
         settings = [
             DataManifest.FORMAT_VERSION,
             self.settings.modality.name,
             self.settings.to_json(),
             dict(self.properties),
-            *(["cut at characters"] if self.settings.modality.cut_reach else []),  # before, anywhere
+            *(["cut at characters"] if self.settings.modality.cut_reach else []),  # older builds cut anywhere
         ]
         documents = hashlib.sha256()
         for split, members in self.splits.items():
             for document in members:
                 documents.update(json.dumps((split, *document.identity)).encode())
-        whole = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-        return {"settings": whole.hexdigest(), "files": documents.hexdigest()}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        return {"settings": digest.hexdigest(), "files": documents.hexdigest()}
 
     def manifest(self, records: Mapping[str, ShardRecord], palette: Palette | None = None) -> DataManifest:
-        """The manifest of the whole, from the records of all shards by name."""
+        """Create the manifest from the records of all shards by name."""
         shards: dict[str, list[ShardRecord]] = {split: [] for split in self.splits}
         for name, record in records.items():
             shards[name.partition("-")[0]].append(record)
@@ -336,9 +342,9 @@ class BuildPlan:
 
     @property
     def made(self) -> dict[str, Any]:
-        """How the set was made, for the manifest: nothing of the machine or the moment."""
+        """How the set was built, for the manifest, without anything about the machine or the time."""
         left_out = {"empty_files": self.left_out.empty, "symlinks": self.left_out.links.total()}
-        if self.left_out.no_files:  # else as it always was
+        if self.left_out.no_files:  # absent in older manifests
             left_out["pipes_sockets_and_devices"] = self.left_out.no_files
         pieces = {} if self.pieces_file is None else {"pieces": asdict(self.pieces_file)}
         first = next(iter(self.splits.get("validation", ())), None)
@@ -354,6 +360,78 @@ class BuildPlan:
 
 
 def palette_file(palette: Palette) -> StoredFile:
-    """A palette as the manifest has it."""
+    """Return the record of a palette's file for the manifest."""
     content = palette.to_ppm()
     return StoredFile(Palette.FILE_NAME, len(content), hashlib.sha256(content).hexdigest())
+
+
+@dataclass(frozen=True)
+class Stretch(Sequence[WholeDocument | DocumentPart]):
+    """Consecutive documents of a sequence, some of them in part, created one at a time as there may be many."""
+
+    documents: Sequence[WholeDocument]
+    start: int
+    stop: int
+    parts: Mapping[int, DocumentPart]  # by the positions of their documents
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __iter__(self) -> Iterator[WholeDocument | DocumentPart]:
+        for place, document in islice(enumerate(self.documents), self.start, self.stop):
+            yield self.parts.get(place, document)
+
+    @overload
+    def __getitem__(self, place: int) -> WholeDocument | DocumentPart: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[WholeDocument | DocumentPart]: ...
+
+    def __getitem__(self, place: int | slice) -> WholeDocument | DocumentPart | list[WholeDocument | DocumentPart]:
+        index = range(self.start, self.stop)[place]
+        return list(self)[place] if isinstance(index, range) else self.parts.get(index) or self.documents[index]
+
+
+def hold_out_end(
+    documents: Sequence[WholeDocument], fraction: float, modality: Modality, properties: Properties
+) -> dict[str, Stretch]:
+    """Divide documents in order: the validation split has the last ``fraction`` of the bytes.
+
+    Documents that are not divided have one size; the split then has this share of them, but at least one.
+
+    Raises DataError if a split would be empty, and for a document that cannot be read.
+    """
+    count = len(documents)
+    if not modality.divisible:
+        if count == 1:
+            rule = f"the only file, {documents[0].source}, cannot be in both splits, and {modality.words} are not cut"
+            raise DataError(f"validation_fraction={fraction}: {rule}; {_OTHERWISE}")
+        number = count - min(max(1, round(count * fraction)), count - 1)
+        return {"train": Stretch(documents, 0, number, {}), "validation": Stretch(documents, number, count, {})}
+    total = sum(document.size for document in documents)
+    first = total - round(total * fraction)  # first validation byte of the concatenated documents
+    if first == total:
+        raise _holds_out(fraction, "none", total)
+    ends = accumulate(document.size for document in documents)
+    number, document, end = next(
+        (number, *pair) for number, pair in enumerate(zip(documents, ends, strict=True)) if pair[1] > first
+    )
+    place = first - (end - document.size)
+    if place and modality.cut_reach:
+        with OpenInput() as open_input:
+            start = place - min(place, modality.cut_reach)
+            content = document.read(open_input, modality, properties, start, place + 1 - start)
+        place = start + modality.cut(content, place - start)
+    if number == place == 0:
+        raise _holds_out(fraction, "all", total)
+    sides = DocumentPart(document, 0, place), DocumentPart(document, place, document.size - place)
+    train, validation = ({number: side} if place else {} for side in sides)
+    return {
+        "train": Stretch(documents, 0, number + bool(place), train),
+        "validation": Stretch(documents, number, count, validation),
+    }
+
+
+def _holds_out(fraction: float, what: str, total: int) -> DataError:
+    rule = f"holds out {what} of {total:,} byte{'' if total == 1 else 's'}"
+    return DataError(f"validation_fraction={fraction}: {rule}; {_OTHERWISE}")

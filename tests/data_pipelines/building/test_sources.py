@@ -196,7 +196,7 @@ def flipped(table: pyarrow.Table) -> bytes:
         ("x.zip", "zip", {"field": "a"}, r": is a zip archive; --field reads JSON Lines and Parquet"),
         ("x.jsonl", b"{}", {"field": ""}, r"^field='': must be the name"),
         ("x.jsonl", b"{}", {"field": "a", "properties": {"raw": 1}}, r"^field=a: reads what a file holds, and raw"),
-        ("x.jsonl", b"{}", {"field": "a", "modality": "image"}, r"^field=a: names texts, and this is image"),
+        ("x.jsonl", b"{}", {"field": "a", "modality": "image"}, r"^field=a: only applies to text, and this is image"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_taken_is_refused_in_one_line(tmp_path, name, content, arguments, rule):
