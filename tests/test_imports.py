@@ -57,10 +57,9 @@ ONLY_IN = {
     "wandb": ["launcher/training/monitors.py"],
     "PIL": [
         "data_pipelines/modalities/picture.py",
-        "data_pipelines/modalities/damage.py",
         "launcher/reporting/answers.py",
     ],
-    "simplejpeg": ["data_pipelines/modalities/damage.py"],
+    "simplejpeg": ["data_pipelines/modalities/picture.py"],
     "soundfile": ["data_pipelines/modalities/decoder.py"],
     "soxr": ["data_pipelines/modalities/audio.py"],
     "zstandard": ["data_pipelines/formats.py"],

@@ -293,7 +293,7 @@ def frames_at(path: Path, form: Form, rate: int) -> int:
 
 
 def resampled(blocks: Iterator[np.ndarray], rate: int, new_rate: int) -> Iterator[np.ndarray]:
-    """Resample blocks of (n,) float64 to another rate. The result does not depend on the division into blocks.
+    """Convert blocks of (n,) float64 to another rate. The result does not depend on the division into blocks.
 
     It has as many frames as ``frames_at`` computes.
     """

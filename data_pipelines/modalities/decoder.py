@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities.chunks import find_chunks
+from longstride.data_pipelines.modalities.wav import find_chunks
 
 _FULL_SCALE = 2**31
 _BLOCK_SAMPLES = 2**20  # decoded at once, over all channels, of which there may be 1,024
@@ -115,38 +115,38 @@ def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> N
         raise DataError(
             f"{path}: does not say how long it is; write it anew, such as with `ffmpeg -i IN OUT.flac`, or exclude it"
         )
+    has_several = False
     if kind == "MP3":
-        _check_mp3(path, file, frames)
+        start = _after_tags(file, 0)
+        head = _bytes_at(file, start, _SEARCH_BYTES)
+        first = _MPEG_FRAME.search(head)
+        info = _info_in(head, first.start(), start) if first else None
+        # A decoder that reads the header returns its frames; otherwise, as for other layers, it guesses.
+        if info is None or not info.frames - _TRIMMED <= frames <= info.frames:
+            raise DataError(
+                f"{path}: does not say how long it is (an MP3 file without an Info header); write it anew, such as "
+                "with `ffmpeg -i IN -c copy OUT.mp3`, or exclude it"
+            )
+        if info.end:
+            end = _after_tags(file, info.end)
+            tail = _bytes_at(file, end, _SEARCH_BYTES)
+            has_several = any(_info_in(tail, frame.start(), end) for frame in _MPEG_FRAME.finditer(tail))
     elif kind == "OGG":
         tail = _bytes_at(file, max(0, file.seek(0, 2) - _SEARCH_BYTES), _SEARCH_BYTES)
         last_page = tail.rfind(b"OggS\0", 0, len(tail) - _OGG_HEAD + 5)
-        if last_page >= 0 and _ogg_serial(tail[last_page:]) not in set(_first_ogg_serials(file)):
-            raise _several(path)
-
-
-def _check_mp3(path: Path, file: BinaryIO, frames: int) -> None:
-    start = _after_tags(file, 0)
-    head = _bytes_at(file, start, _SEARCH_BYTES)
-    first = _MPEG_FRAME.search(head)
-    info = _info_in(head, first.start(), start) if first else None
-    # A decoder that reads the header returns its frames; otherwise, as for other layers, it guesses.
-    if info is None or not info.frames - _TRIMMED <= frames <= info.frames:
+        serials, place = set(), 0  # of the multiplexed streams at the beginning of the file
+        for _ in range(_MOST_PARTS):
+            head = _bytes_at(file, place, _OGG_HEAD + 255)
+            if len(head) < _OGG_HEAD or head[:4] != b"OggS" or not head[5] & 0x02:  # the page begins no stream
+                break
+            serials.add(head[14:18])
+            place += _OGG_HEAD + head[26] + sum(head[_OGG_HEAD : _OGG_HEAD + head[26]])
+        has_several = last_page >= 0 and tail[last_page:][14:18] not in serials
+    if has_several:
         raise DataError(
-            f"{path}: does not say how long it is (an MP3 file without an Info header); write it anew, such as with "
-            "`ffmpeg -i IN -c copy OUT.mp3`, or exclude it"
+            f"{path}: several sounds laid end to end, of which only the first would be read; split it, write it anew, "
+            "such as with `ffmpeg -i IN OUT.flac`, or exclude it"
         )
-    if info.end:
-        end = _after_tags(file, info.end)
-        tail = _bytes_at(file, end, _SEARCH_BYTES)
-        if any(_info_in(tail, frame.start(), end) for frame in _MPEG_FRAME.finditer(tail)):
-            raise _several(path)
-
-
-def _several(path: Path) -> DataError:
-    return DataError(
-        f"{path}: several sounds laid end to end, of which only the first would be read; split it, write it anew, such "
-        "as with `ffmpeg -i IN OUT.flac`, or exclude it"
-    )
 
 
 def _bytes_at(file: BinaryIO, place: int, size: int) -> bytes:
@@ -180,19 +180,3 @@ def _info_in(buffer: bytes, place: int, start: int) -> _Info | None:
                 return None
             return _Info(count * (1152 if version_1 else 576), start + place + size if flags & 2 else 0)
     return None
-
-
-def _first_ogg_serials(file: BinaryIO) -> Iterator[int]:
-    """Yield the serial numbers of the multiplexed streams at the beginning of the file."""
-    place = 0
-    for _ in range(_MOST_PARTS):
-        head = _bytes_at(file, place, _OGG_HEAD + 255)
-        if len(head) < _OGG_HEAD or head[:4] != b"OggS" or not head[5] & 0x02:  # the page begins no stream
-            return
-        yield _ogg_serial(head)
-        segments = head[26]
-        place += _OGG_HEAD + segments + sum(head[_OGG_HEAD : _OGG_HEAD + segments])
-
-
-def _ogg_serial(page: bytes) -> int:
-    return int.from_bytes(page[14:18], "little")

@@ -65,7 +65,7 @@ class Image(Modality):
             height, width = (requested.get(name, 0) for name in self.asks)
             if min(height, width) < 1 or height * width > MAX_PIXELS:
                 raise DataError(
-                    f"height={height}, width={width}: must both be asked for, each at least 1 and together at most "
+                    f"height={height}, width={width}: must both be set, each to at least 1, and together to at most "
                     f"{MAX_PIXELS:,} pixels; such as 64 and 64"
                 )
         else:

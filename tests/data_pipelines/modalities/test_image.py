@@ -268,7 +268,7 @@ def test_image_of_a_format_that_starts_programs_is_refused(tmp_path):
 )
 def test_image_size_that_cannot_be_is_refused(tmp_path, asked):
     write(tmp_path / "source" / "a.png", pixels_of(4, 4))
-    with pytest.raises(DataError, match=r"height=.*, width=.*: must both be asked for"):
+    with pytest.raises(DataError, match=r"height=.*, width=.*: must both be set"):
         build([tmp_path / "source"], tmp_path / "data", modality="image", properties=asked, validation_fraction=0)
 
 
