@@ -26,15 +26,21 @@ def durable_file(target: Path, aside: Path) -> Iterator[BinaryIO]:
     temporary = aside / f"{target.name}.{secrets.token_hex(4)}"
     try:
         with as_data_error(target, None):
-            with temporary.open("xb") as file:
+            with _flushed_file(temporary) as file:
                 yield file
-                file.flush()
-                os.fsync(file.fileno())
             temporary.rename(target)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+@contextmanager
+def _flushed_file(path: Path) -> Iterator[BinaryIO]:
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -129,10 +135,8 @@ def write_new(path: Path, content: bytes) -> None:
     """
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
-        with naming(path, partial), partial.open("xb") as file:
+        with naming(path, partial), _flushed_file(partial) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
         try:
             os.link(partial, path)  # unlike a rename, it fails where a file is
         except OSError:  # the name is taken, or the file system has no hard links
@@ -150,11 +154,9 @@ def write_over(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     try:
-        with naming(path, partial), partial.open("xb") as file:  # never into the target of a link
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
         with naming(path, partial):
+            with _flushed_file(partial) as file:  # never into the target of a link
+                file.write(content)
             partial.replace(path)
     finally:
         with suppress(OSError):

@@ -95,12 +95,13 @@ class StreamContent:
 
     def __init__(self, begin: Callable[[], Iterator[bytes]]) -> None:
         self._begin = begin
-        self._start()
+        self.position, self._block = 0, memoryview(b"")  # offset of the next byte, and the block from there on
+        self._blocks = begin()
 
     def read(self, offset: int, size: int) -> bytes:
         """Return content bytes ``[offset, offset + size)``, fewer at the end. Raises the errors of ``begin``."""
         if offset < self.position:
-            self._start()
+            self.position, self._block, self._blocks = 0, memoryview(b""), self._begin()
         end, pieces = offset + size, []
         while self.position < end:
             if not self._block:
@@ -112,10 +113,6 @@ class StreamContent:
             self.position += taken
             self._block = self._block[taken:]
         return b"".join(pieces)
-
-    def _start(self) -> None:
-        self.position, self._block = 0, memoryview(b"")  # offset of the next byte, and the block from there on
-        self._blocks = self._begin()
 
 
 def unpacked_content(path: Path | str, file: BinaryIO, kind: FileFormat) -> StreamContent:
@@ -129,15 +126,13 @@ def unpacked_content(path: Path | str, file: BinaryIO, kind: FileFormat) -> Stre
 
 
 def _gzip(file: BinaryIO) -> Iterator[bytes]:
-    stream = gzip.GzipFile(fileobj=file)
-    while block := stream.read(_BLOCK_BYTES):
-        yield block
+    return iter(partial(gzip.GzipFile(fileobj=file).read, _BLOCK_BYTES), b"")
 
 
 def _bzip2(file: BinaryIO) -> Iterator[bytes]:
     import bz2
 
-    yield from _decompress(file, bz2.BZ2Decompressor)
+    return _decompress(file, bz2.BZ2Decompressor)
 
 
 def _xz(file: BinaryIO) -> Iterator[bytes]:

@@ -64,8 +64,16 @@ class Palette:
         places = (red % _EDGE * _EDGE + green % _EDGE) * _EDGE + blue % _EDGE
         table, filled = self._table
         for cell in np.unique(cells[~filled[cells]]).tolist():
-            table[cell] = self._nearest_in(cell)
-            filled[cell] = True
+            first = np.array(np.unravel_index(cell, (_CELLS,) * CHANNELS), dtype=np.int32) * _EDGE
+            below, above = first - self.colours, self.colours - (first + _EDGE - 1)  # (K, 3) int32
+            nearest = (np.maximum(np.maximum(below, above), 0) ** 2).sum(1)  # from the cell's nearest corner
+            farthest = (np.maximum(np.abs(below), np.abs(above)) ** 2).sum(1)
+            # A colour cannot be nearest if another one is closer even to the farthest corner of the cell.
+            candidates = np.flatnonzero(nearest <= farthest.min())
+            along = (first[:, None] + np.arange(_EDGE) - self.colours[candidates][:, :, None].astype(np.int32)) ** 2
+            r, g, b = along.transpose(1, 2, 0)  # (8, candidates) each
+            distances = r[:, None, None] + g[:, None] + b  # (8, 8, 8, candidates)
+            table[cell], filled[cell] = candidates[distances.reshape(_EDGE**3, -1).argmin(1)], True
         return table[cells, places].astype(self.dtype)
 
     def content(self, tokens: np.ndarray) -> np.ndarray:
@@ -102,19 +110,6 @@ class Palette:
         The system only allocates memory for filled cells: pictures have few of the 16 million colours.
         """
         return np.empty((_CELLS**3, _EDGE**3), dtype=np.uint16), np.zeros(_CELLS**3, dtype=bool)
-
-    def _nearest_in(self, cell: int) -> np.ndarray:
-        """Return the index of the nearest palette colour for every colour of a cell, (512,) integers, red slowest."""
-        first = np.array(np.unravel_index(cell, (_CELLS,) * CHANNELS), dtype=np.int32) * _EDGE
-        below, above = first - self.colours, self.colours - (first + _EDGE - 1)  # (K, 3) int32
-        nearest = (np.maximum(np.maximum(below, above), 0) ** 2).sum(1)  # from the cell's nearest corner
-        farthest = (np.maximum(np.abs(below), np.abs(above)) ** 2).sum(1)
-        # A colour cannot be nearest if another one is closer even to the farthest corner of the cell.
-        candidates = np.flatnonzero(nearest <= farthest.min())
-        along = (first[:, None] + np.arange(_EDGE) - self.colours[candidates][:, :, None].astype(np.int32)) ** 2
-        red, green, blue = along.transpose(1, 2, 0)  # (8, candidates) each
-        distances = red[:, None, None] + green[:, None] + blue  # (8, 8, 8, candidates)
-        return candidates[distances.reshape(_EDGE**3, -1).argmin(1)]
 
 
 def check_count(count: int) -> None:

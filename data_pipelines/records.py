@@ -151,7 +151,10 @@ def _line_content(where: str, line: bytes, field: str) -> bytes | None:
         if value is None:
             break
         if not isinstance(value, dict) or name not in value:
-            raise DataError(f"{where}: has no field {field!r}; it has {', '.join(_json_fields(record)) or 'none'}")
+            names = []  # in the form of --field
+            for key, item in list(record.items())[:20]:
+                names += [f"{key}.{inner}" for inner in list(item)[:20]] if isinstance(item, dict) else [key]
+            raise DataError(f"{where}: has no field {field!r}; it has {', '.join(names) or 'none'}")
         value = value[name]
     if value is None:
         return None
@@ -165,14 +168,6 @@ def _line_content(where: str, line: bytes, field: str) -> bytes | None:
         lone = next(letter for letter in value if "\ud800" <= letter <= "\udfff")
         rule = f"holds half a character (\\u{ord(lone):04x} alone)"
         raise DataError(f"{where}: field {field!r} {rule}, which has no UTF-8 encoding; correct the line") from None
-
-
-def _json_fields(record: dict[str, Any]) -> list[str]:
-    """List the names of a record and of its nested objects, in the form of --field."""
-    names = []
-    for name, value in list(record.items())[:20]:
-        names += [f"{name}.{inner}" for inner in list(value)[:20]] if isinstance(value, dict) else [name]
-    return names
 
 
 class _LineReader:

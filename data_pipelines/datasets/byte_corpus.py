@@ -72,7 +72,7 @@ ENWIK8 = ByteCorpus(  # the beginning of an English Wikipedia dump of 2006, as X
         size=36_445_475,
         sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
     ),
-    content=PublishedFile(100_000_000, "md5", "a1fa5ffddb56f4953e226637dabbb36a"),  # published beside it
+    content=PublishedFile(100_000_000, "md5", "a1fa5ffddb56f4953e226637dabbb36a"),  # published with it
 )
 TEXT8 = ByteCorpus(  # the same Wikipedia in small letters and spaces
     name="text8",

@@ -228,6 +228,12 @@ def _interpret(content: bytes) -> Any:
     marks: list[int] = []
     memo: dict[int, Any] = {}
     encodable = len(content)  # each character is at least a byte of the pickle, encoded once
+    operands: list[Any]
+    argument: Any
+    name: Any
+    value: Any
+    items: Any
+    text: Any
     for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
         if number > _MOST_STEPS:
             raise RefusedPickleError(f"has more than {_MOST_STEPS:,} steps, which no batch has")

@@ -178,29 +178,24 @@ def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
     """Return the pictures of a batch. Raises DataError for a file that is not a batch."""
     data = member.inside("data.npy")
     head = data.read(open_input, 0, min(_HEADER_BYTES, data.size))
-    shape, offset = _array_in(data, head)
-    if len(shape) != 2 or shape[1] != _PICTURE_BYTES or offset + shape[0] * _PICTURE_BYTES != data.size:
-        words = "x".join(map(str, shape))
-        raise DataError(
-            f"{data.shown}: an array of {words} bytes; must be pictures x {_PICTURE_BYTES:,}; fetch it again"
-        )
-    return Stretch(PlaneRows(data, _EDGE, offset), 0, shape[0], _PICTURE_BYTES)
-
-
-def _array_in(member: Member, head: bytes) -> tuple[tuple[int, ...], int]:
-    """Return the shape of the array of bytes in a .npy file, and the offset of its first byte."""
     file = io.BytesIO(head)
-    # numpy parses the header as a Python literal: any error is possible
-    with as_data_error(member.shown, damage=(Exception,), damaged="cannot be read as an array"):
+    # NumPy parses the header as a Python literal, which may raise anything.
+    with as_data_error(data.shown, damage=(Exception,), damaged="cannot be read as an array"):
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, columns_first, kind = read(file)
     if columns_first or kind != np.uint8:
         order = "column" if columns_first else "row"
         raise DataError(
-            f"{member.shown}: an array of {kind} {order} by {order}; must be bytes row by row; fetch it again"
+            f"{data.shown}: an array of {kind} {order} by {order}; must be bytes row by row; fetch it again"
         )
-    return shape, file.tell()
+    offset = file.tell()
+    if len(shape) != 2 or shape[1] != _PICTURE_BYTES or offset + shape[0] * _PICTURE_BYTES != data.size:
+        words = "x".join(map(str, shape))
+        raise DataError(
+            f"{data.shown}: an array of {words} bytes; must be pictures x {_PICTURE_BYTES:,}; fetch it again"
+        )
+    return Stretch(PlaneRows(data, _EDGE, offset), 0, shape[0], _PICTURE_BYTES)
 
 
 IMAGENET64 = ImageNet64()

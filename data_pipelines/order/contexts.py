@@ -116,6 +116,7 @@ class Contexts(ABC):
         self.split, self.context, self._units = split, context, units  # context: N
         self.span = range(context) if span is None else span.within(context)  # the P positions that are read
         self.total_units, self.context_units = int(units.sum()), context_units
+        # Of a seed and an epoch: the shards' order, (n,), and the units before each of them and in all, (n + 1,) int64.
         self._orders: dict[tuple[int | None, int], tuple[np.ndarray, np.ndarray]] = {}
 
     @abstractmethod
@@ -155,23 +156,19 @@ class Contexts(ABC):
         """Yield the runs that make up units ``[start, end)``, each with the number of the next shard."""
         while start < end:
             epoch, offset = divmod(start, self.total_units)
-            order, edges = self._order(seed, epoch)
+            if (seed, epoch) not in self._orders:
+                while len(self._orders) >= _CACHED_ORDERS:
+                    del self._orders[next(iter(self._orders))]
+                count = len(self._units)
+                order = np.arange(count) if seed is None else shard_order(count, seed, epoch)
+                self._orders[seed, epoch] = order, np.concatenate([[0], np.cumsum(self._units[order])])
+            order, edges = self._orders[seed, epoch]
             place = int(np.searchsorted(edges, offset, side="right")) - 1
             within = offset - int(edges[place])
             size = min(end - start, int(edges[place + 1]) - offset)
             following = int(order[place + 1]) if place + 1 < len(order) else None
             yield Visit(int(order[place]), within, within + size), following
             start += size
-
-    def _order(self, seed: int | None, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards' order in an epoch, (n,), and the units before each of them and in all, (n + 1,) int64."""
-        if (seed, epoch) not in self._orders:
-            while len(self._orders) >= _CACHED_ORDERS:
-                del self._orders[next(iter(self._orders))]
-            count = len(self._units)
-            order = np.arange(count) if seed is None else shard_order(count, seed, epoch)
-            self._orders[seed, epoch] = order, np.concatenate([[0], np.cumsum(self._units[order])])
-        return self._orders[seed, epoch]
 
 
 class PackedContexts(Contexts):

@@ -106,7 +106,8 @@ class Batch:
 
 
 def _batch_of_arrays(*values: Any) -> Batch:
-    return Batch(*[torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values])
+    arguments: list[Any] = [torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values]
+    return Batch(*arguments)
 
 
 def _join(parts: Sequence[Batch]) -> Batch:

@@ -117,7 +117,15 @@ class _Worker(Generic[Share]):
         item = self._wait_for_item()
         if item is None:
             self.process.join(_END_SECONDS)
-            raise LostWorkerError(f"{self._name} {_describe_end(self.process.exitcode)}")
+            code = self.process.exitcode
+            end = f"ended with exit code {code}"
+            if code is None:
+                end = "has closed its connection"
+            elif code < 0:
+                name = next((name for name in signal.Signals if name == -code), None)  # some have no name
+                end = f"was ended by {name.name if name else f'signal {-code}'}"
+                end += "; the system does so where memory runs out" if code == -signal.SIGKILL else ""
+            raise LostWorkerError(f"{self._name} {end}")
         if isinstance(item, _Failure):
             if isinstance(item.error, DataError):
                 raise item.error
@@ -161,17 +169,6 @@ class _Worker(Generic[Share]):
             self._received.put(item)
             if item is None or isinstance(item, _Failure):
                 return
-
-
-def _describe_end(code: int | None) -> str:
-    """Describe the end of a process by its exit code."""
-    if code is None:
-        return "has closed its connection"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    cause = "; the system does so where memory runs out" if code == -signal.SIGKILL else ""
-    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")  # some have no name
-    return f"was ended by {name}{cause}"
 
 
 def _work(

@@ -5,7 +5,6 @@ the requested extension, in any order and with any members in between. A compres
 so it is copied once without compression.
 """
 
-import io
 import os
 import posixpath
 import re
@@ -15,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from filecmp import cmp
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from longstride.data_pipelines.durable import durable_file, flush_folder, make_folders, whole_folder, working_folder
 from longstride.data_pipelines.errors import DataError, as_data_error
@@ -36,7 +36,6 @@ _NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)")
 _META = re.compile(r"__[^/]*__(\n?\Z|/)")  # names that WebDataset reserves
 _OTHER_MEMBERS = "members_of_other_extensions"
 _ASIDE = ".index.partial"  # files that are being written for an existing folder
-_SOURCE_BYTES = 2**20  # read at once
 _UNPACK = "copy the set with its tars uncompressed by --unpack into another folder, with room for them"
 
 
@@ -257,14 +256,16 @@ class _Reader:
     def _blocks(self, tar: str, location: FoundTar, copy: BinaryIO | None) -> Generator[bytes, None, None]:
         """Yield the decompressed tar, and write it to ``copy``, if any. Raises DataError if it cannot be read."""
         with closing(self.store.blocks(location.source, location.size)) as blocks:
-            source = io.BufferedReader(_BlocksFile(blocks), _SOURCE_BYTES)
-            kind = file_format(source.peek(HEAD_BYTES))
+            head = b""
+            while len(head) < HEAD_BYTES and (block := next(blocks, b"")):
+                head += block
+            source = chain((head,), blocks)
+            kind = file_format(head)
+            plain: Iterator[bytes] = source
             if kind is not None and kind.unpack is not None:
                 if copy is None:
                     raise DataError(f"{tar}: is {kind.name}, and cannot be read from the middle; {_UNPACK}")
-                plain: Iterator[bytes] = unpacked(tar, cast("BinaryIO", source), kind)
-            else:
-                plain = iter(lambda: source.read(_SOURCE_BYTES), b"")
+                plain = unpacked(tar, cast("BinaryIO", _BlocksFile(source)), kind)
             for block in plain:
                 if copy is not None:
                     copy.write(block)
@@ -342,28 +343,17 @@ def _why_left_out(member: tarfile.TarInfo, kind: str | None, extension: str) -> 
     return "members_without_extension" if kind is None else _OTHER_MEMBERS
 
 
-class _BlocksFile(io.RawIOBase):
-    """A file over blocks, which can be read but not seeked."""
+class _BlocksFile:
+    """A file over blocks, which can only be read."""
 
-    def __init__(self, blocks: Generator[bytes, None, None]) -> None:
+    def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._block = blocks, memoryview(b"")
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        """Fill ``target``; return fewer bytes at the end."""
-        filled = 0
-        while filled < len(target):
-            if not self._block:
-                self._block = memoryview(next(self._blocks, b""))
-                if not self._block:
-                    break
-            part = self._block[: len(target) - filled]
-            target[filled : filled + len(part)] = part
-            self._block = self._block[len(part) :]
-            filled += len(part)
-        return filled
+    def read(self, size: int) -> bytes:
+        """Read the next bytes, maybe fewer, and none at the end."""
+        block = self._block or memoryview(next(self._blocks, b""))
+        self._block = block[size:]
+        return bytes(block[:size])
 
 
 def _check_output(output: Path, names: Sequence[str], copied: Collection[str], was_killed: bool) -> None:

@@ -253,7 +253,12 @@ class DataManifest:
             if type(modality) is not str:
                 raise ValueError(f"modality={modality!r:.99}: must be a text")
             _check_counts("properties", properties)
-            splits = {name: _parse_split(name, split) for name, split in fields["splits"].items()}
+            splits = {}
+            for name, split in fields["splits"].items():
+                if not isinstance(split, dict) or not isinstance(split.get("shards"), list) or not split["shards"]:
+                    raise ValueError(f"{name}: must have documents and shards")
+                splits[name] = SplitRecord(split.get("documents", -1), tuple(map(ShardRecord.parse, split["shards"])))
+                _check_counts(name, {"documents": splits[name].documents})
             manifest = cls(modality, properties, splits, made, tars, palette)
             if made.get("pieces") is not None:
                 _parse_file(made["pieces"], cls.PIECES_NAME, _LARGEST)
@@ -350,15 +355,6 @@ def _check_counts(where: str, counts: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}: {name}={count!r:.99}: must be a whole number from 0 on")
 
 
-def _parse_split(name: str, content: Any) -> SplitRecord:
-    """Parse a split of the manifest. Raises ValueError for anything else."""
-    if not isinstance(content, dict) or not isinstance(content.get("shards"), list) or not content["shards"]:
-        raise ValueError(f"{name}: must have documents and shards")
-    split = SplitRecord(content.get("documents", -1), tuple(map(ShardRecord.parse, content["shards"])))
-    _check_counts(name, {"documents": split.documents})
-    return split
-
-
 def _parse_file(content: Any, name: str, most_bytes: int) -> StoredFile:
     """Parse the record of a file of that name. Raises ValueError for anything else."""
     if not isinstance(content, dict) or content.keys() != set(StoredFile.__slots__) or content["name"] != name:
@@ -389,7 +385,7 @@ def check_places(path: str, record: ShardRecord, index: np.ndarray, manifest: Da
     """
     start, place = index["member"], index["content"]
     modality = modality_named(manifest.modality)
-    rule = "do not lie one behind the other"
+    rule = "overlap, or are not in order"
     # Offsets are unsigned; those beyond any file become negative or very large.
     ends = member_ends(index, manifest.stored_bytes)
     begins = start.astype(np.int64)
@@ -404,7 +400,7 @@ def check_places(path: str, record: ShardRecord, index: np.ndarray, manifest: Da
     if is_good and fixed is not None and bool((index["length"] != fixed).any()):
         is_good, rule = False, f"are not of {fixed} bytes each"
     if not is_good:
-        raise DataError(f"{path}: the samples {rule}, as its index has them; {REBUILD}")
+        raise DataError(f"{path}: the samples {rule} in its index; {REBUILD}")
 
 
 def index_to_bytes(index: np.ndarray) -> bytes:

@@ -69,7 +69,7 @@ class OpenShard:
 
     @cached_property
     def edges_with_separators(self) -> np.ndarray:
-        """The same with one more byte after each document."""
+        """Like ``edges``, with one more byte after each document."""
         return _cumulated(self.index["length"].astype(np.int64) + self.index["ends"])
 
     @cached_property
@@ -163,8 +163,16 @@ class Split:
             return self._open[number]
         if number in self._lost and time.monotonic() < self._lost[number][1]:
             raise DataError(self._lost[number][0])
+        record, tars = self.shards[number], self._folder.tars
         try:
-            opened = self._load(self.shards[number])
+            index = record.load_index(self._folder.store)
+            check_places(self.path(number), record, index, self.manifest)
+            opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
+            if self.manifest.tars is None:  # a foreign tar may have trailing data after its last sample
+                if not self._ends_in_zeros(opened) and tars.discard(record.file):
+                    opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
+                if not self._ends_in_zeros(opened):
+                    raise DataError(f"{self.path(number)}: is damaged after its last sample; {REPAIR}")
         except DataError as error:
             # Otherwise every context of a lost remote shard would request it again before it is substituted.
             self._lost[number] = str(error), time.monotonic() + _LOST_SECONDS
@@ -173,20 +181,6 @@ class Split:
         memory = sum(shard.memory_bytes for shard in self._open.values())
         while memory > _INDEX_BYTES and len(self._open) > self._least_open:
             memory -= self._open.popitem(last=False)[1].memory_bytes
-        return opened
-
-    def _load(self, record: ShardRecord) -> OpenShard:
-        tars = self._folder.tars
-        index = record.load_index(self._folder.store)
-        check_places(tars.path_for_messages(record.name), record, index, self.manifest)
-        opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
-        if self.manifest.tars is not None:  # a foreign tar may have trailing data after its last sample
-            return opened
-        if not self._ends_in_zeros(opened) and tars.discard(record.file):
-            opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
-        if not self._ends_in_zeros(opened):
-            path = tars.path_for_messages(record.name)
-            raise DataError(f"{path}: is damaged behind its last sample; {REPAIR}")
         return opened
 
     def _ends_in_zeros(self, shard: OpenShard) -> bool:
@@ -206,7 +200,7 @@ class Split:
         return self._folder.tars.discard(self.shards[number].file) or gone
 
     def expect(self, number: int) -> None:
-        """Announce to the stores that a shard will be read soon."""
+        """Tell the stores that a shard will be read soon."""
         if number not in self._lost:
             shard = self.shards[number]
             if self._folder.tars is self._folder.store:
@@ -216,7 +210,7 @@ class Split:
                 self._folder.tars.expect((shard.file,))
 
     def reserve(self, lanes: int) -> None:
-        """Announce the number of lanes. Raises DataError if the store cannot hold a shard for each."""
+        """Tell the store the number of lanes. Raises DataError if it cannot hold a shard for each."""
         self._least_open = lanes
         self._folder.bind(room_for=lanes * max(shard.file.size + shard.index_file.size for shard in self.shards))
 
@@ -284,7 +278,7 @@ class SampleReader:
         self._buffers = [np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8)]
 
     def expect(self, number: int | None) -> None:
-        """Announce to the store, once, which shard comes next."""
+        """Tell the store, once, which shard comes next."""
         if number is not None and number != self._expected:
             self._expected = number
             self._split.expect(number)
@@ -305,8 +299,14 @@ class SampleReader:
         if separator is None and shard.stored_bytes == 1 and len(out) >= SCATTERED_BYTES * (last - first):
             # Complete samples of the range are read straight to their places.
             inner = range(first + (bounds[0] < start), last - (bounds[-1] > end))
-            done = self._scatter(number, inner, [bound - start for bound in bounds[inner.start - first :]], out)
-            head, tail = range(first, inner.start), range(inner.start + done, last)
+            done = inner.start
+            while done < inner.stop:
+                chunk = _chunk(shard, done, min(inner.stop, done + _MOST_SCATTERED))
+                target = out[bounds[chunk.start - first] - start : bounds[chunk.stop - first] - start]
+                if not _read_scattered(shard, chunk, target):  # then the samples are read one by one
+                    break
+                done = chunk.stop
+            head, tail = range(first, inner.start), range(done, last)
         for samples in filter(len, (head, tail)):
             for sample, content in self._contents(number, samples):
                 begin, stop = bounds[sample - first], bounds[sample - first + 1]
@@ -317,19 +317,6 @@ class SampleReader:
                     out[stop - 1 - start] = separator
                 if sample == last - 1 and stop > end:
                     self._partial = number, sample, content
-
-    def _scatter(self, number: int, samples: range, places: list[int], out: np.ndarray) -> int:
-        """Write complete samples to their places in ``out``. Return their number, up to the first damaged one."""
-        shard, first = self._split.open(number), samples.start
-        while first < samples.stop:
-            chunk = _chunk(shard, first, min(samples.stop, first + _MOST_SCATTERED))
-            target = out[places[chunk.start - samples.start] : places[chunk.stop - samples.start]]
-            if not _read_scattered(
-                shard.path, shard.index[chunk.start : chunk.stop], shard.ends[chunk.start : chunk.stop], target
-            ):
-                break
-            first = chunk.stop
-        return first - samples.start
 
     def _contents(self, number: int, samples: range) -> Iterator[tuple[int, np.ndarray]]:
         """Yield each sample and its content, which stays valid until the next but one read."""
@@ -402,13 +389,13 @@ def _chunk(shard: OpenShard, first: int, stop: int) -> range:
     return range(first, max(first + 1, min(stop, int(np.searchsorted(shard.ends, limit, side="right")))))
 
 
-def _read_scattered(path: Path, index: np.ndarray, ends: np.ndarray, out: np.ndarray) -> bool:
-    """Write the content of members, (n,) INDEX_DTYPE, into ``out``, which has exactly their size.
+def _read_scattered(shard: OpenShard, samples: range, out: np.ndarray) -> bool:
+    """Write the content of samples into ``out``, which has exactly their size.
 
-    One system call writes each content to its place, which saves a copy of long samples. ``ends``, (n,), are the
-    offsets after the members' padding. Returns False if the file does not match the index; ``out`` is undefined then,
-    and the caller finds the reason.
+    One system call writes each content to its place, which saves a copy of long samples. Returns False if the file does
+    not match the index; ``out`` is undefined then, and the caller finds the reason.
     """
+    index, ends = shard.index[samples.start : samples.stop], shard.ends[samples.start : samples.stop]
     rows = index.tolist()
     # Everything around the contents: headers, padding, and bytes of no sample.
     edges = [rows[0][0], *(edge for row in rows for edge in (row[1], row[1] + row[2])), int(ends[-1])]
@@ -416,7 +403,7 @@ def _read_scattered(path: Path, index: np.ndarray, ends: np.ndarray, out: np.nda
     contents = [out.data[start:stop] for start, stop in pairwise(_cumulated(index["length"]).tolist())]
     parts = [part for pair in zip(frames, contents, strict=False) for part in pair] + frames[-1:]
     try:
-        with open_plain(path) as file:
+        with open_plain(shard.path) as file:
             if os.preadv(file.fileno(), parts, rows[0][0]) != sum(map(len, parts)):
                 return False
     except OSError:

@@ -29,8 +29,8 @@ class TarStream:
         self._buffer = memoryview(b"")
         self.offset = 0
         self._header_left = _MOST_HEADER_BYTES  # of the member whose header is being read
-        self.sha256 = hashlib.sha256()  # of all that went by
-        self.crc32 = 0  # of what went by since a reader set it to 0; ``members`` does so before each header
+        self.sha256 = hashlib.sha256()  # of all bytes so far
+        self.crc32 = 0  # of the bytes since a reader set it to 0; ``members`` does so before each header
 
     def members(self) -> Iterator[tarfile.TarInfo]:
         """Yield the members in sequence; unread data of a member are skipped before the next one.
@@ -45,7 +45,7 @@ class TarStream:
             self.crc32 = 0
             block = self.peek(tarfile.BLOCKSIZE)
             if len(block) < tarfile.BLOCKSIZE:
-                raise DataError(f"{self._name}: stops behind {last}, without the zeros that end a tar; {_REPAIR}")
+                raise DataError(f"{self._name}: ends after {last}, without the zeros that end a tar; {_REPAIR}")
             if not any(block):
                 break
             start, self._header_left = self.offset, _MOST_HEADER_BYTES
@@ -56,7 +56,7 @@ class TarStream:
             except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
                 reason = " ".join(str(error).split())
                 raise DataError(
-                    f"{self._name}: no header of a tar behind {last}, at byte {start} ({reason}); {_REPAIR}"
+                    f"{self._name}: invalid header of a tar after {last}, at byte {start} ({reason}); {_REPAIR}"
                 ) from error
             headers = archive.pax_headers
             if (
@@ -73,11 +73,11 @@ class TarStream:
         for block in self._take(2**62):
             if self.offset - begin > _MOST_END_BYTES:
                 raise DataError(
-                    f"{self._name}: goes on behind {last} with more than {_MOST_END_BYTES:,} zeros; {_REPAIR}"
+                    f"{self._name}: continues after {last} with more than {_MOST_END_BYTES:,} zeros; {_REPAIR}"
                 )
             if bytes(block).strip(b"\0"):
                 raise DataError(
-                    f"{self._name}: goes on behind {last} with no header of a member (damage, or tars laid end to "
+                    f"{self._name}: continues after {last} with no header of a member (damage, or tars laid end to "
                     f"end); {_REPAIR}"
                 )
 

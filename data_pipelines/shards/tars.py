@@ -168,7 +168,19 @@ def deal_tars(tars: list[FoundTar], splits: Sequence[str], fraction: float | Non
             f"validation_fraction={fraction}: {by_name['validation'][0].source} is of that split; leave it out"
         )
     if fraction and "validation" not in by_name and "train" in by_name:
-        by_name |= _share(by_name["train"], fraction)
+        train = by_name["train"]
+        if len(train) == 1:
+            rule = f"the only tar, {train[0].source}, cannot be in both splits; add tars or set it to 0"
+            raise DataError(f"validation_fraction={fraction}: {rule}")
+        # By its name alone, so that a tar keeps its split when others are added.
+        place = {
+            tar: int.from_bytes(hashlib.sha256(f"split\0{tar.name}".encode()).digest()[:8], "big") for tar in train
+        }
+        held_out = {tar for tar in train if place[tar] < fraction * 2**64} or {min(train, key=place.__getitem__)}
+        if len(held_out) == len(train):
+            held_out.discard(max(train, key=place.__getitem__))
+        by_name["train"] = [tar for tar in train if tar not in held_out]
+        by_name["validation"] = [tar for tar in train if tar in held_out]
     return {name: by_name[name] for name in sorted(by_name)}
 
 
@@ -256,16 +268,3 @@ def _fits(tar: FoundTar, pattern: str) -> bool:
     if "/" not in pattern:
         names |= {posixpath.basename(name) for name in names}
     return any(fnmatchcase(name, pattern.removeprefix("./")) for name in names)
-
-
-def _share(tars: list[FoundTar], fraction: float) -> dict[str, list[FoundTar]]:
-    """Divide tars between train and validation by their names, so that a tar keeps its split when others are added."""
-    if len(tars) == 1:
-        rule = f"the only tar, {tars[0].source}, cannot be in both splits; add tars or set it to 0"
-        raise DataError(f"validation_fraction={fraction}: {rule}")
-    place = {tar: int.from_bytes(hashlib.sha256(f"split\0{tar.name}".encode()).digest()[:8], "big") for tar in tars}
-    held_out = {tar for tar in tars if place[tar] < fraction * 2**64} or {min(tars, key=place.__getitem__)}
-    if len(held_out) == len(tars):
-        held_out.discard(max(tars, key=place.__getitem__))
-    train = [tar for tar in tars if tar not in held_out]
-    return {"train": train, "validation": [tar for tar in tars if tar in held_out]}

@@ -23,7 +23,7 @@ from longstride.data_pipelines.shards.manifest import (
 )
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
 from longstride.data_pipelines.shards.samples import source_in, source_lines
-from longstride.data_pipelines.stores import StoredFile, open_store
+from longstride.data_pipelines.stores import open_store
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 _CHECKED_AT_START = 1000  # shards
@@ -62,7 +62,34 @@ def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
         sizes = [shard.file.size + shard.index_file.size for shard in manifest.shards()]
         room = 2 * max([*sizes, 1 if manifest.pieces is None else manifest.pieces.size])
         with closing(DataFolder(location, RemoteSettings(cache=cache, cache_bytes=room), manifest)) as folder:
-            return _verify_folder(folder, progress)
+            done, total = 0, sum(shard.file_bytes for shard in manifest.shards())
+            findings: list[str] = []
+            if manifest.palette is not None:
+                with _collect_errors(findings):
+                    load_palette(folder.store, manifest.palette)
+            if (pieces := manifest.pieces) is not None:
+                name = folder.store.path_for_messages(pieces.name)
+                with _collect_errors(findings), as_data_error(name, mend=REBUILD):
+                    if _sha256_of(folder.store.local(pieces)) != pieces.sha256:
+                        rule = "the list of pieces is damaged (its SHA-256 is not the manifest's)"
+                        raise DataError(f"{name}: {rule}; {REBUILD}")
+            if DataManifest.SOURCES_NAME in (folder.store.sizes() or ()):  # not fetched from a remote folder
+                with _collect_errors(findings):
+                    _check_sources(folder)
+            for name in manifest.splits:
+                split = folder.split(name)
+                for number, shard in enumerate(split.shards):
+                    findings += _verify_shard(folder, split, number)
+                    done += shard.file_bytes
+                    if progress is not None:
+                        progress(done, total)
+            if manifest.tars is None:  # a folder of foreign tars may hold other files
+                listed = {file.name for shard in manifest.shards() for file in (shard.file, shard.index_file)}
+                for name in sorted(set(folder.store.sizes() or ()) - listed):
+                    if name.endswith((".tar", ".npy")):
+                        shown = folder.store.path_for_messages(name)
+                        findings.append(f"{shown}: {DataManifest.FILE_NAME} does not list it; remove it")
+            return findings
 
 
 @contextmanager
@@ -71,42 +98,6 @@ def _collect_errors(findings: list[str]) -> Iterator[None]:
         yield
     except DataError as error:
         findings.append(str(error))
-
-
-def _verify_folder(folder: DataFolder, progress: Progress | None) -> list[str]:
-    done, total = 0, sum(shard.file_bytes for shard in folder.manifest.shards())
-    findings: list[str] = []
-    if folder.manifest.palette is not None:
-        with _collect_errors(findings):
-            load_palette(folder.store, folder.manifest.palette)
-    if folder.manifest.pieces is not None:
-        with _collect_errors(findings):
-            _check_pieces(folder, folder.manifest.pieces)
-    if DataManifest.SOURCES_NAME in (folder.store.sizes() or ()):  # not fetched from a remote folder
-        with _collect_errors(findings):
-            _check_sources(folder)
-    for name in folder.manifest.splits:
-        split = folder.split(name)
-        for number, shard in enumerate(split.shards):
-            findings += _verify_shard(folder, split, number)
-            done += shard.file_bytes
-            if progress is not None:
-                progress(done, total)
-    if folder.manifest.tars is None:  # a folder of foreign tars may hold other files
-        listed = {file.name for shard in folder.manifest.shards() for file in (shard.file, shard.index_file)}
-        for name in sorted(set(folder.store.sizes() or ()) - listed):
-            if name.endswith((".tar", ".npy")):
-                shown = folder.store.path_for_messages(name)
-                findings.append(f"{shown}: {DataManifest.FILE_NAME} does not list it; remove it")
-    return findings
-
-
-def _check_pieces(folder: DataFolder, file: StoredFile) -> None:
-    name = folder.store.path_for_messages(file.name)
-    path = folder.store.local(file)
-    with as_data_error(name, mend=REBUILD):
-        if _sha256_of(path) != file.sha256:
-            raise DataError(f"{name}: the list of pieces is damaged (its SHA-256 is not the manifest's); {REBUILD}")
 
 
 def _check_sources(folder: DataFolder) -> None:
@@ -122,8 +113,11 @@ def _check_sources(folder: DataFolder) -> None:
 
 
 def _sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
     with open_plain(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
@@ -143,7 +137,7 @@ def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
 
 def _verify_members(name: str, path: Path, split: Split, number: int, index: np.ndarray) -> list[str]:
     """Verify an own shard: a member per sample, without gaps, and then zeros."""
-    findings = []
+    findings: list[str] = []
     width = split.manifest.stored_bytes
     with open_plain(path) as file:
         for sample, (row, end) in enumerate(zip(index.tolist(), member_ends(index, width).tolist(), strict=True)):
@@ -162,7 +156,7 @@ def _verify_members(name: str, path: Path, split: Split, number: int, index: np.
             elif zlib.crc32(raw) != crc32:
                 findings.append(f"{name}: sample {key} is damaged (CRC-32); {REBUILD}")
         if any(file.read()):
-            findings.append(f"{name}: goes on behind its last sample; {REBUILD}")
+            findings.append(f"{name}: continues after its last sample; {REBUILD}")
     return findings
 
 

@@ -1,6 +1,6 @@
-"""Where the files of a data folder come from: this machine, or anything that fsspec reads, through a cache.
+"""Stores of the files of a data folder: a local folder, or anything that fsspec reads, through a cache.
 
-Light: what remote files need is imported where a location is remote.
+Modules for remote files are only imported for a remote location.
 """
 
 import re
@@ -16,8 +16,7 @@ _LOCAL = re.compile(r"(file|local)://")
 def open_store(location: str | Path, settings: RemoteSettings | None = None) -> Store:
     """Open the store of a data folder: a path, or a URL of any protocol that fsspec knows.
 
-    Nothing is fetched and no connection is made yet. Raises DataError for a protocol that is unknown or whose library
-    is missing.
+    Nothing is fetched and no connection is opened yet. Raises DataError for an unknown protocol or a missing library.
     """
     text = str(location)
     if isinstance(location, Path) or not _REMOTE.match(text):

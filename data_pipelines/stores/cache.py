@@ -1,11 +1,11 @@
-"""A bounded folder of whole files that all processes of a machine share.
+"""A bounded folder of complete files that all processes of a machine share.
 
-    CACHE/.lock                                       held while room is made and while a partial file is begun
-    CACHE/0123456789abcdef/train-00000.tar            a whole, verified file of the data set of that fingerprint
+    CACHE/.lock                                       held while room is made and while a partial file is created
+    CACHE/0123456789abcdef/train-00000.tar            a verified file of the data set with that fingerprint
     CACHE/0123456789abcdef/train-00000.tar.SIZE-SHA.partial    a file that is being fetched, or was when a process died
 
 A process that fetches a file holds a lock (flock) on its partial file. The system releases the lock however the process
-ends. A partial file counts with the size it will have, so that simultaneous fetches do not fill the disk together.
+ends. A partial file counts with its final size, so simultaneous fetches do not fill the disk together.
 """
 
 import fcntl
@@ -59,7 +59,7 @@ class Cache:
             (self._root / ".lock").touch()
 
     def find(self, file: StoredFile) -> Path | None:
-        """Return the path of a whole file, marked as just used; None where it has to be fetched."""
+        """Return the path of a complete file, marked as just used; None if it has to be fetched."""
         path = self._path(file)
         with self._usable(), suppress(FileNotFoundError):
             if path.stat().st_size == file.size:
@@ -71,8 +71,8 @@ class Cache:
     def claim(self, file: StoredFile, stop: threading.Event) -> Partial | None:
         """Make room for a file and lock it for writing. Wait while others fetch it or fill the cache.
 
-        None where another process completed the file, or the store is being closed. Raises DataError where the file
-        can never fit.
+        Returns None if another process completed the file, or the store is being closed. Raises DataError if the file
+        is larger than the cache.
         """
         if file.size > self._limit:
             raise DataError(
@@ -96,7 +96,7 @@ class Cache:
         return None
 
     def commit(self, partial: Partial) -> Path:
-        """Turn a verified partial file into a whole one, at once for every reader."""
+        """Turn a verified partial file into a complete one, atomically for all readers."""
         target = self._path(partial.file)
         with self._usable():
             os.fsync(partial.handle.fileno())
@@ -112,7 +112,7 @@ class Cache:
         self._end(partial)
 
     def remove(self, file: StoredFile) -> None:
-        """Remove the copy of a file, if there is one. It stays readable where it is open."""
+        """Remove the copy of a file, if there is one. An open file stays readable."""
         with self._usable():
             self._path(file).unlink(missing_ok=True)
 
@@ -122,7 +122,7 @@ class Cache:
             self._locked.pop().close()
 
     def _path(self, file: StoredFile) -> Path:
-        """Return where a whole file lies: by its name, unless that is a path or holds what names here cannot hold."""
+        """Return the path of a complete file: its name, or a hash of a name that is a path or has odd characters."""
         if _FILE_NAME.fullmatch(file.name):
             return self._folder / file.name
         return self._folder / f"{hashlib.sha256(file.name.encode()).hexdigest()}{Path(file.name).suffix}"
@@ -133,7 +133,7 @@ class Cache:
 
     def _make_room(self, size: int, partial: Path) -> bool:
         """Remove the least recently used files until ``size`` more bytes fit. Return whether they do."""
-        entries = []  # of all data sets: (time of the last use, bytes when whole, path, whether it is partial)
+        entries = []  # of all data sets: (time of the last use, final bytes, path, whether it is partial)
         for folder in list(self._root.iterdir()):
             if not _SET_FOLDER.fullmatch(folder.name):
                 continue
@@ -141,18 +141,18 @@ class Cache:
                 for file in files:
                     with suppress(FileNotFoundError):  # renamed meanwhile
                         status, match = file.stat(), _PARTIAL.fullmatch(file.name)
-                        whole = int(match[1]) if match else status.st_size
-                        entries.append((status.st_mtime_ns, whole, Path(file.path), match is not None))
+                        full_size = int(match[1]) if match else status.st_size
+                        entries.append((status.st_mtime_ns, full_size, Path(file.path), match is not None))
         entries = sorted(entry for entry in entries if entry[2] != partial)
-        excess = sum(whole for _, whole, _, _ in entries) + size - self._limit
-        for _, whole, path, is_partial in entries:
+        excess = sum(full_size for _, full_size, _, _ in entries) + size - self._limit
+        for _, full_size, path, is_partial in entries:
             if excess <= 0:
                 break
             if is_partial and not _is_abandoned(path):
                 continue
             path.unlink(missing_ok=True)
-            excess -= whole
-            _log.info("%s: removed from the cache, %d bytes: it is bounded to %d", path, whole, self._limit)
+            excess -= full_size
+            _log.info("%s: removed from the cache, %d bytes: it is bounded to %d", path, full_size, self._limit)
             if path.parent != self._folder:
                 with suppress(OSError):  # not empty
                     path.parent.rmdir()
@@ -173,7 +173,7 @@ class Cache:
 
 
 def lock_file(path: Path) -> BinaryIO | None:
-    """Open and lock a partial file, made if need be. Return None where another process holds the lock."""
+    """Open or create a partial file, and lock it. Return None if another process holds the lock."""
     while True:
         handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         try:
@@ -188,7 +188,7 @@ def lock_file(path: Path) -> BinaryIO | None:
         except BaseException:
             handle.close()
             raise
-        handle.close()  # between open and lock it became a whole file or was removed
+        handle.close()  # between open and lock it was completed or removed
 
 
 def unlock_file(handle: BinaryIO) -> None:
@@ -199,7 +199,7 @@ def unlock_file(handle: BinaryIO) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return whether nobody is fetching into a partial file."""
+    """Whether no process is fetching into a partial file."""
     try:
         with path.open("rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""What every store does, and the store of a folder on this machine.
+"""The interface of a store, and the store of a local folder.
 
-A store hands out local paths of whole files. A remote store (`remote.py`) fetches them into a bounded cache first.
-Readers see no difference: they ask for a path, open it, read and close it.
+A store returns local paths of complete files. A remote store (`remote.py`) fetches them into a bounded cache first.
+Readers see no difference: they get a path, open it, read and close it.
 """
 
 import os
@@ -19,7 +19,7 @@ _BLOCK_BYTES = 2**20  # of a file that is read once and not kept
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What the manifest says of a file."""
+    """The manifest's record of a file."""
 
     name: str  # within the data folder
     size: int  # bytes
@@ -35,20 +35,20 @@ class Store(Protocol):
         """Return location and name of a file, without credentials."""
 
     def read(self, name: str) -> bytes:
-        """Read a small file, as it is now. Raises DataError where it cannot be read."""
+        """Read a small file, as it is now. Raises DataError if it cannot be read."""
 
     def sizes(self) -> Mapping[str, int] | None:
         """Return the bytes of every file by name; None where listing them would cost more than one call."""
 
     def find(self, *endings: str) -> tuple[Mapping[str, int | None], int]:
-        """Find every file below the folder whose name ends in one of these, but for hidden ones.
+        """Find every file below the folder with one of these endings, except for hidden files.
 
         Return them with their bytes, if known, and the number of links to folders, which are not followed. Raises
         DataError where the folder cannot be listed.
         """
 
     def size(self, name: str) -> int:
-        """Return the bytes of one file. Raises DataError where it cannot be had."""
+        """Return the size of one file. Raises DataError if it cannot be read."""
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
         """Yield a file of so many bytes, read once and held nowhere. Raises DataError on the way."""
@@ -67,11 +67,11 @@ class Store(Protocol):
         """
 
     def expect(self, files: Iterable[StoredFile]) -> None:
-        """Hint that these files are needed soon, in this order. It never raises for a fetch that fails."""
+        """Tell the store that these files are needed soon, in this order. A fetch that fails raises nothing here."""
         return
 
     def discard(self, file: StoredFile) -> bool:
-        """Report a damaged copy. Return True where it was removed and ``local`` will fetch a fresh one."""
+        """Report a damaged copy. Return whether it was removed and ``local`` will fetch a new one."""
         return False
 
     def close(self) -> None:

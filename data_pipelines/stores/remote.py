@@ -1,7 +1,7 @@
-"""A remote data folder: files come through `transport.py`, whole or not at all, into `cache.py`'s bounded folder.
+"""A remote data folder: `transport.py` fetches files completely into the bounded folder of `cache.py`.
 
-Connections, threads and locks belong to one process. Each process makes its own when it first needs them, so that a
-store may be pickled, or its process forked, at any moment.
+Connections, threads and locks belong to one process. Each process creates its own when it first needs them, so a store
+may be pickled, or its process forked, at any time.
 """
 
 import hashlib
@@ -22,10 +22,16 @@ from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores.cache import Cache, lock_file, unlock_file
 from longstride.data_pipelines.stores.local import Store, StoredFile
-from longstride.data_pipelines.stores.transport import DifferentFileError, StoppedError, Transfer, Transport
-from longstride.data_pipelines.stores.urls import WEB, FolderUrl
+from longstride.data_pipelines.stores.transport import (
+    WEB,
+    DifferentFileError,
+    FolderUrl,
+    StoppedError,
+    Transfer,
+    Transport,
+)
 
-ROUNDS = 3  # fetches of the whole where its checksum is wrong: a proxy or a disk may have been at fault
+ROUNDS = 3  # fetches of a file with a wrong checksum: a proxy or a disk may have been at fault
 _HASH_BYTES = 2**20
 _FINGERPRINT = re.compile(r"[0-9a-f]{16,}")
 _JOIN_SECONDS = 5.0  # for all threads together, when a store is closed
@@ -33,9 +39,9 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteStore(Store):
-    """The files of a data folder behind a URL.
+    """The files of a data folder at a URL.
 
-    Raises DataError for a protocol that is unknown or whose library is missing.
+    Raises DataError for an unknown protocol or a missing library.
     """
 
     def __init__(self, location: str, settings: RemoteSettings) -> None:
@@ -57,7 +63,7 @@ class RemoteStore(Store):
         transfer = Transfer(name, None, self.settings)
         content = bytearray()
         for block in self._in_process().transport.content(transfer):
-            content[transfer.have - len(block) :] = block  # the first one again where the file changed meanwhile
+            content[transfer.have - len(block) :] = block  # from the beginning again if the file changed
         return bytes(content)
 
     def sizes(self) -> None:
@@ -98,16 +104,16 @@ class RemoteStore(Store):
         return self._in_process().fetch(file)
 
     def expect(self, files: Iterable[StoredFile]) -> None:
-        """Fetch files in the background, as many as the cache holds beside what is needed at the same time."""
+        """Fetch files in the background, as many as the cache has room for."""
         assert self._fingerprint is not None, "bind comes first"
         room = self.settings.cache_bytes - self._room_for
-        wanted = []
+        queue = []
         for file in files:
             room -= file.size
-            if room < 0:  # it would push out a file that was fetched but not yet read
+            if room < 0:  # it would evict a file that was fetched but not yet read
                 break
-            wanted.append(file)
-        self._in_process().fetch_ahead(wanted)
+            queue.append(file)
+        self._in_process().fetch_ahead(queue)
 
     def discard(self, file: StoredFile) -> bool:
         _log.warning("%s: the cached copy is damaged; removed", self.path_for_messages(file.name))
@@ -115,7 +121,7 @@ class RemoteStore(Store):
         return True
 
     def close(self) -> None:
-        """Wait a while for the fetches to end. What they fetched stays."""
+        """Wait a while for the fetches to end. Fetched bytes stay."""
         process = self._by_process.pop(os.getpid(), None)
         if process is not None:
             process.end()
@@ -143,12 +149,14 @@ def fetch_file(
 ) -> None:
     """Fetch one file of a folder to the path ``target``, going on from an earlier attempt.
 
-    ``advance`` gets the bytes so far. ``way_out`` ends the message of a fetch that failed: what the user can do then.
-    Raises DataError, naming the URL or the path.
+    ``advance`` gets the bytes so far. ``way_out`` ends the message of a failed fetch. Raises DataError, naming the URL
+    or the path.
     """
     partial = target.with_name(target.name + ".partial")
     with as_data_error(target, None):
-        made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]  # nearest first
+        new_folders = [
+            folder for folder in (target.parent, *target.parent.parents) if not folder.exists()
+        ]  # nearest first
         target.parent.mkdir(parents=True, exist_ok=True)
         handle = lock_file(partial)
     if handle is None:
@@ -168,7 +176,7 @@ def fetch_file(
         with suppress(OSError):  # a fetch that got no byte leaves no file and no folder
             if partial.exists() and not partial.stat().st_size:
                 partial.unlink()
-                for folder in made:
+                for folder in new_folders:
                     folder.rmdir()
         unlock_file(handle)
 
@@ -225,7 +233,7 @@ class _InProcess:
 
     def fetch_ahead(self, files: Iterable[StoredFile]) -> None:
         """Queue files for the background threads. There are never more threads than queued files."""
-        # Made here, not in a thread: a fork in between would leave the child half a connection.
+        # Created here, not in a thread: a fork in between would leave the child half a connection.
         assert self.transport and self.cache
         with self._lock:
             self._queue.extend(file for file in files if file not in self._queue)
@@ -277,14 +285,22 @@ class _Download:
         self._digest = hashlib.sha256()  # of these bytes
 
     def run(self) -> None:
-        """Fetch what is missing and verify the whole.
+        """Fetch the missing bytes and verify the file.
 
-        Raises DataError, naming URL or local path. What has come stays in the partial file.
+        Raises DataError, naming URL or local path. The received bytes stay in the partial file.
         """
         problem = ""
         for _ in range(ROUNDS):
             try:
-                self._take_up()
+                self._have, self._digest = 0, hashlib.sha256()
+                self.partial.seek(0)
+                while content := self.partial.read(_HASH_BYTES):  # of an earlier attempt, or an earlier process
+                    self._digest.update(content)
+                    self._have += len(content)
+                if self._have > self.file.size:
+                    self._start_over()
+                elif self._have:
+                    _log.info("%s: going on after %d of %d bytes", self._shown, self._have, self.file.size)
                 transfer = Transfer(
                     self.file.name, self.file.size, self.transport.settings, self._have, has_checksum=True
                 )
@@ -303,34 +319,22 @@ class _Download:
             f"{self._shown}: {problem}: the remote file is damaged or belongs to another set; {self.way_out}"
         )
 
-    def _take_up(self) -> None:
-        """Hash what an earlier attempt, or an earlier process, left."""
-        self._have, self._digest = 0, hashlib.sha256()
-        self.partial.seek(0)
-        while content := self.partial.read(_HASH_BYTES):
-            self._digest.update(content)
-            self._have += len(content)
-        if self._have > self.file.size:
-            self._start_over()
-        elif self._have:
-            _log.info("%s: going on after %d of %d bytes", self._shown, self._have, self.file.size)
-
     def _start_over(self) -> None:
         self.partial.seek(0)
         self.partial.truncate()
         self._have, self._digest = 0, hashlib.sha256()
 
     def _write(self, content: bytes) -> None:
-        rest = memoryview(content)
-        while rest:
+        remaining = memoryview(content)
+        while remaining:
             try:
-                written = self.partial.write(rest)
+                written = self.partial.write(remaining)
             except OSError as error:
                 raise DataError(
                     f"{self.path}: cannot be written ({error.strerror}); "
                     "free space there, or name another folder or fewer cache_bytes for the cache"
                 ) from error
-            self._digest.update(rest[:written])
+            self._digest.update(remaining[:written])
             self._have += written
             self.advance(self._have)
-            rest = rest[written:]
+            remaining = remaining[written:]

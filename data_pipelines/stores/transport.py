@@ -1,17 +1,19 @@
-"""Bytes of remote files from any offset on, through any file system of fsspec; `web.py` has that of web servers.
+"""Read remote files from any offset on, through any file system of fsspec; `web.py` has that of web servers.
 
-A server is believed nothing. What it sends is held against the size that the manifest states, or against
-``most_bytes`` where nothing states one; how slowly it sends it, against ``least_bytes_per_second``.
+Servers are not trusted. The bytes that they send are bounded by the size in the manifest, or by ``most_bytes`` if the
+size is unknown. Their speed is bounded by ``least_bytes_per_second``.
 
-A file is read in as many attempts as it takes; each goes on where the last one ended. An attempt that brings bytes is
-progress, however it ends: only attempts in a row without a byte are counted.
+A file is read in several attempts if needed, each from where the last one ended. An attempt with new bytes is progress,
+however it ends: only consecutive attempts without a byte are counted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import random
+import re
 import ssl
 import threading
 import time
@@ -20,27 +22,34 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import fsspec
 from fsspec.asyn import sync
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores.urls import GOOD, FolderUrl
 
+WEB = ("http", "https")
+GOOD = "good ones are https://, s3://, gs://, az:// and hf://"
+_SHOWN_CHARACTERS = 200  # of a message of a server or a library
+_READ_CHARACTERS = 2000  # of it, searched for secrets
+_URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.:-]*)://(?:(?P<user>[^/?#]*)@)?(?P<path>.*)", re.DOTALL)
+_ANY_USER = re.compile(r"://[^/\s'\"]*@")
+_ANY_QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\")]*")
 CHUNK_BYTES = 8 * 2**20  # of one request; halved with every failure
 SMALLEST_CHUNK_BYTES = 2**18
 FIRST_WAIT_SECONDS = 0.1  # most dropped connections are followed by a good one
 WAIT_GROWTH = 3
 LONGEST_WAIT_SECONDS = 30.0  # eight attempts last a minute, and five where each times out
 _TRANSIENT_STATUSES = (408, 425, 429)  # of the 4xx: time-out, too early, too many requests
-# Errors that no second attempt mends, of libraries that may be missing: so by name.
+# Final errors of libraries that may be missing, therefore by name.
 _FINAL_ERRORS = {
     "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError",  # s3fs
     "DefaultCredentialsError", "NonRetryableError",  # gcsfs
     "ClientAuthenticationError",  # adlfs
 }  # fmt: skip
-# What libraries call the version of a file's bytes: of S3, Google, Azure, the Hugging Face hub, and any other.
+# Keys for the version of a file: of S3, Google, Azure, the Hugging Face hub, and others.
 _VERSIONS = {"ETag", "VersionId", "etag", "generation", "version_id", "blob_id", "mtime", "created"}
 _log = logging.getLogger(__name__)
 _SILENT = logging.NullHandler()
@@ -79,28 +88,93 @@ def web_timeout(seconds: float) -> Any:
     return ClientTimeout(total=None, connect=seconds, sock_connect=seconds, sock_read=seconds)
 
 
+class FolderUrl:
+    """The URL of a remote folder. Only ``shown`` and what the methods for messages return may be printed."""
+
+    def __init__(self, url: str) -> None:
+        match = _URL.fullmatch(url)
+        assert match is not None
+        self.url, self.protocol = url, match["protocol"].lower()  # such as https
+        self._user = f"{match['user']}@" if match["user"] else ""  # user:password@ or nothing
+        self._path, self._query = match["path"], ""  # host and path; ?query or nothing
+        if self.protocol in WEB:
+            self._path, mark, query = self._path.partition("#")[0].partition("?")
+            self._query = mark + query
+        self.shown = self.hide(url)  # as the user wrote it, with *** in place of user, password and query
+
+    def of(self, name: str) -> str:
+        """Return the URL of a file of the folder, credentials included."""
+        return f"{self.protocol}://{self._user}{self._path.rstrip('/')}/{name}{self._query}"
+
+    def shown_of(self, name: str) -> str:
+        """Return the URL of a file of the folder, for messages."""
+        return self.hide(self.of(name))
+
+    def hide(self, text: str) -> str:
+        """Remove this URL's secrets from a text, and users and queries of any other URL in it."""
+        text = _ANY_QUERY.sub(r"\1?***", _ANY_USER.sub("://***@", text))
+        return self._without_secrets(text)
+
+    def quote(self, message: object) -> str:
+        """Return what a server or a library says as one printable line, cut short and without secrets."""
+        # Own secrets first: a cut through one would leave what looks like none.
+        words = " ".join(self._without_secrets(str(message))[:_READ_CHARACTERS].split())
+        line = "".join(letter if letter.isprintable() else "?" for letter in self.hide(words))
+        return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]} …"
+
+    def check_protocol(self) -> None:
+        """Raise DataError, saying what to install, for a protocol that cannot be read here."""
+        protocol = self.protocol
+        if "::" in self.url:
+            raise DataError(f"{self.shown}: chained protocols (::) are not read; name the folder that holds the files")
+        try:
+            filesystem = fsspec.get_filesystem_class(protocol)
+        except ImportError as error:
+            library = getattr(error.__cause__, "name", None)  # such as gcsfs
+            raise DataError(
+                f"{self.shown}: the library that reads {protocol}:// is not installed; "
+                + (f"pip install {library.partition('.')[0]}" if library else str(error))
+            ) from error
+        except ValueError as error:
+            raise DataError(f"{self.shown}: {protocol}:// is no protocol that fsspec knows; {GOOD}") from error
+        try:
+            inspect.signature(filesystem.__init__).bind(None)
+        except TypeError as error:  # such as ftp://
+            raise DataError(
+                f"{self.shown}: fsspec asks for more than a URL to read {protocol}:// ({error}); {GOOD}"
+            ) from error
+
+    def _without_secrets(self, text: str) -> str:
+        user = self._user[:-1]
+        for secret in (user, user.partition(":")[2], self._query[1:]):
+            for form in {secret, unquote(secret)}:
+                if len(form) > 2:
+                    text = text.replace(form, "***")
+        return text
+
+
 @dataclass
 class Transfer:
-    """A file on its way, over all attempts to read it, and the bounds that end it."""
+    """The transfer of a file over all attempts, and its bounds."""
 
     name: str  # within the folder
-    size: int | None  # bytes; None where nothing states them
+    size: int | None  # bytes; None if unknown
     settings: RemoteSettings
-    have: int = 0  # bytes from the beginning on that came
-    has_checksum: bool = False  # else only ``version`` tells whether bytes of two attempts are of one file
-    version: str = ""  # of what came, as the server calls it (ETag, Last-Modified, ...), if it does
+    have: int = 0  # bytes received from the beginning on
+    has_checksum: bool = False  # without one, only ``version`` shows whether two attempts read the same file
+    version: str = ""  # the server's version of the file (ETag, Last-Modified, ...), if any
 
     def __post_init__(self) -> None:
-        self._left_seconds = self.settings.window_seconds  # that the fetch may fall behind from now on
+        self._left_seconds = self.settings.window_seconds  # remaining delay of the fetch
         self._came = self._again = 0  # bytes in all; of those, such as had come before
 
     @property
     def size_or_bound(self) -> int:
-        """Bytes that the file has, or may have at most."""
+        """The size of the file, or its bound."""
         return self.settings.most_bytes if self.size is None else self.size
 
     def check_size(self, size: int) -> None:
-        """Raise DifferentFileError or LimitError where a file of so many bytes is not the one, or too long."""
+        """Raise DifferentFileError or LimitError if a file has more bytes than expected or allowed."""
         if size <= self.size_or_bound:
             return
         if self.size is not None:
@@ -111,13 +185,13 @@ class Transfer:
         )
 
     def start_over(self) -> None:
-        """Take the next bytes for the file's first."""
+        """Begin again at the first byte of the file."""
         self._count_again(self.have)
         self.have, self.version = 0, ""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the seconds inside: what the caller does with the bytes is not the server's time."""
+        """Count the seconds of the block; the caller's own time does not count against the server."""
         begun = time.monotonic()
         try:
             yield
@@ -126,9 +200,9 @@ class Transfer:
             self._left_seconds -= min(time.monotonic() - begun, self.settings.timeout_seconds)
 
     def came(self, count: int, again: int = 0) -> None:
-        """Count bytes, the first ``again`` of which had come before.
+        """Count received bytes, of which the first ``again`` are repeated.
 
-        Raises DifferentFileError or LimitError, see ``check_size``; LimitError where they came too slowly.
+        Raises DifferentFileError or LimitError, see ``check_size``; and LimitError if they came too slowly.
         """
         self._came += count
         self.have += count - again
@@ -139,7 +213,7 @@ class Transfer:
         self.check_pace()
 
     def check_pace(self) -> None:
-        """Raise LimitError where the fetch has fallen too far behind the least rate."""
+        """Raise LimitError if the fetch is too far behind the lowest rate."""
         if self._left_seconds < 0:
             rate, seconds = self.settings.least_bytes_per_second, self.settings.window_seconds
             raise LimitError(
@@ -169,15 +243,15 @@ class Transport:
         except Exception as error:  # any library, any reason
             words = url.quote(str(error).strip() or type(error).__name__)
             raise DataError(f"{url.shown}: {url.protocol}:// cannot be read here ({words}); {GOOD}") from error
-        # What goes wrong is said once, by us and without secrets.
+        # Errors are reported once, here and without secrets.
         logging.getLogger(type(self._filesystem).__module__.partition(".")[0]).addHandler(_SILENT)
         if hasattr(self._filesystem, "retries"):
             self._filesystem.retries = 1  # s3fs would try five times by itself for each of our attempts
 
     def content(self, transfer: Transfer) -> Iterator[bytes]:
-        """Read a file from ``transfer.have`` on. Where its size is not known, it may begin anew: see ``have``.
+        """Read a file from ``transfer.have`` on. If its size is unknown, it may start over, see ``have``.
 
-        Raises DataError after the last attempt and where a bound is passed, DifferentFileError, and StoppedError.
+        Raises DataError after the last attempt and beyond a bound, DifferentFileError, and StoppedError.
         """
         return self._retry(lambda failures: self._stream(transfer, failures), transfer)
 
@@ -187,17 +261,17 @@ class Transport:
         return {name: sizes[name] for name in sorted(sizes) if name.endswith(endings) and "/." not in f"/{name}"}
 
     def size(self, name: str) -> int:
-        """Ask for the bytes of a file. Raises DataError where the server does not tell."""
+        """Request the size of a file. Raises DataError if the server does not state it."""
         (info,) = self._retry(lambda _: iter([self._info(name)]), Transfer(name, None, self.settings))
         size: int | None = info["size"]
         if size is None:
-            raise DataError(f"{self.url.shown_of(name)}: the server does not tell its size; fetch the file first")
+            raise DataError(f"{self.url.shown_of(name)}: the server does not state its size; fetch the file first")
         return size
 
     def _retry(self, attempt: Callable[[int], Iterator[T]], transfer: Transfer) -> Iterator[T]:
-        """Yield what attempts bring until one ends well. ``attempt`` takes the number of failures before it."""
+        """Yield the items of attempts until one succeeds. ``attempt`` takes the number of previous failures."""
         shown = self.url.shown_of(transfer.name) if transfer.name else self.url.shown
-        failures, furthest = 0, transfer.have  # a file that began anew has come so far before
+        failures, furthest = 0, transfer.have  # progress is only beyond the furthest byte so far
         generator = random.Random()  # the global ones belong to training, whose resumes are exact
         while transfer.have != transfer.size:
             try:
@@ -232,7 +306,7 @@ class Transport:
                     raise StoppedError
 
     def _explain(self, error: Exception) -> tuple[bool, str]:
-        """Return whether no second attempt would mend an error, and what it says in one line."""
+        """Return whether an error is final, and describe it in one line."""
         kind, words = type(error).__name__, str(error).strip() or type(error).__name__
         # Of gcsfs, adlfs and huggingface_hub. aiohttp calls a broken answer a status 400, which may heal.
         attributes, response = vars(error), getattr(error, "response", None)
@@ -254,10 +328,10 @@ class Transport:
             return False, f"nothing came for {self.settings.timeout_seconds:g} s ({kind})"
         return False, self.url.quote(kind if words == kind else f"{kind}: {words}")
 
-    # What `web.py` does in another way. Each call is one attempt and raises what the protocol's library raises.
+    # `web.py` overrides these. Each call is one attempt and raises the exceptions of the protocol's library.
 
     def _options(self) -> dict[str, Any]:
-        """Return what the file system is made with: time-outs, as its library names them, and no retries of its own."""
+        """Return arguments of the file system: time-outs, as its library names them, and no retries."""
         seconds = self.settings.timeout_seconds
         if self.url.protocol in ("s3", "s3a"):
             config = {"connect_timeout": seconds, "read_timeout": seconds, "retries": {"max_attempts": 0}}
@@ -267,17 +341,17 @@ class Transport:
         if self.url.protocol in ("az", "abfs", "abfss"):
             return {"connection_timeout": seconds, "read_timeout": seconds, "use_listings_cache": False}
         if self.url.protocol == "hf":
-            return {"block_size": 1}  # else each part is read with 5 MiB behind it
+            return {"block_size": 1}  # otherwise each part is read with 5 MiB after it
         return {}
 
     def _find(self) -> dict[str, int | None]:
         folder = self.url.of("").rstrip("/")
         root = self._filesystem._strip_protocol(folder).rstrip("/") + "/"
-        found = self._call("find", folder, detail=True)
-        return {path.removeprefix(root): details.get("size") for path, details in found.items()}
+        entries = self._call("find", folder, detail=True)
+        return {path.removeprefix(root): details.get("size") for path, details in entries.items()}
 
     def _info(self, name: str) -> dict[str, Any]:
-        """Return what the file system says of a file now, its ``size`` included."""
+        """Request the current metadata of a file, including ``size``."""
         self._filesystem.invalidate_cache()
         info: dict[str, Any] = self._call("info", self.url.of(name))
         return info
@@ -319,7 +393,7 @@ class Transport:
         transfer.version = version
 
     def _call(self, method: str, url: str, **arguments: Any) -> Any:
-        """Return what a method of the file system returns within ``window_seconds``."""
+        """Call a method of the file system, for at most ``window_seconds``."""
         seconds = self.settings.window_seconds
         if self._filesystem.async_impl:
             call = getattr(self._filesystem, f"_{method}")(url, **arguments)

@@ -47,7 +47,7 @@ class WebTransport(Transport):
         """
         root, settings = urlsplit(self.url.of("")), self.settings
         names: dict[str, int | None] = {}
-        folders, seen = deque([""]), {""}
+        folders, visited = deque([""]), {""}
         pages = Transfer("", None, settings)  # all of them are one in their bytes and their time
         begun = time.monotonic()
         while folders:
@@ -57,26 +57,26 @@ class WebTransport(Transport):
             pages.came(page.have)
             for link in _LINK.findall(text):
                 with suppress(ValueError):  # no address at all
-                    found = urlsplit(urljoin(url, html.unescape(link)))
-                    if _host(found) == _host(root) and found.path.startswith(root.path):
-                        name = found.path[len(root.path) :]
+                    address = urlsplit(urljoin(url, html.unescape(link)))
+                    if _host(address) == _host(root) and address.path.startswith(root.path):
+                        name = address.path[len(root.path) :]
                         if not name.endswith("/"):
                             names[name] = None
-                        elif name not in seen:
+                        elif name not in visited:
                             folders.append(name)
-                            seen.add(name)
-            if time.monotonic() > begun + settings.window_seconds or len(names) + len(seen) > _MOST_LINKS:
+                            visited.add(name)
+            if time.monotonic() > begun + settings.window_seconds or len(names) + len(visited) > _MOST_LINKS:
                 raise LimitError(
-                    f"{len(seen)} pages of folders link to {len(names)} files and more after window_seconds="
+                    f"{len(visited)} pages of folders link to {len(names)} files and more after window_seconds="
                     f"{settings.window_seconds:g}; name the files themselves, such as train-{{000..012}}.tar"
                 )
         names.pop("", None)
         return names
 
     def _stream(self, transfer: Transfer, failures: int) -> Iterator[bytes]:
-        """Yield a file's bytes from ``transfer.have`` on, or from its beginning where it changed, as they come in.
+        """Yield a file's bytes as they arrive, from ``transfer.have`` on, or from the beginning if the file changed.
 
-        They may end early. What came before a connection broke is handed out before that is raised.
+        They may end early. Bytes that came before a connection broke are yielded before the error is raised.
         """
         # A compressed body would have other offsets and another length. A proxy may hold an old manifest.
         headers = {"Accept-Encoding": "identity"}
@@ -116,7 +116,7 @@ def _host(url: SplitResult) -> str:
 
 
 async def _session(**options: Any) -> aiohttp.ClientSession:
-    """Make a session without cookies: a file is the same whoever asks."""
+    """Create a session without cookies: a file must not depend on the client."""
     return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), **options)
 
 
@@ -136,17 +136,17 @@ async def _request(filesystem: Any, url: str, headers: dict[str, str], seconds: 
 
 
 async def _read(content: Any, seconds: float) -> tuple[bytes, Exception | None]:
-    """Return what came of a body, nothing at its end, and the error that it broke off with."""
+    """Return the next bytes of a body, none at its end, and the error that ended it."""
     try:
-        # A time-out of its own: bytes may come for ever of which none is the body's.
+        # A separate time-out: bytes may come for ever without any of the body.
         return await asyncio.wait_for(content.read(READ_BYTES), seconds), None
     except Exception as error:
-        content.set_exception(None)  # a reader that knows of an error does not hand out what came before
+        content.set_exception(None)  # with an exception, a reader does not return the bytes before it
         return content.read_nowait(), error
 
 
 def _check_status(response: Any, transfer: Transfer) -> None:
-    """Raise unless the answer is a body."""
+    """Raise an error unless the response is a body."""
     status = response.status
     words = f"HTTP {status} {response.reason}"
     if status == 416 and transfer.size is not None:
@@ -165,8 +165,10 @@ def _check_status(response: Any, transfer: Transfer) -> None:
 
 
 def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
-    """Count the bytes of a body that came before. Raises where the body is not of the file that is fetched."""
-    version = _version(response)
+    """Count the bytes of a body that were received before. Raises an error for a body of another file."""
+    tag = response.headers.get("ETag", "")
+    version = response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
+    version = version if version.isascii() and version.isprintable() else ""  # it is sent back unchanged
     changed = bool(transfer.have) and not transfer.has_checksum and version != transfer.version
     if response.status == 206:
         range_sent = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
@@ -194,10 +196,3 @@ def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
         raise DifferentFileError("another version")
     transfer.version = version
     return transfer.have
-
-
-def _version(response: Any) -> str:
-    """Return what the server calls the version of a file, to be sent back as it is; empty where it does not."""
-    tag = response.headers.get("ETag", "")
-    version = response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
-    return version if version.isascii() and version.isprintable() else ""

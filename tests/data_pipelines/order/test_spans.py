@@ -91,9 +91,9 @@ def bytes_read(monkeypatch) -> list[int]:
         found.append(size)
         return read(self, number, start, size)
 
-    def counted_scattered(path, index, ends, out):
-        found.append(int(ends[-1] - index["member"][0]))
-        return scattered(path, index, ends, out)
+    def counted_scattered(shard, samples, out):
+        found.append(int(shard.ends[samples.stop - 1] - shard.index["member"][samples.start]))
+        return scattered(shard, samples, out)
 
     monkeypatch.setattr(SampleReader, "_read", counted)
     monkeypatch.setattr(reading, "_read_scattered", counted_scattered)

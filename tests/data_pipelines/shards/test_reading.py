@@ -72,7 +72,7 @@ def test_damaged_payload_is_named(corpus, copy, intact):
 
 def test_damage_behind_the_last_sample_is_named(copy, intact):
     flip(copy / VICTIM, (copy / VICTIM).stat().st_size - 3)
-    assert f"{VICTIM}: is damaged behind its last sample" in str(deliver_until_damage(copy, intact))
+    assert f"{VICTIM}: is damaged after its last sample" in str(deliver_until_damage(copy, intact))
 
 
 @pytest.mark.parametrize("field_offset", [0, 100, 124, 130, 150, 156, 257], ids=lambda value: f"byte{value}")
