@@ -123,10 +123,10 @@ class FileDocument:
             piece = content.read(offset, size)
             check_unchanged(path, file, self.file_bytes, self.modified_ns)
         if len(piece) != size:
-            raise changed(path)
+            raise changed_error(path)
         return piece
 
-    def hashed(self, seed: int, use: str) -> int:
+    def hash64(self, seed: int, use: str) -> int:
         """Hash the seed, the purpose of the hash and the path under the input to 64 bits of SHA-256."""
         return int.from_bytes(hashlib.sha256(f"{seed}\0{use}\0".encode() + self.relative).digest()[:8], "big")
 
@@ -168,7 +168,7 @@ class RecordDocument:
             content = reader.content(self.start, self.length)
             check_unchanged(path, file, source.file_bytes, source.modified_ns)
         if len(content) != self.size:
-            raise changed(path)
+            raise changed_error(path)
         return content[offset : offset + size]
 
 
@@ -227,17 +227,17 @@ class RecordDocuments(Sequence[RecordDocument]):
 
 def mix(documents: list[FileDocument], seed: int) -> None:
     """Sort documents by a hash of (seed, path), so that each shard becomes a mixture of all folders."""
-    documents.sort(key=lambda document: document.hashed(seed, f"order {document.occurrence}"))
+    documents.sort(key=lambda document: document.hash64(seed, f"order {document.occurrence}"))
 
 
 def check_unchanged(path: Path | str, file: BinaryIO, file_bytes: int, modified_ns: int) -> None:
     """Raise DataError if an open file has changed since the search."""
     status = os.fstat(file.fileno())
     if (status.st_size, status.st_mtime_ns) != (file_bytes, modified_ns):
-        raise changed(path)
+        raise changed_error(path)
 
 
-def changed(path: Path | str) -> DataError:
+def changed_error(path: Path | str) -> DataError:
     """Return the error for a file that has changed since the search."""
     return DataError(f"{path}: changed since the build began")
 

@@ -46,7 +46,7 @@ def file_format(head: bytes) -> FileFormat | None:
     return next((kind for kind in _FORMATS if kind.pattern.match(head)), None) if _ANY.match(head) else None
 
 
-def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[bytes, None, None]:
+def decompress(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[bytes, None, None]:
     """Decompress a file from its current position on, and yield blocks. Concatenated streams are read as one.
 
     ``path`` is for messages. Raises DataError for a file that is damaged or cut short, for more than a GiB that is
@@ -115,12 +115,12 @@ class StreamContent:
         return b"".join(pieces)
 
 
-def unpacked_content(path: Path | str, file: BinaryIO, kind: FileFormat) -> StreamContent:
-    """Return the content of a compressed file, which must stay open. Reading raises DataError like ``unpacked``."""
+def decompressed_content(path: Path | str, file: BinaryIO, kind: FileFormat) -> StreamContent:
+    """Return the content of a compressed file, which must stay open. Reading raises DataError like ``decompress``."""
 
     def begin() -> Iterator[bytes]:
         file.seek(0)
-        return unpacked(path, file, kind)
+        return decompress(path, file, kind)
 
     return StreamContent(begin)
 
@@ -132,19 +132,19 @@ def _gzip(file: BinaryIO) -> Iterator[bytes]:
 def _bzip2(file: BinaryIO) -> Iterator[bytes]:
     import bz2
 
-    return _decompress(file, bz2.BZ2Decompressor)
+    return _decompress_streams(file, bz2.BZ2Decompressor)
 
 
 def _xz(file: BinaryIO) -> Iterator[bytes]:
     import lzma
 
     try:
-        yield from _decompress(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, 2 * _WINDOW_BYTES))
+        yield from _decompress_streams(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, 2 * _WINDOW_BYTES))
     except lzma.LZMAError as error:
         raise ValueError(str(error)) from error
 
 
-def _decompress(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:
+def _decompress_streams(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:
     """Decompress concatenated streams, padded with zeros.
 
     The file classes of bz2 and lzma would silently stop at a damaged later stream.

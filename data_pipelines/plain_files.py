@@ -144,7 +144,7 @@ def parse_json(text: str | bytes, *, keys_once: bool = False) -> Any:
     if sum(map(text.count, ",:[{")) > _MOST_JSON_VALUES:
         raise JSONError(f"has more than {_MOST_JSON_VALUES:,} values")
     try:
-        with collection_paused():
+        with pause_collection():
             value = json.loads(
                 text,
                 parse_constant=_refuse_constant,
@@ -167,7 +167,7 @@ def parse_json(text: str | bytes, *, keys_once: bool = False) -> Any:
 
 
 @contextmanager
-def collection_paused() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Pause garbage collection: creating many objects would trigger it again and again."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -15,8 +15,15 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError, as_data_error
-from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, file_format, unpacked, unpacked_content
-from longstride.data_pipelines.plain_files import collection_paused
+from longstride.data_pipelines.formats import (
+    HEAD_BYTES,
+    PARQUET,
+    FileFormat,
+    decompress,
+    decompressed_content,
+    file_format,
+)
+from longstride.data_pipelines.plain_files import pause_collection
 
 SUFFIXES = (".jsonl", ".jsonl.bz2", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet")  # of files with records
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8; some programs write it before the first line
@@ -103,7 +110,7 @@ def _measure_lines(
     """Yield (number, start, length, content bytes) of each line that is not blank."""
     if kind is not None and kind.unpack is None:
         raise DataError(f"{path}: is {kind.name}; --field reads JSON Lines and Parquet: leave it out, or unpack it")
-    blocks = iter(lambda: file.read(_BLOCK_BYTES), b"") if kind is None else unpacked(path, file, kind)
+    blocks = iter(lambda: file.read(_BLOCK_BYTES), b"") if kind is None else decompress(path, file, kind)
     start = 0
     for number, line in enumerate(_lines(path, blocks), 1):
         content = line if start else line.removeprefix(_BYTE_ORDER_MARK)
@@ -134,7 +141,7 @@ def _lines(path: Path, blocks: Iterator[bytes]) -> Iterator[bytes]:
 def _line_content(where: str, line: bytes, field: str) -> bytes | None:
     """Return the content of a line's field; None for null."""
     try:
-        with collection_paused():
+        with pause_collection():
             record = _JSON.decode(line.decode())
     except (RecursionError, ValueError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
@@ -175,7 +182,7 @@ class _LineReader:
 
     def __init__(self, path: Path, file: BinaryIO, kind: FileFormat | None, field: str) -> None:
         self._path, self._file, self._field = path, file, field
-        self._unpacked = None if kind is None else unpacked_content(path, file, kind)
+        self._unpacked = None if kind is None else decompressed_content(path, file, kind)
         self._last = -1, b""  # start and content of the last line
 
     def content(self, start: int, length: int) -> bytes:

@@ -23,7 +23,7 @@ from longstride.data_pipelines.building.folders import (
 )
 from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings, DatasetSettings, FileSettings
 from longstride.data_pipelines.building.shard_writer import Piece, write_shard
-from longstride.data_pipelines.datasets import dataset_named, default_input, fetched_input
+from longstride.data_pipelines.datasets import dataset_named, default_input, fetch_input
 from longstride.data_pipelines.documents import Document, LeftOut, OpenInput
 from longstride.data_pipelines.durable import durable_file
 from longstride.data_pipelines.errors import DataError
@@ -143,7 +143,7 @@ def build_dataset(
             [place],
             Path(output),
             settings,
-            lambda: settings.plan([fetched_input(dataset, place, source is not None, download, progress)]),
+            lambda: settings.plan([fetch_input(dataset, place, source is not None, download, progress)]),
         )
 
     return _build(coordinate, progress, crew)

@@ -166,11 +166,11 @@ class FileSettings(BuildSettings):
             return BuildPlan(self, properties, hold_out_end(documents, fraction, self.modality, properties), left_out)
         splits: dict[str, list[FileDocument]] = {"train": [], "validation": []}
         for document in documents:
-            place = document.hashed(self.seed, "split")
+            place = document.hash64(self.seed, "split")
             splits["validation" if place < fraction * 2**64 else "train"].append(document)
         for empty, full, nearest in (("validation", "train", min), ("train", "validation", max)):
             if fraction and not splits[empty]:  # too few files for the fraction: move the file nearest to the border
-                moved = nearest(splits[full], key=lambda document: document.hashed(self.seed, "split")).relative
+                moved = nearest(splits[full], key=lambda document: document.hash64(self.seed, "split")).relative
                 splits[empty] = [document for document in documents if document.relative == moved]
                 splits[full] = [document for document in documents if document.relative != moved]
         for members in splits.values():
@@ -194,7 +194,7 @@ class FileSettings(BuildSettings):
             return BuildPlan(self, {}, hold_out_end(members, fraction, self.modality, {}), left_out)
         words, masks = [], []
         for file, records in files:
-            key = np.array([file.hashed(self.seed, "split"), 0], dtype=np.uint64)
+            key = np.array([file.hash64(self.seed, "split"), 0], dtype=np.uint64)
             last = int(records.numbers[-1]) if len(records) else 0
             words.append(np.random.Philox(key=key).random_raw(last)[records.numbers - 1])  # one per record
             masks.append(words[-1] < np.uint64(int(fraction * 2**64)))

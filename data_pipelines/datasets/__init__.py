@@ -5,7 +5,7 @@ Installed packages can register further classes as entry points of the group ``l
 
 from longstride.data_pipelines.datasets.byte_corpus import ENWIK8, TEXT8
 from longstride.data_pipelines.datasets.cifar10 import CIFAR10
-from longstride.data_pipelines.datasets.dataset import Dataset, default_input, fetched_input
+from longstride.data_pipelines.datasets.dataset import Dataset, default_input, fetch_input
 from longstride.data_pipelines.datasets.imagenet64 import IMAGENET64
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import registered

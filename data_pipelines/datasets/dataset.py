@@ -102,7 +102,7 @@ def default_input(dataset: Dataset) -> Path:
     return DOWNLOADS if dataset.archive is None else DOWNLOADS / dataset.archive.name
 
 
-def fetched_input(dataset: Dataset, place: Path, is_given: bool, download: bool, progress: Progress | None) -> Path:
+def fetch_input(dataset: Dataset, place: Path, is_given: bool, download: bool, progress: Progress | None) -> Path:
     """Return the input, fetched if it is missing and ``download`` is set. ``is_given``: the user named ``place``.
 
     An archive is fetched to ``place`` if that has the suffix of an archive, else into that folder. Raises DataError if

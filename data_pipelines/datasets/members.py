@@ -16,9 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from longstride.data_pipelines.documents import OpenInput, changed, check_unchanged
+from longstride.data_pipelines.documents import OpenInput, changed_error, check_unchanged
 from longstride.data_pipelines.errors import DataError, as_data_error
-from longstride.data_pipelines.formats import GZIP, HEAD_BYTES, TAR, file_format, unpacked
+from longstride.data_pipelines.formats import GZIP, HEAD_BYTES, TAR, decompress, file_format
 from longstride.data_pipelines.plain_files import open_plain, plain_status
 from longstride.data_pipelines.shards import TarStream
 
@@ -82,7 +82,7 @@ class Member:
             content = stream.read(size)
             check_unchanged(self.path, file, self.file_bytes, self.modified_ns)
         if len(content) != size:
-            raise changed(self.path)
+            raise changed_error(self.path)
         return content
 
     def digest(self, open_input: OpenInput, algorithm: str) -> str:
@@ -154,7 +154,7 @@ def members_of(path: Path) -> list[Member]:
         if not layers and (kind is None or kind.name != TAR):
             return [member]
         blocks = (block for block in iter(lambda: file.read(_HASH_BYTES), b""))
-        with closing(TarStream(str(path), unpacked(path, file, GZIP) if layers else blocks)) as stream:
+        with closing(TarStream(str(path), decompress(path, file, GZIP) if layers else blocks)) as stream:
             return [
                 replace(member, name=entry.name, layers=layers, offset=stream.offset, size=entry.size)
                 for entry in islice(stream.members(), _MOST_MEMBERS)

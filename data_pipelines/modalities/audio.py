@@ -18,7 +18,7 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.formats import StreamContent
-from longstride.data_pipelines.modalities.decoder import DecodedFormat, decoded, decoded_format
+from longstride.data_pipelines.modalities.decoder import DecodedFormat, decode, probe_format
 from longstride.data_pipelines.modalities.modality import (
     Content,
     Modality,
@@ -233,7 +233,7 @@ class _StreamedContent:
             return
         # Mixed without rounding: sums of a few integers of at most 32 bits are exact in floating point.
         mono = (samples.sum(axis=1) / (samples.shape[1] << 8 * width - 1) for samples, width in self._samples())
-        for block in resampled(mono, self._form.rate, self._rate):
+        for block in resample(mono, self._form.rate, self._rate):
             rounded = np.clip(np.rint(block * 2**15), -(2**15), 2**15 - 1)
             yield mulaw_encode(rounded.astype(np.int16)).tobytes()
 
@@ -247,7 +247,7 @@ class _StreamedContent:
                 block = self._file.read(min(step, form.frames - start) * form.frame_bytes)
                 yield form.samples(block)
             return
-        for samples in decoded(self._path, self._file, BLOCK_FRAMES):
+        for samples in decode(self._path, self._file, BLOCK_FRAMES):
             yield samples, 4
 
 
@@ -258,7 +258,7 @@ def _step(form: WavFormat) -> int:
 
 def _form(path: Path, file: BinaryIO) -> Form:
     """Read the format of an open sound file. Raises DataError if it cannot be read, or its length is unknown."""
-    return (read_format(path, file) if is_wav(file) else None) or decoded_format(path, file)
+    return (read_format(path, file) if is_wav(file) else None) or probe_format(path, file)
 
 
 def _form_of_set(path: Path, file: BinaryIO, properties: Properties) -> Form:
@@ -292,7 +292,7 @@ def frames_at(path: Path, form: Form, rate: int) -> int:
     return _rounded_frames(form.frames, form.rate, rate)
 
 
-def resampled(blocks: Iterator[np.ndarray], rate: int, new_rate: int) -> Iterator[np.ndarray]:
+def resample(blocks: Iterator[np.ndarray], rate: int, new_rate: int) -> Iterator[np.ndarray]:
     """Convert blocks of (n,) float64 to another rate. The result does not depend on the division into blocks.
 
     It has as many frames as ``frames_at`` computes.

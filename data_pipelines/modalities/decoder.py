@@ -35,7 +35,7 @@ class DecodedFormat(NamedTuple):
     frames: int
 
 
-def decoded_format(path: Path, file: BinaryIO) -> DecodedFormat:
+def probe_format(path: Path, file: BinaryIO) -> DecodedFormat:
     """Return rate and length of an open sound file that needs a decoder, by its chunks and its header.
 
     Raises DataError if it cannot be read, or its length is unknown.
@@ -48,7 +48,7 @@ def decoded_format(path: Path, file: BinaryIO) -> DecodedFormat:
     return form
 
 
-def decoded(path: Path, file: BinaryIO, block_frames: int) -> Iterator[np.ndarray]:
+def decode(path: Path, file: BinaryIO, block_frames: int) -> Iterator[np.ndarray]:
     """Decode a file to blocks of (frames, channels) int64 with 32 bits full scale; only floating point is rounded.
 
     Raises DataError for a damaged file.

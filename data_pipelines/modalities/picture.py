@@ -43,8 +43,8 @@ _TURNS = {
 
 def picture_size(path: Path, file: BinaryIO) -> tuple[int, int]:
     """Return (height, width) of a picture after rotation, by its header alone. Raises DataError if damaged."""
-    with _reading(path):
-        picture = _opened(file)
+    with _picture_errors(path):
+        picture = _open_picture(file)
         turned = _orientation(picture) >= 5  # these swap rows and columns
         return (picture.width, picture.height) if turned else (picture.height, picture.width)
 
@@ -54,7 +54,7 @@ def picture_pixels(path: Path, file: BinaryIO, size: tuple[int, int] | None) -> 
 
     Raises DataError, naming ``path``, for a picture that is damaged or too large.
     """
-    with _reading(path):
+    with _picture_errors(path):
         picture = _decode(file)
     if size is None:
         return np.asarray(picture)
@@ -74,7 +74,7 @@ def picture_pixels(path: Path, file: BinaryIO, size: tuple[int, int] | None) -> 
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _picture_errors(path: Path) -> Iterator[None]:
     """Turn Pillow's exceptions about a file into one line that names the file."""
     try:
         with warnings.catch_warnings():
@@ -92,7 +92,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read as a picture ({what}); repair, remove or exclude it") from error
 
 
-def _opened(file: BinaryIO) -> ImageFile.ImageFile:
+def _open_picture(file: BinaryIO) -> ImageFile.ImageFile:
     """Open a picture by its header, without decoding it."""
     size = file.seek(0, 2)
     if size > _MOST_FILE_BYTES:
@@ -137,7 +137,7 @@ def _orientation(picture: Image.Image) -> int:
 
 def _decode(file: BinaryIO) -> Image.Image:
     """Decode a picture to 8-bit red, green and blue, upright and on white."""
-    opened = _opened(file)
+    opened = _open_picture(file)
     orientation = _orientation(opened)
     raw_mode = opened.tile[0][3] if opened.tile else None
     check_undamaged(file, opened)
@@ -175,7 +175,7 @@ def _pop_key_colour(file: BinaryIO, picture: Image.Image, raw_mode: object) -> n
     lower = picture
     if raw_mode == "RGB;16B":
         is_key = (np.asarray(picture) == key >> 8).all(axis=2)
-        lower = _opened(file)
+        lower = _open_picture(file)
         lower.tile = [(*lower.tile[0][:3], "RGB;16L")]  # type: ignore[list-item]  # the other byte of each sample
         lower.load()
     return is_key & (np.asarray(lower) == key & 255).all(axis=2)

@@ -4,7 +4,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, file_format, unpacked, unpacked_content
+from longstride.data_pipelines.formats import (
+    HEAD_BYTES,
+    PARQUET,
+    FileFormat,
+    decompress,
+    decompressed_content,
+    file_format,
+)
 from longstride.data_pipelines.modalities.modality import Content, FileContent, Modality, Properties
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.data_pipelines.records import parquet_fields
@@ -44,7 +51,7 @@ class Text(Modality):
             kind = _compression(path, file)
             if kind is None:
                 return path.stat().st_size
-            blocks = unpacked(path, file, kind)
+            blocks = decompress(path, file, kind)
             size, head = 0, b""
             for block in blocks:
                 if len(head) < HEAD_BYTES:
@@ -58,7 +65,7 @@ class Text(Modality):
 
     def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
         kind = None if properties.get("raw") else _compression(path, file)
-        return FileContent(file) if kind is None else unpacked_content(path, file, kind)
+        return FileContent(file) if kind is None else decompressed_content(path, file, kind)
 
     def cut(self, content: bytes, place: int) -> int:
         """Return the first byte of the UTF-8 character that continues at ``place``."""

@@ -20,7 +20,7 @@ from typing import BinaryIO, cast
 
 from longstride.data_pipelines.durable import durable_file, flush_folder, make_folders, whole_folder, working_folder
 from longstride.data_pipelines.errors import DataError, as_data_error
-from longstride.data_pipelines.formats import HEAD_BYTES, file_format, unpacked
+from longstride.data_pipelines.formats import HEAD_BYTES, decompress, file_format
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.manifest import MOST_SAMPLES, DataManifest, IndexRow, ShardRecord, SplitRecord
@@ -137,7 +137,7 @@ def _move_into_place(aside: Path, output: Path, was_killed: bool) -> None:
             target = output / name
             if os.path.lexists(target):
                 if not (was_killed and target.is_file() and cmp(aside / name, target, shallow=False)):
-                    raise _taken(target)
+                    raise _taken_error(target)
                 continue
             make_folders(target.parent)
             if name == names[-1]:
@@ -265,7 +265,7 @@ class _Reader:
             if kind is not None and kind.unpack is not None:
                 if copy is None:
                     raise DataError(f"{tar}: is {kind.name}, and cannot be read from the middle; {_UNPACK}")
-                plain = unpacked(tar, cast("BinaryIO", _BlocksFile(source)), kind)
+                plain = decompress(tar, cast("BinaryIO", _BlocksFile(source)), kind)
             for block in plain:
                 if copy is not None:
                     copy.write(block)
@@ -368,8 +368,8 @@ def _check_output(output: Path, names: Sequence[str], copied: Collection[str], w
     indexes = (name.removesuffix(".tar") + ".index.npy" for name in names)
     for name in (DataManifest.FILE_NAME, *(() if was_killed else (*indexes, *sorted(copied)))):
         if os.path.lexists(output / name):
-            raise _taken(output / name)
+            raise _taken_error(output / name)
 
 
-def _taken(path: Path) -> DataError:
+def _taken_error(path: Path) -> DataError:
     return DataError(f"{path}: there already; nothing is overwritten: name another output")

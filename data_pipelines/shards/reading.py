@@ -65,12 +65,12 @@ class OpenShard:
     @cached_property
     def edges(self) -> np.ndarray:
         """Content bytes before each sample and in all, (samples + 1,) int64."""
-        return _cumulated(self.index["length"])
+        return _cumulate(self.index["length"])
 
     @cached_property
     def edges_with_separators(self) -> np.ndarray:
         """Like ``edges``, with one more byte after each document."""
-        return _cumulated(self.index["length"].astype(np.int64) + self.index["ends"])
+        return _cumulate(self.index["length"].astype(np.int64) + self.index["ends"])
 
     @cached_property
     def document_edges(self) -> np.ndarray:
@@ -378,7 +378,7 @@ def _document_edges(index: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(index["length"], dtype=np.int64)[last]])
 
 
-def _cumulated(lengths: np.ndarray) -> np.ndarray:
+def _cumulate(lengths: np.ndarray) -> np.ndarray:
     """Sum up (n,) lengths to (n + 1,) int64, from 0 on."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
@@ -400,7 +400,7 @@ def _read_scattered(shard: OpenShard, samples: range, out: np.ndarray) -> bool:
     # Everything around the contents: headers, padding, and bytes of no sample.
     edges = [rows[0][0], *(edge for row in rows for edge in (row[1], row[1] + row[2])), int(ends[-1])]
     frames = [memoryview(bytearray(stop - start)) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
-    contents = [out.data[start:stop] for start, stop in pairwise(_cumulated(index["length"]).tolist())]
+    contents = [out.data[start:stop] for start, stop in pairwise(_cumulate(index["length"]).tolist())]
     parts = [part for pair in zip(frames, contents, strict=False) for part in pair] + frames[-1:]
     try:
         with open_plain(shard.path) as file:

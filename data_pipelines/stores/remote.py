@@ -63,7 +63,7 @@ class RemoteStore(Store):
         transfer = Transfer(name, None, self.settings)
         content = bytearray()
         for block in self._in_process().transport.content(transfer):
-            content[transfer.have - len(block) :] = block  # from the beginning again if the file changed
+            content[transfer.received - len(block) :] = block  # from the beginning again if the file changed
         return bytes(content)
 
     def sizes(self) -> None:
@@ -277,11 +277,11 @@ class _Download:
     partial: BinaryIO  # open for reading and writing, unbuffered, and locked by the caller
     path: Path  # of ``partial``
     way_out: str = "upload the folder again, all its files together"  # where the remote file is another one
-    advance: Callable[[int], None] = lambda have: None  # gets the bytes so far
+    advance: Callable[[int], None] = lambda received: None  # gets the bytes so far
 
     def __post_init__(self) -> None:
         self._shown = self.transport.url.shown_of(self.file.name)
-        self._have = 0  # bytes of the partial file
+        self._received = 0  # bytes of the partial file
         self._digest = hashlib.sha256()  # of these bytes
 
     def run(self) -> None:
@@ -292,17 +292,17 @@ class _Download:
         problem = ""
         for _ in range(ROUNDS):
             try:
-                self._have, self._digest = 0, hashlib.sha256()
+                self._received, self._digest = 0, hashlib.sha256()
                 self.partial.seek(0)
                 while content := self.partial.read(_HASH_BYTES):  # of an earlier attempt, or an earlier process
                     self._digest.update(content)
-                    self._have += len(content)
-                if self._have > self.file.size:
+                    self._received += len(content)
+                if self._received > self.file.size:
                     self._start_over()
-                elif self._have:
-                    _log.info("%s: going on after %d of %d bytes", self._shown, self._have, self.file.size)
+                elif self._received:
+                    _log.info("%s: going on after %d of %d bytes", self._shown, self._received, self.file.size)
                 transfer = Transfer(
-                    self.file.name, self.file.size, self.transport.settings, self._have, has_checksum=True
+                    self.file.name, self.file.size, self.transport.settings, self._received, has_checksum=True
                 )
                 for content in self.transport.content(transfer):
                     if self.transport.stop.is_set():
@@ -322,7 +322,7 @@ class _Download:
     def _start_over(self) -> None:
         self.partial.seek(0)
         self.partial.truncate()
-        self._have, self._digest = 0, hashlib.sha256()
+        self._received, self._digest = 0, hashlib.sha256()
 
     def _write(self, content: bytes) -> None:
         remaining = memoryview(content)
@@ -335,6 +335,6 @@ class _Download:
                     "free space there, or name another folder or fewer cache_bytes for the cache"
                 ) from error
             self._digest.update(remaining[:written])
-            self._have += written
-            self.advance(self._have)
+            self._received += written
+            self.advance(self._received)
             remaining = remaining[written:]

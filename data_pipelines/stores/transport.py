@@ -160,13 +160,13 @@ class Transfer:
     name: str  # within the folder
     size: int | None  # bytes; None if unknown
     settings: RemoteSettings
-    have: int = 0  # bytes received from the beginning on
+    received: int = 0  # bytes received from the beginning on
     has_checksum: bool = False  # without one, only ``version`` shows whether two attempts read the same file
     version: str = ""  # the server's version of the file (ETag, Last-Modified, ...), if any
 
     def __post_init__(self) -> None:
-        self._left_seconds = self.settings.window_seconds  # remaining delay of the fetch
-        self._came = self._again = 0  # bytes in all; of those, such as had come before
+        self._slack_seconds = self.settings.window_seconds  # remaining delay of the fetch
+        self._total = self._repeated = 0  # bytes in all; of those, such as had come before
 
     @property
     def size_or_bound(self) -> int:
@@ -186,8 +186,8 @@ class Transfer:
 
     def start_over(self) -> None:
         """Begin again at the first byte of the file."""
-        self._count_again(self.have)
-        self.have, self.version = 0, ""
+        self._count_repeated(self.received)
+        self.received, self.version = 0, ""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -197,37 +197,37 @@ class Transfer:
             yield
         finally:
             # No wait is longer than that, unless this process was stopped.
-            self._left_seconds -= min(time.monotonic() - begun, self.settings.timeout_seconds)
+            self._slack_seconds -= min(time.monotonic() - begun, self.settings.timeout_seconds)
 
-    def came(self, count: int, again: int = 0) -> None:
+    def count_bytes(self, count: int, again: int = 0) -> None:
         """Count received bytes, of which the first ``again`` are repeated.
 
         Raises DifferentFileError or LimitError, see ``check_size``; and LimitError if they came too slowly.
         """
-        self._came += count
-        self.have += count - again
-        self._count_again(again)
-        self._left_seconds += count / self.settings.least_bytes_per_second
-        self._left_seconds = min(self._left_seconds, self.settings.window_seconds)
-        self.check_size(self.have)
+        self._total += count
+        self.received += count - again
+        self._count_repeated(again)
+        self._slack_seconds += count / self.settings.least_bytes_per_second
+        self._slack_seconds = min(self._slack_seconds, self.settings.window_seconds)
+        self.check_size(self.received)
         self.check_pace()
 
     def check_pace(self) -> None:
         """Raise LimitError if the fetch is too far behind the lowest rate."""
-        if self._left_seconds < 0:
+        if self._slack_seconds < 0:
             rate, seconds = self.settings.least_bytes_per_second, self.settings.window_seconds
             raise LimitError(
-                f"{self._came} bytes came, which is window_seconds={seconds:g} behind least_bytes_per_second={rate:g}; "
+                f"{self._total} bytes came, window_seconds={seconds:g} behind least_bytes_per_second={rate:g}; "
                 "look at the network and the server; for one that is so slow, "
                 f"good: data.remote.least_bytes_per_second={rate / 10:g}, "
                 f"and for one that is away for so long, data.remote.window_seconds={10 * seconds:g}"
             )
 
-    def _count_again(self, count: int) -> None:
-        self._again += count
-        if self._again > self.settings.attempts * self.size_or_bound:
+    def _count_repeated(self, count: int) -> None:
+        self._repeated += count
+        if self._repeated > self.settings.attempts * self.size_or_bound:
             raise LimitError(
-                f"{self._again} bytes came more than once: the server sends a file from its beginning whatever part "
+                f"{self._repeated} bytes came more than once: the server sends a file from its beginning whatever part "
                 f"is asked for, and breaks off; name one that knows ranges, or raise attempts={self.settings.attempts}"
             )
 
@@ -249,7 +249,7 @@ class Transport:
             self._filesystem.retries = 1  # s3fs would try five times by itself for each of our attempts
 
     def content(self, transfer: Transfer) -> Iterator[bytes]:
-        """Read a file from ``transfer.have`` on. If its size is unknown, it may start over, see ``have``.
+        """Read a file from ``transfer.received`` on. If its size is unknown, it may start over, see ``received``.
 
         Raises DataError after the last attempt and beyond a bound, DifferentFileError, and StoppedError.
         """
@@ -271,15 +271,15 @@ class Transport:
     def _retry(self, attempt: Callable[[int], Iterator[T]], transfer: Transfer) -> Iterator[T]:
         """Yield the items of attempts until one succeeds. ``attempt`` takes the number of previous failures."""
         shown = self.url.shown_of(transfer.name) if transfer.name else self.url.shown
-        failures, furthest = 0, transfer.have  # progress is only beyond the furthest byte so far
+        failures, furthest = 0, transfer.received  # progress is only beyond the furthest byte so far
         generator = random.Random()  # the global ones belong to training, whose resumes are exact
-        while transfer.have != transfer.size:
+        while transfer.received != transfer.size:
             try:
                 transfer.check_pace()
                 yield from attempt(failures)
                 if transfer.size is None:
                     return
-                problem = f"the body ended after {transfer.have} of {transfer.size} bytes"
+                problem = f"the body ended after {transfer.received} of {transfer.size} bytes"
             except DifferentFileError:
                 raise
             except LimitError as error:
@@ -289,10 +289,10 @@ class Transport:
                 if final:
                     rule = "check the location, and the credentials in the environment if it asks for any"
                     raise DataError(f"{shown}: {problem}; {rule}") from None
-            if transfer.have == transfer.size:
+            if transfer.received == transfer.size:
                 return
-            failures = 0 if transfer.have > furthest else failures + 1
-            furthest = max(furthest, transfer.have)
+            failures = 0 if transfer.received > furthest else failures + 1
+            furthest = max(furthest, transfer.received)
             if failures >= self.settings.attempts:
                 raise DataError(
                     f"{shown}: {problem}; given up after {failures} attempts in a row that brought nothing new; "
@@ -357,7 +357,7 @@ class Transport:
         return info
 
     def _stream(self, transfer: Transfer, failures: int) -> Iterator[bytes]:
-        """Yield a file's bytes from ``transfer.have`` on, one request for each part. A part that breaks off is lost."""
+        """Yield a file's bytes from ``transfer.received`` on, a request per part. An incomplete part is lost."""
         if transfer.size is None:
             transfer.check_size(self._info(transfer.name)["size"] or 0)
             yield from self._part(transfer)
@@ -365,10 +365,10 @@ class Transport:
         if not transfer.has_checksum:
             self._check_version(transfer)
         chunk_bytes = max(CHUNK_BYTES >> failures, SMALLEST_CHUNK_BYTES)
-        while transfer.have < transfer.size:
-            end = min(transfer.have + chunk_bytes, transfer.size)
-            yield from self._part(transfer, start=transfer.have, end=end)
-            if transfer.have < end:
+        while transfer.received < transfer.size:
+            end = min(transfer.received + chunk_bytes, transfer.size)
+            yield from self._part(transfer, start=transfer.received, end=end)
+            if transfer.received < end:
                 self._check_version(transfer)
                 return
         if not transfer.has_checksum:
@@ -379,7 +379,7 @@ class Transport:
             part: bytes = self._call("cat_file", self.url.of(transfer.name), **interval)
         if interval and len(part) > interval["end"] - interval["start"]:  # the range was ignored
             part = part[interval["start"] : interval["end"]]
-        transfer.came(len(part))
+        transfer.count_bytes(len(part))
         yield part
 
     def _check_version(self, transfer: Transfer) -> None:

@@ -54,7 +54,7 @@ class WebTransport(Transport):
             page = Transfer(folders.popleft(), None, settings)
             url = self.url.of(page.name)
             text = b"".join(self._stream(page, 0)).decode(errors="replace")
-            pages.came(page.have)
+            pages.count_bytes(page.received)
             for link in _LINK.findall(text):
                 with suppress(ValueError):  # no address at all
                     address = urlsplit(urljoin(url, html.unescape(link)))
@@ -74,7 +74,7 @@ class WebTransport(Transport):
         return names
 
     def _stream(self, transfer: Transfer, failures: int) -> Iterator[bytes]:
-        """Yield a file's bytes as they arrive, from ``transfer.have`` on, or from the beginning if the file changed.
+        """Yield bytes as they arrive, from ``transfer.received`` on, or from the beginning if the file changed.
 
         They may end early. Bytes that came before a connection broke are yielded before the error is raised.
         """
@@ -82,10 +82,10 @@ class WebTransport(Transport):
         headers = {"Accept-Encoding": "identity"}
         if transfer.size is None:
             headers["Cache-Control"] = "no-cache"
-            if transfer.have and not transfer.version:
+            if transfer.received and not transfer.version:
                 transfer.start_over()
-        if transfer.have:
-            headers["Range"] = f"bytes={transfer.have}-"
+        if transfer.received:
+            headers["Range"] = f"bytes={transfer.received}-"
             if transfer.version and not transfer.has_checksum:
                 headers["If-Range"] = transfer.version
         loop, seconds = self._filesystem.loop, self.settings.timeout_seconds
@@ -95,12 +95,12 @@ class WebTransport(Transport):
             _check_status(response, transfer)
             skip = _bytes_to_skip(response, transfer)
             error = None
-            while error is None and transfer.have != transfer.size:
+            while error is None and transfer.received != transfer.size:
                 with transfer.waiting():
                     chunk, error = sync(loop, _read, response.content, seconds)
                 again = min(skip, len(chunk))
                 skip -= again
-                transfer.came(len(chunk), again)
+                transfer.count_bytes(len(chunk), again)
                 if again < len(chunk):
                     yield chunk[again:]
                 if not chunk and error is None:
@@ -150,7 +150,7 @@ def _check_status(response: Any, transfer: Transfer) -> None:
     status = response.status
     words = f"HTTP {status} {response.reason}"
     if status == 416 and transfer.size is not None:
-        raise DifferentFileError(f"it ends before byte {transfer.have}")
+        raise DifferentFileError(f"it ends before byte {transfer.received}")
     if status == 416:
         transfer.start_over()
         raise HttpStatusError(f"the server answers {words}")
@@ -169,10 +169,10 @@ def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
     tag = response.headers.get("ETag", "")
     version = response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
     version = version if version.isascii() and version.isprintable() else ""  # it is sent back unchanged
-    changed = bool(transfer.have) and not transfer.has_checksum and version != transfer.version
+    changed = bool(transfer.received) and not transfer.has_checksum and version != transfer.version
     if response.status == 206:
         range_sent = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-        if range_sent is None or int(range_sent[1]) != transfer.have:
+        if range_sent is None or int(range_sent[1]) != transfer.received:
             raise HttpStatusError("the server sends another range than it was asked for")
         size = None if range_sent[2] == "*" else int(range_sent[2])
         if transfer.size not in (None, size) and size is not None:
@@ -195,4 +195,4 @@ def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
     elif changed:
         raise DifferentFileError("another version")
     transfer.version = version
-    return transfer.have
+    return transfer.received

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.formats import HEAD_BYTES, file_format, unpacked
+from longstride.data_pipelines.formats import HEAD_BYTES, decompress, file_format
 from longstride.data_pipelines.modalities import modality_named
 from tests.harness.data.published_files import zipped
 from tests.harness.data.tars import write_tar
@@ -38,7 +38,7 @@ def drawn(kind: str) -> bytes:
 def unpack(content: bytes) -> bytes:
     kind = file_format(content[:HEAD_BYTES])
     assert kind is not None and kind.unpack is not None
-    return b"".join(unpacked("here", io.BytesIO(content), kind))
+    return b"".join(decompress("here", io.BytesIO(content), kind))
 
 
 @pytest.mark.parametrize("program", COMPRESS)

@@ -15,8 +15,8 @@ import soxr
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
-from longstride.data_pipelines.modalities.audio import BLOCK_FRAMES, frames_at, resampled
-from longstride.data_pipelines.modalities.decoder import DecodedFormat, check_stated_length, decoded
+from longstride.data_pipelines.modalities.audio import BLOCK_FRAMES, frames_at, resample
+from longstride.data_pipelines.modalities.decoder import DecodedFormat, check_stated_length, decode
 from longstride.data_pipelines.modalities.wav import mulaw_decode, mulaw_encode
 from longstride.data_pipelines.order.evaluation import split_bytes
 from longstride.data_pipelines.shards.verify import verify
@@ -122,7 +122,7 @@ def test_decoding_in_blocks_is_decoding_at_once(tmp_path, name):
     else:
         written(path, samples, 48_000)
     with path.open("rb") as file:
-        found = np.concatenate(list(decoded(path, file, BLOCK_FRAMES)))
+        found = np.concatenate(list(decode(path, file, BLOCK_FRAMES)))
     whole, _ = soundfile.read(path, always_2d=True)
     assert np.array_equal(found, np.clip(np.rint(whole * 2**31), -(2**31), 2**31 - 1).astype(np.int64))
 
@@ -162,7 +162,7 @@ def test_resampled_sound_is_libsoxrs_and_has_the_frames_that_were_planned(rate, 
         expected = soxr.resample(samples, rate, wanted, quality="VHQ") if frames else np.empty(0)
         assert planned - 1 <= len(expected) <= planned
         cut = [[samples[start : start + step] for start in range(0, frames, step)] for step in (63, 1000, 4000)]
-        first, *others = [np.concatenate([np.empty(0), *resampled(iter(blocks), rate, wanted)]) for blocks in cut]
+        first, *others = [np.concatenate([np.empty(0), *resample(iter(blocks), rate, wanted)]) for blocks in cut]
         assert len(first) == planned and np.array_equal(first[: len(expected)], expected)
         assert all(np.array_equal(first, other) for other in others)
 
