@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Protocol, TypeVar, overload
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.modalities import MODALITIES, Content, Modality, Properties
@@ -215,13 +215,7 @@ class RecordDocuments(Sequence[RecordDocument]):
                 for row in zip(*(column[place : place + 2**12].tolist() for column in columns), strict=True):
                     yield RecordDocument(file, self.field, *row)
 
-    @overload
-    def __getitem__(self, place: int) -> RecordDocument: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[RecordDocument]: ...
-
-    def __getitem__(self, place: "int | slice") -> "RecordDocument | list[RecordDocument]":
+    def __getitem__(self, place: Any) -> Any:
         return list(self)[place]
 
 
@@ -268,7 +262,7 @@ def find_documents(
     left_out = LeftOut()
     documents: list[FileDocument] = []
     properties: dict[str, int] | None = None
-    occurrences: dict[bytes, int] = {}
+    occurrences: Counter[bytes] = Counter()
     for file in _files(inputs, suffixes, exclude, left_out):
         if properties is None:
             with as_data_error(file.path), open_plain(file.path) as opened:
@@ -278,9 +272,8 @@ def find_documents(
         if size == 0:
             left_out.empty += 1
             continue
-        occurrence = occurrences.get(file.relative, 0)
-        documents.append(replace(file, occurrence=occurrence, size=size))
-        occurrences[file.relative] = occurrence + 1
+        documents.append(replace(file, occurrence=occurrences[file.relative], size=size))
+        occurrences[file.relative] += 1
     if not documents or properties is None:
         raise _nothing_found(inputs, suffixes, modality.name, left_out)
     return documents, properties, left_out
@@ -297,15 +290,14 @@ def find_record_files(
     counts = left_out.records
     assert counts is not None
     files: list[tuple[FileDocument, Records]] = []
-    occurrences: dict[bytes, int] = {}
+    occurrences: Counter[bytes] = Counter()
     for file in _files(inputs, suffixes, exclude, left_out):
         with as_data_error(file.path), open_plain(file.path) as opened:
             records = find_records(file.path, opened, field)
         counts["null_records"] += records.null
         counts["empty_records"] += records.empty
-        occurrence = occurrences.get(file.relative, 0)
-        files.append((replace(file, occurrence=occurrence), records))
-        occurrences[file.relative] = occurrence + 1
+        files.append((replace(file, occurrence=occurrences[file.relative]), records))
+        occurrences[file.relative] += 1
     if not any(len(records) for _, records in files):
         raise _nothing_found(inputs, suffixes, "text", left_out)
     return files, left_out

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path, PurePath
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -381,13 +381,7 @@ class Stretch(Sequence[WholeDocument | DocumentPart]):
         for place, document in islice(enumerate(self.documents), self.start, self.stop):
             yield self.parts.get(place, document)
 
-    @overload
-    def __getitem__(self, place: int) -> WholeDocument | DocumentPart: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[WholeDocument | DocumentPart]: ...
-
-    def __getitem__(self, place: int | slice) -> WholeDocument | DocumentPart | list[WholeDocument | DocumentPart]:
+    def __getitem__(self, place: Any) -> Any:
         index = range(self.start, self.stop)[place]
         return list(self)[place] if isinstance(index, range) else self.parts.get(index) or self.documents[index]
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -246,13 +246,7 @@ class Excerpts(Sequence[Excerpt]):
             for number in range(stretch.count):
                 yield Excerpt(stretch.source, stretch.first + number * stretch.size, stretch.size)
 
-    @overload
-    def __getitem__(self, place: int) -> Excerpt: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> "Excerpts": ...
-
-    def __getitem__(self, place: "int | slice") -> "Excerpt | Excerpts":
+    def __getitem__(self, place: Any) -> Any:
         """Return one document, or those of a slice without a step."""
         index = range(len(self))[place]
         span = index if isinstance(index, range) else range(index, index + 1)
