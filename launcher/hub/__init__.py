@@ -1,7 +1,7 @@
-"""An exported model as transformers has models and tokenizers; needs transformers, and no deepspeed.
+"""Exported models and the tokenizer as classes of transformers. Needs transformers, but no deepspeed.
 
-The stub in an export imports the classes from here; ``register()`` has transformers load an export without that stub.
-``register_attention()`` makes our attention available to the models that transformers has.
+The stub in an export imports the classes from here. ``register()`` lets transformers load an export without that stub.
+``register_attention()`` offers our attention to the models of transformers.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -13,9 +13,9 @@ from longstride.launcher.hub.tokenizer import LongstrideTokenizer
 
 
 def register() -> None:
-    """Makes these classes known to transformers: its ``Auto`` classes then load an export without `trust_remote_code`.
+    """Register the classes with transformers: its ``Auto`` classes then load an export without `trust_remote_code`.
 
-    The stub of the export is not read, so its age is no matter.
+    The export's stub is not read, so its version does not matter.
     """
     AutoConfig.register(LongstrideConfig.model_type, LongstrideConfig, exist_ok=True)
     AutoModelForCausalLM.register(LongstrideConfig, LongstrideForCausalLM, exist_ok=True)

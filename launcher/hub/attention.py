@@ -1,7 +1,7 @@
 """Our attention inside models of transformers: ``attn_implementation="longstride"``.
 
-transformers asks twice. ``documents_of`` sees the padding and packing of a batch once per forward pass, in place of a
-mask of all pairs. ``attend`` gets its result in every layer, with queries, keys and values.
+transformers calls two functions. ``documents_of`` sees the padding and packing of a batch once per forward pass, and
+replaces the mask of all pairs. ``attend`` gets its result in every layer, with queries, keys and values.
 
 Letters: B batch, H heads of queries, K heads of keys, M queries, N keys, D head width.
 """
@@ -26,7 +26,7 @@ NAME = "longstride"
 FIELD = "longstride_pattern"  # of a model's configuration
 EXAMPLE = '{"type": "fixed", "stride": 128, "summary": 32}'
 
-# Options of transformers that change what attention computes, and why ours does not take them.
+# Options of transformers that change what attention computes, and why ours does not support them.
 UNSUPPORTED = {
     "softcap": "scores are not capped",
     "s_aux": "there are no attention sinks",
@@ -41,30 +41,30 @@ UNSUPPORTED = {
 def register_attention(*, trust_code: bool = False) -> None:
     """Make ``attn_implementation="longstride"`` available to the models of transformers.
 
-    A model's configuration needs ``longstride_pattern``: a pattern as JSON, or a list of patterns that layers take in
-    turn. Calling this again changes nothing else than ``trust_code``.
+    A model's configuration needs ``longstride_pattern``: a pattern as JSON, or a list of patterns over which layers
+    cycle. Calling this again only changes ``trust_code``.
 
     Args:
-        trust_code: whether configurations, which may come from a hub, can name patterns that other packages define.
+        trust_code: whether configurations, which may come from a hub, can name patterns of other packages.
     """
     AttentionInterface.register(NAME, partial(attend, trust_code=trust_code))
     AttentionMaskInterface.register(NAME, documents_of)
 
 
 class Documents(NamedTuple):
-    """What a batch asks of attention besides the pattern: documents that do not attend to each other, and a window.
+    """The batch's restrictions on attention besides the pattern: separate documents and a window.
 
-    Left padding is a document of its own. Right padding needs none, as no token attends to later ones.
+    Left padding is a document of its own. Right padding needs none, because no token attends to later ones.
     """
 
     starts: Tensor | None  # (B, N) int64, the first key of each key's document; None: one document
     first_query: int  # place of the first query among the keys
     first_key: int = 0  # position of the first key; above 0 where a cache has dropped earlier keys
-    window: int | None = None  # keys that a query attends to at most, its own included
+    window: int | None = None  # most keys that a query attends to, including its own
 
     @classmethod
     def of_mask(cls, mask: Tensor | None, num_queries: int, num_keys: int) -> Documents:
-        """Return what ``documents_of`` wrote; ConfigError for another mask."""
+        """Read the result of ``documents_of``; ConfigError for another mask."""
         if mask is None:
             return cls(None, num_keys - num_queries)
         if mask.dtype != torch.int64 or mask.shape[1:] != (1, 1, num_keys + 3):
@@ -87,7 +87,7 @@ def documents_of(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Tensor | None:
-    """Find the documents in what transformers makes a mask from, with O(N) evaluations of its mask function.
+    """Find the documents from what transformers makes a mask of, with O(N) evaluations of its mask function.
 
     Args:
         batch_size, q_length, kv_length: B, M and N.
@@ -95,16 +95,16 @@ def documents_of(
         mask_function: whether a query may attend to a key, for indices of batch, head, query and key.
         attention_mask: (B, positions), zeros at padding.
         local_size: window of sliding attention.
-        use_vmap: whether the model adds a mask function of its own.
+        use_vmap: whether the model adds its own mask function.
         device: of the result.
-        options: read by other implementations.
+        options: used by other implementations.
 
     Returns:
-        (B, 1, 1, N + 3) int64, the fields of ``Documents``. It has four axes because transformers passes on only such
-        masks unchanged. None: one document, whose last positions are the queries.
+        (B, 1, 1, N + 3) int64, the fields of ``Documents``. transformers only passes on masks with four axes unchanged.
+        None: one document, whose last positions are the queries.
 
     Raises:
-        ConfigError: attention is not causal, the model has a mask of its own, or padding stands between tokens.
+        ConfigError: attention is not causal, the model has its own mask, or padding stands between tokens.
     """
     if use_vmap:
         raise _error("attention_mask", "this model adds a mask of its own; give another attn_implementation")
@@ -115,7 +115,7 @@ def documents_of(
         later, earlier = (places[1:] + kv_offset)[None], (places[:-1] + kv_offset)[None]
         if bool(mask_function(batch, head, earlier, later).any()):
             raise _error("is_causal", "queries attend to later keys; give another attn_implementation", False)
-        # A key that its successor may not attend to is the last of its document.
+        # A key is the last of its document if its successor may not attend to it.
         is_first = ~mask_function(batch, head, later, earlier).expand(batch_size, -1)
         starts[:, 1:] = torch.where(is_first, places[1:], 0).cummax(1).values
     if attention_mask is not None:
@@ -131,11 +131,11 @@ def documents_of(
 
 
 def _starts_behind_padding(mask: Tensor) -> Tensor:
-    """Return (B, N): the first token's place from there on, 0 before; ConfigError where padding follows a token."""
-    shown = mask.int()
-    if bool((F.pad(shown, (1, 0)).diff(dim=1) == 1).sum(1).gt(1).any()):
+    """Return (B, N): the first token's place from there on, else 0; ConfigError if padding follows a token."""
+    visible = mask.int()
+    if bool((F.pad(visible, (1, 0)).diff(dim=1) == 1).sum(1).gt(1).any()):
         raise _error("attention_mask", "padding between tokens; pad prompts on the left")
-    first = shown.argmax(1, keepdim=True)  # the first of the largest
+    first = visible.argmax(1, keepdim=True)  # the first of the largest
     places = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(places >= first, first, 0)
 
@@ -158,23 +158,23 @@ def attend(
     Args:
         module: the layer, with the model's configuration.
         query: (B, H, M, D); key: (B, K, N, D); value: (B, K, N, Dv).
-        attention_mask: what ``documents_of`` returned.
+        attention_mask: the result of ``documents_of``.
         dropout, is_causal: only 0 and True are supported.
-        scaling: factor of the scores; 1/sqrt(D) where None.
-        sliding_window: keys that a query attends to at most.
-        trust_code: whether the pattern may be that of another package.
+        scaling: factor of the scores, by default 1/sqrt(D).
+        sliding_window: most keys that a query attends to.
+        trust_code: whether the pattern may come from another package.
         options: other options of the model; those in ``UNSUPPORTED`` must be absent.
 
     Returns:
-        (B, M, H, Dv), and None in place of attention weights.
+        (B, M, H, Dv), and None instead of attention weights.
 
     Raises:
-        ConfigError: the model asks for something else, or its configuration has no pattern.
+        ConfigError: an option is not supported, or the configuration has no pattern.
     """
     _check_options(module, dropout, is_causal, options)
     count = key.shape[2]
     documents = Documents.of_mask(attention_mask, query.shape[2], count)
-    windows = [each for each in (sliding_window, documents.window) if each is not None and each < count]
+    windows = [size for size in (sliding_window, documents.window) if size is not None and size < count]
     pattern = _cut_to_window(_pattern(module, trust_code), min(windows, default=None), documents.first_key)
     if documents.starts is None:
         out = sparse_attention(query, key, value, pattern, scale=scaling, first_query=documents.first_query)
@@ -189,7 +189,7 @@ def attend(
 def _attend_by_document(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, starts: Tensor, first_query: int, scale: float | None
 ) -> Tensor:
-    """Compute queries behind a cache, one context and document after another."""
+    """Compute queries after a cache, one context and document at a time."""
     contexts = []
     for context, begins in enumerate(starts[:, first_query : first_query + q.shape[2]].tolist()):
         runs, place = [], 0
@@ -239,7 +239,7 @@ def _pattern(module: Any, trust_code: bool) -> Pattern:
 
 
 def _cut_to_window(pattern: Pattern, window: int | None, first_key: int) -> Pattern:
-    """Return the pattern without keys beyond a window; ConfigError where it cannot be cut, or counts from lost keys."""
+    """Return the pattern without keys beyond a window; ConfigError if it cannot be cut, or counts from lost keys."""
     if window is not None:
         if isinstance(pattern, Dense):
             pattern = Local(window)

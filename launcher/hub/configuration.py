@@ -1,4 +1,4 @@
-"""What transformers reads of an export's config.json, and the numbers of the tokens that are no bytes."""
+"""The configuration class for an export's config.json, and the numbers of the special tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from longstride.sparse_model import ModelConfig
 
 
 class Specials(NamedTuple):
-    """Tokens behind the V of a vocabulary, which no model predicts.
+    """Special tokens after the V of a vocabulary, which no model predicts.
 
-    The start stands before a text: the network has a row for it. The end and padding are for the tools that ask for
-    them: no weights stand behind either.
+    The start stands before a text, and the network has a row for it. The end and padding have no weights; they exist
+    for tools that require them.
     """
 
     start: int
@@ -25,52 +25,52 @@ class Specials(NamedTuple):
 
     @classmethod
     def of(cls, vocabulary: int) -> Specials:
-        """Those of a vocabulary of that many tokens."""
+        """Return the special tokens of a vocabulary of that size."""
         return cls(vocabulary, vocabulary + 1, vocabulary + 2)
 
 
 class LongstrideConfig(PreTrainedConfig):
-    """config.json of an export; ``model`` is the network's configuration.
+    """An export's config.json; ``model`` is the network's configuration.
 
-    ``from_pretrained(folder, trust_code=True)`` lets a model import the packages that define parts of it.
+    ``from_pretrained(folder, trust_code=True)`` lets a model import packages that define parts of it.
     """
 
-    trust_code = False  # set by from_pretrained alone, never by the file
-    model_type = "longstride"  # as an export's config.json has it
+    trust_code = False  # only set by from_pretrained, never by the file
+    model_type = "longstride"  # in an export's config.json
 
     def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:
         others.setdefault("tie_word_embeddings", False)
         others.pop("trust_code", None)
-        others.pop("vocab_size", None)  # told below: transformers warns where special tokens exceed one that it knows
+        others.pop("vocab_size", None)  # set below, since transformers warns if special tokens exceed it
         vocabulary = (model or {}).get("vocabulary", ModelConfig.model_fields["vocabulary"].default)
         specials = Specials.of(vocabulary)
         for name, token in zip(("bos", "eos", "pad"), specials, strict=True):
             others.setdefault(f"{name}_token_id", token)
         super().__init__(**others)
         self.model = model
-        if model is not None:  # transformers makes one without a model to see the defaults
-            # By the names that the tools of transformers look for.
+        if model is not None:  # transformers makes a configuration without a model for the defaults
+            # Names that the tools of transformers look for.
             self.vocab_size = vocabulary
-            # How many tokens have a row behind the last one, where no start stands before them.
+            # The most tokens without a start that still leave a row after the last one.
             self.max_position_embeddings = model["context"] - 1
             self.hidden_size = model["width"]
             self.num_hidden_layers = model["layers"]
             self.num_attention_heads = model["heads"]
 
     def validate(self) -> None:
-        """As transformers has it, but that special tokens may stand behind the vocabulary, where it would warn."""
-        for each in type(self).__class_validators__:
-            if each.__name__ != "validate_token_ids":
-                each(self)
+        """Validate like transformers, but without its warning about special tokens after the vocabulary."""
+        for validator in type(self).__class_validators__:
+            if validator.__name__ != "validate_token_ids":
+                validator(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what config.json gets: all but ``trust_code``, which holds for this process alone."""
+        """Return the content of config.json: all fields but ``trust_code``, which only holds for this process."""
         return {name: value for name, value in super().to_dict().items() if name != "trust_code"}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As transformers has it, and the stub beside config.json, as in an export.
+        """Save config.json like transformers, and the stub of an export.
 
-        transformers itself would copy the file that defines this class, which is of no use alone.
+        transformers itself would copy the file that defines this class, which does not work alone.
         """
         self.auto_map = dict(hub_stub.AUTO_MAP)
         self._auto_class = None

@@ -1,9 +1,9 @@
 """An exported model as a class of transformers.
 
-transformers has at place i the logits of the token after token i. The network has them in row i + 1: its row i predicts
-token i. So n tokens need n + 1 rows. The first row, of the first token, stands at a start before it, and at padding.
+Place i of transformers has the logits of the token after token i. The network has them in row i + 1, since its row i
+predicts token i. So n tokens need n + 1 rows. Row 0, of the first token, goes to a start before it, and to padding.
 
-Letters: B batch, n tokens at hand, C width, V vocabulary.
+Letters: B batch, n tokens, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,60 +30,60 @@ from longstride.launcher.hub.rows import all_rows
 from longstride.launcher.models import DTYPES, Fingerprint
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
-_LEFT_OUT = -100  # as a label: of no loss
+_IGNORED = -100  # a label without loss
 _logger = logging.get_logger(__name__)
 
 
 class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
-    """A Sparse Transformer; tensors have the names that they have in an export."""
+    """A Sparse Transformer whose tensors have the same names as in an export."""
 
     config_class = LongstrideConfig
     config: LongstrideConfig
     main_input_name = "input_ids"
-    accepts_loss_kwargs = True  # Trainer then tells how many labels a whole step has
+    accepts_loss_kwargs = True  # Trainer then passes the number of labels in a step
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["ResidualBlock", "ReversibleBlock"]
 
     def __init__(self, config: LongstrideConfig) -> None:
         super().__init__(config)
-        # Trainer and pipelines know by this table of theirs that labels stand one place behind logits.
+        # Trainer and pipelines look up in this table that labels are shifted by one place.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(config.model_type, "LongstrideForCausalLM")
         if not config.trust_code and (types := ModelConfig.foreign_types(config.model or {})):
             rule = "is from another package; install it, and give from_pretrained trust_code=True to run its code"
             raise ConfigError.at("type", types[0], rule)
-        # Not the run's backend of attention: it is not known yet which device will compute.
-        of_network = ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"})
-        with torch.random.fork_rng(devices=[]):  # what is drawn here is not kept
-            network = SparseTransformer(of_network, initialize=False)
-        # Not as a submodule, which would put its name before those of its tensors; its parts are submodules instead.
+        # Not the run's attention backend, since the device is not known yet.
+        network_config = ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"})
+        with torch.random.fork_rng(devices=[]):  # the drawn values are not used
+            network = SparseTransformer(network_config, initialize=False)
+        # The network's parts are the submodules. As a submodule itself, it would prefix the names of its tensors.
         self.__dict__["_skeleton"] = {name: value for name, value in vars(network).items() if name != "_modules"}
         self.embedding, self.blocks, self.norm, self.logits = (
             network.embedding, network.blocks, network.norm, network.logits
         )  # fmt: skip
-        self._first_values: dict[int, Tensor] = {}  # by the tensor that they are for, until it has them
+        self._first_values: dict[int, Tensor] = {}  # by the id of the tensor that still needs them
         self._keep_in_fp32_modules_strict = [name for name, _ in network.named_buffers()]
         self.gradient_checkpointing = False
         self.post_init()
 
     @property
     def network(self) -> SparseTransformer:
-        """The network of the submodules as they are now: adapters and other tools put new ones in their places."""
+        """The network of the current submodules, which adapters and other tools may have replaced."""
         network = object.__new__(SparseTransformer)
         vars(network).update(self._skeleton, _modules=self._modules, training=self.training)
         return network
 
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Gives what was not loaded of a module's tensors the values that a new network of ours has there."""
-        if not any(module is each for each in self.modules()):
+        """Give tensors of a module that were not loaded the values of a new network."""
+        if not any(module is submodule for submodule in self.modules()):
             super()._init_weights(module)
             return
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        missing = [tensor for tensor in own if not getattr(tensor, "_is_hf_initialized", False)]
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        missing = [tensor for tensor in tensors if not getattr(tensor, "_is_hf_initialized", False)]
         if missing and not self._first_values:
             new, mine = (
-                dict([*each.named_parameters(), *each.named_buffers()])
-                for each in (SparseTransformer(self.network.config), self)
+                dict([*model.named_parameters(), *model.named_buffers()])
+                for model in (SparseTransformer(self.network.config), self)
             )
             self._first_values = {
                 id(mine[name]): tensor
@@ -95,7 +95,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
             tensor.__dict__["_is_hf_initialized"] = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LongstrideForCausalLM:
-        """As torch has it; but buffers, which parts compute with in fp32, stay so in a model of 16 bits."""
+        """Apply like torch, but keep fp32 buffers in fp32, also in a model of 16 bits."""
         before = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -106,7 +106,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
 
     @classmethod
     def is_remote_code(cls) -> bool:
-        """Never: the stub of an export leads here, and there is no code to save with a model."""
+        """Return False: the stub of an export leads here, so there is no code to save with a model."""
         return False
 
     def save_pretrained(
@@ -116,16 +116,16 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         state_dict: dict[str, Tensor] | None = None,
         **options: Any,
     ) -> None:
-        """As transformers has it; what is saved is an export, and its config.json has the weights' own fingerprint.
+        """Save like transformers. The result is an export, and its config.json has the weights' fingerprint.
 
-        Where they are others than those that were loaded, it no longer tells of which run and step they are. A file of
-        all weights gives way to several, as it would be read in their place.
+        If these are not the loaded weights, config.json no longer names their run and step. When several files are
+        written, an older single file is removed, because it would be read instead.
         """
         if not getattr(self, "_hf_peft_config_loaded", False):  # adapters are saved alone
-            own, digest = self.state_dict(), None
-            tensors = own if state_dict is None else state_dict
-            whole = tensors.keys() == own.keys() and not any(each.is_meta for each in tensors.values())
-            if is_main_process and whole and all(each.dtype in DTYPES.values() for each in tensors.values()):
+            all_tensors, digest = self.state_dict(), None
+            tensors = all_tensors if state_dict is None else state_dict
+            is_complete = tensors.keys() == all_tensors.keys() and not any(t.is_meta for t in tensors.values())
+            if is_main_process and is_complete and all(t.dtype in DTYPES.values() for t in tensors.values()):
                 fingerprint = Fingerprint(self.config.model or {})
                 for name, tensor in tensors.items():
                     fingerprint.add(name, tensor.cpu())
@@ -135,34 +135,34 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
                     self.config.__dict__.pop(name, None)
                 if digest is not None:
                     self.config.fingerprint = digest
-        whole_file, index = (Path(save_directory) / name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
-        before = [path.stat().st_mtime_ns if path.is_file() else None for path in (whole_file, index)]
+        single_file, index = (Path(save_directory) / name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+        before = [path.stat().st_mtime_ns if path.is_file() else None for path in (single_file, index)]
         super().save_pretrained(save_directory, is_main_process, state_dict, **options)
-        after = [path.stat().st_mtime_ns if path.is_file() else None for path in (whole_file, index)]
+        after = [path.stat().st_mtime_ns if path.is_file() else None for path in (single_file, index)]
         if is_main_process and after[0] is not None and after[0] == before[0] and after[1] != before[1]:
-            whole_file.unlink()
+            single_file.unlink()
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, every_n_layers: int = 1
     ) -> None:
-        """As transformers has it, for blocks that are no layers of its own."""
+        """Switch it like transformers, for blocks that are not its layers."""
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
         self._recomputed_every = every_n_layers
 
     def get_input_embeddings(self) -> Any:
-        """The embedding of the tokens."""
+        """Return the token embedding."""
         return self.embedding.tokens
 
     def set_input_embeddings(self, value: Any) -> None:
-        """Puts another one in its place."""
+        """Replace the token embedding."""
         self.embedding.tokens = value
 
     def get_output_embeddings(self) -> Any:
-        """The projection to logits."""
+        """Return the projection to logits."""
         return self.logits
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:
-        """Puts another one in its place."""
+        """Replace the projection to logits."""
         self.logits = new_embeddings
 
     def resize_token_embeddings(
@@ -171,19 +171,19 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> torch.nn.Module:
-        """Leaves the embedding as it is, which is wide enough for all tokens of the tokenizer, and returns it.
+        """Return the unchanged embedding, which suffices for all tokens of the tokenizer.
 
         Raises:
             ValueError: for another number of tokens.
         """
         tokens = self.network.config.vocabulary
-        wanted = tokens if new_num_tokens is None else new_num_tokens
+        count = tokens if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of:
-            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+            count = -(-count // pad_to_multiple_of) * pad_to_multiple_of
         most = Specials.of(tokens).padding + 1
-        if not tokens <= wanted <= most:
+        if not tokens <= count <= most:
             rule = f"this model has {tokens} tokens, and no weights for the {most - tokens} special ones"
-            raise ValueError(f"new_num_tokens={wanted}: {rule}; give {tokens} to {most}, or train another vocabulary")
+            raise ValueError(f"new_num_tokens={count}: {rule}; give {tokens} to {most}, or train another vocabulary")
         return self.get_input_embeddings()
 
     def forward(
@@ -203,45 +203,45 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         past_key_values: Any = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits of the token after each of ``input_ids``.
+        """Compute the logits of the token after each of ``input_ids``.
 
         Args:
-            input_ids: (B, n), n from 0: tokens below V; before the first of a row perhaps the start; padding on either
-                side. With ``cache``, the tokens after those that it holds.
-            attention_mask: (B, n), zeros at padding; with ``cache`` of all tokens that it then holds.
-            position_ids: (B, n) or (1, n), as they are without them: counted from 0, with or without padding.
-            cache: what an earlier call returned.
-            inputs_embeds: (B, n, C), rows of ``get_input_embeddings()``, in place of ``input_ids``.
-            labels: (B, n), mostly ``input_ids``; -100 is left out, and so are the start, the end and padding.
+            input_ids: (B, n), n ≥ 0: tokens below V, optionally a start before the first, padding on either side. With
+                ``cache``, the tokens after those in it.
+            attention_mask: (B, n), zeros at padding; with ``cache``, of all tokens including those in it.
+            position_ids: (B, n) or (1, n), must equal the default: counted from 0, with or without padding.
+            cache: the cache of an earlier call.
+            inputs_embeds: (B, n, C), rows of ``get_input_embeddings()``, replaces ``input_ids``.
+            labels: (B, n), usually ``input_ids``; -100, the start, the end and padding are ignored.
             use_cache: whether to return ``cache``.
-            output_attentions: refused: attention over a pattern's blocks never has a whole row of weights.
-            output_hidden_states: whether to return what enters each block, and what leaves the last, normalised.
+            output_attentions: refused, since block-sparse attention never has complete rows of weights.
+            output_hidden_states: whether to return the input of each block and the normalised output of the last.
             return_dict: False for a tuple.
-            logits_to_keep: how many of the last ones to return, 0 for all; or at which places, as transformers has it.
-            num_items_in_batch: labels of all batches that one step is made of: the loss is then this batch's share.
-            past_key_values: ``cache``, as transformers below 5.24 calls it.
-            others: ``shift_labels`` (B, n), what comes after each place, in place of ``labels``; it has no place of its
-                own above, as Trainer would then wait for both. What transformers hands to other models must be None.
+            logits_to_keep: how many of the last logits to return, 0 for all; or their places, as in transformers.
+            num_items_in_batch: number of labels in all batches of a step; the loss is then this batch's share.
+            past_key_values: the name of ``cache`` in transformers below 5.24.
+            others: ``shift_labels`` (B, n), the label after each place, replaces ``labels``. It is not a parameter,
+                because Trainer would then require both. Arguments for other models must be None.
 
         Returns:
-            Logits (B, n, V) in fp32 at least; without tokens (B, 1, V), the first token's. Nothing comes after a full
-            context, where they are NaN. The loss is in nats a token, in training with the auxiliary losses of the
-            model's parts. Without a start, no loss counts the first token.
+            Logits (B, n, V), at least fp32; (B, 1, V) for the first token if n is 0. NaN after a full context. The loss
+            is in nats a token, in training with the auxiliary losses of the model's parts. Without a start it omits the
+            first token.
 
         Raises:
-            ValueError: an argument is missing, or of no use here, or more tokens than the context holds.
+            ValueError: an argument is missing or not supported, or there are more tokens than the context holds.
         """
         shift_labels = others.pop("shift_labels", None)
-        wrong = [name for name, value in others.items() if value is not None]
-        if wrong:
-            raise ValueError(f"{wrong[0]}: this model takes no such argument; leave it out")
+        unsupported = [name for name, value in others.items() if value is not None]
+        if unsupported:
+            raise ValueError(f"{unsupported[0]}: this model takes no such argument; leave it out")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: one of them must be given")
         if input_ids is not None:
             if input_ids.dim() != 2 or input_ids.is_floating_point():
-                found = f"{input_ids.dtype}, shape {tuple(input_ids.shape)}"
-                raise ValueError(f"input_ids: {found}: must be integers (B, n); of one row, input_ids[None]")
-            input_ids = input_ids.long()  # bytes cannot be compared with the numbers of special tokens
+                actual = f"{input_ids.dtype}, shape {tuple(input_ids.shape)}"
+                raise ValueError(f"input_ids: {actual}: must be integers (B, n); of one row, input_ids[None]")
+            input_ids = input_ids.long()  # uint8 cannot hold the numbers of special tokens
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions: attention by blocks has no weights to return; leave it out")
         if past_key_values is not None:
@@ -254,7 +254,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         if inputs_embeds is not None and self.network.config.ngrams is not None:
             raise ValueError("inputs_embeds: this model looks up n-grams of tokens too; give input_ids")
         network, hidden = self.network, None
-        if cache is not None and not cache.goes_on_with(network):
+        if cache is not None and not cache.is_compatible_with(network):
             rule = "its steps are computed by that; give what this model returned, or leave it out"
             raise ValueError(f"{CACHE_NAME}: of another model, or of other weights: {rule}")
         _check_positions(position_ids, attention_mask, 0 if cache is None else cache.get_seq_length())
@@ -272,7 +272,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
             if tokens is None:
                 assert inputs_embeds is not None
                 tokens = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
-            # Reversible blocks keep nothing as it is.
+            # Reversible blocks store no activations in any case.
             recomputed = self.gradient_checkpointing and self.training and not network.config.reversible
             network_output = all_rows(
                 network,
@@ -294,9 +294,11 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         return output if as_dict else output.to_tuple()
 
     def _recompute(self, block: Callable[..., Any], *inputs: Any) -> Any:
-        """A block whose inner activations the backward pass computes again, or one between such blocks."""
-        kept = next(number for number, each in enumerate(self.blocks) if each is block) % self._recomputed_every
-        return block(*inputs) if kept else self._gradient_checkpointing_func(block, *inputs)
+        """Call a block, under activation checkpointing for every n-th one."""
+        number = next(number for number, candidate in enumerate(self.blocks) if candidate is block)
+        if number % self._recomputed_every:
+            return block(*inputs)
+        return self._gradient_checkpointing_func(block, *inputs)
 
     def _loss(
         self,
@@ -306,40 +308,40 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         items: int | Tensor | None,
         auxiliary: Tensor | None,
     ) -> Tensor:
-        """The mean nats of the labels, or with ``items`` their sum over that; with the auxiliary losses once a step."""
+        """Return the mean nats of the labels, or with ``items`` their sum divided by it, plus auxiliary losses."""
         if shift_labels is None:
             assert labels is not None
             logits, shift_labels = logits[:, :-1], labels[:, 1:]
         if shift_labels.shape != logits.shape[:2]:
-            found = f"{tuple(shift_labels.shape)} behind the first, and logits for {tuple(logits.shape[:2])}"
-            raise ValueError(f"labels: {found}: must be as many; give one for each token, and no logits_to_keep")
+            shapes = f"{tuple(shift_labels.shape)} behind the first, and logits for {tuple(logits.shape[:2])}"
+            raise ValueError(f"labels: {shapes}: must be as many; give one for each token, and no logits_to_keep")
         shift_labels = shift_labels.long()
         vocabulary = logits.shape[-1]
         special = shift_labels >= vocabulary
         if items is not None and bool(special.any()):
             rule = "num_items_in_batch counts it, and no model predicts it, so that this loss is too small by its share"
             _logger.warning_once(f"labels: {int(shift_labels[special][0])}: {rule}; give -100, or pad on the right")
-        targets = shift_labels.masked_fill(special, _LEFT_OUT).flatten().to(logits.device)
+        targets = shift_labels.masked_fill(special, _IGNORED).flatten().to(logits.device)
         if items is None:
             loss = F.cross_entropy(logits.flatten(0, 1), targets)
             return loss if auxiliary is None else loss + auxiliary
         nats = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
-        if auxiliary is not None:  # a mean over this batch, which is a part of the step
-            nats = nats + auxiliary * (targets != _LEFT_OUT).sum()
+        if auxiliary is not None:  # a mean over this batch; the step has several
+            nats = nats + auxiliary * (targets != _IGNORED).sum()
         return nats / (items.to(nats.device) if isinstance(items, Tensor) else items)
 
 
 def _check_positions(positions: Tensor | None, mask: Tensor | None, past: int) -> None:
-    """Raises ValueError where positions are others than those that tokens have in any case."""
+    """Raise ValueError unless positions equal the default ones."""
     if positions is None:
         return
     count = positions.shape[-1]
-    counted = torch.arange(past, past + count, device=positions.device)
-    if bool((positions == counted).all()):
+    expected = torch.arange(past, past + count, device=positions.device)
+    if bool((positions == expected).all()):
         return
     if mask is not None:
-        shown = mask[:, -count:].bool()
-        counted = mask.long().cumsum(1)[:, -count:] - 1
-        if bool(((positions == counted) | ~shown).all()):
+        visible = mask[:, -count:].bool()
+        expected = mask.long().cumsum(1)[:, -count:] - 1
+        if bool(((positions == expected) | ~visible).all()):
             return
     raise ValueError("position_ids: positions count from 0 in each row here; leave them out")

@@ -1,6 +1,10 @@
-"""A batch of transformers in one pass of the network: each place gets the row of what comes after it.
+"""Run a batch of transformers through the network in one pass.
 
-Row i of the network predicts token i. So n tokens need n + 1 rows, and a full context has no row behind its last token.
+Each place gets the logits of the token after it. Row i of the network predicts token i, so n tokens need n + 1 rows. A
+full context has no row after its last token.
+
+A row of transformers may have padding on either side, and a start before its first token. The network begins every row
+at place 0 with a start of its own. So rows are moved to the left, and logits are moved back to their places.
 
 Letters: B batch, n places of a row, m tokens of the longest row, C width, V vocabulary.
 """
@@ -8,15 +12,68 @@ Letters: B batch, n places of a row, m tokens of the longest row, C width, V voc
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longstride.launcher.hub.alignment import align
 from longstride.launcher.hub.configuration import Specials
 from longstride.sparse_model import BlockContext, MixerOutput, SparseTransformer
+
+
+class Aligned(NamedTuple):
+    """A batch whose rows begin at place 0, without starts and padding."""
+
+    tokens: Tensor  # (B, m) int64; zeros after the end of a shorter row
+    places: Tensor  # (B, m) int64: original place of each; arbitrary after the end of a row
+    lengths: Tensor  # (B,) int64: tokens of each row
+    # (B, n) int64: the network's row that predicts the token after each place. It is 0 for padding before the first
+    # token, and that of the last token for padding after it.
+    rows: Tensor
+
+    def at_places(self, logits: Tensor) -> Tensor:
+        """Move the network's rows (B, m + 1, …) to the places of transformers, (B, n, …)."""
+        index = self.rows.reshape(*self.rows.shape, *[1] * (logits.dim() - 2))
+        return logits.gather(1, index.expand(-1, -1, *logits.shape[2:]))
+
+
+def align(tokens: Tensor, mask: Tensor | None, specials: Specials) -> Aligned:
+    """Move rows to the left, without starts and padding.
+
+    Args:
+        tokens: (B, n) integers, n ≥ 0: tokens below V and the three special ones.
+        mask: (B, n), zeros at padding, where tokens are ignored. The numbers of the end and of padding are padding
+            whatever the mask says, since ``generate`` writes them after finished rows.
+        specials: of the vocabulary.
+
+    Raises:
+        ValueError: padding between tokens of a row, a start after its first token, or an invalid number.
+    """
+    visible = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+    unknown = visible & ((tokens < 0) | (tokens > specials.padding))
+    if bool(unknown.any()):
+        rule = f"a token is 0 to {specials.start - 1}, or {specials.start} (start), {specials.end} (end), "
+        raise ValueError(f"input_ids: {int(tokens[unknown][0])}: {rule}{specials.padding} (padding)")
+    present = visible & (tokens <= specials.start)
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    counts = present.sum(1)
+    first = torch.where(present, places, tokens.shape[1]).amin(1, keepdim=True) if tokens.shape[1] else counts[:, None]
+    offset = places - first  # 0 at the first token or start of a row
+    if bool((present != ((offset >= 0) & (offset < counts[:, None]))).any()):
+        raise ValueError("attention_mask: padding between tokens; it may stand before or behind the tokens of a row")
+    starts = present & (tokens == specials.start)
+    if bool((starts & (offset > 0)).any()):
+        raise ValueError(f"input_ids: the start, {specials.start}, behind other tokens; it stands first or not at all")
+    started = starts.any(1)
+    lengths = counts - started.long()
+    longest = int(lengths.max()) if len(lengths) else 0
+    begin = first + started[:, None].long()
+    offset = torch.arange(longest, device=tokens.device)
+    places_of = (begin + offset).clamp(max=max(tokens.shape[1] - 1, 0))
+    aligned = torch.where(offset < lengths[:, None], tokens.long().gather(1, places_of), 0)
+    rows = (places - begin + 1).clamp(min=0)
+    return Aligned(aligned, places_of, lengths, torch.minimum(rows, lengths[:, None]))
 
 
 def all_rows(
@@ -30,22 +87,22 @@ def all_rows(
     recompute: Callable[..., Any] | None = None,
     hidden: list[Tensor] | None = None,
 ) -> MixerOutput:
-    """Logits of the token after each place, and what the network's parts give beside them.
+    """Return the logits of the token after each place, and the other outputs of the network's parts.
 
     Args:
-        network: of any mode; gradients reach it.
-        tokens: (B, n) integers, n from 0; with padding on either side, and starts before the first tokens.
+        network: in any mode; gradients reach it.
+        tokens: (B, n) integers, n ≥ 0, with padding on either side and starts before the first tokens.
         mask: (B, n), zeros at padding.
         specials: of the vocabulary.
-        keep: which places to project to logits: 0 for all, a number for the last ones, integers (k,) or (B, k) for
-            these, or bool (B, n), which gives (k, V).
-        embedded: (B, n, C) in place of the tokens' embeddings; of ``tokens`` the shape alone then counts.
-        recompute: called as (block, rows, context) in place of each block.
-        hidden: gets what enters each block at each place, (B, n, C), and what the last one gives, normalised.
+        keep: places to project to logits: 0 for all, a number for the last ones, integers (k,) or (B, k) for these, or
+            bool (B, n), which gives (k, V).
+        embedded: (B, n, C), replaces the tokens' embeddings; only the shape of ``tokens`` then matters.
+        recompute: called as (block, rows, context) instead of each block.
+        hidden: receives the input of each block at each place, (B, n, C), and the normalised output of the last.
 
     Returns:
-        Rows (B, n, V) in fp32 at least; (B, 1, V), the first token's, where n is 0. NaN at places behind which the
-        context has no row.
+        Rows (B, n, V), at least fp32; (B, 1, V) for the first token if n is 0. NaN at places after which the context
+        has no row.
 
     Raises:
         ValueError: a wrong mask or token, or more tokens than the context holds.
@@ -55,7 +112,7 @@ def all_rows(
         raise ValueError(
             f"attention_mask: shape {tuple(mask.shape)}; must be that of the tokens, {tuple(tokens.shape)}"
         )
-    # One look at the batch: most have tokens alone, and stand as the network takes them.
+    # Most batches only have tokens, and need no alignment. Check this with one wait for the device.
     unusual = (tokens < 0) | (tokens >= network.config.vocabulary)
     if mask is not None:
         unusual = unusual | (mask == 0)
@@ -69,54 +126,55 @@ def all_rows(
         raise ValueError(f"{length} tokens: more than the model's context of {context}; give {context} at most")
     full = length == context
 
-    def placed(rows: Tensor) -> Tensor:
-        """The network's rows as they stand at places; zeros for a row that there is not."""
+    def to_places(rows: Tensor) -> Tensor:
+        """Move the network's rows to places; a missing row becomes zeros."""
         rows = F.pad(rows, (0, 0, 0, 1)) if full else rows
         if aligned is not None:
             return aligned.at_places(rows)
         return rows[:, 1:] if length else rows
 
-    def recorded(block: Any, rows: Tensor, of_block: BlockContext) -> Any:
+    def record(block: Any, rows: Tensor, block_context: BlockContext) -> Any:
         assert hidden is not None
-        if aligned is None and not full and rows.dim() == h.dim():  # what is returned is read: it has a gradient
+        if aligned is None and not full and rows.dim() == h.dim():
+            # The block reads the recorded tensor, which therefore gets a gradient.
             hidden.append(rows[:, 1:] if length else rows)
             rows = torch.cat([rows[:, :1], hidden[-1]], 1) if length else rows
-        else:  # reversible blocks have two streams, (2, B, n, C), whose mean leaves the last one
-            hidden.append(placed(rows.mean(0).to(h.dtype) if rows.dim() > h.dim() else rows))
-        return block(rows, of_block) if recompute is None else recompute(block, rows, of_block)
+        else:  # reversible blocks have two streams, (2, B, n, C), with their mean as output
+            hidden.append(to_places(rows.mean(0).to(h.dtype) if rows.dim() > h.dim() else rows))
+        return block(rows, block_context) if recompute is None else recompute(block, rows, block_context)
 
-    # The last token of a row is a target only.
+    # The last token of a full row is only a target.
     rows = tokens if full else F.pad(tokens, (0, 1))
-    real = None  # a row of n tokens has n + 1 rows of the network, of which the context may lack the last one
+    real = None  # a context of n tokens has n + 1 rows of the network, or n if it is full
     if aligned is not None and bool((aligned.lengths < length).any()):
         real = torch.arange(rows.shape[1], device=rows.device) <= aligned.lengths[:, None]
     embedded = None if embedded is None else embedded[:, : rows.shape[1] - 1]
     h = network.embedding(rows, embedded=embedded, real=real)
     contexts = network.block_contexts(rows.shape[1], real=real)
-    output, _ = network.residual(lambda: h, contexts, recompute if hidden is None else recorded)
+    output, _ = network.residual(lambda: h, contexts, recompute if hidden is None else record)
     rows = network.norm(output.rows)
-    missing = None  # at which places there is nothing
+    missing = None  # places without a row
     if full:
-        missing = tokens.new_zeros(placed(h[..., :1]).shape[:2], dtype=torch.bool)
+        missing = tokens.new_zeros(to_places(h[..., :1]).shape[:2], dtype=torch.bool)
         if aligned is None:
             missing[:, -1] = True
         else:
             missing = aligned.rows == context
     if hidden is not None:
-        hidden.append(placed(rows))
+        hidden.append(to_places(rows))
         if missing is not None:
-            hidden[:] = [each.masked_fill(missing[..., None], torch.nan) for each in hidden]
+            hidden[:] = [rows.masked_fill(missing[..., None], torch.nan) for rows in hidden]
     wide = torch.promote_types(h.dtype, torch.float32)
     if isinstance(keep, int) and not keep:
-        logits = placed(network.logits(rows).to(wide))
+        logits = to_places(network.logits(rows).to(wide))
     else:
-        logits = network.logits(_kept(placed(rows), keep)).to(wide)
-        missing = None if missing is None else _kept(missing, keep)
+        logits = network.logits(_select(to_places(rows), keep)).to(wide)
+        missing = None if missing is None else _select(missing, keep)
     return output._replace(rows=logits if missing is None else logits.masked_fill(missing[..., None], torch.nan))
 
 
-def _kept(rows: Tensor, keep: int | Tensor) -> Tensor:
-    """Of rows (B, n, …), those at some places."""
+def _select(rows: Tensor, keep: int | Tensor) -> Tensor:
+    """Return rows (B, n, …) at the places of ``keep``; see ``all_rows``."""
     if isinstance(keep, int):
         return rows[:, -keep:]
     if keep.dim() < 2:

@@ -1,4 +1,4 @@
-"""Text as bytes, as a tokenizer of transformers, with special tokens that are no bytes."""
+"""A tokenizer for transformers whose tokens are bytes, with special tokens that are no bytes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from longstride.launcher.hub.configuration import Specials
 from longstride.launcher.output import hub_stub
 
 _BYTE_VALUES = 256
-# As text shows them, where it shows them at all. No text is searched for them.
+# How decoded text shows them. Text is not searched for them.
 _SPECIALS = ("<|longstride_start|>", "<|longstride_end|>", "<|longstride_padding|>")
 _NUMBERS = Specials.of(_BYTE_VALUES)
-# By number: a byte's token is the character that byte-level tokenizers since GPT-2 write for it, so that all print.
+# By number. A byte's token is its printable character in byte-level tokenizers since GPT-2.
 _TOKENS = [*(bytes_to_unicode()[byte] for byte in range(_BYTE_VALUES)), *_SPECIALS]
 _NUMBER_OF = {token: number for number, token in enumerate(_TOKENS)}
 _BYTES_OF = {token: bytes([byte]) for byte, token in enumerate(_TOKENS[:_BYTE_VALUES])}
-_BYTES_OF |= {written: written.encode() for written in _SPECIALS}
+_BYTES_OF |= {token: token.encode() for token in _SPECIALS}
 
 
 class LongstrideTokenizer(PreTrainedTokenizer):
-    """Text as its UTF-8 bytes: token n is the byte n.
+    """Text as UTF-8 bytes: token n is the byte n.
 
-    Behind the bytes come a start, an end and padding (``Specials``), which no text holds: what is written like one of
-    them is bytes, as all else, unless a call asks for it by ``split_special_tokens=False``. Texts begin
-    with the start if ``add_bos_token`` is set. Padding stands in front by default, as generating asks for.
+    After the bytes come a start, an end and padding (``Specials``), which no text contains: text that looks like them
+    is tokenized as bytes, unless a call sets ``split_special_tokens=False``. Texts begin with the start if
+    ``add_bos_token`` is set. Padding is on the left by default, as generation needs.
 
     Args:
-        add_bos_token: whether texts begin with the start, which is the default of ``add_special_tokens=True``.
-        errors: what becomes of bytes that are no UTF-8, as ``bytes.decode`` has it. With "surrogateescape" any bytes
-            are a text, which has the same bytes.
-        **options: as transformers has them.
+        add_bos_token: whether texts begin with the start, the default of ``add_special_tokens=True``.
+        errors: how to decode bytes that are not UTF-8, see ``bytes.decode``. With "surrogateescape" any bytes become a
+            text that encodes to the same bytes.
+        **options: see transformers.
 
     Raises:
         ValueError: tokens are to be added, for which the model has no weights.
@@ -47,7 +47,7 @@ class LongstrideTokenizer(PreTrainedTokenizer):
 
     def __init__(self, add_bos_token: bool | None = None, errors: str = "replace", **options: Any) -> None:
         self.errors = errors
-        tokens = [AddedToken(written, special=True, normalized=False) for written in _SPECIALS]
+        tokens = [AddedToken(token, special=True, normalized=False) for token in _SPECIALS]
         self._added_tokens_decoder = dict(zip(_NUMBERS, tokens, strict=True))
         for name, token in zip(("bos_token", "eos_token", "pad_token"), _SPECIALS, strict=True):
             options.setdefault(name, token)
@@ -55,7 +55,7 @@ class LongstrideTokenizer(PreTrainedTokenizer):
         super().__init__(errors=errors, **options)
         if add_bos_token is not None:
             self.add_bos_token = add_bos_token
-        # transformers saves the values that these names have by then; it leaves `add_bos_token` out by itself.
+        # transformers saves the current values of these names, but not `add_bos_token`.
         self.init_kwargs["special_tokens_pattern"] = self.special_tokens_pattern
 
     @property
@@ -69,23 +69,23 @@ class LongstrideTokenizer(PreTrainedTokenizer):
 
     @property
     def prefix_tokens(self) -> list[int]:
-        """What stands before a text, or a pair of them, by that pattern of transformers."""
+        """The tokens before a text or a pair of texts, for that pattern of transformers."""
         return [_NUMBERS.start]
 
     @property
     def vocab_size(self) -> int:
-        """How many values a byte has."""
+        """The number of byte values."""
         return _BYTE_VALUES
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token's number."""
+        """Return every token's number."""
         return dict(_NUMBER_OF)
 
     @property
     def backend_tokenizer(self) -> tokenizers.Tokenizer:
-        """The same tokens of bytes for the library `tokenizers`.
+        """The byte tokens as an object of the library `tokenizers`.
 
-        transformers looks at it to learn that tokens are bytes: stop strings are then compared byte by byte.
+        transformers reads it to learn that tokens are bytes, and then compares stop strings byte by byte.
         """
         bytes_alone = {token: number for token, number in _NUMBER_OF.items() if number < _BYTE_VALUES}
         backend = tokenizers.Tokenizer(tokenizers.models.BPE(bytes_alone, []))
@@ -97,21 +97,21 @@ class LongstrideTokenizer(PreTrainedTokenizer):
         return [_TOKENS[byte] for byte in text.encode("utf-8", "surrogateescape")]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The number of a token, or of each; None for what is no token."""
+        """Return the number of a token, or of each; None for unknown tokens."""
         return _NUMBER_OF.get(tokens) if isinstance(tokens, str) else [_NUMBER_OF.get(token) for token in tokens]
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> Any:
-        """The token of a number, or of each; without the start, the end and padding, if they are to be skipped.
+        """Return the token of a number, or of each, optionally without the special ones.
 
         Raises:
-            ValueError: a number that no token has.
+            ValueError: no token has that number.
         """
         if isinstance(ids, int):
             return self._convert_id_to_token(ids)
         numbers = [int(number) for number in ids]
         if numbers:
             self._convert_id_to_token(min(numbers)), self._convert_id_to_token(max(numbers))
-        end = _BYTE_VALUES if skip_special_tokens else len(_TOKENS)  # a byte is never skipped, whatever it is taken for
+        end = _BYTE_VALUES if skip_special_tokens else len(_TOKENS)  # bytes are never skipped
         return [_TOKENS[number] for number in numbers if number < end]
 
     def _convert_id_to_token(self, index: int) -> str:
@@ -120,7 +120,7 @@ class LongstrideTokenizer(PreTrainedTokenizer):
         return _TOKENS[index]
 
     def convert_tokens_to_string(self, tokens: Iterable[str]) -> str:
-        """The text of tokens; bytes that are no UTF-8 as ``errors`` has it."""
+        """Decode tokens to text; ``errors`` decides about bytes that are not UTF-8."""
         return b"".join([_BYTES_OF[token] for token in tokens]).decode("utf-8", self.errors)
 
     def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
@@ -130,15 +130,15 @@ class LongstrideTokenizer(PreTrainedTokenizer):
             raise ValueError(f"{unknown[0]!r}: {rule}; take one of {', '.join(_SPECIALS)}")
         return super()._add_tokens(new_tokens, special_tokens)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *given: Any, **named: Any) -> tuple[str, ...]:
-        """As transformers has it, and the stub of an export beside it.
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> tuple[str, ...]:
+        """Save like transformers, with the stub of an export.
 
-        transformers itself would copy the file that defines this class, which is of no use alone.
+        transformers itself would copy the file that defines this class, which does not work alone.
         """
         self._auto_class, self._auto_map = None, dict(hub_stub.TOKENIZER_AUTO_MAP)
         hub_stub.write(Path(save_directory))
-        return (*super().save_pretrained(save_directory, *given, **named), str(Path(save_directory) / hub_stub.FILE))
+        return (*super().save_pretrained(save_directory, *args, **kwargs), str(Path(save_directory) / hub_stub.FILE))
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
-        """Nothing: there is no file."""
+        """Return no files, because there is no vocabulary file."""
         return ()
