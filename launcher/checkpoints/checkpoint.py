@@ -263,7 +263,7 @@ def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: b
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run folder; name one that `longstride train` wrote")
     if is_export(run):
-        rule = "is an exported model, where a run is wanted; name the folder that `longstride train` wrote, or score"
+        rule = "is an exported model, not a run; name the folder that `longstride train` wrote, or score"
         raise ConfigError(f"{run}: {rule} the model by `longstride evaluate {run} --data DIR`")
     checkpoints, refused = list_checkpoints(run, trusted=trusted)
     if step == "best" and checkpoints:
@@ -311,7 +311,7 @@ def agreed_checkpoints(run: Path, checkpoints: Sequence[Checkpoint], ranks: Rank
         folder = run / file_names.CHECKPOINTS / name
         checkpoint = wait_until_visible(partial(_open_visible, folder, sha256, trusted), since)
         if checkpoint is None:
-            rule = f"is not on {socket.gethostname()} what it is for the first process; all hosts must share {run}"
+            rule = f"differs on {socket.gethostname()} from what the first process reads; all hosts must share {run}"
             missing = f"{folder}: {rule}"
             break
         opened.append(checkpoint)

@@ -73,8 +73,8 @@ def foreign_content_refused(where: Path | str, *, alone: bool = True) -> Iterato
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         is_memory = isinstance(error, MemoryError) or "can't allocate memory" in what  # torch's is a RuntimeError
-        rule = "takes more memory than there is, or holds" if is_memory else "holds"
-        raise ConfigError(f"{where}: {rule} what no run writes: {what}") from None
+        rule = "needs more memory than there is, or is not" if is_memory else "is not"
+        raise ConfigError(f"{where}: {rule} what a run writes: {what}") from None
 
 
 def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = False, trusted: bool = False) -> Any:

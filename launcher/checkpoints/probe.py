@@ -112,9 +112,8 @@ class Probe:
         if wrong:
             raise AgreedError(
                 f"{self.path.parent}: the loaded model's loss on {PROBE} is {nats:.9g} nats, and was "
-                f"{self.loss_nats:.9g} when it was saved, {difference:.1e} apart where {tolerance:.0e} is rounding: "
-                f"something computes otherwise here; start as it was saved, or look whether it is right, and set "
-                f"train.probe=false"
+                f"{self.loss_nats:.9g} when it was saved; they differ by {difference:.1e}, and rounding explains "
+                f"{tolerance:.0e}; start it like the run that saved it, or check the model and set train.probe=false"
             )
         return difference
 

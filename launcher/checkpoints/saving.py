@@ -189,7 +189,7 @@ class Saver:
                 room = f"{gigabytes(free)} are free where a checkpoint takes {gigabytes(needed)}"
                 self._say(f"{self._run}: {room}: make room, or the next one will not be saved")
         except OSError as error:
-            self._say(f"step {step} is saved; what follows a save was not done: {error_line(error, self._run)}")
+            self._say(f"step {step} is saved, but the clean-up after it failed: {error_line(error, self._run)}")
 
 
 class _Save:

@@ -55,7 +55,7 @@ def run_compress(arguments: argparse.Namespace) -> int:
     check_new(arguments.output)
     content = read_file(arguments.file, "FILE")
     if Exported(arguments.model, trust_code=arguments.trust_code).has_palette:
-        rule = "writes pixels of a palette, and compress codes the bytes of files; name a model of bytes"
+        rule = "writes pixels of a palette, but compress needs a model of bytes; name one"
         raise ConfigError(f"--model={arguments.model}: {rule}")
     model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
     with naming(f"FILE={arguments.file}"):

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if data.oddity and ranks.is_first:
         say(f"notice: {data.oddity}")
     if arguments.split is None and not data.has_split(split):
-        rule = f"the data has no split {split!r}, which is the run's; score one that it has, such as --split "
+        rule = f"the data lacks the run's split {split!r}; name another split, such as --split "
         raise ConfigError(f"--split: {rule}{config.data.train_split}, or other data by --data")
     contexts = partial(data.evaluation, split=split, batch_size=batch_size, min_context=arguments.min_context)
     contexts()  # raises errors before there is a process group

@@ -157,7 +157,7 @@ def export(
         if options.check:
             exported = Exported(folder, trust_code=True)  # the run already imports it
             if exported.fingerprint() != exported.content["fingerprint"]:
-                raise ConfigError(f"{folder}: reads otherwise than it was written: the disk is damaged")
+                raise ConfigError(f"{folder}: differs from what was written: the disk is damaged")
             line = check_losses(exported, checkpoint, state.tensor, options.kind, device)
     return checkpoint, line
 
@@ -297,12 +297,12 @@ def check_losses(
         whose = "trained weights'" if kind == AVERAGE else "exported model's"
         raise ConfigError(
             f"{checkpoint.folder}: the {whose} loss on {probe.path.name} is {nats:.9g} nats, and the trainer's was "
-            f"{probe.loss_nats:.9g}, {difference:.1e} apart where {tolerance:.0e} is rounding: nothing is exported; "
-            f"--no-check leaves this out"
+            f"{probe.loss_nats:.9g}; they differ by {difference:.1e}, and rounding explains {tolerance:.0e}; "
+            f"nothing is exported; --no-check skips this"
         )
     trainers = f"the trainer's {probe.loss_nats:.6f}"
     if nats != probe.loss_nats:
-        trainers += f" ({difference:.1e} apart, where {tolerance:.0e} is rounding)"
+        trainers += f" ({difference:.1e} apart; rounding explains {tolerance:.0e})"
     if kind == AVERAGE:
         average, _ = loss(exported.tensor, exported.dtype)
         return f"{_PROBE}: {average:.6f} nats; of the trained weights {nats:.6f}, {trainers}"

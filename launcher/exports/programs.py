@@ -29,8 +29,8 @@ from longstride.launcher.models import Exported, load_model
 from longstride.sparse_model import SparseTransformer
 
 OPSET = 20  # the first of ONNX with all operators that torch emits
-# Mixers, besides attention over patterns, whose shapes can depend on a symbolic length. Theirs need a search in sorted
-# lists, which ONNX has no operator for.
+# Mixers, besides attention over patterns, whose shapes can depend on a symbolic length. They search sorted lists, for
+# which ONNX has no operator.
 _TRACED = {"pt2": ("lsh", "routing"), "onnx": ()}
 _LENGTHS = (1, 2, 33, 256)  # of the contexts for the check
 _TOLERANCE = 1e-4  # relative to the largest logit
@@ -71,7 +71,7 @@ def traced_program(folder: str | Path, format: str = "pt2", *, trust_code: bool 
     mixers = {block.mixer.type for block in config.blocks() if block.mixer is not None}
     if unsupported := sorted(mixers - {"patterns", *_TRACED[format]}):
         also = "".join(f", {name}" for name in _TRACED[format])
-        rule = f"attention of type {unsupported[0]} has other shapes at other lengths; these have not: patterns{also}"
+        rule = f"attention of type {unsupported[0]} cannot be traced for all lengths; these can: patterns{also}"
         raise ConfigError(f"--format={format}: {rule}")
     network = load_model(folder, dtype=torch.float32, trust_code=trust_code).requires_grad_(False)
     for mixer in network.mixers:
@@ -169,6 +169,6 @@ def _check_logits(model: Path, program: Callable[[Tensor], Tensor], trust_code: 
         longest = length
     difference = float(torch.stack(differences).max())  # nan if one of them is
     if not difference <= _TOLERANCE:
-        rule = f"{difference:.1e} of the largest apart where {_TOLERANCE:.0e} is rounding: nothing is exported"
-        raise ConfigError(f"{model}: the program's logits and the model's are {rule}; --no-check leaves this out")
-    return f"logits up to {longest} tokens are the model's, {difference:.1e} of the largest apart"
+        rule = f"by {difference:.1e} of the largest, and rounding explains {_TOLERANCE:.0e}; nothing is exported"
+        raise ConfigError(f"{model}: the program's logits differ from the model's {rule}; --no-check skips this")
+    return f"logits up to {longest} tokens are the model's, within {difference:.1e} of the largest"

@@ -73,7 +73,7 @@ class LongstrideLM(LM):
         self._most = max_batch_size if automatic else None
         types = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
         if dtype not in (None, "auto", *types):
-            raise ConfigError(f"dtype={dtype}: must be one of {', '.join(types)}; auto is as the export is stored")
+            raise ConfigError(f"dtype={dtype}: must be one of {', '.join(types)}; auto means the stored one")
         try:
             exported = Exported(Path(expand_path(str(path))), trust_code=trust_code)
         except ValueError as error:

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_json_object(arguments.model / file_names.CONFIG)
     data = ModelData.of(config, model.config, arguments.modality, arguments.rate)
     if data.palette is None and model.config.vocabulary > 256:
-        rule = f"has {model.config.vocabulary} tokens and no palette: they stand for nothing that can be written"
+        rule = f"has {model.config.vocabulary} tokens and no palette, so they cannot be written as bytes"
         raise ConfigError(f"{arguments.model}: {rule}; export it again where its data folder lies")
     if is_score:
         _print_likelihood(arguments, model, data)

@@ -146,7 +146,7 @@ class Exported:
                     length = int.from_bytes(weights.read(8), "little")
                 most = _HEADER_BYTES + _ENTRY_BYTES * len(self._shapes.of)
                 if length > most:
-                    rule = f"a header of {length:,} bytes, where that of the model in {file_names.CONFIG} has at most"
+                    rule = f"its header has {length:,} bytes, and the model of {file_names.CONFIG} needs at most"
                     raise ConfigError(f"{path}: cannot be read as an export: {rule} {most:,}")
                 self._files[file] = safe_open(path, "pt")
             except (SafetensorError, OSError) as error:

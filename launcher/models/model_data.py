@@ -170,7 +170,7 @@ class ModelData:
         """The properties that a file of the modality needs; ConfigError if one is unknown."""
         for name in self.modality.asks:
             if name not in self.properties:
-                rule = f"does not tell the {self.modality.words}' {name}; add it, such as --{name} 12000"
+                rule = f"lacks the {self.modality.words}' {name}; add it, such as --{name} 12000"
                 raise ConfigError(f"--{name}: {file_names.CONFIG} {rule}")
         return self.properties
 

@@ -364,7 +364,7 @@ def _lock(run: Path) -> tuple[BinaryIO | None, Problem | None]:
                 holder = file.read(_MOST_LOCK_BYTES).decode(errors="replace").strip() or "another process"
             rule = f"another run writes there ({holder}); wait for it, or name another folder"
             return None, Problem("train.output", rule, str(run))
-        say(f"{run}: no locks on this file system; see to it that no second run writes there")
+        say(f"{run}: this file system has no locks; make sure that no second run writes there")
     return file, None
 
 

@@ -79,7 +79,7 @@ WRONG: list[tuple[str, str]] = [
     ("report run --output new.png", "--output=new.png: must be a .html in a folder that exists"),
     ("report run --output new.html --positions noise", "--positions=noise: must be a JSON file that"),
     ("export missing --output new", "missing: no such run folder"),
-    ("export model --output new", "model: is an exported model, where a run is wanted; name the folder that"),
+    ("export model --output new", "model: is an exported model, not a run; name the folder that"),
     ("evaluate model", "or score a file by `longstride sample model --likelihood FILE`"),
     ("export run --output model", "--output=model: exists already; nothing is overwritten"),
     ("export run --output text", "--output=text: exists already; nothing is overwritten"),

@@ -104,7 +104,7 @@ def test_checkpoint_that_one_rank_does_not_see_ends_all(
         with pytest.raises(AgreedError) as caught:
             each.result()
         folder = checkpoint_folder(other, 12)
-        rule = f"is not on {socket.gethostname()} what it is for the first process; all hosts must share {other}"
+        rule = f"differs on {socket.gethostname()} from what the first process reads; all hosts must share {other}"
         assert str(caught.value) == f"{folder}: {rule}"
 
 

@@ -83,7 +83,7 @@ def test_weights_that_are_a_little_off_are_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         engine.module.logits.weight += 0.001 * torch.randn_like(engine.module.logits.weight)
     with pytest.raises(
-        AgreedError, match=r"loss on probe\.npy is 5\.\d+ nats, and was 5\.\d+ .* where 1e-06 is rounding"
+        AgreedError, match=r"loss on probe\.npy is 5\.\d+ nats, and was 5\.\d+ .* and rounding explains 1e-06"
     ):
         saved(tmp_path, probe).check(engine, config, ALONE)
     # Computed in another precision, or by another backend, more is rounding.

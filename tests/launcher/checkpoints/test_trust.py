@@ -181,8 +181,8 @@ def test_file_that_only_reading_can_judge_is_refused_before_it_is_read(tmp_path:
     ("error", "kind", "line"),
     [
         (OSError(errno.EIO, "Input/output error"), OSError, "Input/output error: 'x.pt'"),
-        (MemoryError(), ConfigError, "x.pt: takes more memory than there is, or holds what no run writes: MemoryError"),
-        (KeyError("module"), ConfigError, "x.pt: holds what no run writes: KeyError: 'module'"),
+        (MemoryError(), ConfigError, "x.pt: needs more memory than there is, or is not what a run writes: MemoryError"),
+        (KeyError("module"), ConfigError, "x.pt: is not what a run writes: KeyError: 'module'"),
     ],
 )
 def test_disk_and_memory_are_told_apart_from_what_a_file_holds(

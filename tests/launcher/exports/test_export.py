@@ -233,7 +233,7 @@ def test_model_that_computes_otherwise_is_refused(
     changed(run_copy, probe=probe.model_copy(update={"loss_nats": 1.01 * probe.loss_nats}))
     for words in ([], ["--weights", "ema"]):
         line = refused(run_copy, *words, capsys=capsys)
-        assert "apart where 1e-03 is rounding: nothing is exported; --no-check leaves this out" in line
+        assert "and rounding explains 1e-03; nothing is exported; --no-check skips this" in line
         assert (" trained weights' loss" if words else " exported model's loss") in line
     assert cli.main(["export", str(run_copy), "--output", str(tmp_path / "out"), "--no-check"]) == 0
     assert "probe: not checked, as --no-check asks" in capsys.readouterr().err
@@ -304,7 +304,7 @@ def test_files_that_read_otherwise_than_written_are_refused(
         return card(*arguments)
 
     monkeypatch.setattr(export_module, "model_card", spoil)
-    with pytest.raises(ConfigError, match="reads otherwise than it was written"):
+    with pytest.raises(ConfigError, match="differs from what was written"):
         export(run, None, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

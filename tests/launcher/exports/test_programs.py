@@ -55,7 +55,7 @@ def test_every_system_is_traced_or_refused(name: str, tmp_path: Path) -> None:
         program = traced_program(folder).module()
     except ConfigError as error:
         text = json.dumps(EVERY[name])
-        assert "has other shapes at other lengths; these have not: patterns, lsh, routing" in str(error)
+        assert "cannot be traced for all lengths; these can: patterns, lsh, routing" in str(error)
         assert any(f'"type": "{kind}"' in text for kind in ("adaptive_span", "entmax", "moba", "synthesizer"))
     else:
         assert_next_logits(folder, program, *LENGTHS)
@@ -82,7 +82,7 @@ def test_what_cannot_be_is_told_in_one_line(
     routed = export(tmp_path / "routed", {"attention": {"type": "routing", "clusters": 4, "window": 8}})
     before, new = files_under(tmp_path), ["--output", str(tmp_path / "new")]
     only = "takes the folder of an export, --output, --no-check and --trust-code, and no other option"
-    shapes = "has other shapes at other lengths; these have not: patterns"
+    shapes = "cannot be traced for all lengths; these can: patterns"
     for words, told in (
         ([exported, "--format", "onnx"], "--output: must name the folder to make"),
         ([exported, "--format", "pt2", *new, "--dtype", "bf16"], f"--format=pt2: {only}"),
@@ -115,6 +115,6 @@ def test_program_that_computes_otherwise_is_refused(
             programs, "_load_program", lambda *_, found=found: lambda tokens: found((*tokens.shape, 256))
         )
         told = refusal(capsys, exported, "--format", "pt2", "--output", tmp_path / "deep/new")
-        rule = f"the program's logits and the model's are {apart} of the largest apart where "
+        rule = f"the program's logits differ from the model's by {apart} of the largest, and rounding "
         assert told.startswith(f"{exported}: {rule}")
         assert not (tmp_path / "deep").exists()

@@ -88,7 +88,7 @@ REFUSED = [
     ),
     (["sample", "{model}", "--modality", "text"], "--modality=text: the model's tokens are colours of a palette"),
     (["sample", "{model}", "--prompt", "four"], "--prompt: has 4 bytes: must be whole pixels of 3 bytes"),
-    (["compress", "{file}", "--model", "{model}", "--output", "x.lsz"], "compress codes the bytes of files"),
+    (["compress", "{file}", "--model", "{model}", "--output", "x.lsz"], "compress needs a model of bytes"),
     (["serve", "{model}"], "serve is for models of bytes"),
 ]
 

@@ -46,7 +46,7 @@ TEXT = [
     (["--output", "{folder}/x.png"], "x.png: must be no .png file, as the model writes text"),
     (["--prompt", "x" * 200], "of 192; add --slide to go on beyond it"),
     (["--prompt-audio", "{folder}/s.wav"], "the model writes text; take --prompt-file for bytes as they are"),
-    (["--modality", "audio"], "--rate: config.json does not tell the sounds' rate; add it, such as --rate 12000"),
+    (["--modality", "audio"], "--rate: config.json lacks the sounds' rate; add it, such as --rate 12000"),
 ]
 CASES = [(name, *case) for name, cases in (("image", IMAGE), ("audio", AUDIO), ("text", TEXT)) for case in cases]
 

@@ -252,5 +252,5 @@ def test_no_layer_is_made_that_the_weights_have_not(exported: Path, monkeypatch:
 
 def test_header_longer_than_the_models_is_not_read(exported: Path) -> None:
     (exported / "model.safetensors").write_bytes((2**63).to_bytes(8, "little") + bytes(100))
-    with pytest.raises(ConfigError, match=r"a header of 9,223,372,036,854,775,808 bytes, where that of the model"):
+    with pytest.raises(ConfigError, match=r"its header has 9,223,372,036,854,775,808 bytes, and the model"):
         load_model(exported)

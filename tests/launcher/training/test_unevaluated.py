@@ -58,7 +58,7 @@ def test_what_reads_evaluations_works_or_names_the_way(
         assert cli.main([*words]) == code
         return capsys.readouterr().err
 
-    rule = "the data has no split 'validation', which is the run's; score one that it has, such as --split train, or"
+    rule = "the data lacks the run's split 'validation'; name another split, such as --split train, or"
     assert f"error: --split: {rule} other data by --data" in told("evaluate", run, code=2)
     assert "bits per byte on train" in told("evaluate", run, "--split", "train")
     rule = (
