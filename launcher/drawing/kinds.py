@@ -1,4 +1,4 @@
-"""What pictures of patterns call their parts and colour them by, and how they name a pattern and its heads."""
+"""Names and colours of the parts of patterns in pictures, and descriptions of patterns and heads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from longstride.kernels.patterns import Pattern, pattern_to_json
 
 
 class Kind(NamedTuple):
-    """A kind of keys, as a legend has it."""
+    """A kind of keys in a legend."""
 
     word: str
     colour: str
 
 
-# From the widest to the narrowest: where a square of a matrix has room for one colour, it is the last one's. Colours
-# that stand side by side in a pattern are told apart by whoever sees fewer of them.
+# From the widest to the narrowest: a cell of a matrix has the colour of the last kind in it. Adjacent colours of a
+# pattern can be distinguished by people with colour blindness.
 KINDS = (
     Kind("all before it", "#77aadd"),
     Kind("chosen by content", "#77aadd"),
-    Kind("read", "#77aadd"),  # by a part that has no name here
+    Kind("read", "#77aadd"),  # by any other part
     Kind("block", "#5fbf9f"),
     Kind("window", "#77aadd"),
     Kind("dilated window", "#b9d877"),
@@ -34,7 +34,7 @@ KINDS = (
 )
 MOST_RANGES = 4
 _NUMBERS = {kind.word: number for number, kind in enumerate(KINDS)}
-_OF_PARTS = {  # the name of a part's class: what it holds
+_WORDS = {  # by the name of a part's class
     "Dense": "all before it",
     "Chosen": "chosen by content",
     "Block": "block",
@@ -47,10 +47,10 @@ _OF_PARTS = {  # the name of a part's class: what it holds
 
 
 def kind_of(part: Any) -> int:
-    """Return the number in KINDS of what a part of a pattern holds."""
-    if type(part).__name__ == "Entries":  # of the query's column: all of them, or a few near it
+    """Return the number in KINDS of a part of a pattern."""
+    if type(part).__name__ == "Entries":  # all entries of the query's column, or a few
         return _NUMBERS["column" if part.count is None else "dilated window"]
-    return _NUMBERS[_OF_PARTS.get(type(part).__name__, "read")]
+    return _NUMBERS[_WORDS.get(type(part).__name__, "read")]
 
 
 def words_of(pattern: Any) -> str:
@@ -60,7 +60,7 @@ def words_of(pattern: Any) -> str:
     settings = pattern_to_json(pattern)
     name = str(settings.pop("type"))
     defaults = {field.name: field.default for field in dataclasses.fields(pattern)}  # type: ignore[arg-type]
-    texts = [  # with spaces at which no line ends
+    texts = [  # with non-breaking spaces
         f"{key} {_number(value)}".replace("_", " ").replace(" ", "\N{NO-BREAK SPACE}")
         for key, value in settings.items()
         if value is not None and value != defaults.get(key)
@@ -75,10 +75,10 @@ def _number(value: Any) -> str:
 
 
 def places_of(users: Sequence[tuple[int, int]], heads: int) -> str:
-    """Describe (layer, head) pairs: "layers 0–3, all heads", or pair by pair where heads differ from layer to layer."""
-    by_layer = {layer: [head for _, head in those] for layer, those in groupby(users, key=lambda user: user[0])}
+    """Describe (layer, head) pairs: "layers 0–3, all heads", or pair by pair if the heads differ between layers."""
+    by_layer = {layer: [head for _, head in pairs] for layer, pairs in groupby(users, key=lambda user: user[0])}
     sets = list(by_layer.values())
-    if any(those != sets[0] for those in sets):
+    if any(numbers != sets[0] for numbers in sets):
         shown = [f"{layer}.{head}" for layer, head in users]
         return f"layer.head {', '.join(shown) if len(shown) <= 6 else f'{shown[0]} … {shown[-1]} ({len(shown)})'}"
     which = "" if heads == 1 else ", all heads" if len(sets[0]) == heads else f", {_many('head', sets[0])}"
@@ -90,7 +90,7 @@ def _many(what: str, numbers: Sequence[int]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Write ascending numbers in few words: "0–3, 8", "1, 3 … 31" where equally far apart, or how many they are."""
+    """Format ascending numbers briefly: "0–3, 8", or "1, 3 … 31" for equal distances, or the first, last and count."""
     numbers = list(numbers)
     remaining, texts = numbers, []
     while remaining:

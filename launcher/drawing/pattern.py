@@ -1,7 +1,8 @@
-"""`longstride show pattern CONFIG`: what reads what (Child et al. 2019, figure 3), for any context in seconds.
+"""`longstride show pattern CONFIG`: draw attention patterns (Child et al. 2019, figure 3), for any context in seconds.
 
-Each distinct pattern of a configuration has two panels. Above: one query's view of the picture, or of the sequence
-folded into rows. Below: the matrix of queries and keys over a few strides. A colour is a kind of keys (``kinds``).
+Each distinct pattern of a configuration has two panels. The upper one shows what one query reads of the picture, or of
+the sequence folded into rows. The lower one is the matrix of queries and keys over a few strides. A colour is a kind
+of keys (``kinds``).
 
 Letters: N positions of the context.
 """
@@ -33,11 +34,11 @@ from longstride.sparse_model import ImageEmbedding, ModelConfig, SparseTransform
 
 SHOWN_PATTERNS = 8
 COLUMNS = 4  # of panels
-SHOWN_STRIDES = 4  # that a matrix covers
+SHOWN_STRIDES = 4  # in a matrix
 LEAST_POSITIONS, MOST_POSITIONS = 192, 4096  # of a matrix
-MATRIX_CELLS = 192  # along an edge, as many as can be told apart
+MATRIX_CELLS = 192  # along an edge, as many as are distinguishable
 VIEW_ROWS, VIEW_COLUMNS = 64, 128  # of a view, around its query
-NOTHING, SELF, FUTURE = 0, len(KINDS) + 1, len(KINDS) + 2  # what a cell shows; between them, 1 + a kind's number
+NOTHING, SELF, FUTURE = 0, len(KINDS) + 1, len(KINDS) + 2  # values of a cell; between them, 1 + the number of a kind
 _SELF_COLOUR, _FUTURE_COLOUR, _FRAME = "#1f3b57", "#e3e6ea", "#c4262e"
 SCALE: dict[str, Any] = {
     "cmap": ListedColormap(["white", *(kind.colour for kind in KINDS), _SELF_COLOUR, _FUTURE_COLOUR]),
@@ -51,15 +52,17 @@ class Grid(NamedTuple):
 
     rows: int
     columns: int
-    channels: int  # positions of a cell
+    channels: int  # positions per cell
     name: str  # of a cell
 
 
 class Chosen:
-    """What one head reads of one text, where content decides; drawn as a pattern of one part."""
+    """The keys that a head chooses by content in one text; drawn as a pattern of one part.
+
+    ``allowed`` takes queries (P,) and returns which of the text's ``length`` positions they read, (P, length) bool.
+    """
 
     def __init__(self, allowed: Callable[[Tensor], Tensor], length: int) -> None:
-        """``allowed``: of queries (P,), which of the text's ``length`` positions they read, (P, length) bool."""
         self.allowed, self.length = allowed, length
 
     def parts(self) -> tuple[Any, ...]:
@@ -67,7 +70,7 @@ class Chosen:
         return (self,)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        """Positions q (P, 1), and k that are broadcast to them; nothing beyond the text is read."""
+        """Return whether positions q (P, 1) read positions k, with broadcasting; nothing beyond the text is read."""
         rows = self.allowed(q.flatten().clamp_max(self.length - 1))
         read = rows[torch.arange(len(q))[:, None], k.clamp_max(self.length - 1)]
         return read & (q < self.length) & (k < self.length)
@@ -82,14 +85,14 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
 
     Args:
         source: the configuration.
-        query: the position whose view is shown, by default one below the middle.
-        text: a file, for heads whose keys content decides: what they read of its first bytes, by the weights of the
-            run's last checkpoint, or by the first weights of a configuration.
-        trusted: a checkpoint that may be read though it could be anybody's.
+        query: the position of the view, by default one below the middle.
+        text: a file for heads that choose keys by content: its first bytes are read with the weights of the run's last
+            checkpoint, or with the initial weights of a configuration.
+        trusted: whether the checkpoint may run code.
 
     Raises:
-        ConfigError: the configuration cannot be read, holds no model that fits, or has no such position; its heads
-            choose by content, and there is no text; or the text does not fit.
+        ConfigError: the configuration cannot be read, has no valid model, or has no such position; its heads choose by
+            content, and there is no text; or the text does not fit.
     """
     model = None if text is None else _model_of(source, trusted)
     config = model_config(source) if model is None else model.config
@@ -132,17 +135,17 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
         axes[2 * band, column].set_title("\n".join(lines))
         draw_matrix(axes[2 * band + 1, column], drawn, size)
     num_hidden = len(users) - len(shown)
-    more = f"; {num_hidden} more {'heads' if text else 'patterns'} are not shown" if num_hidden else ""
+    hidden = f"; {num_hidden} more {'heads' if text else 'patterns'} are not shown" if num_hidden else ""
     if chosen and text is None:
-        more += f"; {why_unread(config) or f'{chosen} heads choose by content: --text FILE'}"
-    figure.suptitle(f"{name_of(source)}: what query {position:,} of {config.context:,} positions reads{more}")
+        hidden += f"; {why_unread(config) or f'{chosen} heads choose by content: --text FILE'}"
+    figure.suptitle(f"{name_of(source)}: what query {position:,} of {config.context:,} positions reads{hidden}")
     handles = legend_of(pattern for pattern, _ in shown)
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 3 * max(columns, 2)))
     return figure
 
 
 def users_of(config: ModelConfig) -> tuple[dict[Pattern, list[tuple[int, int]]], int]:
-    """Return the (layer, head) pairs of each distinct pattern, by layers; and how many heads choose by content."""
+    """Return the (layer, head) pairs of each distinct pattern, and the number of heads that choose by content."""
     users: dict[Pattern, list[tuple[int, int]]] = {}
     chosen = 0
     for layer, heads in enumerate(config.layer_patterns()):
@@ -153,7 +156,7 @@ def users_of(config: ModelConfig) -> tuple[dict[Pattern, list[tuple[int, int]]],
 
 
 def why_unread(config: ModelConfig) -> str | None:
-    """Say which mixers neither have patterns nor show what they read; None if a text shows it."""
+    """Name the mixers that have neither patterns nor a method ``reads``; None if a text can show what they read."""
     model, kinds = SparseTransformer.of_each_kind(config)
     without_patterns = (
         block.attention
@@ -167,12 +170,12 @@ def why_unread(config: ModelConfig) -> str | None:
 
 
 def share_of_pairs(pattern: Pattern, context: int) -> float:
-    """Per cent of the pairs of dense causal attention."""
+    """Return the percentage of the pairs of dense causal attention."""
     return 200 * num_pairs(pattern, context) / (context * (context + 1))
 
 
 def legend_of(patterns: Iterable[Pattern | Chosen]) -> list[Patch]:
-    """Return a key of each colour that panels of patterns have."""
+    """Return the legend of all colours in panels of patterns."""
     kinds = sorted({kind_of(part) for pattern in patterns for part in pattern.parts()})
     return [
         *(Patch(facecolor=KINDS[kind].colour, label=KINDS[kind].word) for kind in kinds),
@@ -184,14 +187,14 @@ def legend_of(patterns: Iterable[Pattern | Chosen]) -> list[Patch]:
 
 
 def name_of(source: Path) -> str:
-    """Return what a picture calls its source: a run by its folder, whether that or the configuration in it is given."""
+    """Return the name of a source in a picture; that of a run is its folder, even if its configuration is named."""
     if source.is_dir():
         return source.resolve().name
     return source.resolve().parent.name if source.name == file_names.CONFIG else source.stem
 
 
 def model_config(source: Path) -> ModelConfig:
-    """Read the model of a configuration or a run's folder; ConfigError if it cannot be read, or no model fits it."""
+    """Read the model of a configuration or a run's folder; raise ConfigError if there is no valid one."""
     path = source / file_names.CONFIG if source.is_dir() else find_config(source)
     if source.is_dir() and not path.exists():
         raise ConfigError(f"{source}: holds no run: it has no {file_names.CONFIG}; name a run's folder or a JSON file")
@@ -205,7 +208,7 @@ def model_config(source: Path) -> ModelConfig:
 
 
 def _model_of(source: Path, trusted: bool) -> SparseTransformer:
-    """Return the model with the weights of a run's last checkpoint, or with first ones."""
+    """Return the model with the weights of a run's last checkpoint, or with initial ones."""
     if not source.is_dir():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -220,7 +223,7 @@ def _model_of(source: Path, trusted: bool) -> SparseTransformer:
 
 
 def _choices(model: SparseTransformer, text: Path) -> list[tuple[Chosen, list[tuple[int, int]]]]:
-    """Return what each head that chooses by content reads of a text, and which head it is, as (layer, head)."""
+    """Return the choice of each head that chooses by content in a text, with its (layer, head)."""
     tokens = read_text(text, model.config.context, model.config.vocabulary)
     choices: list[tuple[Chosen, list[tuple[int, int]]]] = []
     with ExitStack() as hooks, torch.no_grad():
@@ -236,7 +239,7 @@ def _choices(model: SparseTransformer, text: Path) -> list[tuple[Chosen, list[tu
 
 
 def read_text(text: Path, context: int, vocabulary: int) -> Tensor:
-    """Read the first bytes of a file, (N,) uint8, as many as a context has; ConfigError if a model cannot read them."""
+    """Read the first bytes of a file for a context, (N,) uint8; raise ConfigError if they do not fit the model."""
     try:
         with open_plain(text) as file:
             content = file.read(context)
@@ -248,14 +251,14 @@ def read_text(text: Path, context: int, vocabulary: int) -> Tensor:
 
 
 def check_number(option: str, number: int, count: int, what: str) -> None:
-    """Raise ConfigError where an option does not name one of 0 … count - 1."""
+    """Raise ConfigError unless an option is one of 0 … count - 1."""
     if not 0 <= number < count:
         near = min(max(number, 0), count - 1)
         raise ConfigError(f"{option}={number}: must be from 0 to {count - 1}, {what}; nearest {near}")
 
 
 def grid_of(config: ModelConfig) -> Grid:
-    """Return the picture's pixels, or the sequence folded as the embedding has it."""
+    """Return the pixels of the picture, or the sequence in rows as in the embedding."""
     embedding = config.embedding
     if isinstance(embedding, ImageEmbedding):
         return Grid(embedding.height, embedding.width, embedding.channels, "pixel")
@@ -265,20 +268,20 @@ def grid_of(config: ModelConfig) -> Grid:
 
 
 def default_query(grid: Grid, context: int) -> int:
-    """Return a cell below the middle, and near the end of rows too long to be shown whole, where summaries are."""
+    """Return a query below the middle, and near the end of long rows, where summaries are."""
     row = min(grid.rows - 1, grid.rows * 5 // 8)
     column = grid.columns - min(grid.columns, VIEW_COLUMNS) + min(grid.columns, VIEW_COLUMNS) * 9 // 16
     return min((row * grid.columns + column) * grid.channels, context - 1)
 
 
 def view_inches(grid: Grid, width: float) -> float:
-    """Return how high a view of some width is: pixels are square, rows of a sequence as high as can be told apart."""
+    """Return the height of a view: pixels are square, rows of a sequence are high enough to be distinguished."""
     rows, columns = min(grid.rows, VIEW_ROWS), min(grid.columns, VIEW_COLUMNS)
     return min(width * rows / columns, 3.6) if grid.name == "pixel" else min(max(0.12 * rows, 0.8), 2.4)
 
 
 def draw_view(axis: Any, pattern: Pattern | Chosen, query: int, grid: Grid, context: int) -> None:
-    """Draw one query's view: which of the cells around it are read."""
+    """Draw which of the cells around a query it reads."""
     cell = query // grid.channels
     axis.set_axis_on()
     picture = functools.partial(view, pattern, cell, grid, context=context)
@@ -287,7 +290,7 @@ def draw_view(axis: Any, pattern: Pattern | Chosen, query: int, grid: Grid, cont
 
 
 def label_cells(axis: Any, grid: Grid) -> None:
-    """Say that an axis shows the positions of a context in rows."""
+    """Label the axes of a context in rows."""
     axis.set_xlabel(f"column of {grid.columns:,}")
     axis.set_ylabel(f"row of {grid.rows:,}")
 
@@ -295,7 +298,7 @@ def label_cells(axis: Any, grid: Grid) -> None:
 def draw_around(
     axis: Any, cell: int, grid: Grid, edge: str, picture: Callable[[range, range], np.ndarray], **colours: Any
 ) -> None:
-    """Draw the ``picture`` of the rows and columns around a query's cell, which is framed."""
+    """Draw the ``picture`` of the rows and columns around a query's cell, with a frame around it."""
     row, column = divmod(cell, grid.columns)
     rows = window(row, grid.rows, VIEW_ROWS, VIEW_ROWS * 7 // 8)
     columns = window(column, grid.columns, VIEW_COLUMNS, VIEW_COLUMNS // 2)
@@ -308,14 +311,14 @@ def draw_around(
 
 
 def window(place: int, size: int, shown: int, before: int) -> range:
-    """Return at most ``shown`` of ``size`` places around one; ``before`` of them before it if there are so many."""
+    """Return at most ``shown`` of ``size`` places around one, with ``before`` of them before it if possible."""
     shown = min(size, shown)
     start = min(max(place - min(before, shown - 1), 0), size - shown)
     return range(start, start + shown)
 
 
 def view(pattern: Pattern | Chosen, cell: int, grid: Grid, rows: range, columns: range, context: int) -> np.ndarray:
-    """Return (rows, columns): what a query's cell reads. A pixel reads another where any of its channels does."""
+    """Return (rows, columns) of what a query's cell reads. A pixel reads another if any of its channels does."""
     row, column = np.meshgrid(np.array(rows), np.array(columns), indexing="ij")
     first = torch.from_numpy((row * grid.columns + column) * grid.channels)  # of each cell
     picture = np.full(first.shape, NOTHING)
@@ -332,7 +335,7 @@ def view(pattern: Pattern | Chosen, cell: int, grid: Grid, rows: range, columns:
 
 
 def matrix_size(patterns: Sequence[Pattern | Chosen], context: int) -> int:
-    """Positions of a matrix that shows the longest stride, window or segment a few times, within limits."""
+    """Return the positions of a matrix that shows the longest stride, window or segment a few times, within limits."""
     sizes = [0]
     for pattern in patterns:
         if isinstance(pattern, Chosen):
@@ -359,9 +362,9 @@ def draw_matrix(axis: Any, pattern: Pattern | Chosen, size: int) -> None:
 
 
 def pooled_connectivity(pattern: Pattern | Chosen, size: int, cell: int) -> np.ndarray:
-    """``connectivity`` by squares of ``cell`` positions, the greatest value in each: (cells, cells).
+    """Pool ``connectivity`` by squares of ``cell`` positions to the maximum of each: (cells, cells).
 
-    So a column or a summary narrower than a cell still shows. Rows are computed a cell at a time.
+    So a column or a summary that is narrower than a cell is still visible. Rows are computed one cell at a time.
     """
     count = -(-size // cell)
     picture = np.zeros((count, count), dtype=np.int64)
@@ -372,7 +375,7 @@ def pooled_connectivity(pattern: Pattern | Chosen, size: int, cell: int) -> np.n
 
 
 def connectivity(pattern: Pattern | Chosen, size: int, rows: range | None = None) -> np.ndarray:
-    """Return (rows, size): 0 where query (row) does not read key (column), 1 + the kind of key, or SELF."""
+    """Return (rows, size): 0 if the query (row) does not read the key (column), 1 + the kind of key, or SELF."""
     rows = range(size) if rows is None else rows
     query, key = torch.tensor(rows)[:, None], torch.arange(size)
     picture = torch.zeros(len(rows), size, dtype=torch.int64)

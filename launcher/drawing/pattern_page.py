@@ -1,7 +1,7 @@
-"""`longstride show pattern CONFIG --html FILE`: a page on which every query tells what it reads, in one file.
+"""`longstride show pattern CONFIG --html FILE`: a page that shows what every query reads, as one file.
 
-The page holds no pairs. It has the closed forms by which kernels find a query's keys (``PatternPart``), a few integers
-a part, and its script evaluates them; vectors, of parts that have no such form, travel as pieces that rise evenly.
+The page holds no pairs. It has the closed forms by which kernels find the keys of a query (``PatternPart``), a few
+integers per part, and its script evaluates them. Vectors of parts without a closed form are stored as linear pieces.
 
 Letters: N positions of the context.
 """
@@ -37,11 +37,11 @@ MOST_BYTES = 2 << 20  # of a page
 
 
 def pattern_page(source: Path, query: int | None = None) -> str:
-    """Return the page of a configuration, as ``draw_pattern`` takes it; ``query`` is shown first.
+    """Return the page of a configuration (see ``draw_pattern``); ``query`` is shown first.
 
     Raises:
-        ConfigError: the configuration cannot be read, holds no model that fits, or has no such position; its heads
-            choose by content; or its patterns are too irregular for a page.
+        ConfigError: the configuration cannot be read, has no valid model, or has no such position; its heads choose by
+            content; or its patterns are too irregular for a page.
     """
     config = model_config(source)
     context, grid = config.context, grid_of(config)
@@ -73,31 +73,29 @@ def pattern_page(source: Path, query: int | None = None) -> str:
         "kinds": [kind._asdict() for kind in KINDS],
         "patterns": patterns,
     }
-    # In a script element nothing but "<" could end it, or begin a comment.
+    # Only a "<" could end a script element, or begin a comment in it.
     data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     if len(data) > MOST_BYTES // 2:
         rule = f"its patterns have no closed form, and take {len(data) >> 20} MiB of numbers; draw --output FILE.png"
         raise ConfigError(f"{source}: {rule}")
     files = resources.files("longstride.launcher.drawing")
     template, style, script = ((files / f"pattern.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
-    allowed = {"script-src": script, "style-src": style}
-    hashes = [f"{name} 'sha256-{_sha256(text)}'" for name, text in allowed.items()]
-    # A key's colour is set on its element by the script, which no hash of a style covers and no policy holds back.
+    hashes = []
+    for name, text in (("script-src", script), ("style-src", style)):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes.append(f"{name} 'sha256-{digest}'")
+    # The script sets the colours of elements, which no hash covers and no policy forbids.
     policy = "; ".join(["default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'", *hashes])
     title = html.escape(f"{name_of(source)}: who reads whom")
     return string.Template(template).substitute(policy=policy, title=title, style=style, script=script, data=data)
 
 
-def _sha256(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
 def part_json(part: Any, context: int) -> dict[str, Any]:
     """Describe a part of a pattern for the page's script: its kind, and orders and bounds of its queries.
 
-    ``row_fold`` or ``row_pieces`` take a query's position to its row; ``bounds``, or ``low`` and ``high``, take a row
-    to its interval of columns; ``key_fold`` or ``key_pieces`` take a column to a key's position. Where neither is
-    given, they are the same number.
+    ``row_fold`` or ``row_pieces`` map a query's position to its row. ``bounds``, or ``low`` and ``high``, map a row to
+    its interval of columns. ``key_fold`` or ``key_pieces`` map a column to a key's position. Without them the map is
+    the identity.
     """
     content: dict[str, Any] = {"kind": kind_of(part)}
     rows, keys, bounds = part.query_order(context), part.key_order(context), part.by_query(context)
@@ -123,7 +121,7 @@ def _fold(order: Any) -> list[int]:
 
 
 def pieces(vector: Tensor) -> list[list[int]]:
-    """Split a vector (n,) int64 into pieces that rise evenly: ``[first row, value there, rise a row]`` each."""
+    """Split a vector (n,) int64 into linear pieces ``[first row, value there, rise per row]``."""
     values = vector.tolist()
     result: list[list[int]] = []
     for row, value in enumerate(values):
@@ -131,7 +129,7 @@ def pieces(vector: Tensor) -> list[list[int]]:
             first, begin, rise = result[-1]
             if value == begin + (row - first) * rise:
                 continue
-            if row == first + 1:  # which has no rise of its own yet
+            if row == first + 1:  # the piece has no rise yet
                 result[-1][2] = value - begin
                 continue
         result.append([row, value, 0])

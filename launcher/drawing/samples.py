@@ -1,4 +1,4 @@
-"""`longstride data show DIR|URL`: a few samples as people see them: text printed, pictures and waveforms drawn."""
+"""`longstride data show DIR|URL`: a few samples: texts are printed, pictures and waveforms are drawn."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from longstride.data_pipelines.shards import Sample
 
 SHOWN_BYTES = 2000  # of a text
-# How many samples are shown: by default, and at most (more could not be told apart in one picture).
+# Numbers of samples: the default and the maximum, beyond which samples in a picture are too small.
 _COUNTS = {"text": (3, None), "picture": (16, 100), "waveform": (4, 20)}
 TILE_INCHES = 1.5
-TILE_PIXELS = 180  # of a tile in the file; smaller pictures are shown with their pixels as squares
+TILE_PIXELS = 180  # of a tile in the file; smaller pictures show their pixels as squares
 FRAME = "#d0d7de"
-KEY_POINTS = 6.5  # of a sample's key
+KEY_POINTS = 6.5  # font size of a sample's key
 WAVEFORM_COLUMNS = 1500  # a longer waveform is drawn as the range of each column
-# Control characters but for line ends and tabs, and those that turn the direction of writing: they command a terminal.
+# Control characters except line ends and tabs, and characters that change the direction of writing.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -60,23 +60,23 @@ def run_data_show(arguments: argparse.Namespace) -> int:
         drawn = list(samples)
         palette = folder.palette
         if palette is not None:  # as a model sees them
-            drawn = [each._replace(content=palette.content(palette.tokens(each.content))) for each in drawn]
+            drawn = [sample._replace(content=palette.content(palette.tokens(sample.content))) for sample in drawn]
         num_samples = folder.manifest.splits[arguments.split].samples
         last = folder.store.location.rstrip("/").rpartition("/")[2]
         title = f"{last}, {arguments.split}: {len(drawn)} of {num_samples:,} samples"
         title += "" if palette is None else f", in {len(palette):,} colours"
         save_picture(draw_samples(drawn, name, title), arguments.output)
         print(arguments.output)
-        for each in drawn:
-            if each.source is not None:
-                print(_UNSAFE.sub("?", f"{each.key}: {each.source}"))
+        for sample in drawn:
+            if sample.source is not None:
+                print(_UNSAFE.sub("?", f"{sample.key}: {sample.source}"))
         return 0
     print_texts(samples, sys.stdout)
     return 0
 
 
 def print_texts(samples: Iterable[Sample], stream: TextIO) -> None:
-    """Print a line that names each sample's member and shard, its text, and an empty line."""
+    """Print for each sample a line with its member and shard, its text, and an empty line."""
     for _, content, _, place, source in samples:
         num_more = len(content) - SHOWN_BYTES
         origin = place if source is None else f"{place}, from {source}"
@@ -90,16 +90,16 @@ def print_texts(samples: Iterable[Sample], stream: TextIO) -> None:
 
 
 def safe_text(content: bytes, *, final: bool = True) -> str:
-    """Decode bytes as UTF-8; what is none, and characters that command a terminal, as \\x escapes.
+    """Decode bytes as UTF-8, and escape invalid bytes and characters that control a terminal.
 
-    Where more bytes follow (not ``final``), the beginning of a character at the end is left out.
+    If more bytes follow (not ``final``), an incomplete character at the end is left out.
     """
     text = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode(content, final)
     return _UNSAFE.sub(lambda unsafe: unsafe[0].encode("unicode_escape").decode(), text)
 
 
 def draw_samples(samples: Sequence[Sample], modality: str, title: str) -> Any:
-    """Draw samples of a modality that is drawn."""
+    """Draw samples of pictures or sounds."""
     kind = modality_named(modality)
     drawn = [kind.shown(sample.content, sample.properties) for sample in samples]
     keys = [sample.key for sample in samples]
@@ -131,14 +131,14 @@ def _draw_pictures(pictures: Sequence[np.ndarray], keys: Sequence[str], title: s
             axis.imshow(picture, interpolation="nearest" if squares else "antialiased")
             axis.set_axis_on()
             axis.set(xticks=[], yticks=[])
-            axis.spines[:].set(color=FRAME, linewidth=0.5)  # a picture may be as white as the paper
+            axis.spines[:].set(color=FRAME, linewidth=0.5)  # a picture may be white
             axis.set_title(key, fontsize=KEY_POINTS, pad=2)
         figure.suptitle(f"{title} of {height} × {width} pixels")
     return figure
 
 
 def _draw_waveforms(waveforms: Sequence[np.ndarray], keys: Sequence[str], rate: int, title: str) -> Any:
-    """Draw a waveform a row, over its seconds, from -1 to 1; all rows have one axis, so lengths can be compared."""
+    """Draw a waveform per row over its seconds, from -1 to 1; all rows share the axes."""
     from longstride.launcher.pictures import FAINT, LINES, plt, styled
 
     with styled():
@@ -172,7 +172,7 @@ def _draw_waveforms(waveforms: Sequence[np.ndarray], keys: Sequence[str], rate: 
 
 
 def envelope(values: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the least and the greatest value of each of at most ``columns`` equal parts of (n,): (m,), (m,)."""
+    """Return the minimum and the maximum of each of at most ``columns`` equal parts of (n,) values: (m,), (m,)."""
     if len(values) <= columns:
         return values, values
     starts = np.arange(columns) * len(values) // columns

@@ -1,24 +1,177 @@
-"""`longstride show pattern CONFIG`, `show attention RUN|MODEL`, `show loss RUN`: the verbs, and a loss drawn."""
+"""`longstride show pattern|attention|loss`: the verbs, and the curves of metrics.jsonl for pictures and reports.
+
+Metrics of old runs lack some of the measures.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
+from array import array
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from longstride.kernels import ConfigError
-from longstride.launcher.drawing.series import MEAN_SHARE, read_metrics, smoothed
-from longstride.launcher.output import say
+from longstride.launcher.output import file_names, metrics_file, say
 from longstride.launcher.verbs import TRUST_OPTION
 
-LEAST_MEAN = 3  # lines that a running mean is over, at least: a shorter run has none
+MEASURES = (  # of a training line, without its loss
+    "learning_rate",
+    "grad_norm",
+    "loss_scale",
+    "tokens_per_second",
+    "seconds",
+    "mfu",
+    "mfu_dense_equivalent",
+    "peak_memory_bytes",
+    "content",
+)
+MOST_NAME_CHARACTERS = 100  # of a split
+MEAN_SHARE = 40  # a running mean covers one part in 40 of a run
+_MOST_SPLITS = 8
+_LEAST, _MOST = 1e-100, 1e100  # the range of numbers in a chart
+LEAST_MEAN = 3  # lines under a running mean; a shorter run has none
+
+
+@dataclass
+class Series:
+    """Finite values over ascending steps."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float:
+        """The newest value."""
+        return float(self.values[-1])
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event at a step of a run."""
+
+    step: int
+    kind: str
+    text: str = ""
+
+
+@dataclass
+class Metrics:
+    """The curves and the events in a run's metrics.jsonl."""
+
+    folder: Path
+    changed: float = 0.0  # time of the newest line, in seconds since 1970
+    unit: str = "bits per byte"
+    train_split: str = "train"
+    train: dict[str, Series] = field(default_factory=dict)  # by measure; the loss as "bits"
+    evaluations: dict[str, Series] = field(default_factory=dict)  # bits by split
+    events: list[Event] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)  # about lines and files that could not be read
+
+
+def smoothed(series: Series, window: int) -> Series:
+    """Return the running mean of each value and up to ``window - 1`` values before it."""
+    total = np.concatenate([[0.0], np.cumsum(series.values)])
+    last = np.arange(1, len(series) + 1)
+    first = np.maximum(0, last - max(1, window))
+    return Series(series.steps, (total[last] - total[first]) / (last - first))
+
+
+def read_metrics(folder: Path) -> Metrics:
+    """Read the curves of a run folder.
+
+    Raises:
+        ConfigError: there is no run, its metrics.jsonl cannot be read, or it has no line yet.
+    """
+    path, metrics = folder / file_names.METRICS, Metrics(folder)
+    if not folder.is_dir():
+        rule = "is a file; name the folder around it" if folder.exists() else "there is no such folder"
+        raise ConfigError(f"{folder}: {rule}; such as runs/demo")
+    try:
+        num_lines = _read_lines(metrics)
+        if not num_lines and not path.exists():
+            rule = f"holds no run: it has no {file_names.METRICS}; name a folder that `longstride train` wrote"
+            raise ConfigError(f"{folder}: {rule}")
+        metrics.changed = path.stat().st_mtime
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if not num_lines:
+        raise ConfigError(f"{path}: holds no line yet; wait for the first step")
+    return metrics
+
+
+def _read_lines(metrics: Metrics) -> int:
+    """Fill in the curves and events; return the number of lines."""
+    steps, columns = array("q"), {name: array("d") for name in ("bits", *MEASURES)}
+    evaluations: dict[str, dict[int, float]] = {}
+    num_lines, num_refused, skipped = 0, 0, 0.0
+    replaced: list[Event] = []
+    for line in metrics_file.read_lines(metrics.folder):
+        if not line:
+            num_refused += 1
+            continue
+        num_lines += 1
+        step, split = line["step"], line["split"][:MOST_NAME_CHARACTERS]
+        metrics.unit, bits = metrics_file.bits_of(line)
+        if not metrics_file.is_step(line):
+            if len(evaluations) < _MOST_SPLITS or split in evaluations:
+                evaluations.setdefault(split, {})[step] = _number(bits)
+            continue
+        metrics.train_split = split
+        steps.append(step)
+        columns["bits"].append(_number(bits))
+        line["content"] = metrics_file.content_of(line)
+        for name in MEASURES:
+            columns[name].append(_number(line.get(name)))
+        count = _number(line.get("skipped_steps"))
+        if count > skipped and "guard" not in line:
+            text = "gradients overflowed; the step was dropped and the loss scale halved"
+            if count - skipped > 1:
+                text = f"{int(count - skipped)} steps since the line before"
+            metrics.events.append(Event(step, "skipped", text))
+        skipped = count if math.isfinite(count) else skipped
+        if "guard" in line:
+            metrics.events.append(Event(step, "guard", str(line["guard"])))
+        if isinstance(texts := line.get("substitutions"), list) and texts:
+            others = f", and {len(texts) - 1} more" if len(texts) > 1 else ""
+            replaced.append(Event(step, "data", f"damaged data was replaced: {texts[0]}{others}"))
+    metrics.events += replaced
+    if num_refused:
+        metrics.notices.append(f"{file_names.METRICS}: lines that are no measurement were left out: {num_refused:,}")
+    order = np.argsort(np.asarray(steps), kind="stable")
+    for name, column in columns.items():
+        values = np.asarray(column)[order]
+        if (finite := np.isfinite(values)).any():
+            metrics.train[name] = Series(np.asarray(steps)[order][finite], values[finite])
+    for split, by_step in evaluations.items():
+        pairs = sorted((step, bits) for step, bits in by_step.items() if math.isfinite(bits))
+        if pairs:
+            metrics.evaluations[split] = Series(*(np.asarray(column) for column in zip(*pairs, strict=True)))
+    return num_lines
+
+
+def _number(value: object) -> float:
+    """Return a number as a float; NaN for anything else, and for numbers outside of the range."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    if not _LEAST < abs(number) < _MOST:
+        return 0.0 if abs(number) <= _LEAST else math.nan
+    return number
 
 
 def _source(arguments: argparse.Namespace, metavar: str) -> Path:
-    """Return the source, from where it stands; ConfigError unless there is one."""
-    sources: list[Path] = [each for each in (arguments.source, arguments.behind) if each is not None]
+    """Return the source, which may stand before or behind --query; raise ConfigError unless there is one."""
+    sources: list[Path] = [path for path in (arguments.source, arguments.behind) if path is not None]
     if len(sources) != 1:
         many = "is missing" if not sources else f"is given twice, {sources[0]} and {sources[1]}"
         raise ConfigError(f"{metavar} {many}; give it once")
@@ -117,7 +270,7 @@ def draw_loss(run_folder: Path) -> Any:
         figure, axis = curves()
         if loss is not None:
             split, window = metrics.train_split, len(loss) // MEAN_SHARE
-            # Single batches are noisy: they stand pale behind their running mean.
+            # Single batches are noisy: they are drawn pale behind their running mean.
             pale = {"linewidth": 0.6, "alpha": 0.35} if window >= LEAST_MEAN else {}
             axis.plot(loss.steps, loss.values, color=LINES[0], label=split, **pale)
             if pale:
@@ -127,17 +280,17 @@ def draw_loss(run_folder: Path) -> Any:
             axis.plot(series.steps, series.values, marker="o", markersize=4, color=LINES[1], label=split)
         drawn = [series.values for series in (loss, *metrics.evaluations.values()) if series is not None]
         if drawn:
-            _scale(axis, np.concatenate(drawn))
+            _set_scale(axis, np.concatenate(drawn))
             axis.legend()
         axis.set(xlabel="step", ylabel=metrics.unit)
         axis.xaxis.set_major_formatter("{x:,.0f}")
-        ends = [f"{split} {each.last:.3f} at step {each.steps[-1]:,}" for split, each in metrics.evaluations.items()]
+        ends = [f"{split} {curve.last:.3f} at step {curve.steps[-1]:,}" for split, curve in metrics.evaluations.items()]
         axis.set_title(" · ".join([run_folder.resolve().name, *ends]))
     return figure
 
 
-def _scale(axis: Any, values: np.ndarray) -> None:
-    """Make the axis logarithmic, on which late progress shows, where values allow it and lie far enough apart."""
+def _set_scale(axis: Any, values: np.ndarray) -> None:
+    """Make the axis logarithmic, which shows late progress, if the values are positive and spread enough."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     if values.min() <= 0 or values.max() < 2 * values.min():

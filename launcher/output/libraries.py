@@ -42,16 +42,10 @@ def settle_libraries(environment: MutableMapping[str, str]) -> None:
         missing.append("TORCHINDUCTOR_CACHE_DIR")
     missing = [name for name in missing if name not in environment]
     if missing:
-        folder = _private_folder()
+        folder = Path(tempfile.gettempdir(), f"longstride-{os.getuid()}")
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            folder = Path(tempfile.mkdtemp(prefix="longstride-"))  # nobody else may write there: content is executed
         environment.update({name: str(folder / name.lower()) for name in missing})
-
-
-def _private_folder() -> Path:
-    """Return the user's temporary folder, or a new one if somebody else could write there: its content is executed."""
-    folder = Path(tempfile.gettempdir(), f"longstride-{os.getuid()}")
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
-        return folder
-    return Path(tempfile.mkdtemp(prefix="longstride-"))

@@ -122,12 +122,21 @@ def cut_metrics(run: Path, step: int, reason: str = "resume", last: str = "") ->
         number += 1
     partial = run / f".{METRICS}.partial"
     try:
-        _copy(path, copy, last)
+        is_linked = False
+        if not last:  # a hard link is quick and takes no space, but some file systems have none
+            with suppress(OSError):
+                os.link(path, copy, follow_symlinks=False)
+                is_linked = True
+        if not is_linked:
+            shutil.copy2(path, copy, follow_symlinks=False)
+            with open_plain(copy, "ab", follow_links=False) as file:
+                file.write(last.encode())
+                os.fsync(file.fileno())
         partial.unlink(missing_ok=True)
-        with partial.open("xb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
+        with partial.open("xb") as new:
+            new.writelines(lines)
+            new.flush()
+            os.fsync(new.fileno())
         flush_folder(run)  # the copy's name must be on the disk before the original is replaced
         partial.replace(path)
     except OSError:
@@ -136,18 +145,6 @@ def cut_metrics(run: Path, step: int, reason: str = "resume", last: str = "") ->
         raise
     flush_folder(run)
     return copy
-
-
-def _copy(path: Path, copy: Path, last: str) -> None:
-    """Copy a file and append a last line. Without one a hard link does, which is quick and takes no space."""
-    if not last:
-        with suppress(OSError):  # some file systems have no links
-            os.link(path, copy, follow_symlinks=False)
-            return
-    shutil.copy2(path, copy, follow_symlinks=False)
-    with open_plain(copy, "ab", follow_links=False) as file:
-        file.write(last.encode())
-        os.fsync(file.fileno())
 
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

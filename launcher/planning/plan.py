@@ -126,6 +126,14 @@ def make_plan(
             states = costs.states(numel, config, count, stage, device)
             peaks = {f"peak_{name}": states.peak(needed) for name, needed in activations.items()}
             memory.append({"processes": count, "stage": stage, **asdict(states), **peaks})
+    sequence = None
+    if (shared := train.sequence_parallel) is not None:
+        sequence = {
+            "processes": shared,
+            "positions": model.context // shared,
+            "micro_batches": [train.global_batch * shared // (train.micro_batch * count) for count in processes],
+            "layers": [exchange and asdict(exchange) for exchange in costs.exchanges(config)],
+        }
     return {
         "parameters": {"total": sum(parts.values()), **parts},
         "buffer_numbers": costs.buffer_numbers(model),
@@ -137,7 +145,7 @@ def make_plan(
         "activations": {name: asdict(needed) for name, needed in activations.items()},
         "memory": memory,
         "tables": asdict(costs.table_step(config)),
-        "sequence": None if train.sequence_parallel is None else _sequence(config, processes),
+        "sequence": sequence,
         "attention": {
             "density": [count / dense for count in pairs],
             "bounds": [layer.bound for layer in work.layers],  # if the data decides, the pairs are an upper bound
@@ -155,20 +163,6 @@ def make_plan(
             "flops": length.steps and length.steps * sum(step.values()),
         },
         "pace": None,  # the duration, if a rate is requested: see ``pace.pace_json``
-    }
-
-
-def _sequence(config: RunConfig, processes: list[int]) -> dict[str, Any]:
-    """Plan sequence parallelism: the share of each process, and the traffic of each layer."""
-    from longstride.launcher.planning import costs
-
-    train = config.train
-    shared = train.sequence_parallel or 1
-    return {
-        "processes": shared,
-        "positions": config.model.context // shared,
-        "micro_batches": [train.global_batch * shared // (train.micro_batch * count) for count in processes],
-        "layers": [exchange and asdict(exchange) for exchange in costs.exchanges(config)],
     }
 
 

@@ -1,6 +1,6 @@
-"""A run, or several beside each other, as one page of HTML: `longstride report`.
+"""`longstride report`: a run, or several runs in comparison, as one page of HTML.
 
-It reads run folders, and calls other verbs for what takes the model.
+It reads run folders, and calls other verbs for results that need the model.
 """
 
-from longstride.launcher.reporting.report import run
+from longstride.launcher.reporting.page import run

@@ -1,6 +1,6 @@
-"""Curves as SVG that needs no script: any width, thin enough for a page, with their values beside for whoever hovers.
+"""Charts of curves as SVG that needs no script, with few points, and with their values for the page's script.
 
-Paths live in a square of 1000 × 1000 that is stretched to the chart; words and ticks stand around it in pixels.
+Paths are drawn in a square of 1000 × 1000 that is stretched to the chart; texts and ticks around it are in pixels.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import numpy as np
 from markupsafe import Markup
 
 from longstride.launcher.drawing import MEAN_SHARE, Event, Series, smoothed
-from longstride.launcher.reporting.answers import PageRun
-from longstride.launcher.reporting.records import MOST_EVENTS
+from longstride.launcher.reporting.records import MOST_EVENTS, PageRun
 from longstride.launcher.reporting.template import pieces
 
-COLUMNS = 480  # of pixels, over all curves of a chart that have many points
+COLUMNS = 480  # of pixels, shared by all curves of a chart that have many points
 LEAST_COLUMNS = 60
 _SIDE = 1000
-_EDGE = 0.01  # of the width, left free at both sides
-_FINEST = 1e-6  # of the largest value: a chart shows no smaller differences
-_FIRST_VALIDATION_COLOUR = 1  # of one run's evaluations; those of several have their run's
+_EDGE = 0.01  # free share of the width on both sides
+_FINEST = 1e-6  # smallest visible difference, relative to the largest value
+_FIRST_VALIDATION_COLOUR = 1  # if there is one run; evaluations of several runs have the colour of their run
 _NUM_COLOURS = 12
 _NUM_BINS = 64  # of positions
-_LOG_FROM = 50.0  # times that the largest value is the smallest, from which a scale may be logarithmic
+_LOG_FROM = 50.0  # ratio of the largest and the smallest value from which a scale may be logarithmic
 
 _CHARTS = (  # title, unit, measure, whether it is smoothed, whether its scale is logarithmic
     ("Learning rate", "", "learning_rate", False, False),
@@ -53,14 +52,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows."""
+    """The content of a chart."""
 
     title: str
     unit: str
     curves: Sequence[Curve]
     marks: Sequence[Event] = ()  # dashed lines
     note: str = ""
-    log_y: bool | None = False  # None: where values span much
+    log_y: bool | None = False  # None: if values span a wide range
     log_x: bool = False
     wide: bool = False
     x_name: str = "step"
@@ -69,7 +68,7 @@ class Chart:
 
 
 def thin(series: Series, columns: int) -> Series:
-    """Keep the lowest and the highest value of each column of pixels, in their order, and the first and the last."""
+    """Keep the lowest and the highest value of each column of pixels, and the first and the last value."""
     if len(series) <= 2 * columns:
         return series
     first, last = float(series.steps[0]), float(series.steps[-1])
@@ -82,7 +81,7 @@ def thin(series: Series, columns: int) -> Series:
 
 
 def draw(chart: Chart) -> str:
-    """Return the chart as a figure of HTML; an empty text where it has no values."""
+    """Return the chart as a figure in HTML, or an empty text if it has no values."""
     many = sum(len(curve.series) > 2 * LEAST_COLUMNS for curve in chart.curves)
     columns = max(LEAST_COLUMNS, COLUMNS // max(1, many))
     curves = [replace(curve, series=thin(curve.series, columns)) for curve in chart.curves if len(curve.series)]
@@ -94,22 +93,29 @@ def draw(chart: Chart) -> str:
         log_y = bool(values.min() > 0 and values.max() > _LOG_FROM * values.min())
     low, high, is_cut = value_range(values, log_y)
     steps = np.concatenate([curve.series.steps for curve in curves])
-    left, right = float(steps.min()), float(steps.max())
-    if chart.log_x and left < right:
-        left, right = left / (edge := (right / left) ** _EDGE), right * edge
+    first, last = float(steps.min()), float(steps.max())
+    if chart.log_x and first < last:
+        first, last = first / (edge := (last / first) ** _EDGE), last * edge
     else:
-        edge = max(_EDGE * (right - left), _FINEST * right, 0.01)
-        left, right = left - edge, right + edge
-    x, y = Scale(left, right, chart.log_x), Scale(low, high, log_y)
+        edge = max(_EDGE * (last - first), _FINEST * last, 0.01)
+        first, last = first - edge, last + edge
+    x, y = Scale(first, last, chart.log_x), Scale(low, high, log_y)
     notes = [chart.note] if chart.note else []
     if is_cut:
         notes.append(f"values above {number(high)} are cut off")
     if log_y:
         notes.append("logarithmic scale")
-    marks = [mark for mark in chart.marks if left <= mark.step <= right]
+    marks = [mark for mark in chart.marks if first <= mark.step <= last]
     paths = [(f"mark {mark.kind}", f"M{x.at(mark.step):.1f} 0V{_SIDE}") for mark in marks]
     for curve in sorted(curves, key=lambda curve: curve.style != "pale"):
-        paths += _paths(curve, x, y)
+        points = [
+            (x.at(step), min(max(_SIDE - y.at(value), -_SIDE), 2 * _SIDE))
+            for step, value in zip(curve.series.steps.tolist(), curve.series.values.tolist(), strict=True)
+        ]
+        path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
+        paths.append((f"{curve.style} run-{curve.colour}", path))
+        if curve.style == "dots" or len(points) == 1:
+            paths.append((f"dot run-{curve.colour}", "".join(f"M{a:.1f} {b:.1f}h0" for a, b in points)))
     named = [curve for curve in curves if chart.name_pale or curve.style != "pale"]
     legend = [(f"{curve.style} run-{curve.colour}", curve.name) for curve in named]
     legend += [(f"mark {mark.kind}", mark.kind) for mark in chart.marks]
@@ -124,7 +130,7 @@ def draw(chart: Chart) -> str:
         legend=list(dict.fromkeys(legend)) if chart.legend else [],
         notes=notes,
         data={
-            "x": [left, right, chart.log_x],
+            "x": [first, last, chart.log_x],
             "y": [low, high, log_y],
             "name": chart.x_name,
             "curves": [
@@ -142,9 +148,9 @@ def draw(chart: Chart) -> str:
 
 
 def value_range(values: np.ndarray, log: bool = False) -> tuple[float, float, bool]:
-    """Return the lowest and highest value that a chart shows, with some room; and whether some lie above it.
+    """Return the range of a chart with some margin, and whether it leaves out higher values.
 
-    A few values far above all others, as at the start of a run, do not press the others flat.
+    A few values far above all others, as at the start of a run, must not flatten the others.
     """
     low, high = float(values.min()), float(values.max())
     if log:
@@ -160,20 +166,20 @@ def value_range(values: np.ndarray, log: bool = False) -> tuple[float, float, bo
 
 @dataclass(frozen=True)
 class Scale:
-    """Takes values to places between 0 and 1000."""
+    """A scale that maps values to positions from 0 to 1000."""
 
     low: float
     high: float
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Return the place of a value from the low end."""
+        """Return the position of a value, from the low end."""
         if self.log:
             return _SIDE * math.log(value / self.low) / math.log(self.high / self.low)
         return _SIDE * (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[float]:
-        """Return round values inside, about ``most`` of them."""
+        """Return about ``most`` round values in the range."""
         if not self.log:
             rough = (self.high - self.low) / most
             power = 10.0 ** math.floor(math.log10(rough))
@@ -190,7 +196,7 @@ class Scale:
 
 
 def number(value: float) -> str:
-    """Write a value in a few characters: 1.2M, 350, 0.0031, 2e-5."""
+    """Format a value with few characters: 1.2M, 350, 0.0031, 2e-5."""
     size = abs(value)
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -203,30 +209,17 @@ def number(value: float) -> str:
 
 
 def tick_text(value: float) -> str:
-    """Write the value of a tick. Thousands are k from the first on: an axis has 5k beside 10k."""
+    """Format the value of a tick, with a k from the first thousand: an axis has 5k and 10k."""
     return f"{value / 1e3:.6g}k" if 1e3 <= abs(value) < 1e6 else number(value)
 
 
-def _paths(curve: Curve, x: Scale, y: Scale) -> list[tuple[str, str]]:
-    """Return the classes and the SVG path of a curve, and of its dots."""
-    points = [
-        (x.at(step), min(max(_SIDE - y.at(value), -_SIDE), 2 * _SIDE))
-        for step, value in zip(curve.series.steps.tolist(), curve.series.values.tolist(), strict=True)
-    ]
-    colour = f"run-{curve.colour}"
-    paths = [(f"{curve.style} {colour}", "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points))]
-    if curve.style == "dots" or len(points) == 1:
-        paths.append((f"dot {colour}", "".join(f"M{a:.1f} {b:.1f}h0" for a, b in points)))
-    return paths
-
-
 def running_mean(series: Series) -> Series:
-    """Return the means over a fortieth of the run, up to each step."""
+    """Return the means over a fortieth of the run before each step."""
     return smoothed(series, len(series) // MEAN_SHARE)
 
 
 def curves(runs: Sequence[PageRun]) -> str:
-    """Draw everything of metrics.jsonl that has a curve."""
+    """Draw all curves of metrics.jsonl."""
     is_alone, marks = len(runs) == 1, []
     if is_alone:
         record = runs[0].record
@@ -254,18 +247,18 @@ def curves(runs: Sequence[PageRun]) -> str:
 
 
 def _losses(runs: Sequence[PageRun], marks: list[Event]) -> list[Chart]:
-    """Return one chart of a run's losses; of several runs one of their training and one of their evaluations."""
+    """Return one chart of the losses of a run, or a training and a validation chart of several runs."""
     unit, trained, evaluated = runs[0].record.unit, [], []
     is_alone = len(runs) == 1
     for run in runs:
         if (loss := run.record.train.get("bits")) is not None:
-            mean, each = (f"training, {name}" if is_alone else run.name for name in ("running mean", "each step"))
+            mean_name, name = (f"training, {name}" if is_alone else run.name for name in ("running mean", "each step"))
             if len(loss) <= MEAN_SHARE:
-                trained.append(Curve(each, run.colour, loss))
+                trained.append(Curve(name, run.colour, loss))
                 continue
             if len(runs) <= 3:
-                trained.append(Curve(each if is_alone else f"{run.name}, each step", run.colour, loss, "pale"))
-            trained.append(Curve(mean, run.colour, running_mean(loss)))
+                trained.append(Curve(name if is_alone else f"{run.name}, each step", run.colour, loss, "pale"))
+            trained.append(Curve(mean_name, run.colour, running_mean(loss)))
     for run in runs:
         for place, (split, series) in enumerate(run.record.evaluations.items()):
             is_usual = split == run.record.setting("data.validation_split")
@@ -282,7 +275,7 @@ def _losses(runs: Sequence[PageRun], marks: list[Event]) -> list[Chart]:
 
 
 def positions(runs: Sequence[PageRun], scored: list[dict[str, Any]]) -> str:
-    """Draw the loss by the position in the context: whether a long context is made use of."""
+    """Draw the loss by position, which shows whether the model uses a long context."""
     named: list[tuple[str, int, dict[str, Any]]] = []
     missing = []
     for run in runs:
@@ -308,10 +301,10 @@ def positions(runs: Sequence[PageRun], scored: list[dict[str, Any]]) -> str:
 
 
 def _joined(bins: list[tuple[int, int, int, float]]) -> Series:
-    """Return the means of bins that grow with the position, each at its first position, counted from 1."""
+    """Join bins to larger ones that grow with the position; return the mean of each at its first position, from 1."""
     end = max(end for _, end, _, _ in bins)
     edges = np.unique(np.geomspace(1, end + 1, _NUM_BINS).astype(np.int64))
-    first, counts, bits = (np.array([each[place] for each in bins], dtype=float) for place in (0, 2, 3))
+    first, _, counts, bits = np.array(bins, dtype=float).T
     place = np.searchsorted(edges, first + 1, side="right") - 1
     totals = np.bincount(place, counts, len(edges))
     sums = np.bincount(place, counts * bits, len(edges))

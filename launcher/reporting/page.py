@@ -1,11 +1,12 @@
-"""The page: its parts in their order, one file that asks for nothing else."""
+"""`longstride report RUN [RUN …] --output report.html`: a page about runs, as one file that needs no network."""
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from itertools import takewhile
 from pathlib import Path
@@ -14,48 +15,107 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from longstride.kernels import ConfigError
 from longstride.launcher.config import flattened
+from longstride.launcher.files import check_new, write_new
 from longstride.launcher.output import counting
-from longstride.launcher.reporting.answers import Answer, Answers, PageRun, processes_of
 from longstride.launcher.reporting.charts import curves, number, positions, running_mean
-from longstride.launcher.reporting.records import MOST_EVENTS, RunRecord
+from longstride.launcher.reporting.records import (
+    MOST_EVENTS,
+    Answer,
+    Answers,
+    PageRun,
+    RunRecord,
+    ask_all,
+    processes_of,
+    read_positions,
+    read_run,
+)
 from longstride.launcher.reporting.template import MOST_PAGE_BYTES, Room, pieces
 
-_MARGIN_BYTES = 20_000  # for what is written around the parts
+MOST_RUNS = 12  # the number of distinguishable colours
+_MARGIN_BYTES = 20_000  # for the template around the parts
 _MOST_NOTICES = 20
 _MOST_KEYS = 600  # of a configuration
 _MOST_STARTS = 40
 _MOST_CHANGES = 20  # of a start
 
 
+def run(arguments: argparse.Namespace) -> int:
+    """Run the verb; return its exit code.
+
+    Raises:
+        ConfigError: a run is missing, has no line yet or is named twice, or the output cannot be written.
+    """
+    output = arguments.output
+    check_new(output, "--output", ".html", ".htm")
+    if arguments.quick and arguments.by_position:
+        raise ConfigError("--by-position: takes the model, which --quick leaves out; give one of the two")
+    records = read_runs(arguments.runs)
+    scored = []
+    for path in arguments.positions:
+        losses = read_positions(path)
+        if losses is None:
+            rule = "must be a JSON file that `longstride evaluate RUN --positions FILE.png` wrote beside its picture"
+            raise ConfigError(f"--positions={path}: {rule}")
+        scored.append(losses)
+    answers = [Answers() for _ in records]
+    if not arguments.quick:
+        by_position, trusted = arguments.by_position, arguments.trust_checkpoint
+        answers = [ask_all(record, by_position=by_position, trusted=trusted) for record in records]
+    write_new(output, compose(records, scored, answers).encode())
+    print(output)
+    return 0
+
+
+def read_runs(folders: list[Path]) -> list[RunRecord]:
+    """Read the runs of a page.
+
+    Raises:
+        ConfigError: as ``read_run``; a run is named twice, or there are too many.
+    """
+    if len(folders) > MOST_RUNS:
+        raise ConfigError(f"{folders[MOST_RUNS]}: is run {MOST_RUNS + 1}; a page compares {MOST_RUNS} at most")
+    for index, folder in enumerate(folders):
+        if folder.resolve() in map(Path.resolve, folders[:index]):
+            raise ConfigError(f"{folder}: is named twice; name each run once")
+    return [read_run(folder) for folder in folders]
+
+
 def compose(records: Sequence[RunRecord], scored: list[dict[str, Any]], answers: Sequence[Answers]) -> str:
-    """Return the whole page, of ``MOST_PAGE_BYTES`` at most. ``scored``: losses by position from files named."""
-    runs = [PageRun(*each) for each in zip(labels(records), range(len(records)), records, answers, strict=True)]
+    """Return the page, of at most ``MOST_PAGE_BYTES``. ``scored``: losses by position from the files of --positions."""
+    runs = [PageRun(*fields) for fields in zip(labels(records), range(len(records)), records, answers, strict=True)]
     style, script = (Markup((Path(__file__).parent / name).read_text()) for name in ("report.css", "report.js"))
-    parts = {"curves": curves(runs), "positions": positions(runs, scored), "plan": plans(runs)}
+    parts = {"curves": curves(runs), "positions": positions(runs, scored), "plan": _by_run(runs, _plan)}
     head = _head(runs)
     used = sum(len(text.encode()) for text in (*parts.values(), head, style, script))
     room = Room(MOST_PAGE_BYTES - used - _MARGIN_BYTES)
-    # What is large takes what is left, the most telling first.
-    parts["incidents"] = incidents(runs, room)
-    parts["starts"] = starts(runs, room)
-    parts["configuration"] = configuration(runs, room)
-    parts["samples"] = samples(runs, room)
-    parts["reads"] = pictures(runs, room)
+    # Large parts share the remaining bytes, the most informative first.
+    parts["incidents"] = _incidents(runs, room)
+    parts["starts"] = _by_run(runs, lambda run: _starts(run.record, room))
+    parts["configuration"] = _configuration(runs, room)
+    parts["samples"] = _by_run(runs, lambda run: _samples(run.record, room))
+    pattern = "The pattern: who may read whom"
+    attention = "Attention: what the newest checkpoint reads in a context of the validation split"
+
+    def show_pictures(run: PageRun) -> str:
+        return _picture(run.answers.pattern, pattern, room) + _picture(run.answers.attention, attention, room)
+
+    parts["reads"] = _by_run(runs, show_pictures)
     hashes = [f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}" for text in (script, style)]
     policy = Markup(
         f"default-src 'none'; script-src '{hashes[0]}'; style-src '{hashes[1]}'; img-src data:; media-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     title = ", ".join(run.name for run in runs)
-    # And not the time of now: the same runs make the same page.
+    # Not the present time: the same runs give the same page.
     newest = max((record.changed for record in records), default=0.0)
     updated = datetime.fromtimestamp(newest, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     return pieces().page(title, policy, style, script, head, {key: Markup(parts[key]) for key in parts}, updated)
 
 
 def labels(records: Sequence[RunRecord]) -> list[str]:
-    """Return short names that differ: the last parts of each folder's path, as many as it takes."""
+    """Return short distinct names: the last parts of each folder's path, as many as necessary."""
     paths = [record.folder.resolve().parts for record in records]
     for count in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-count:]) for path in paths]
@@ -65,7 +125,7 @@ def labels(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _head(runs: Sequence[PageRun]) -> str:
-    """Show the heading, and the figures that one looks for first."""
+    """Show the heading and the most important figures."""
     lines = [f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in run.record.notices]
     notices = [pieces().absent(line) for line in lines[:_MOST_NOTICES]]
     figures = [_figures(run.record) for run in runs]
@@ -82,7 +142,7 @@ def _head(runs: Sequence[PageRun]) -> str:
 
 
 def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return names, values and small print of figures; the same names for every run."""
+    """Return the name, value and small print of each figure; every run has the same names."""
     figures = []
     evaluated = [(float(series.values.min()), split) for split, series in record.evaluations.items()]
     if evaluated:
@@ -117,19 +177,15 @@ def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
     return figures
 
 
-def _under_headings(runs: Sequence[PageRun], contents: Sequence[str]) -> str:
-    """Join what is shown of each run, under its name where there are several."""
+def _by_run(runs: Sequence[PageRun], show: Callable[[PageRun], str]) -> str:
+    """Show each run, under its name if there are several."""
     if len(runs) == 1:
-        return contents[0]
-    return "".join(f"{pieces().heading(run)}{content}" for run, content in zip(runs, contents, strict=True))
-
-
-def samples(runs: Sequence[PageRun], room: Room) -> str:
-    """Show what the models made in training, from the first to the last."""
-    return _under_headings(runs, [_samples(run.record, room) for run in runs])
+        return show(runs[0])
+    return "".join(f"{pieces().heading(run)}{show(run)}" for run in runs)
 
 
 def _samples(record: RunRecord, room: Room) -> str:
+    """Show the samples of training, from the first to the last."""
     if not record.samples:
         return pieces().absent("no samples were made in training; train.samples_every makes them")
     drawn = []
@@ -148,17 +204,6 @@ def _samples(record: RunRecord, room: Room) -> str:
     return text
 
 
-def pictures(runs: Sequence[PageRun], room: Room) -> str:
-    """Show who may read whom by the pattern, and what a checkpoint reads."""
-    attention = "Attention: what the newest checkpoint reads in a context of the validation split"
-    contents = [
-        _picture(run.answers.pattern, "The pattern: who may read whom", room)
-        + _picture(run.answers.attention, attention, room)
-        for run in runs
-    ]
-    return _under_headings(runs, contents)
-
-
 def _picture(answer: Answer | None, what: str, room: Room) -> str:
     if answer is None:
         return pieces().absent(f"{what}: left out by --quick")
@@ -170,8 +215,8 @@ def _picture(answer: Answer | None, what: str, room: Room) -> str:
     return pieces().picture(address, what, answer.command)
 
 
-def incidents(runs: Sequence[PageRun], room: Room) -> str:
-    """List what befell the runs."""
+def _incidents(runs: Sequence[PageRun], room: Room) -> str:
+    """List the events of the runs."""
     several, rows = len(runs) > 1, []
     step_column = [1 if several else 0]
     for run in runs:
@@ -182,23 +227,19 @@ def incidents(runs: Sequence[PageRun], room: Room) -> str:
         return pieces().absent("no incidents: no step was refused or dropped, and no damaged data was replaced")
     fitting = list(takewhile(room.take, rows))
     text = pieces().table([*(["run"] if several else []), "step", "what", ""], fitting, step_column)
-    if more := sum(len(run.record.events) for run in runs) - len(fitting):
-        text += pieces().absent(f"{more:,} more are in metrics.jsonl and guards/")
+    if hidden := sum(len(run.record.events) for run in runs) - len(fitting):
+        text += pieces().absent(f"{hidden:,} more are in metrics.jsonl and guards/")
     return text
 
 
-def starts(runs: Sequence[PageRun], room: Room) -> str:
-    """List when and where the runs were computed, and what was changed on the way."""
-    return _under_headings(runs, [_starts(run.record, room) for run in runs])
-
-
 def _starts(record: RunRecord, room: Room) -> str:
+    """List the starts of a run: times, machines, versions and changes."""
     if not record.starts:
         return pieces().absent("the run has no starts.jsonl: the code that trained it wrote none")
     fitting = list(takewhile(room.take, map(_start_row, record.starts[-_MOST_STARTS:])))
     text = pieces().table(["time", "from step", "how", "machines", "versions", "changes"], fitting, [1])
-    if more := len(record.starts) - len(fitting):
-        text += pieces().absent(f"{more} more starts are in starts.jsonl")
+    if hidden := len(record.starts) - len(fitting):
+        text += pieces().absent(f"{hidden} more starts are in starts.jsonl")
     return text
 
 
@@ -206,8 +247,8 @@ def _start_row(start: dict[str, Any]) -> str:
     devices, hosts, changes = (start.get(name) for name in ("devices", "hosts", "changes"))
     machines = ", ".join(f"{count} × {name}" for name, count in devices.items()) if isinstance(devices, dict) else ""
     if isinstance(hosts, list) and hosts:
-        more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-        machines += f" on {', '.join(map(str, hosts[:4]))}{more}"
+        hidden = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
+        machines += f" on {', '.join(map(str, hosts[:4]))}{hidden}"
     pairs = []
     for path, pair in [*changes.items()] if isinstance(changes, dict) else []:
         old, new = pair if isinstance(pair, list) and len(pair) == 2 else (None, pair)
@@ -228,28 +269,25 @@ def _listed(content: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    """Write a value as configurations have it; a text without its marks."""
+    """Format a value like a configuration, but a text without quotation marks."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def plans(runs: Sequence[PageRun]) -> str:
-    """Show what was planned, beside what was measured."""
-    contents = []
-    for run in runs:
-        answer, text = run.answers.plan, ""
-        if answer is None or answer.content is None:
-            why, command = ("left out by --quick", "") if answer is None else (answer.why_not, answer.command)
-            text = pieces().absent(f"no plan: {why}", command)
-        plan = answer.content if answer and isinstance(answer.content, dict) else {}
-        rows = [pieces().row([cell or "–" for cell in cells], [1, 2]) for cells in _plan_rows(run.record, plan)]
-        count = processes_of(run.record)
-        planned = f"planned on {plan['device']}, {count} process{'es' if count > 1 else ''}" if plan else "planned"
-        contents.append(text + pieces().table(["", planned, "measured"], rows, [1, 2]))
-    return _under_headings(runs, contents)
+def _plan(run: PageRun) -> str:
+    """Show the planned figures of a run next to the measured ones."""
+    answer, text = run.answers.plan, ""
+    if answer is None or answer.content is None:
+        why, command = ("left out by --quick", "") if answer is None else (answer.why_not, answer.command)
+        text = pieces().absent(f"no plan: {why}", command)
+    plan = answer.content if answer and isinstance(answer.content, dict) else {}
+    rows = [pieces().row([cell or "–" for cell in cells], [1, 2]) for cells in _plan_rows(run.record, plan)]
+    count = processes_of(run.record)
+    planned = f"planned on {plan['device']}, {count} process{'es' if count > 1 else ''}" if plan else "planned"
+    return text + str(pieces().table(["", planned, "measured"], rows, [1, 2]))
 
 
 def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return names with what was planned and what was measured."""
+    """Return the name, the planned and the measured value of each figure."""
     seconds, memory = record.median("seconds"), record.train.get("peak_memory_bytes")
     step, length, attention = (plan.get(part) or {} for part in ("step", "length", "attention"))
     work = sum(step.get(f"{part}_flops", 0) for part in ("forward", "backward", "recompute"))
@@ -258,13 +296,14 @@ def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, 
     rows = []
     if total := (plan.get("parameters") or {}).get("total"):
         rows.append(("parameters", f"{total:,}", ""))
-    measured = _mebibytes(float(memory.values.max())) if memory is not None else ""
-    rows.append(("peak memory of a process", _mebibytes(peaks[0]) if peaks else "", measured))
+    measured = counting.memory(float(memory.values.max())) if memory is not None else ""
+    rows.append(("peak memory of a process", counting.memory(peaks[0]) if peaks else "", measured))
     rows.append(("a step, median", "", counting.step_duration(seconds) if seconds else ""))
     if work:
-        rows.append(("operations of a step", _flops(work), f"{_flops(work / seconds)}/s" if seconds else ""))
+        speed = f"{counting.flops(work / seconds)}/s" if seconds else ""
+        rows.append(("operations of a step", counting.flops(work), speed))
     if dense := step.get("dense_flops"):
-        rows.append(("the same with dense attention", _flops(dense), ""))
+        rows.append(("the same with dense attention", counting.flops(dense), ""))
     if dense_pairs := attention.get("dense_pairs"):
         rows.append(("pairs that attention visits, of dense causal", f"{attention['pairs'] / dense_pairs:.2%}", ""))
     for what, measure in (("by visited tiles", "mfu"), ("of dense attention", "mfu_dense_equivalent")):
@@ -279,19 +318,8 @@ def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, 
     return rows
 
 
-def _mebibytes(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"
-
-
-def _flops(count: float) -> str:
-    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if count >= size:
-            return f"{count / size:,.3g} {prefix}FLOP"
-    return f"{count:,.0f} FLOP"
-
-
-def configuration(runs: Sequence[PageRun], room: Room) -> str:
-    """Show what differs between the runs, and each whole."""
+def _configuration(runs: Sequence[PageRun], room: Room) -> str:
+    """Show the differences between the configurations, and each of them in full."""
     configs = [flattened(run.record.config) if run.record.config else {} for run in runs]
     text = ""
     if len(runs) > 1:

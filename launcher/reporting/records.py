@@ -1,32 +1,45 @@
-"""Reads a run folder for its report. Old runs lack some of it, and damaged files are reported and left out."""
+"""Everything that a report shows of a run: its folder, and the results of other verbs.
+
+Old runs lack some files. Damaged files, and verbs that fail, are reported on the page and otherwise skipped.
+"""
 
 from __future__ import annotations
 
+import argparse
+import io
 import re
+import shlex
+import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
 from longstride.kernels import ConfigError
-from longstride.launcher.config import load_json_object
+from longstride.launcher.config import load_config, load_json_object
 from longstride.launcher.drawing import MOST_NAME_CHARACTERS, Event, Metrics, read_metrics
-from longstride.launcher.output import file_names
+from longstride.launcher.output import file_names, mistake, say
+from longstride.launcher.verbs import TRUST_OPTION
 
-MOST_EVENTS = 200  # that a page lists of a run
-_MOST_FILES = 1000  # of a kind that are opened
+MOST_EVENTS = 200  # of a run on a page
+_MOST_FILES = 1000  # read of each kind
 _MOST_RECORD_BYTES = 2**24
+_MOST_SAMPLES = 8  # evenly spread over the run
 _MOST_SAMPLE_BYTES = 2**20
 _MOST_BITS = 1e100
+_MOST_PIXELS = 1600  # width of a picture
 _SAMPLE = re.compile(r"step-(\d{8,18})\.(txt|png|wav)")
 _INCIDENT = re.compile(r"step-\d{8,18}(-\d+)?\.json")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model made in training."""
+    """A sample of the model in training."""
 
     step: int
     kind: str  # txt, png, wav
@@ -35,37 +48,37 @@ class Sample:
 
 @dataclass
 class RunRecord(Metrics):
-    """All that a report shows of a run."""
+    """All data of a run folder for a report."""
 
     config: dict[str, Any] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    positions: list[dict[str, Any]] = field(default_factory=list)  # as `evaluate --positions` writes them
+    positions: list[dict[str, Any]] = field(default_factory=list)  # by ``read_positions``
 
     def median(self, measure: str) -> float | None:
-        """Return the median of a measure over the steps that have a line; None where none has it."""
+        """Return the median of a measure over the logged steps; None if no line has it."""
         series = self.train.get(measure)
         return None if series is None else float(np.median(series.values))
 
     def total(self, measure: str) -> float | None:
-        """Return a measure summed over all steps, by its mean; None where no line has it."""
+        """Estimate the sum of a measure over all steps by its mean; None if no line has it."""
         series = self.train.get(measure)
         return None if series is None else float(series.values.mean()) * self.last_step
 
     @property
     def last_step(self) -> int:
-        """The newest step that has a line."""
-        every = [*self.train.values(), *self.evaluations.values()]
-        return max((int(series.steps[-1]) for series in every if len(series)), default=0)
+        """The newest step with a line."""
+        curves = [*self.train.values(), *self.evaluations.values()]
+        return max((int(series.steps[-1]) for series in curves if len(series)), default=0)
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether it evaluates, as far as its configuration tells."""
+        """Whether the run evaluates, as far as its configuration is known."""
         train = self.config.get("train")
         return not isinstance(train, dict) or train.get("evaluate_every", 0) is not None
 
     def setting(self, path: str) -> Any:
-        """Return a value of the configuration by its dotted path; None where there is none."""
+        """Return a value of the configuration by its dotted path, or None."""
         value: Any = self.config
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -95,7 +108,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_positions(path: Path, *, follow_links: bool = True) -> dict[str, Any] | None:
-    """Read the loss by position that `longstride evaluate --positions` wrote; None where the file has none."""
+    """Read the loss by position that `longstride evaluate --positions` wrote; None for any other file."""
     try:
         content = parse_json(read_plain(path, _MOST_RECORD_BYTES, follow_links=follow_links))
         positions = content["positions"]
@@ -110,22 +123,18 @@ def read_positions(path: Path, *, follow_links: bool = True) -> dict[str, Any] |
         step, split = int(content["step"]), str(content["split"])[:MOST_NAME_CHARACTERS]
     except (OSError, JSONError, KeyError, TypeError, ValueError, OverflowError, StopIteration):
         return None
-    described = {
-        "run": Path(str(content.get("run", path))).name[:MOST_NAME_CHARACTERS],
-        "step": step,
-        "split": split,
-        "unit": name.replace("_", " "),
-        "bins": bins,
-    }
-    return described if bins and are_good else None
+    if not bins or not are_good:
+        return None
+    run = Path(str(content.get("run", path))).name[:MOST_NAME_CHARACTERS]
+    return {"run": run, "step": step, "split": split, "unit": name.replace("_", " "), "bins": bins}
 
 
 def _read_incidents(record: RunRecord) -> None:
-    """Read the steps that a guard refused, by the files that it left; they say more than the steps' lines."""
+    """Read the files of steps that a guard rejected; they replace the events from the lines of metrics.jsonl."""
     folder = record.folder / file_names.GUARDS
-    listed_events: set[tuple[int, str]] = set()  # by lines as well
+    outcomes: set[tuple[int, str]] = set()
     incidents = []
-    for path in sorted(each for each in folder.glob("*.json") if _INCIDENT.fullmatch(each.name))[:_MOST_FILES]:
+    for path in sorted(path for path in folder.glob("*.json") if _INCIDENT.fullmatch(path.name))[:_MOST_FILES]:
         try:
             incident = load_json_object(path, follow_links=False)
             step, outcome = int(incident["step"]), f"{incident['outcome']}: {incident['reason']}"
@@ -134,9 +143,9 @@ def _read_incidents(record: RunRecord) -> None:
         except (ConfigError, KeyError, TypeError, ValueError):
             record.notices.append(f"{file_names.GUARDS}/{path.name}: cannot be read")
             continue
-        listed_events.add((step, outcome))
+        outcomes.add((step, outcome))
         incidents.append(Event(step, "guard", text))
-    lines = [each for each in record.events if each.kind != "guard" or (each.step, each.text) not in listed_events]
+    lines = [event for event in record.events if event.kind != "guard" or (event.step, event.text) not in outcomes]
     record.events = lines + incidents
 
 
@@ -163,15 +172,126 @@ def _read_samples(record: RunRecord) -> None:
         for path in (record.folder / file_names.SAMPLES).glob("step-*")
         if (match := _SAMPLE.fullmatch(path.name))
     ]
-    for step, kind, path in thinned(sorted(files, key=lambda each: each[:2])):
+    files.sort(key=lambda file: file[:2])
+    if len(files) > _MOST_SAMPLES:
+        files = [files[index] for index in np.linspace(0, len(files) - 1, _MOST_SAMPLES).round().astype(int)]
+    for step, kind, path in files:
         try:
             record.samples.append(Sample(step, kind, read_plain(path, _MOST_SAMPLE_BYTES, follow_links=False)))
         except OSError as error:
             record.notices.append(f"{file_names.SAMPLES}/{path.name}: cannot be shown: {error.strerror}")
 
 
-def thinned(items: list[Any], most: int = 8) -> list[Any]:
-    """Keep at most so many, evenly spread from the first to the last."""
-    if len(items) <= most:
-        return items
-    return [items[each] for each in np.linspace(0, len(items) - 1, most).round().astype(int)]
+@dataclass
+class Answer:
+    """The result of a verb, or the reason for none; ``command`` is the command line for people."""
+
+    command: str
+    content: Any = None
+    why_not: str = ""
+
+
+@dataclass
+class Answers:
+    """The results of verbs for a run; None for verbs that were not called."""
+
+    plan: Answer | None = None
+    pattern: Answer | None = None
+    attention: Answer | None = None
+    positions: Answer | None = None
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """A run on the page: its name and colour, its data, and the results of verbs."""
+
+    name: str
+    colour: int
+    record: RunRecord
+    answers: Answers
+
+
+def ask_all(record: RunRecord, *, by_position: bool, trusted: bool) -> Answers:
+    """Call the verbs one after the other."""
+    folder, config = record.folder, record.folder / file_names.CONFIG
+    trust = [TRUST_OPTION] if trusted else []
+    device = ["--device", kind] if (kind := _device_of(record)) else []
+    plan = ["plan", config, "--processes", processes_of(record), *device, "--json"]
+    pattern = ["show", "pattern", config, "--output", "pattern.png"]
+    attention = ["show", "attention", folder, "--output", "attention.png", *trust]
+    positions = ["evaluate", folder, "--positions", "positions.png", *trust]
+    names = ("plan", "pattern", "attention", *(("positions",) if by_position else ()))
+    say(f"{folder}: asking for {', '.join(names)}")
+    return Answers(
+        _ask(plan, lambda: plan_of(record)),
+        _ask(pattern, lambda: _draw("pattern", config)),
+        _ask(attention, lambda: _draw("attention", folder, trusted)),
+        _ask(positions, lambda: _positions_of(folder, trusted)) if by_position else None,
+    )
+
+
+def _ask(words: list[Any], work: Callable[[], Any]) -> Answer:
+    answer = Answer(shlex.join(["longstride", *map(str, words)]))
+    try:
+        answer.content = work()
+    except Exception as error:  # of any library that a verb uses
+        answer.why_not = (mistake(error) or f"{type(error).__name__}: {error}").partition("\n")[0]
+    return answer
+
+
+def plan_of(record: RunRecord) -> dict[str, Any]:
+    """Return the plan of a run, for its last number of processes and kind of device."""
+    from longstride.launcher.planning import plan
+
+    config, processes = load_config(record.folder / file_names.CONFIG), processes_of(record)
+    config.check_world_size(processes)
+    return plan.make_plan(config, [processes], device=plan.device_of(config, _device_of(record)))
+
+
+def _draw(what: str, source: Path, trusted: bool = False) -> bytes:
+    """Draw the pattern or the attention of a run; return a PNG with few pixels and colours: a page has many."""
+    from longstride.launcher.drawing import attention, pattern
+    from longstride.launcher.pictures import picture_of
+
+    if what == "pattern":
+        content = picture_of(pattern.draw_pattern(source))
+    else:
+        content = picture_of(attention.draw_attention(source, trusted=trusted))
+    with Image.open(io.BytesIO(content)) as drawing:
+        picture = drawing.convert("RGB")
+    if picture.width > _MOST_PIXELS:
+        size = _MOST_PIXELS, round(picture.height * _MOST_PIXELS / picture.width)
+        picture = picture.resize(size, Image.Resampling.LANCZOS)
+    output = io.BytesIO()
+    picture.quantize(192, dither=Image.Dither.NONE).save(output, "PNG", optimize=True)
+    return min(content, output.getvalue(), key=len)
+
+
+def _positions_of(run: Path, trusted: bool) -> dict[str, Any] | None:
+    """Score the validation split of a run by position."""
+    from longstride.launcher.evaluation import evaluate
+    from longstride.launcher.models import TRAINED
+
+    defaults = dict.fromkeys(("step", "split", "data", "batch", "precision"))
+    with tempfile.TemporaryDirectory(prefix="longstride-report-") as folder:
+        picture = Path(folder) / "positions.png"
+        options = {"run": run, "positions": picture, "trust_checkpoint": trusted, "weights": TRAINED}
+        arguments = argparse.Namespace(**defaults, **options, min_context=0, sequence_parallel=1)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as lines:
+            try:
+                evaluate.run(arguments)
+            except SystemExit:  # after a line about a mistake that only one of several ranks may have met
+                raise ValueError(lines.getvalue().rpartition("error: ")[2].strip()) from None
+        return read_positions(picture.with_suffix(".json"))
+
+
+def processes_of(record: RunRecord) -> int:
+    """Return the last number of processes of a run, as far as it is known."""
+    count = record.starts[-1].get("processes") if record.starts else None
+    return count if isinstance(count, int) and 0 < count < 2**20 else record.setting("train.sequence_parallel") or 1
+
+
+def _device_of(record: RunRecord) -> str | None:
+    """Return the last kind of device of a run, as far as it is known."""
+    kind = record.starts[-1].get("device_type") if record.starts else None
+    return kind if kind in ("cpu", "cuda") else None

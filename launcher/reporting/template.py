@@ -1,7 +1,4 @@
-"""The template of the page, and what keeps texts of runs harmless and the page small.
-
-No text of a run is obeyed: the template escapes everything that it prints, and each text is cut.
-"""
+"""The template of the page, which escapes and cuts all texts of runs, and the limit on the size of the page."""
 
 from __future__ import annotations
 
@@ -18,20 +15,17 @@ _MOST_CHARACTERS = 300
 
 
 def shown(value: Any, most: int = _MOST_CHARACTERS) -> Markup:
-    """Escape a text and cut it; write what does not print, or turns the order of letters, by its number.
-
-    What the template has made already stays as it is.
-    """
+    """Cut and escape a text, and write characters that are not printable by their numbers; return markup unchanged."""
     if isinstance(value, Markup):
         return value
     text = str(value)
     text = text if len(text) <= most else f"{text[: most - 1]}…"
-    return escape("".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text))
+    return escape("".join(sign if sign.isprintable() or sign in "\n\t" else repr(sign)[1:-1] for sign in text))
 
 
 @functools.cache
 def pieces() -> Any:
-    """Return the template's macros; each returns HTML."""
+    """Return the template's macros, which return HTML."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=loader, autoescape=True, finalize=shown, undefined=StrictUndefined, trim_blocks=True
@@ -42,20 +36,20 @@ def pieces() -> Any:
 
 
 class Room:
-    """The bytes that a page has left for what is large."""
+    """The remaining bytes of a page."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.left = num_bytes
+        self._remaining = num_bytes
 
     def take(self, text: str) -> bool:
-        """Whether a text still fits; then its bytes are taken."""
+        """Take the bytes of a text; return whether it fits."""
         size = len(text.encode())
-        if size > self.left:
+        if size > self._remaining:
             return False
-        self.left -= size
+        self._remaining -= size
         return True
 
     def embed(self, kind: str, content: bytes) -> Markup | None:
-        """Return a file's content as a data URL; None where there is no room for it."""
+        """Return a file's content as a data URL, or None if it does not fit."""
         address = Markup(f"data:{kind};base64,{base64.b64encode(content).decode()}")
         return address if self.take(address) else None

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
-from longstride.launcher.verbs.shared import Verb, path, place
+from longstride.launcher.verbs.shared import Verb, path, place, register
+
+VERBS: list[Verb] = []
+verb = partial(register, VERBS)
 
 
+@verb(
+    "data build",
+    "make shards from files",
+    "data.folders.run_build",
+    "longstride data build my/texts --output data/mine",
+    "longstride data build my/photos --modality image --image-size 32x32 --output data/photos",
+)
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `data build`."""
     from longstride.data_pipelines.datasets import DATASETS  # which brings numpy
     from longstride.data_pipelines.modalities import MODALITIES
 
@@ -24,14 +34,14 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
         for option in kind.build_options:
             add(option.name, metavar=option.metavar, help=option.help)
     palette = parser.add_mutually_exclusive_group()
-    colours = "make a palette of K colours of the pictures; the model's tokens are pixels, and not channels"
+    colours = "make a palette of K colours from the pictures; tokens are then pixels instead of channels"
     palette.add_argument("--palette", type=int, metavar="K", help=colours)
-    same = "take the palette of another data folder, as validation on other pictures needs"
+    same = "take the palette of another data folder, to validate on other pictures"
     palette.add_argument("--palette-from", type=place, metavar="DIR|URL", help=same)
-    record = "read JSON Lines or Parquet: each line or row is a document, the text under this name"
+    record = "read JSON Lines or Parquet; a document is the text under this name in each line or row"
     add("--field", metavar="NAME", help=record)
     add("--raw", action="store_true", default=None, help="take files of any format byte by byte, as they are")
-    suffix = f"take files of folders that end so, such as .py; repeatable (default: {suffixes})"
+    suffix = f"take files with this ending from folders, such as .py; repeatable (default: {suffixes})"
     add("--suffix", action="append", metavar=".EXT", help=suffix)
     everything = "take all files of folders, whatever their names end in"
     add("--all-files", action="store_true", default=None, help=everything)
@@ -39,11 +49,11 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exclude", action="append", metavar="NAME", help=leave)
     share = "put this share of the files, or of the records by --field, into the validation split (default: 0.05)"
     add("--validation-fraction", type=float, metavar="SHARE", help=share)
-    end = "hold out the end of the data, by its bytes, and no whole documents; of a single document always so"
+    end = "hold out the last bytes of the data instead of whole documents; always done for a single document"
     add("--hold-out-end", action="store_true", default=None, help=end)
-    size = "begin a new shard after so many content bytes (default: 16777216)"
+    size = "begin a new shard after this number of content bytes (default: 16777216)"
     add("--shard-bytes", type=int, default=None, metavar="BYTES", help=size)
-    seed = "another seed splits and orders the documents otherwise (default: 0)"
+    seed = "split and order the documents by this seed (default: 0)"
     add("--seed", type=int, metavar="N", help=seed)
     published = f"read a published dataset in place of files: {', '.join(sorted(DATASETS))}"
     add("--dataset", metavar="NAME", help=published)
@@ -51,14 +61,20 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         type=place,
         metavar="PATH",
-        help="where the dataset lies as it is distributed: its archive or its folder",
+        help="original archive or folder of the dataset",
     )
-    add("--download", action="store_true", help="fetch the dataset where it is not here yet")
-    add("--unpublished", action="store_true", help="take other content than the published in the dataset's form")
+    add("--download", action="store_true", help="download the dataset if it is missing")
+    add("--unpublished", action="store_true", help="accept other content than the published one, in the dataset's form")
 
 
+@verb(
+    "data index",
+    "train on tars as they are",
+    "data.folders.run_index",
+    "longstride data index my/tars --output data/tars",
+    "longstride data index my/tars --output data/tars --split validation=val-*.tar",
+)
 def add_index_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `data index`."""
     from longstride.data_pipelines.modalities import MODALITIES
 
     add = parser.add_argument
@@ -78,69 +94,40 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kind = "what kind of samples the members are (default: text)"
     add("--modality", choices=sorted(MODALITIES), default="text", help=kind)
-    members = "take the members that end so as the content of samples (default: as the modality names its own)"
+    members = "take members with this ending as the content of samples (default: the modality's own)"
     add("--extension", metavar="EXT", help=members)
     split = "put the tars that a pattern names into a split, such as validation=val-*.tar; repeatable"
     add("--split", action="append", metavar="NAME=PATTERN", help=split)
-    share = "put this share of the tars into the validation split where none is named so (default: 0.05)"
+    share = "put this share of the tars into the validation split if --split names none (default: 0.05)"
     add("--validation-fraction", type=float, metavar="SHARE", help=share)
     add("--complete", action="store_true", help="refuse a sample that lacks the member, in place of leaving it out")
     add("--raw", action="store_true", help="take members of text as they are, compressed ones too")
     add("--unpack", action="store_true", help="copy the tars into DIR, compressed ones as plain ones")
 
 
+@verb(
+    "data verify",
+    "check a data folder",
+    "data.folders.run_verify",
+    "longstride data verify data/mine",
+    "longstride data verify s3://bucket/mine",
+)
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `data verify`."""
     parser.add_argument("location", type=place, metavar="DIR|URL", help="data folder to read whole and check")
 
 
+@verb(
+    "data show",
+    "a few samples of a data folder",
+    "drawing.run_data_show",
+    "longstride data show data/mine",
+    "longstride data show data/photos --split validation --count 25 --output photos.png",
+)
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `data show`."""
     add = parser.add_argument
     add("location", type=place, metavar="DIR|URL", help="data folder to show samples of")
     add("--split", default="train", metavar="NAME", help="show samples of this split (default: train)")
     add("--count", type=int, metavar="N", help="show so many (default: 3 texts, 16 pictures, 4 sounds)")
-    add("--seed", type=int, default=0, metavar="N", help="another seed shows other samples (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="choose the samples by this seed (default: 0)")
     picture = "PNG to draw them into: pictures and sounds alone, as texts are printed"
     add("--output", type=path, metavar="PNG", help=picture)
-
-
-VERBS = (
-    Verb(
-        "data build",
-        "make shards from files",
-        add_build_arguments,
-        "data.folders.run_build",
-        examples=(
-            "longstride data build my/texts --output data/mine",
-            "longstride data build my/photos --modality image --image-size 32x32 --output data/photos",
-        ),
-    ),
-    Verb(
-        "data index",
-        "train on tars as they are",
-        add_index_arguments,
-        "data.folders.run_index",
-        examples=(
-            "longstride data index my/tars --output data/tars",
-            "longstride data index my/tars --output data/tars --split validation=val-*.tar",
-        ),
-    ),
-    Verb(
-        "data verify",
-        "check a data folder",
-        add_verify_arguments,
-        "data.folders.run_verify",
-        examples=("longstride data verify data/mine", "longstride data verify s3://bucket/mine"),
-    ),
-    Verb(
-        "data show",
-        "a few samples of a data folder",
-        add_show_arguments,
-        "drawing.run_data_show",
-        examples=(
-            "longstride data show data/mine",
-            "longstride data show data/photos --split validation --count 25 --output photos.png",
-        ),
-    ),
-)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from longstride.launcher.verbs.shared import (
@@ -14,11 +15,21 @@ from longstride.launcher.verbs.shared import (
     add_weights_argument,
     path,
     place,
+    register,
 )
 
+VERBS: list[Verb] = []
+verb = partial(register, VERBS)
 
+
+@verb(
+    "evaluate",
+    "bits per byte over a split",
+    "evaluation.evaluate.run",
+    "longstride evaluate runs/mine",
+    "longstride evaluate runs/mine --step best --min-context 128 --positions by-position.png",
+)
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride evaluate`."""
     add = parser.add_argument
     add("run", type=path, metavar="RUN|MODEL", help="a run's folder, or an exported model's with --data")
     add_step_argument(parser, "score")
@@ -28,7 +39,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=PRECISIONS, default=None, help="compute in this precision (default: the run's)")
     add_weights_argument(parser)
     add_trust_argument(parser)
-    least = "score bytes that see at least M earlier bytes, where there are so many (default: 0)"
+    least = "only score bytes that see at least M earlier ones, if there are so many (default: 0)"
     add("--min-context", type=int, default=0, metavar="M", help=least)
     drawn = "draw the loss by position in the context, and write its numbers to FILE.json"
     add("--positions", type=path, metavar="FILE.png", help=drawn)
@@ -61,8 +72,14 @@ def _add_source(parser: argparse.ArgumentParser, metavar: str, help_text: str) -
     parser.set_defaults(behind=None)
 
 
+@verb(
+    "show pattern",
+    "draw which positions read which",
+    "drawing.run_pattern",
+    "longstride show pattern mine.json --output pattern.png",
+    "longstride show pattern enwik8_fixed --query 5000 --html pattern.html",
+)
 def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `show pattern`."""
     _add_source(
         parser,
         "CONFIG|RUN",
@@ -70,7 +87,7 @@ def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=path, metavar="FILE.png", help="picture to make")
     parser.add_argument(
-        "--html", type=path, metavar="FILE.html", help="page to make, which tells what each query reads (one file)"
+        "--html", type=path, metavar="FILE.html", help="page to make, which shows what each query reads (one file)"
     )
     parser.add_argument(
         "--query",
@@ -88,8 +105,14 @@ def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
+@verb(
+    "show attention",
+    "draw what a model reads",
+    "drawing.run_attention",
+    "longstride show attention runs/mine --output a.png",
+    "longstride show attention model --text my.txt --query 100 200 --output attention.png",
+)
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `show attention`."""
     _add_source(parser, "RUN|MODEL", "a run's folder, or an exported model's with --data or --text")
     parser.add_argument("--output", type=path, required=True, metavar="FILE.png", help="picture to make")
     parser.add_argument(
@@ -97,7 +120,7 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action=_Queries,
         metavar="P",
-        help="positions whose views are shown, from 0, six at most (default: of pictures four, else a matrix of all)",
+        help="positions whose views are shown, from 0, six at most (default: four for pictures, else a matrix of all)",
     )
     add_step_argument(parser, "take")
     parser.add_argument(
@@ -120,14 +143,26 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
 
 
+@verb(
+    "show loss",
+    "draw a run's loss over its steps",
+    "drawing.run_loss",
+    "longstride show loss runs/mine --output loss.png",
+    "longstride show loss runs/mine --output ~/pictures/mine.png",
+)
 def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `show loss`."""
     parser.add_argument("source", type=path, metavar="RUN", help="a run's folder")
     parser.add_argument("--output", type=path, required=True, metavar="FILE.png", help="picture to make")
 
 
+@verb(
+    "report",
+    "a page of curves and samples",
+    "reporting.run",
+    "longstride report runs/mine --output report.html",
+    "longstride report runs/mine runs/other --by-position --output both.html",
+)
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride report`."""
     add = parser.add_argument
     add(
         "runs",
@@ -143,57 +178,3 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     quick = "leave out the plan and the pictures of pattern and attention, which take a minute"
     add("--quick", action="store_true", help=quick)
     add_trust_argument(parser)
-
-
-VERBS = (
-    Verb(
-        "evaluate",
-        "bits per byte over a split",
-        add_evaluate_arguments,
-        "evaluation.evaluate.run",
-        examples=(
-            "longstride evaluate runs/mine",
-            "longstride evaluate runs/mine --step best --min-context 128 --positions by-position.png",
-        ),
-    ),
-    Verb(
-        "show pattern",
-        "draw which positions read which",
-        add_pattern_arguments,
-        "drawing.run_pattern",
-        examples=(
-            "longstride show pattern mine.json --output pattern.png",
-            "longstride show pattern enwik8_fixed --query 5000 --html pattern.html",
-        ),
-    ),
-    Verb(
-        "show attention",
-        "draw what a model reads",
-        add_attention_arguments,
-        "drawing.run_attention",
-        examples=(
-            "longstride show attention runs/mine --output a.png",
-            "longstride show attention model --text my.txt --query 100 200 --output attention.png",
-        ),
-    ),
-    Verb(
-        "show loss",
-        "draw a run's loss over its steps",
-        add_loss_arguments,
-        "drawing.run_loss",
-        examples=(
-            "longstride show loss runs/mine --output loss.png",
-            "longstride show loss runs/mine --output ~/pictures/mine.png",
-        ),
-    ),
-    Verb(
-        "report",
-        "a page of curves and samples",
-        add_report_arguments,
-        "reporting.run",
-        examples=(
-            "longstride report runs/mine --output report.html",
-            "longstride report runs/mine runs/other --by-position --output both.html",
-        ),
-    ),
-)

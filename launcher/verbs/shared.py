@@ -1,4 +1,4 @@
-"""The class of verbs, options that several verbs share, and an early search for misspelt keys."""
+"""The class of verbs, options that several verbs share, an early search for misspelt keys, and the small verbs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ class Verb(NamedTuple):
     run: str  # a function below longstride.launcher, imported once the words are parsed
     examples: tuple[str, ...]  # in its help; `longstride --help` shows the first one
     passes_words: bool = False  # ``run`` takes all words but --help unparsed: another program has the options
+
+
+Declare = Callable[[argparse.ArgumentParser], None]
+
+
+def register(
+    group: list[Verb], words: str, summary: str, run: str, *examples: str, passes_words: bool = False
+) -> Callable[[Declare], Declare]:
+    """Decorate a function that declares the options of a verb, to append the verb to its group; see ``Verb``."""
+
+    def append(add_arguments: Declare) -> Declare:
+        group.append(Verb(words, summary, add_arguments, run, examples, passes_words))
+        return add_arguments
+
+    return append
 
 
 def place(text: str) -> str:
@@ -74,7 +89,7 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_code_argument(parser: argparse.ArgumentParser) -> None:
     """Declare `--trust-code`, by which the user allows an export to import other packages."""
-    code = "import the packages that define parts of the model, beside our own"
+    code = "import other packages that define parts of the model"
     parser.add_argument("--trust-code", action="store_true", help=code)
 
 
@@ -141,3 +156,31 @@ def _dotted_paths(content: Any, path: str = "") -> Iterator[str]:
         for key, value in content.items():
             if key and "." not in key:
                 yield from _dotted_paths(value, f"{path}.{key}" if path else key)
+
+
+CONFIGURE: list[Verb] = []
+
+
+@register(
+    CONFIGURE,
+    "config schema",
+    "the JSON schema of a run",
+    "cli.print_schema",
+    "longstride config schema",
+    "longstride config schema --output longstride.schema.json",
+)
+def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "write it to this new file, for `$schema` of configurations (default: print it)"
+    parser.add_argument("--output", type=path, default=None, metavar="FILE.json", help=what)
+
+
+@register(
+    CONFIGURE,
+    "completion",
+    "TAB completes verbs and options",
+    "cli.complete",
+    "longstride completion bash",
+    "longstride completion bash > ~/.local/share/bash-completion/completions/longstride",
+)
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh"), help="shell that the script is for")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from longstride.launcher.verbs.shared import (
@@ -13,8 +14,12 @@ from longstride.launcher.verbs.shared import (
     add_trust_argument,
     path,
     place,
+    register,
     step_named,
 )
+
+VERBS: list[Verb] = []
+verb = partial(register, VERBS)
 
 HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
@@ -31,9 +36,9 @@ def add_from_arguments(parser: argparse.ArgumentParser) -> None:
     add("--from-step", type=step_named, metavar="N|best", help=which)
     which = "take the other run's weights as trained, or their moving average (default: trained)"
     add("--from-weights", choices=WEIGHTS, default="trained", help=which)
-    how = "make position tables of another context so: repeat or interpolate the learned rows, or draw fresh ones"
+    how = "resize position tables for another context: repeat or interpolate the learned rows, or draw fresh ones"
     add("--from-positions", choices=("repeat", "interpolate", "fresh"), help=how)
-    add("--from-partly", action="store_true", help="take what fits the model, and begin anew what does not")
+    add("--from-partly", action="store_true", help="take the parameters that fit the model, and draw the others")
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +48,8 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         default="never",
         metavar="auto|best|never|STEP",
-        help="go on from the newest checkpoint if there is one, from the one with the lowest validation loss, never, "
-        "or from that of a step (default: never)",
+        help="continue from the newest checkpoint if there is one, from the one with the lowest validation loss, "
+        "never, or from that of a step (default: never)",
     )
     add_from_arguments(parser)
     add_trust_argument(parser)
@@ -52,7 +57,7 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         "--replay",
         default=None,
         metavar="STEP",
-        help="feed the batch of a step of the run again, print what it gives, and write nothing",
+        help="repeat a step of the run with its batch, print the result, and write nothing",
     )
     parser.add_argument(
         "--profile",
@@ -63,8 +68,14 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     add_override_arguments(parser)
 
 
+@verb(
+    "new",
+    "a configuration that fits",
+    "planning.new.run",
+    "longstride new mine",
+    "longstride new routed --like enwik8_routing --size tiny --data data/mine",
+)
 def add_new_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride new`."""
     add = parser.add_argument
     add("name", metavar="NAME", help="name of the run: writes NAME.json, to train into runs/NAME")
     folder = "fit this folder of `longstride data build` or `index` (default: data/NAME)"
@@ -91,8 +102,73 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--started", type=float, default=None, help=argparse.SUPPRESS)
 
 
+@verb(
+    "plan",
+    "what a run will cost",
+    "planning.plan.run",
+    "longstride plan mine.json --processes 2",
+    "longstride plan enwik8_fixed --processes 1 8 train.micro_batch=1",
+)
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_argument(parser, "config")
+    add = parser.add_argument
+    many = "plan for each of these numbers of processes (default: as many as the batch allows, at most 8)"
+    add("--processes", nargs="+", default=[], metavar="W", help=many)
+    size = "assume so many contexts in the train split, if the data is not on this machine"
+    add("--contexts", type=int, metavar="N", help=size)
+    kind = "plan for CPUs or GPUs (default: cpu where model.backend is cpu; this machine's with --measure; else cuda)"
+    add("--device", choices=("cpu", "cuda"), default=None, help=kind)
+    rates = parser.add_mutually_exclusive_group()
+    reached = "estimate hours at this rate of a process, in TFLOP/s; 40 %% of a card's peak is good"
+    rates.add_argument("--tflops", metavar="X", help=reached)
+    timed = "estimate hours by timing a block of each kind on this machine; takes a minute"
+    rates.add_argument("--measure", action="store_true", help=timed)
+    rates.add_argument("--rate-of", type=path, metavar="RUN", help="estimate hours at the rate of another run")
+    add("--json", action="store_true", help="print one JSON object in place of tables")
+    add_override_arguments(parser)
+
+
+@verb(
+    "doctor",
+    "what is missing here for a run",
+    "doctor.run",
+    "longstride doctor mine.json",
+    "longstride doctor mine.json --hostfile hosts --json",
+)
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "config",
+        type=place,
+        nargs="?",
+        metavar="CONFIG",
+        help="also check what this run needs on this machine",
+    )
+    add(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="check for so many processes on this machine (default: one for each GPU, or 1)",
+    )
+    add("--hostfile", type=path, metavar="FILE", help="check the hosts of this file too, lines such as `node1 slots=4`")
+    add(
+        "--launcher",
+        choices=LAUNCHERS,
+        default=LAUNCHERS[0],
+        help="check that this launcher is installed, for the hosts (default: pdsh)",
+    )
+    add("--json", action="store_true", help="print one JSON object in place of lines")
+    add_override_arguments(parser)
+
+
+@verb(
+    "train",
+    "train, or go on training",
+    "cluster.start.run",
+    "longstride train --config mine.json --processes 2",
+    "longstride train --config mine.json --resume auto --max-restarts 5 train.steps=20000",
+)
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride train`."""
     add_rank_arguments(parser)
     add = parser.add_argument
     local = "start so many processes on this host (default: one for each GPU, or one on a CPU)"
@@ -101,23 +177,35 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hostfile", type=path, default=None, metavar="FILE", help=lines)
     reach = "reach several hosts by this launcher (default: pdsh)"
     add("--launcher", choices=LAUNCHERS, default=None, help=reach)
-    include = "take these hosts and slots of the hostfile alone, such as node1@node2:0,2 (pdsh, slurm)"
+    include = "use only these hosts and slots of the hostfile, such as node1@node2:0,2 (pdsh, slurm)"
     add("--include", default="", metavar=SOME_HOSTS, help=include)
-    exclude = "take all hosts and slots of the hostfile but these (pdsh, slurm)"
+    exclude = "use all hosts and slots of the hostfile except these (pdsh, slurm)"
     add("--exclude", default="", metavar=SOME_HOSTS, help=exclude)
-    meet = "have processes meet at this address of the first host (default: it is asked for)"
+    meet = "let processes meet at this address of the first host (default: the host is asked)"
     add("--master-addr", default=None, metavar="ADDRESS", help=meet)
-    add("--master-port", type=int, default=None, metavar="PORT", help="meet at this port there (default: a free one)")
+    add(
+        "--master-port",
+        type=int,
+        default=None,
+        metavar="PORT",
+        help="let processes meet at this port (default: a free one)",
+    )
     words = "give pdsh, mpirun or srun these options too; one text behind =, such as --launcher-args='-v'"
     add("--launcher-args", default="", metavar="WORDS", help=words)
-    tried = "start nothing: print the plan, and take the first step of one process of them here, which writes nothing"
+    tried = "print the plan, and take the first step of one process on this machine; start and write nothing"
     add("--dry-run", action="store_true", help=tried)
-    again = "start again up to N times, from the newest checkpoint, after a process or host died (default: 0)"
+    again = "restart up to N times from the newest checkpoint after a process or host died (default: 0)"
     add("--max-restarts", type=int, default=0, metavar="N", help=again)
 
 
+@verb(
+    "slurm",
+    "a batch script for SLURM",
+    "cluster.slurm.run",
+    "longstride slurm --config mine.json --nodes 2 --processes-per-node 8 --time 1-0",
+    "longstride slurm --config mine.json --nodes 2 --processes-per-node 8 --time 12:00:00 --gpus --submit",
+)
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride slurm`."""
     add_config_argument(parser, "--config")
     add_from_arguments(parser)
     add = parser.add_argument
@@ -139,92 +227,3 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     action.add_argument("--submit", action="store_true", help="hand the script to sbatch")
     action.add_argument("--print", action="store_true", dest="print_only", help="print the script, and write nothing")
     add_override_arguments(parser)
-
-
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride plan`."""
-    add_config_argument(parser, "config")
-    add = parser.add_argument
-    many = "plan for each of these numbers of processes (default: as many as the batch allows, at most 8)"
-    add("--processes", nargs="+", default=[], metavar="W", help=many)
-    size = "take the train split to have so many contexts, where the data is not on this machine"
-    add("--contexts", type=int, metavar="N", help=size)
-    kind = "plan for CPUs or GPUs (default: cpu where model.backend is cpu; this machine's with --measure; else cuda)"
-    add("--device", choices=("cpu", "cuda"), default=None, help=kind)
-    rates = parser.add_mutually_exclusive_group()
-    reached = "tell hours, at so many TFLOP/s that a process achieves; 40 %% of what a card promises is good"
-    rates.add_argument("--tflops", metavar="X", help=reached)
-    timed = "tell hours, by timing a block of each kind on this machine; takes a minute"
-    rates.add_argument("--measure", action="store_true", help=timed)
-    rates.add_argument("--rate-of", type=path, metavar="RUN", help="tell hours, at the rate that a run has had")
-    add("--json", action="store_true", help="print one JSON object in place of tables")
-    add_override_arguments(parser)
-
-
-def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride doctor`."""
-    add = parser.add_argument
-    add("config", type=place, nargs="?", metavar="CONFIG", help="see too whether this run finds here what it needs")
-    add(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="see to a run of so many processes here (default: one for each GPU, or 1)",
-    )
-    add("--hostfile", type=path, metavar="FILE", help="ask the hosts of this file too, lines such as `node1 slots=4`")
-    add(
-        "--launcher",
-        choices=LAUNCHERS,
-        default=LAUNCHERS[0],
-        help="see whether this launcher is here, for the hosts (default: pdsh)",
-    )
-    add("--json", action="store_true", help="print one JSON object in place of lines")
-    add_override_arguments(parser)
-
-
-VERBS = (
-    Verb(
-        "new",
-        "a configuration that fits",
-        add_new_arguments,
-        "planning.new.run",
-        examples=("longstride new mine", "longstride new routed --like enwik8_routing --size tiny --data data/mine"),
-    ),
-    Verb(
-        "plan",
-        "what a run will cost",
-        add_plan_arguments,
-        "planning.plan.run",
-        examples=(
-            "longstride plan mine.json --processes 2",
-            "longstride plan enwik8_fixed --processes 1 8 train.micro_batch=1",
-        ),
-    ),
-    Verb(
-        "doctor",
-        "what is missing here for a run",
-        add_doctor_arguments,
-        "doctor.run",
-        examples=("longstride doctor mine.json", "longstride doctor mine.json --hostfile hosts --json"),
-    ),
-    Verb(
-        "train",
-        "train, or go on training",
-        add_train_arguments,
-        "cluster.start.run",
-        examples=(
-            "longstride train --config mine.json --processes 2",
-            "longstride train --config mine.json --resume auto --max-restarts 5 train.steps=20000",
-        ),
-    ),
-    Verb(
-        "slurm",
-        "a batch script for SLURM",
-        add_slurm_arguments,
-        "cluster.slurm.run",
-        examples=(
-            "longstride slurm --config mine.json --nodes 2 --processes-per-node 8 --time 1-0",
-            "longstride slurm --config mine.json --nodes 2 --processes-per-node 8 --time 12:00:00 --gpus --submit",
-        ),
-    ),
-)

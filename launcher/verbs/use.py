@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from longstride.launcher.verbs.shared import (
     PRECISIONS,
@@ -13,14 +14,24 @@ from longstride.launcher.verbs.shared import (
     add_trust_argument,
     add_weights_argument,
     path,
+    register,
 )
+
+VERBS: list[Verb] = []
+verb = partial(register, VERBS)
 
 DEFAULT_SHARD_SIZE = "5GB"
 _EXPORT = "folder that `longstride export` wrote"
 
 
+@verb(
+    "export",
+    "a checkpoint as safetensors",
+    "exports.export.run",
+    "longstride export runs/mine --output model",
+    "longstride export model --format onnx --output onnx",
+)
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride export`."""
     add = parser.add_argument
     add("run", type=path, metavar="RUN", help="run folder; with --format or --refresh, an exported folder")
     add_step_argument(parser, "export")
@@ -37,11 +48,17 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=path, metavar="DIR", help="make the exported folder here; nothing is written over")
     program = "write the forward pass of an exported folder for other runtimes: a program of torch.export, or ONNX"
     add("--format", choices=("pt2", "onnx"), help=program)
-    add("--refresh", action="store_true", help="write an old export's file for transformers anew, and nothing else")
+    add("--refresh", action="store_true", help="only rewrite an old export's file for transformers")
 
 
+@verb(
+    "sample",
+    "write, or score a file",
+    "generation.sample.run",
+    'longstride sample model --prompt "def " --bytes 400',
+    "longstride sample model --likelihood my/texts/a.txt",
+)
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride sample`."""
     from longstride.data_pipelines.modalities import MODALITIES  # which brings numpy
 
     add = parser.add_argument
@@ -60,8 +77,8 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--bytes", type=int, metavar="N", help="sample N bytes (default: 256 of text, else what fits)")
     length.add_argument("--seconds", type=float, metavar="S", help="sample S seconds of sound")
-    add("--slide", action="store_true", help="go on beyond the model's context, with what fits of it")
-    warm = "divide the logits by T: below 1 likelier bytes, 0 the likeliest alone (default: 1)"
+    add("--slide", action="store_true", help="continue beyond the model's context, with what fits of it")
+    warm = "divide the logits by T: below 1 favours likely bytes, 0 takes the likeliest (default: 1)"
     add("--temperature", type=float, default=1.0, metavar="T", help=warm)
     add("--top-k", type=int, default=None, metavar="K", help="sample among the K likeliest bytes (default: all)")
     nucleus = "sample among the fewest bytes that together have probability P (default: all)"
@@ -73,7 +90,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="draw by this seed: the same one gives the same samples (default: 0)",
     )
-    add("--modality", choices=sorted(MODALITIES), help="write the bytes as this (default: what the model learned)")
+    add("--modality", choices=sorted(MODALITIES), help="write the bytes as this modality (default: the model's)")
     add("--rate", type=int, metavar="HZ", help="give sounds this rate, in samples a second (default: the model's)")
     into = "write samples into this file: .png for pictures, .wav for sounds, any for text (default: text is printed)"
     add("--output", type=path, metavar="FILE", help=into)
@@ -85,11 +102,18 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     score.add_argument("--decoded", action="store_true", help=decoded)
     least = "let every byte see at least M earlier ones (default: 0)"
     score.add_argument("--min-context", type=int, metavar="M", help=least)
-    score.add_argument("--batch", type=int, metavar="B", help="compute B contexts at once (default: what is quick)")
+    score.add_argument("--batch", type=int, metavar="B", help="compute B contexts at once (default: a fast number)")
 
 
+@verb(
+    "lm-eval",
+    "run lm_eval with a model",
+    "generation.likelihood.run_lm_eval",
+    "longstride lm-eval --model longstride --model_args path=model --tasks wikitext",
+    "longstride lm-eval --model longstride --model_args path=model,dtype=bf16 --tasks wikitext --limit 9",
+    passes_words=True,
+)
 def add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare no options: all words go to lm_eval."""
     parser.epilog = (
         "All words are lm_eval's, such as `--model longstride --model_args path=model --tasks wikitext`; "
         "`longstride lm-eval run --help` tells them. model_args: path, batch_size, device, dtype, min_context and "
@@ -97,17 +121,29 @@ def add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@verb(
+    "compress",
+    "shrink a file without loss",
+    "compression.compress.run_compress",
+    "longstride compress a.txt --model model --output a.lsz",
+    "longstride compress a.txt --model model --output a.lsz --device cuda",
+)
 def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `compress`."""
     parser.add_argument("file", type=path, metavar="FILE", help="file of any kind to compress")
     _add_coding_arguments(parser, "FILE.lsz")
 
 
+@verb(
+    "decompress",
+    "get it back",
+    "compression.compress.run_decompress",
+    "longstride decompress a.lsz --model model --output b.txt",
+    "longstride decompress a.lsz --model model --output b.txt --elsewhere",
+)
 def add_decompress_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `decompress`."""
     parser.add_argument("file", type=path, metavar="FILE.lsz", help="file that `longstride compress` wrote")
     _add_coding_arguments(parser, "FILE")
-    elsewhere = "try it where the model computes other bits than where the file was compressed"
+    elsewhere = "try it even if the model computes other bits here than where the file was compressed"
     parser.add_argument("--elsewhere", action="store_true", help=elsewhere)
 
 
@@ -119,13 +155,19 @@ def _add_coding_arguments(parser: argparse.ArgumentParser, output: str) -> None:
     add_code_argument(parser)
 
 
+@verb(
+    "serve",
+    "a page and an HTTP server",
+    "serving.serve.run",
+    "longstride serve model",
+    "longstride serve model --host 0.0.0.0 --allow-host gpu7.example --port 8080",
+)
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `longstride serve`."""
     add = parser.add_argument
     add("model", type=path, metavar="DIR", help=_EXPORT)
     host = "listen at this address; 0.0.0.0 for other machines too (default: 127.0.0.1, this machine alone)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
-    names = "answer requests that name this server so, beside those that name its address; repeatable"
+    names = "also answer requests for this host name; repeatable"
     add("--allow-host", action="append", default=[], metavar="NAME", help=names)
     add("--port", type=int, default=8000, metavar="PORT", help="listen at this port, 0 at any free one (default: 8000)")
     add_device_argument(parser, "compute")
@@ -134,70 +176,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     most = "let one request sample at most N bytes, of each choice (default: the model's context)"
     add("--max-bytes", type=int, metavar="N", help=most)
     add("--contexts", type=int, default=8, metavar="N", help="sample up to N contexts side by side (default: 8)")
-    shared = "let contexts of one shape share products: quicker together; a seed may now and then give other bytes"
+    shared = "compute contexts of one shape together: faster, but a seed may occasionally give other bytes"
     add("--shared", action="store_true", help=shared)
-    add("--queue", type=int, default=8, metavar="N", help="let N requests more wait for their turn (default: 8)")
+    add("--queue", type=int, default=8, metavar="N", help="let N further requests wait (default: 8)")
     seconds = "give a request S seconds from its arrival to its last byte (default: 300)"
     add("--timeout", type=float, default=300.0, metavar="S", help=seconds)
-
-
-VERBS = (
-    Verb(
-        "export",
-        "a checkpoint as safetensors",
-        add_export_arguments,
-        "exports.export.run",
-        examples=("longstride export runs/mine --output model", "longstride export model --format onnx --output onnx"),
-    ),
-    Verb(
-        "sample",
-        "write, or score a file",
-        add_sample_arguments,
-        "generation.sample.run",
-        examples=(
-            'longstride sample model --prompt "def " --bytes 400',
-            "longstride sample model --likelihood my/texts/a.txt",
-        ),
-    ),
-    Verb(
-        "lm-eval",
-        "run lm_eval with a model",
-        add_lm_eval_arguments,
-        "generation.likelihood.run_lm_eval",
-        passes_words=True,
-        examples=(
-            "longstride lm-eval --model longstride --model_args path=model --tasks wikitext",
-            "longstride lm-eval --model longstride --model_args path=model,dtype=bf16 --tasks wikitext --limit 9",
-        ),
-    ),
-    Verb(
-        "compress",
-        "shrink a file without loss",
-        add_compress_arguments,
-        "compression.compress.run_compress",
-        examples=(
-            "longstride compress a.txt --model model --output a.lsz",
-            "longstride compress a.txt --model model --output a.lsz --device cuda",
-        ),
-    ),
-    Verb(
-        "decompress",
-        "get it back",
-        add_decompress_arguments,
-        "compression.compress.run_decompress",
-        examples=(
-            "longstride decompress a.lsz --model model --output b.txt",
-            "longstride decompress a.lsz --model model --output b.txt --elsewhere",
-        ),
-    ),
-    Verb(
-        "serve",
-        "a page and an HTTP server",
-        add_serve_arguments,
-        "serving.serve.run",
-        examples=(
-            "longstride serve model",
-            "longstride serve model --host 0.0.0.0 --allow-host gpu7.example --port 8080",
-        ),
-    ),
-)

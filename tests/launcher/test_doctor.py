@@ -270,7 +270,7 @@ def test_hosts_are_held_against_this_one(
 
 @pytest.mark.hostile
 def test_a_child_tells_this_machine() -> None:
-    found = answer_of_child(["-m", "longstride.launcher.doctor"])
+    found = answer_of_child(["-m", "longstride.launcher.host"])
     assert isinstance(found, dict), found
     assert not [name for name in found if name.startswith("no ") and name != "no mpi"], found
     assert len(found["code"]) == 12 and found["torch"]

@@ -23,7 +23,7 @@ from longstride.launcher.checkpoints import SavedState, open_checkpoint, write_j
 from longstride.launcher.checkpoints.manifest import CheckpointManifest, record_files, write_manifest
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import FromOptions, Run, RunData
-from longstride.launcher.drawing.subject import of_run
+from longstride.launcher.drawing.attention import of_run
 from longstride.launcher.evaluation import evaluate
 from longstride.launcher.identity import check_matches, open_data, trained_on
 from longstride.launcher.models import ModelData
@@ -189,7 +189,7 @@ def weightless(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(SavedState, "check_size", staticmethod(lambda _: None))
     monkeypatch.setattr("longstride.launcher.evaluation.evaluate.compile_kernels", read)
-    monkeypatch.setattr("longstride.launcher.drawing.subject.master_weights", read)
+    monkeypatch.setattr("longstride.launcher.drawing.attention.master_weights", read)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -9,8 +9,7 @@ import pytest
 
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
-from longstride.launcher.drawing.series import Series, smoothed
-from longstride.launcher.drawing.show import draw_loss
+from longstride.launcher.drawing.show import Series, draw_loss, smoothed
 from tests.harness.lines import evaluation_line, step_line, write_metrics
 from tests.harness.runs import ROOT
 

@@ -14,9 +14,8 @@ from longstride.launcher import cli
 from longstride.launcher.checkpoints import list_checkpoints, open_checkpoint
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data import check_data
-from longstride.launcher.reporting.answers import Answers
 from longstride.launcher.reporting.page import compose
-from longstride.launcher.reporting.records import read_run
+from longstride.launcher.reporting.records import Answers, read_run
 from longstride.launcher.training.loop import is_due
 from tests.harness.runs import configuration, metrics, spawn
 
