@@ -142,7 +142,7 @@ def packages() -> Iterator[Finding]:
     version = platform.python_version()
     is_ok = version in SpecifierSet(python)
     text = version if is_ok else f"{version} is outside {python}"
-    yield _judge("python", is_ok, text, "make an environment of another")
+    yield _judge("python", is_ok, text, "create an environment with another version")
     fitting = []
     for package in requirements:
         if package.marker is not None and not package.marker.evaluate({"extra": ""}):
@@ -190,7 +190,7 @@ def surroundings() -> Iterator[Finding]:
     yield _judge("home", is_ok, text, "set HOME to a folder of yours, or TRITON_CACHE_DIR", "warning")
     encoding = locale.getpreferredencoding(False)
     is_ok = encoding.lower().replace("-", "") == "utf8"
-    text = encoding if is_ok else f"{encoding} lacks signs of file names and lines"
+    text = encoding if is_ok else f"{encoding} cannot encode all characters of file names and lines"
     yield _judge("locale", is_ok, text, "`export LC_ALL=C.UTF-8`", "warning")
     mpirun = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
     text = mpirun or "is not on PATH: `mpirun -n 8 longstride data build …` and two of the launchers need it"
@@ -267,7 +267,7 @@ def _devices(local: dict[str, Any], precision: str | None) -> Iterator[Finding]:
             yield Finding(subject, "ok", f"{text}, compute capability {capability}")
     if devices["cards"]:
         if devices["nccl"] or len(devices["cards"]) > 1:
-            text = devices["nccl"] or "torch has none, and several GPUs meet by it"
+            text = devices["nccl"] or "torch has no NCCL, which several GPUs need"
             yield _judge("NCCL", bool(devices["nccl"]), text, "install a CUDA build of torch")
         return
     why = "" if devices["built"] else ", as this torch is built without CUDA"
@@ -275,7 +275,7 @@ def _devices(local: dict[str, Any], precision: str | None) -> Iterator[Finding]:
     if precision == "bf16" and devices["bf16_products"]:
         yield Finding("precision", "ok", "this processor multiplies bf16 by itself")
     elif precision in ("fp16", "bf16"):
-        rule = f"this processor has no instructions for {precision} products, and imitates them slowly"
+        rule = f"this processor has no instructions for {precision} products, and emulates them slowly"
         yield Finding("precision", "warning", rule, "train in fp32 here, by deepspeed zero0_fp32")
 
 
@@ -297,7 +297,8 @@ def _examine_run(
     elif "no data" in local:  # with a hostfile perhaps only the hosts have it, which are checked later
         yield Finding("data", "warning" if has_hosts else "broken", local["no data"])
     train = config.train
-    interval, count = train.checkpoint_every, 1  # checkpoints that lie in the run folder at most
+    interval: int | None = train.checkpoint_every
+    count = 1  # checkpoints that lie in the run folder at most
     if train.keep_last is not None:
         interval, count = train.keep_every, train.keep_last + train.keep_best + 1  # with the one being written
     if interval and train.steps:

@@ -120,9 +120,7 @@ class DataConfig(StrictModel):
             rule += "the environment (~/.netrc, AWS_PROFILE)"
             problems.append(Problem("path", rule, f"{url['protocol']}***{url['path']}"))
         if self.train_split == self.validation_split:
-            rule = (
-                "must be another split than train_split, or the score would be of what was learned; such as validation"
-            )
+            rule = "must differ from train_split, or evaluations would score the training data; such as validation"
             problems.append(Problem("validation_split", rule, self.validation_split))
         for name, value in (("modality", self.modality), ("extension", self.extension)):
             if self.order == "exact" and value is not None:
@@ -152,7 +150,7 @@ class DataConfig(StrictModel):
             return
         options = [f"--{name} {value}" for name in ("modality", "extension") if (value := getattr(self, name))]
         command = " ".join(["longstride data index", self.path, "--output DIR", *options])
-        rule = f"is read no longer: run `{command}`, set data.path to DIR, leave out order, modality and extension"
+        rule = f"is no longer supported: run `{command}`, set data.path to DIR, leave out order, modality and extension"
         raise ConfigError.at("data.order", self.order, f"{rule}; such as exact, in a new run")
 
 

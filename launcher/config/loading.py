@@ -56,9 +56,10 @@ def load_config(
     content, parsed = source.content, [parse_override(text) for text in overrides]
     values = {".".join(parts): value for parts, value in parsed}
     if EXTENDS in values:
-        raise ConfigError.at(EXTENDS, values[EXTENDS], "stands in a file; to take another base, write a file with it")
+        rule = "can only stand in a file; to change the base, write a file with it"
+        raise ConfigError.at(EXTENDS, values[EXTENDS], rule)
     if SCHEMA in values:
-        raise ConfigError.at(SCHEMA, values[SCHEMA], "stands in a file, for editors; leave it out here")
+        raise ConfigError.at(SCHEMA, values[SCHEMA], "can only stand in a file, for editors; leave it out")
     train_values = {name.removeprefix("train."): value for name, value in values.items() if name.startswith("train.")}
     warm_up = _shorter_warm_up(content.get("train"), train_values) if "train" not in values else None
     _replace_length(content.get("train"), train_values)
@@ -69,7 +70,8 @@ def load_config(
         put(content, parts, value)
     if warm_up is not None:
         if notify is not None:
-            rule = f"becomes {warm_up}, in proportion to train.steps={values['train.steps']}; give it too for another"
+            steps = values["train.steps"]
+            rule = f"becomes {warm_up}, in proportion to train.steps={steps}; set it too for another value"
             notify(str(Problem("train.warmup_steps", rule, content["train"]["warmup_steps"])))
         content["train"]["warmup_steps"] = warm_up
     overridden = {".".join(parts[:end]) for parts, _ in parsed for end in range(1, len(parts) + 1)}

@@ -61,8 +61,8 @@ class RunConfig(StrictModel):
             raise ConfigError.at("deepspeed.activation_checkpointing.number_checkpoints", count, rule)
         if self.model.reversible:
             rules = {
-                "activation_checkpointing": "recomputes from inputs, and model.reversible from outputs; give false",
-                "compile": "compiles blocks whole, and model.reversible computes their halves again; give false",
+                "activation_checkpointing": "recomputes from inputs, but model.reversible from outputs; give false",
+                "compile": "compiles complete blocks, but model.reversible recomputes their halves; give false",
             }
             wrong = [name for name in rules if getattr(self.train, name)]
             if wrong:
@@ -73,7 +73,7 @@ class RunConfig(StrictModel):
             raise ConfigError.at("data.worker_timeout_seconds", seconds, f"{rule}; {limit / 2:g}")
         shared = self.train.sequence_parallel
         if shared is not None and self.train.compile:
-            rule = "compiles blocks whole, and train.sequence_parallel exchanges rows within them; give false"
+            rule = "compiles complete blocks, but train.sequence_parallel exchanges rows within them; give false"
             raise ConfigError.at("train.compile", True, rule)
         try:
             if shared is not None:
@@ -85,9 +85,7 @@ class RunConfig(StrictModel):
         if self.data.apart and self.model.backend == "flex":
             raise ConfigError.at("model.backend", "flex", "cannot keep documents apart; take auto")
         if isinstance(self.train.optimizer, AdafactorConfig) and self.zero_stage:
-            rule = (
-                f"takes means over rows and columns of whole matrices, which ZeRO {self.zero_stage} cuts; take muon or "
-            )
+            rule = f"needs complete matrices, but ZeRO {self.zero_stage} divides them; take muon or "
             raise ConfigError.at(
                 "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
             )

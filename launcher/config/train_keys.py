@@ -240,20 +240,18 @@ class TrainConfig(StrictModel):
             problems.append(Problem("final_learning_rate", rule, self.final_learning_rate))
         for name in ("keep_every", "keep_best"):
             if getattr(self, name) and self.keep_last is None:
-                rule = "says what stays beside the last ones: give keep_last too, such as 2; without it all stay"
+                rule = "only applies with keep_last, because otherwise all checkpoints stay; give that too, such as 2"
                 problems.append(Problem(name, rule, getattr(self, name)))
         every = "null" if self.evaluate_every is None else self.evaluate_every
         rule = (
-            f"goes by evaluations on the way, and evaluate_every is {every}: give it, such as 1000, or leave this out"
+            f"needs evaluations during training, but evaluate_every is {every}; set it, such as 1000, or leave this out"
         )
         if self.keep_best and not self.evaluate_every:
             problems.append(Problem("keep_best", rule, self.keep_best))
         if self.stop_when and not self.evaluate_every:
             problems.append(Problem("stop_when.evaluations", rule, self.stop_when.evaluations))
         if self.sequence_parallel is None and self.sequence_exchange != "auto":
-            rule = (
-                "says what processes exchange that share a context: give sequence_parallel too, such as 2, or leave out"
-            )
+            rule = "only applies with sequence_parallel; give that too, such as 2, or leave this out"
             problems.append(Problem("sequence_exchange", rule, self.sequence_exchange))
         if self.global_batch % self.micro_batch:
             divisor = f"micro_batch {self.micro_batch}"

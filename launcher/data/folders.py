@@ -69,7 +69,9 @@ def run_build(arguments: argparse.Namespace) -> int:
         folder = kept_folder(Path(arguments.output))
         if folder is None:
             raise
-        raise KeyboardInterrupt(f"what is finished is kept in {folder}: the same command goes on from there") from None
+        raise KeyboardInterrupt(
+            f"finished shards are kept in {folder}: the same command continues from there"
+        ) from None
     if crew.is_first:
         print(f"{arguments.output}: {_summary(manifest)}", file=sys.stderr)
         fraction = arguments.validation_fraction

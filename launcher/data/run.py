@@ -52,11 +52,11 @@ class FromOptions:
             for option, value in options.items():
                 if value is not None:
                     shown = option if value is True else f"{option}={value}"
-                    raise ConfigError(f"{shown}: says how weights are taken, and no --from says where from; give both")
+                    raise ConfigError(f"{shown}: only applies with --from; give --from too, or leave it out")
             return None
         path = Path(arguments.source)
         if resume not in ("auto", "never"):
-            rule = f"says where a run begins, and --resume={resume} has it go on; leave one of them out"
+            rule = f"begins a run, but --resume={resume} continues one; leave one of them out"
             raise ConfigError(f"--from={path}: {rule}")
         has_model = path.is_dir() and ((path / file_names.CONFIG).exists() or (path / file_names.CHECKPOINTS).is_dir())
         if not has_model and not elsewhere and resume != "auto":  # a resumed run does not need it

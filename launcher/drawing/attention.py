@@ -105,7 +105,7 @@ def draw_attention(
     """
     if text is not None and (data is not None or context_number is not None):
         option = f"--data={data}" if data is not None else f"--context-number={context_number}"
-        raise ConfigError(f"{option}: --text names all that is read; leave one of them out")
+        raise ConfigError(f"{option}: cannot be combined with --text; leave one of them out")
     if is_export(source):
         for option, value in (("--step", step), ("--weights", None if weights == TRAINED else weights)):
             if value is not None:

@@ -5,7 +5,6 @@ Imports neither torch nor DeepSpeed nor NumPy: every verb starts here.
 
 from longstride.launcher.output import counting, exit_codes, file_names, hub_stub, metrics_file
 from longstride.launcher.output.lasting import lasting_output, settle_output
-from longstride.launcher.output.libraries import settle_libraries, version_of
 from longstride.launcher.output.messages import (
     AgreedError,
     exit_on_mistake,
@@ -13,4 +12,6 @@ from longstride.launcher.output.messages import (
     report,
     said_where_slow,
     say,
+    settle_libraries,
+    version_of,
 )

@@ -1,14 +1,20 @@
-"""Standard error: lines of a run, and a mistake of the user in one line."""
+"""Lines on standard error, mistakes of the user in one line, and settings of libraries before they are imported."""
 
 from __future__ import annotations
 
 import errno
+import getpass
+import importlib.metadata
+import logging
 import os
+import stat
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 
@@ -108,3 +114,41 @@ def _say_mistake(error: Exception) -> None:
 def _printable(text: str) -> str:
     """Escape all characters that a terminal would obey instead of showing them."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def version_of(package: str) -> str:
+    """Return the version of a package, or "not installed", as for a checkout that is only on PYTHONPATH."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def settle_libraries(environment: MutableMapping[str, str]) -> None:
+    """Keep DeepSpeed's lines off standard output, and set the compilers' caches for users without a home or a name.
+
+    DeepSpeed prints "Setting accelerator to CPU" among a verb's results when it is imported. A container under an
+    arbitrary user id has neither home nor name: Triton would write into a folder called ~ in the working directory, or
+    fail at the root, and older versions of torch fail without a user's name.
+    """
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    missing = []
+    try:
+        has_home = os.access(Path.home(), os.W_OK | os.X_OK)
+    except RuntimeError:
+        has_home = False
+    if not has_home and "TRITON_HOME" not in environment:
+        missing.append("TRITON_CACHE_DIR")
+    try:
+        getpass.getuser()
+    except (KeyError, ImportError, OSError):
+        missing.append("TORCHINDUCTOR_CACHE_DIR")
+    missing = [name for name in missing if name not in environment]
+    if missing:
+        folder = Path(tempfile.gettempdir(), f"longstride-{os.getuid()}")
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            folder = Path(tempfile.mkdtemp(prefix="longstride-"))  # nobody else may write there: content is executed
+        environment.update({name: str(folder / name.lower()) for name in missing})

@@ -74,7 +74,7 @@ def start(config: RunConfig, processes: int, resume: str, source: FromOptions | 
     if checkpoint is None and not offered.may_begin:
         raise ConfigError("no checkpoint is whole:", *damaged)
     for line in damaged:
-        say(f"would be passed over: {line}")
+        say(f"would be skipped: {line}")
     initial = open_initial(run, checkpoint)
     plan = make_plan(run.config, [processes], device=ranks.device.type)
     print(describe(plan), flush=True)
@@ -86,9 +86,8 @@ def start(config: RunConfig, processes: int, resume: str, source: FromOptions | 
     needed = row["peak_recomputed" if config.train.activation_checkpointing else "peak_kept"]
     free = free_bytes() if ranks.device.type == "cpu" else torch.cuda.mem_get_info(ranks.device)[0]
     if needed > free:
-        say(
-            f"no step is taken: it takes {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} are free here; the rest is well"
-        )
+        rule = f"it takes {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} are free here; everything else is ready"
+        say(f"no step is taken: {rule}")
         return exit_codes.DONE
     return _take_step(run, checkpoint.stream if checkpoint else None, initial)
 
@@ -119,10 +118,10 @@ def _take_step(run: Run, state: StreamState | None, initial: InitialWeights | No
         guards, begin = Guards(config.train.guards), time.perf_counter()
         engine.train()
         with said_where_slow("taking a step"):
-            line = train_step(engine, batch, size, ranks, guards, unit=run.data.unit)
+            metrics = train_step(engine, batch, size, ranks, guards, unit=run.data.unit)
         seconds = time.perf_counter() - begin
         engine.destroy()
-    unit, bits = metrics_file.bits_of(line)
+    unit, bits = metrics_file.bits_of(metrics)
     if guards.verdict is not None:
         say(f"the first step would not pass the guards: {guards.verdict}")
         return exit_codes.GUARDED
@@ -130,6 +129,7 @@ def _take_step(run: Run, state: StreamState | None, initial: InitialWeights | No
     loss = f", {bits:.4f} {unit}" if bits is not None and config.zero_stage < 3 and ranks.sequence_parallel == 1 else ""
     count = len(part.tokens)
     say(f"read the first batch, of which this process has {count} context{'s' if count > 1 else ''}")
-    say(f"took a step with one micro-batch of it, of {size}: {seconds:.1f} s, with all that a first step makes{loss}")
+    time_taken = f"{seconds:.1f} s, with the preparations of a first step"
+    say(f"took a step with one micro-batch of it, of {size}: {time_taken}{loss}")
     say("the same command without --dry-run starts the run")
     return exit_codes.DONE

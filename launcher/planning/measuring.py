@@ -49,10 +49,10 @@ def step_seconds(
             cannot run on this machine.
     """
     if (config.train.sequence_parallel or 1) > 1:
-        rule = "times processes that have contexts of their own, and train.sequence_parallel shares them; give --tflops"
+        rule = "cannot time processes that share contexts by train.sequence_parallel; give --tflops"
         raise ConfigError(f"--measure: {rule}")
     if config.model.reversible:
-        rule = "times blocks one by one, and those of model.reversible run as one; give --tflops"
+        rule = "cannot time blocks of model.reversible one by one; give --tflops"
         raise ConfigError(f"--measure: {rule}")
     prepare_accelerator(config)
     ranks = Ranks()

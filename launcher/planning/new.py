@@ -147,7 +147,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     if arguments.memory is not None:
         memory = _number("--memory", arguments.memory, MOST_MEMORY_GIB, "80")
         count = int(processes or 1)
-        words = f"{count} GPU{'s' if count > 1 else ''} of {memory:g} GiB, as told"
+        words = f"{count} GPU{'s' if count > 1 else ''} of {memory:g} GiB, as given by --memory"
         return Machine("cuda", count, int(FREE_SHARE["cuda"] * memory * _GIB), "bf16", words)
     if torch.cuda.is_available():
         count = int(processes or torch.cuda.device_count())

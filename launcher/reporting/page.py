@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output
     check_new(output, "--output", ".html", ".htm")
     if arguments.quick and arguments.by_position:
-        raise ConfigError("--by-position: takes the model, which --quick leaves out; give one of the two")
+        raise ConfigError("--by-position: needs the model, which --quick leaves out; give one of the two")
     records = read_runs(arguments.runs)
     scored = []
     for path in arguments.positions:

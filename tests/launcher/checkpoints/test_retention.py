@@ -279,11 +279,14 @@ def test_pointer_names_a_folder_and_is_no_checkpoint(run: Path) -> None:
     ("change", "line"),
     [
         ({"keep_last": 0}, "train.keep_last=0: must be greater than 0"),
-        ({"keep_every": 100}, "train.keep_every=100: says what stays beside the last ones: give keep_last too"),
-        ({"keep_best": 3}, "train.keep_best=3: says what stays beside the last ones: give keep_last too"),
+        (
+            {"keep_every": 100},
+            "train.keep_every=100: only applies with keep_last, because otherwise all checkpoints stay",
+        ),
+        ({"keep_best": 3}, "train.keep_best=3: only applies with keep_last, because otherwise all checkpoints stay"),
         (
             {"keep_best": 3, "keep_last": 1, "evaluate_every": 0},
-            "train.keep_best=3: goes by evaluations on the way, and evaluate_every is 0: give it, such as 1000",
+            "train.keep_best=3: needs evaluations during training, but evaluate_every is 0; set it, such as 1000",
         ),
         ({"keep_best": -1}, "train.keep_best=-1: must be greater than or equal to 0"),
     ],

@@ -101,7 +101,7 @@ def test_fewer_steps_on_the_command_line_shorten_a_files_warm_up(path: Path) -> 
     content = json.loads(path.read_text())
     content["train"] |= {"steps": 100, "warmup_steps": 50}
     path.write_text(json.dumps(content))
-    rule = "in proportion to train.steps=6; give it too for another"
+    rule = "in proportion to train.steps=6; set it too for another value"
     assert warm_up("train.steps=6") == (3, [f"train.warmup_steps=50: becomes 3, {rule}"])
     assert warm_up("train.steps=50") == (50, [])
     assert warm_up("train.steps=6", "train.warmup_steps=2") == (2, [])
@@ -178,12 +178,12 @@ def test_world_size_that_does_not_divide_names_the_nearest_batches(path: Path) -
         (["train.sequence_parallel=0"], "train.sequence_parallel=0: must be greater than 0"),
         (
             ["train.sequence_exchange=keys"],
-            'train.sequence_exchange="keys": says what processes exchange that share a context: give sequence_parallel '
-            "too, such as 2, or leave out",
+            'train.sequence_exchange="keys": only applies with sequence_parallel; give that too, '
+            "such as 2, or leave this out",
         ),
         (
             ["train.sequence_parallel=2", "train.compile=true"],
-            "train.compile=true: compiles blocks whole, and train.sequence_parallel exchanges rows within them; "
+            "train.compile=true: compiles complete blocks, but train.sequence_parallel exchanges rows within them; "
             "give false",
         ),
         (
@@ -264,8 +264,9 @@ def test_paths_and_plain_urls_are_taken(path: Path, location: str) -> None:
 def test_the_streaming_order_is_refused_with_the_command_that_converts(path: Path) -> None:
     (line,) = refused(path, "data.order=streaming", "data.path=shards", "data.modality=audio", "data.extension=wav")
     assert line == (
-        'data.order="streaming": is read no longer: run `longstride data index shards --output DIR --modality audio '
-        "--extension wav`, set data.path to DIR, leave out order, modality and extension; such as exact, in a new run"
+        'data.order="streaming": is no longer supported: run `longstride data index shards --output DIR --modality '
+        "audio --extension wav`, set data.path to DIR, leave out order, modality and extension; such as exact, in "
+        "a new run"
     )
     (line,) = refused(path, "data.modality=text")
     assert line.startswith('data.modality="text": a data folder knows its own; leave it out')
@@ -273,7 +274,7 @@ def test_the_streaming_order_is_refused_with_the_command_that_converts(path: Pat
 
 def test_adafactor_is_refused_where_zero_cuts_matrices(path: Path) -> None:
     (line,) = refused(path, 'train.optimizer={"type": "adafactor"}', "deepspeed=zero2_bf16")
-    assert line.startswith('train.optimizer.type="adafactor": takes means over rows and columns of whole matrices, ')
+    assert line.startswith('train.optimizer.type="adafactor": needs complete matrices, but ZeRO ')
     assert line.endswith("take muon or adamw, or deepspeed zero0_bf16")
 
 

@@ -149,7 +149,7 @@ def test_build_that_is_stopped_tells_what_is_kept(
         lambda *given, **options: build(*given, **{**options, "progress": stop}),
     )
     assert cli.main(words) == 130
-    kept = f"; what is finished is kept in {texts}/.data.unfinished: the same command goes on from there"
+    kept = f"; finished shards are kept in {texts}/.data.unfinished: the same command continues from there"
     assert capsys.readouterr().err == f"longstride: stopped{kept if share else ''}\n"
     monkeypatch.undo()
     assert cli.main([*words[:2], str(texts / "texts"), *words[3:4], str(texts / "data"), *words[5:]]) == 0

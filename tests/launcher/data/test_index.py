@@ -97,7 +97,9 @@ def streaming(config_file: Path, tars: Path) -> RunConfig:
 
 
 def test_a_streaming_configuration_is_refused_in_one_line(config_file: Path, streaming: RunConfig) -> None:
-    rule = r'^data\.order="streaming": is read no longer: run `longstride data index \S+ --output DIR --modality text'
+    rule = (
+        r'^data\.order="streaming": is no longer supported: run `longstride data index \S+ --output DIR --modality text'
+    )
     with pytest.raises(ConfigError, match=rule):
         load_config(str(config_file), ["data.order=streaming", "data.modality=text", "data.extension=txt"])
     with pytest.raises(ConfigError, match=rule):

@@ -163,9 +163,9 @@ def test_default_queries_are_bytes_of_the_picture(grid: Grid) -> None:
         (["--context-number", "-1"], "a context of the split; nearest 0"),
         (
             ["--text", "x", "--context-number", "1"],
-            "--context-number=1: --text names all that is read; leave one of them out",
+            "--context-number=1: cannot be combined with --text; leave one of them out",
         ),
-        (["--text", "x", "--data", "d"], "--data=d: --text names all that is read; leave one of them out"),
+        (["--text", "x", "--data", "d"], "--data=d: cannot be combined with --text; leave one of them out"),
         (["--text", "nowhere"], "--text=nowhere: cannot be read: No such file or directory; name a text"),
         (["--data", "nowhere"], "nowhere: no such folder; build one with `longstride data build`"),
     ],

@@ -106,7 +106,7 @@ def test_run_that_goes_on_is_verified(dry_run: DryRun, trained: Callable[..., Pa
         file.seek(1000)
         file.write(b"damage")
     found = dry_run(*more)
-    assert f"would be passed over: {newest}" in found.err
+    assert f"would be skipped: {newest}" in found.err
     assert f"would go on from {newest.with_name('step-00000004')}, which is whole" in found.err
     assert "no checkpoint is whole" in dry_run("--resume", "8", "train.steps=16").err
     assert "holds a run already" in dry_run().check_refused()
@@ -115,7 +115,9 @@ def test_run_that_goes_on_is_verified(dry_run: DryRun, trained: Callable[..., Pa
 def test_step_that_does_not_fit_the_memory_is_not_taken(dry_run: DryRun) -> None:
     found = dry_run('model.ngrams={"orders": [2], "rows": 2147483647}')
     assert found.code == 0
-    assert re.search(r"no step is taken: it takes [0-9.]+ GiB, and [0-9.]+ are free here; the rest is well", found.err)
+    assert re.search(
+        r"no step is taken: it takes [0-9.]+ GiB, and [0-9.]+ are free here; everything else is ready", found.err
+    )
 
 
 def test_what_would_keep_the_run_from_starting_is_one_line(dry_run: DryRun, config_file: Path, tmp_path: Path) -> None:

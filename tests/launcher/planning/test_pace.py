@@ -86,8 +86,8 @@ def test_length_is_judged_in_words(
         (["--rate-of", "nowhere"], "--rate-of=nowhere: no such run folder; name one that `longstride train` wrote"),
         (["--rate-of", "short"], "--rate-of=short: has logged no step behind its first 2; train on, or give --tflops"),
         (["--rate-of", "lone"], "--rate-of=lone: has no checkpoint, which would say how many processes it has; give"),
-        (["--measure", "train.sequence_parallel=2"], "--measure: times processes that have contexts of their own, and"),
-        (["--measure", "model.reversible=true"], "--measure: times blocks one by one, and those of model.reversible"),
+        (["--measure", "train.sequence_parallel=2"], "--measure: cannot time processes that share contexts by"),
+        (["--measure", "model.reversible=true"], "--measure: cannot time blocks of model.reversible one by one;"),
         (["--rate-of", "short", "--tflops", "1"], "argument --tflops: not allowed with argument --rate-of"),
     ],
 )

@@ -275,7 +275,7 @@ def test_ticks_are_round_and_inside() -> None:
         ("run --output old.html", "--output=old.html: exists already; nothing is overwritten"),
         ("run --output new.pdf", "--output=new.pdf: must be a .html in a folder that exists"),
         ("run --output none/new.html", "--output=none/new.html: must be a .html in a folder that exists"),
-        ("run --output new.html --quick --by-position", "--by-position: takes the model, which --quick leaves out;"),
+        ("run --output new.html --quick --by-position", "--by-position: needs the model, which --quick leaves out;"),
         ("run --output new.html --positions run/config.json", "--positions=run/config.json: must be a JSON file that"),
         ("--output new.html", "the following arguments are required: RUN; `longstride report --help`"),
     ],

@@ -139,11 +139,11 @@ def test_extended_tables_repeat_or_lie_on_straight_lines() -> None:
             "--from={}/none: no such folder; name a folder of `longstride export`, or a run folder",
         ),
         (["--from", "{}"], "--from={}: holds no model; name a folder of `longstride export`, or a run folder"),
-        (["--from-partly"], "--from-partly: says how weights are taken, and no --from says where from; give both"),
-        (["--from-step", "4"], "--from-step=4: says how weights are taken, and no --from says where from; give both"),
+        (["--from-partly"], "--from-partly: only applies with --from; give --from too, or leave it out"),
+        (["--from-step", "4"], "--from-step=4: only applies with --from; give --from too, or leave it out"),
         (
             ["--from", "{}", "--resume", "4"],
-            "--from={}: says where a run begins, and --resume=4 has it go on; leave one of them out",
+            "--from={}: begins a run, but --resume=4 continues one; leave one of them out",
         ),
         (
             ["--from", "{}/model", "--from-weights", "ema"],

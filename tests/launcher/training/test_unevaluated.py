@@ -104,7 +104,7 @@ def test_split_that_is_not_there_is_refused_with_one_that_is(
 def test_what_goes_by_evaluations_is_refused_without_them(alone: Path, change: dict[str, object], line: str) -> None:
     content = configuration(alone / "data", alone / "new") | {"deepspeed": {}}
     content["train"] |= {"evaluate_every": None, **change}
-    rule = "goes by evaluations on the way, and evaluate_every is null: give it, such as 1000, or leave this out"
+    rule = "needs evaluations during training, but evaluate_every is null; set it, such as 1000, or leave this out"
     with pytest.raises(ConfigError) as caught:
         RunConfig.model_validate(content)
     assert str(caught.value) == f"{line}: {rule}"
