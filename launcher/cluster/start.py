@@ -124,14 +124,8 @@ def run_with_restarts(
 ) -> int:
     """Launch the ranks until the run ends in a way that a restart cannot fix; return the exit code.
 
-    Args:
-        run: the run folder.
-        resume: the user's value of --resume.
-        max_restarts: restarts at most.
-        placement: starts the ranks.
-        request: the user's stop.
-        supervise: runs a launch to its end.
-        stop_seconds: how long ranks that have lost their launcher may take to save and end.
+    ``supervise`` runs a launch to its end. ``stop_seconds`` is how long ranks that have lost their launcher may take to
+    save and end.
     """
     option = ResumeOption(run, resume)
     furthest = Progress(saved=0 if resume == "never" else read_progress(run).saved, recorded=0)

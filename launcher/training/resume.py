@@ -246,15 +246,8 @@ class GuardResponse:
             if checkpoint is None:
                 verdict = verdict.stopping("there is no whole checkpoint to rewind to")
             else:
-                # Files come before the state, and lines last: if this fails, the newest checkpoint has all its lines.
-                failure, folder = None, run.folder
-                if run.ranks.is_first:
-                    try:
-                        moved += go_back_to(folder, checkpoint.manifest.step)
-                        moved += filter(None, [self._recorder.rewind(checkpoint.manifest.step, line)])
-                    except OSError as error:
-                        failure = error_line(error, folder)
-                if (failure := run.ranks.gather_objects(failure)[0]) is not None:
+                moved, failure = self._move_files(checkpoint.manifest.step, line)
+                if failure is not None:
                     checkpoint, verdict = None, verdict.stopping(f"the run folder could not be rewound: {failure}")
         line["guard"] = str(verdict)  # may have become a stop
         if checkpoint is None:
@@ -295,6 +288,21 @@ class GuardResponse:
         self._recorder.go_back(back, f"rewound from step {step}")
         self._recorder.say(f"step {back}: going on from {checkpoint.folder} with the batch behind that of step {step}")
         return checkpoint
+
+    def _move_files(self, step: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:
+        """Move aside what is beyond a step; return the new paths and a failure. All ranks must call.
+
+        Lines are cut last, in one rename. If that fails, the newest checkpoint still has all of its lines.
+        """
+        moved: list[Path] = []
+        failure, folder = None, self._run.folder
+        if self._run.ranks.is_first:
+            try:
+                moved += go_back_to(folder, step)
+                moved += filter(None, [self._recorder.rewind(step, line)])
+            except OSError as error:
+                failure = error_line(error, folder)
+        return moved, self._run.ranks.gather_objects(failure)[0]
 
 
 def last_whole_checkpoint(run: Run, before: int) -> Checkpoint | None:
