@@ -1,4 +1,4 @@
-"""Two hosts, SLURM on them, and data for runs, each made once a session; all end with the tests' process."""
+"""Two hosts, SLURM on them, and data for runs, each created once per session; all end with the tests' process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["data", "shared"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder needs a cluster."""
+    """Mark every test of this folder as one that needs a cluster."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.cluster)
@@ -27,32 +27,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """node1 and node2."""
-    made = make_hosts(tmp_path_factory.mktemp("hosts") / "of")
-    yield made
-    for host in made:
+    """Start node1 and node2."""
+    hosts = make_hosts(tmp_path_factory.mktemp("hosts") / "of")
+    yield hosts
+    for host in hosts:
         host.end()
 
 
 @pytest.fixture(scope="session")
 def slurm(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Slurm:
-    """A cluster of the two hosts."""
+    """Start SLURM on both hosts."""
     return start_slurm(hosts, tmp_path_factory.mktemp("slurm") / "of")
 
 
 @pytest.fixture
 def person(hosts: list[Host], data: Path, tmp_path: Path) -> Person:
-    """A user whose run.json asks for eight steps at a constant rate, so that four of them are its first half."""
+    """Return a user with a run.json of eight steps at a constant rate, so that four steps are its first half."""
     content = configuration(data, tmp_path / "run")
     content["train"]["schedule"] = "constant"
-    made = Person(hosts, tmp_path)
-    made.config.write_text(json.dumps(content))
-    return made
+    person = Person(hosts, tmp_path)
+    person.config.write_text(json.dumps(content))
+    return person
 
 
 @pytest.fixture(scope="session")
 def on_one_host(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
-    """A function (processes, steps, *overrides) -> the lines of metrics of an undisturbed run on one host."""
+    """Return a function (processes, steps, *overrides) -> metrics of an undisturbed run on one host."""
 
     @functools.cache
     def get(world_size: int, steps: int = 8, *overrides: str) -> list[dict]:

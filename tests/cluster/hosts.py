@@ -1,8 +1,8 @@
 """Separate hosts on one machine, made of Linux namespaces: a cluster for launchers, without the machines.
 
-A host has a network, a host name, processes, mounts and shared memory of its own, and an sshd with a key of its own;
-the file system is shared, as on a cluster. Nothing of it has a name outside, so two test runs cannot clash. When the
-tests end, in whatever way, the kernel takes each host down with its first process.
+A host has its own network, host name, processes, mounts, shared memory, and sshd with a key. The file system is shared,
+as on a cluster. Nothing has a name outside, so that two test runs cannot clash. However the tests end, the kernel takes
+each host down with its first process.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# The host's first process: prepares the host, says so, and lives for as long as somebody holds its standard input.
+# The host's first process: prepares the host, prints so, and lives as long as its standard input is open.
 _FIRST_PROCESS = r"""
 set -eu
 folder=$1
@@ -66,7 +66,7 @@ class Host:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path
     ) -> subprocess.Popen[bytes]:
-        """Starts a command here, in a folder; what it prints goes to a file."""
+        """Start a command on the host, in a folder; its output goes to a file."""
         enter = ["nsenter", "-t", str(self.pid), "-n", "-u", "-p", "-m", "-i", f"--wd={folder}", "--"]
         with log.open("ab") as out:
             process = subprocess.Popen(
@@ -78,7 +78,7 @@ class Host:
     def run(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path, timeout_seconds: float
     ) -> int:
-        """Runs a command here to its end, and returns its exit code.
+        """Run a command on the host to its end, and return its exit code.
 
         Raises:
             subprocess.TimeoutExpired: it took longer; its processes live on until the host is taken down.
@@ -90,42 +90,37 @@ class Host:
             running.kill()
             running.wait()
 
-    def ranks(self) -> list[int]:
-        """The pids of the ranks here, in this machine's namespace."""
+    def find(self, matches: Callable[[list[bytes]], bool]) -> list[int]:
+        """Return the pids, in this machine's namespace, of the host's processes whose words match."""
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
-                here = (folder / "ns" / "pid").readlink() == Path(f"/proc/{self.pid}/ns/pid").readlink()
+                is_local = (folder / "ns" / "pid").readlink() == Path(f"/proc/{self.pid}/ns/pid").readlink()
             except OSError:
                 continue  # it has just ended
-            if here and words[1:2] == [b"-u"] and words[2].endswith(b"launcher/train.py"):
+            if is_local and matches(words):
                 pids.append(int(folder.name))
         return sorted(pids)
 
+    def ranks(self) -> list[int]:
+        """Return the pids of the host's ranks, in this machine's namespace."""
+        return self.find(lambda words: words[1:2] == [b"-u"] and words[2].endswith(b"launcher/train.py"))
+
     def processes(self) -> list[str]:
-        """The command lines of all processes here but those that keep the host up."""
+        """List the command lines of the host's processes, without those that keep the host up."""
         listed = subprocess.run(
             ["nsenter", "-t", str(self.pid), "-p", "-m", "--", "ps", "-e", "-o", "pid=,stat=,args="],
             check=True,
             capture_output=True,
             text=True,
         ).stdout.splitlines()
-        kept = (
-            " cat",
-            "sshd: /usr/sbin/sshd",
-            "/bin/bash",
-            "bash -c",
-            " ps -e",
-            "munged ",
-            "slurmctld ",
-            "slurmd ",
-            "slurmscriptd",
-        )
-        return [line for line in listed if line.split()[0] != "1" and not any(word in line for word in kept)]
+        daemons = ("sshd: /usr/sbin/sshd", "munged ", "slurmctld ", "slurmd ", "slurmscriptd")
+        ignored = (" cat", "/bin/bash", "bash -c", " ps -e", *daemons)
+        return [line for line in listed if line.split()[0] != "1" and not any(word in line for word in ignored)]
 
     def end(self) -> None:
-        """Ends the host and all that runs on it."""
+        """End the host and all its processes."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         try:
@@ -139,9 +134,9 @@ class Host:
 
 
 def make_hosts(folder: Path, count: int = 2) -> list[Host]:
-    """Hosts joined by a bridge, which reach each other by name and by ssh.
+    """Start hosts that are joined by a bridge and reach each other by name and by ssh.
 
-    The bridge is on the first host. Its interface has another name than those of the others, as on real clusters.
+    The bridge is on the first host. Interfaces have different names, as on real clusters.
     """
     folder.mkdir(parents=True)
     names = [f"node{number}" for number in range(1, count + 1)]
@@ -174,15 +169,15 @@ def make_hosts(folder: Path, count: int = 2) -> list[Host]:
 def _make_keys(folder: Path, names: list[str], addresses: list[str]) -> None:
     _make_key(folder / "key")
     (folder / "authorized_keys").write_text((folder / "key.pub").read_text())
-    known = []
+    known_hosts = []
     for name, address in zip(names, addresses, strict=True):
         ssh = folder / name / "ssh"
         ssh.mkdir()
         _make_key(ssh / "host_key")
         (ssh / "sshd_config").write_text(_SSHD.format(folder=folder))
         (ssh / "ssh_config").write_text(_SSH.format(folder=folder))
-        known.append(f"{name},{address} {(ssh / 'host_key.pub').read_text()}")
-    (folder / "known_hosts").write_text("".join(known))
+        known_hosts.append(f"{name},{address} {(ssh / 'host_key.pub').read_text()}")
+    (folder / "known_hosts").write_text("".join(known_hosts))
 
 
 def _make_key(path: Path) -> None:
@@ -204,7 +199,7 @@ def _start(folder: Path, name: str, address: str, interface: str) -> Host:
 
 
 def _join(hosts: Sequence[Host]) -> None:
-    """Joins all hosts: each has one end of a pair, and the first host the other ends, in its bridge."""
+    """Join all hosts: each has one end of a pair, and the other end is in the first host's bridge."""
     first = hosts[0]
     _ip(first, "link", "add", first.interface, "type", "bridge")
     for host in hosts[1:]:
@@ -222,7 +217,7 @@ def _ip(host: Host, *words: str) -> None:
 
 
 def _wait_for_ssh(hosts: Sequence[Host], folder: Path) -> None:
-    """Waits until every host answers the first one by its name."""
+    """Wait until every host answers the first one by its name."""
     log = folder / "ssh.log"
     deadline = time.monotonic() + 60
     for host in hosts:

@@ -42,27 +42,27 @@ class Person:
         self.config, self.run, self.log = self.folder / "run.json", self.folder / "run", self.folder / "log"
 
     def start(self, command: list[str]) -> subprocess.Popen[bytes]:
-        """Starts a command and does not wait for it."""
+        """Start a command without waiting for it."""
         return self.hosts[0].start(command, self.environment, self.folder, self.log)
 
     def ends(self, command: list[str]) -> int:
-        """Runs a command to its end; returns its exit code."""
+        """Run a command to its end, and return its exit code."""
         return self.hosts[0].run(command, self.environment, self.folder, self.log, SECONDS)
 
     def said(self) -> str:
-        """What has been written to the log."""
+        """Read the log."""
         return self.log.read_text()
 
     def lines(self) -> list[dict]:
-        """The run's lines of metrics, without what differs between equal runs."""
+        """Read the run's metrics, without fields that differ between equal runs."""
         return metrics(self.run)
 
     def wait_for_steps(self, count: int, log: Path | None = None) -> None:
-        """Waits until the run has written so many lines of metrics; a failure shows the log."""
+        """Wait until the run has written so many lines of metrics; a failure shows the log."""
         self._wait(lambda: (self.run / "metrics.jsonl").read_text().count("\n") >= count, log or self.log)
 
     def wait_for_text(self, text: str) -> None:
-        """Waits until the log holds a text."""
+        """Wait until the log has a text."""
         self._wait(lambda: text in self.said(), self.log)
 
     def _wait(self, condition: Callable[[], bool], log: Path) -> None:
@@ -75,12 +75,12 @@ class Person:
             time.sleep(0.2)
 
     def hostfile(self, slots: int) -> Path:
-        """A file that names both hosts, with so many slots each."""
+        """Write a file that names both hosts, with so many slots each."""
         path = self.folder / "hostfile"
         path.write_text(f"# two hosts\nnode1 slots={slots}\nnode2 slots={slots}\n")
         return path
 
-    def train(self, slots: int, *more: str) -> list[str]:
-        """The command that trains on both hosts, with so many processes on each."""
+    def train(self, slots: int, *words: str) -> list[str]:
+        """Return the command that trains on both hosts, with so many processes on each."""
         hostfile = str(self.hostfile(slots))
-        return [*LONGSTRIDE, "train", "--config", str(self.config), "--hostfile", hostfile, *more]
+        return [*LONGSTRIDE, "train", "--config", str(self.config), "--hostfile", hostfile, *words]

@@ -55,11 +55,11 @@ class Slurm:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a user's environment needs to reach it."""
+        """Environment variables by which a user reaches it."""
         return {"SLURM_CONF": self.environment["SLURM_CONF"]}
 
     def command(self, *words: str, log: Path | None = None, folder: Path | None = None, timeout: float = 120) -> str:
-        """Runs a command as a user; returns what it prints. It must succeed."""
+        """Run a command as a user, check that it succeeds, and return its output."""
         out = self.folder / f"command-{secrets.token_hex(4)}.log"
         code = self.hosts[0].run(words, self.environment, folder or self.folder, log or out, timeout)
         text = (log or out).read_text()
@@ -67,14 +67,14 @@ class Slurm:
         return text
 
     def job(self, number: str) -> dict[str, str]:
-        """What SLURM knows of a job."""
+        """Return the fields of a job."""
         words = self.command("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", maxsplit=1) for word in words if "=" in word)
 
     def wait_for(
         self, number: str, states: Sequence[str], timeout_seconds: float, log: Path, restarts: int = 0
     ) -> dict[str, str]:
-        """Waits until a job is in one of the states, after so many restarts."""
+        """Wait until a job is in one of the states, after so many restarts."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             job = self.job(number)
@@ -87,7 +87,7 @@ class Slurm:
 
 
 def start_slurm(hosts: Sequence[Host], folder: Path) -> Slurm:
-    """Starts all daemons in the foreground of their hosts; they end with the hosts."""
+    """Start all daemons in the foreground of their hosts; they end with the hosts."""
     folder.mkdir()
     (folder / "state").mkdir()
     cores = os.cpu_count() or 1
@@ -95,10 +95,7 @@ def start_slurm(hosts: Sequence[Host], folder: Path) -> Slurm:
     nodes = "".join(
         f"NodeName={host.name} NodeAddr={host.address} CPUs={max(4, cores)} State=UNKNOWN\n" for host in hosts
     )
-    text = _CONFIGURATION.format(controller=hosts[0], folder=folder, nodes=nodes)
-    (folder / "slurm.conf").write_text(
-        text.replace("SlurmdUser=root\n", "SlurmdUser=root\nSlurmdParameters=config_overrides\n")
-    )
+    (folder / "slurm.conf").write_text(_CONFIGURATION.format(controller=hosts[0], folder=folder, nodes=nodes))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     environment = {
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
@@ -110,11 +107,7 @@ def start_slurm(hosts: Sequence[Host], folder: Path) -> Slurm:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
     munged = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
-    munged += [
-        f"--pid-file={folder}/munged.pid",
-        f"--log-file={folder}/munged.log",
-        f"--seed-file={folder}/munged.seed",
-    ]
+    munged += [f"--{name}-file={folder}/munged.{name}" for name in ("pid", "log", "seed")]
     _start(hosts[0], munged, environment, folder)
     _wait(lambda: (folder / "munge.socket").exists(), folder)
     _start(hosts[0], ["slurmctld", "-D"], environment, folder)

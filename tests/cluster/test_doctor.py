@@ -13,7 +13,7 @@ _NOBODY = "10.73.0.9"  # an address of the hosts' network that none of them has
 
 
 def test_hosts_are_asked_for_what_they_have(person: Person, data: Path, tmp_path: Path) -> None:
-    """node2 has another data folder mounted in the place of the run's."""
+    """Replace the run's data folder on node2 by another one, by a mount."""
     (tmp_path / "texts").mkdir()
     for number in range(12):
         (tmp_path / f"texts/{number}.txt").write_text(f"other bytes {number} " * 200)
@@ -26,15 +26,17 @@ def test_hosts_are_asked_for_what_they_have(person: Person, data: Path, tmp_path
         code = person.ends([*LONGSTRIDE, "doctor", str(person.config), "--hostfile", str(hostfile), "--json"])
     finally:
         subprocess.run([*inside, "umount", str(data)], check=True)
-    told = json.loads(person.said().splitlines()[-1])
-    found = {
-        name: [each for each in told["findings"] if each["subject"] == name] for name in ("node1", "node2", _NOBODY)
+    report = json.loads(person.said().splitlines()[-1])
+    findings = {
+        name: [finding for finding in report["findings"] if finding["subject"] == name]
+        for name in ("node1", "node2", _NOBODY)
     }
     assert code == 1, person.said()
-    assert [(each["state"], each["text"]) for each in found["node1"]] == [
+    assert [(finding["state"], finding["text"]) for finding in findings["node1"]] == [
         ("ok", "answers; the same versions and code, the same data; no GPUs")
     ]
-    assert [(each["state"], each["text"]) for each in found["node2"]] == [("broken", "has other data than this host")]
-    (missing,) = found[_NOBODY]
+    (different,) = findings["node2"]
+    assert (different["state"], different["text"]) == ("broken", "has other data than this host")
+    (missing,) = findings[_NOBODY]
     assert missing["state"] == "broken" and missing["mend"] == f"`ssh {_NOBODY} true` must work without a password"
     assert not person.run.exists()

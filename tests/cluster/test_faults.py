@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -22,39 +21,33 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _END_SECONDS = 60.0
 
 
-def start_run(person: Person, *more: str, steps: int = STEPS) -> subprocess.Popen[bytes]:
-    """A run of one rank a host, with loader workers; it resumes from the newest checkpoint."""
-    return person.start(person.train(1, "--resume", "auto", f"train.steps={steps}", "data.workers=1", *more))
+def start_run(person: Person, *words: str, steps: int = STEPS) -> subprocess.Popen[bytes]:
+    """Start a run of one rank per host, with loader workers, which resumes from the newest checkpoint."""
+    return person.start(person.train(1, "--resume", "auto", f"train.steps={steps}", "data.workers=1", *words))
 
 
 def supervisor_on(host: Host) -> int:
-    """The pid of `longstride train` on a host, in this machine's namespace."""
+    """Return the pid of `longstride train` on a host, in this machine's namespace."""
     return running_module(host, b"longstride.launcher.cli")
 
 
 def running_module(host: Host, module: bytes) -> int:
-    """The pid of the process that runs a module on a host, in this machine's namespace."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            here = (folder / "ns" / "pid").readlink() == Path(f"/proc/{host.pid}/ns/pid").readlink()
-        except OSError:
-            continue
-        if here and words[1:3] == [b"-m", module]:
-            return int(folder.name)
-    raise AssertionError("it has ended")
+    """Return the pid of the process that runs a module on a host, in this machine's namespace."""
+    pids = host.find(lambda words: words[1:3] == [b"-m", module])
+    assert pids, "it has ended"
+    return pids[0]
 
 
 def wait_until_ended(hosts: list[Host], seconds: float = _END_SECONDS) -> None:
-    """Waits until no process of a run is left on any host."""
+    """Wait until no process of a run is left on any host."""
     deadline = time.monotonic() + seconds
-    while left := [line for host in hosts for line in host.processes() if "sshd" not in line]:
-        assert time.monotonic() < deadline, left
+    while lines := [line for host in hosts for line in host.processes() if "sshd" not in line]:
+        assert time.monotonic() < deadline, lines
         time.sleep(0.2)
 
 
 def moments() -> list[object]:
-    """Signals and how many steps go before them; only the first is not left to the campaign."""
+    """Return signals and the number of steps before each; all but the first are for the campaign."""
     random_numbers = random.Random("pdsh")
     cases = [(_SIGNALS[number % 3], 0 if number == 1 else random_numbers.randrange(32)) for number in range(20)]
     return [
@@ -67,10 +60,7 @@ def moments() -> list[object]:
 
 @pytest.mark.parametrize(("number", "steps"), moments())
 def test_stop_over_two_hosts_loses_nothing(
-    number: signal.Signals,
-    steps: int,
-    person: Person,
-    on_one_host: Lines,
+    number: signal.Signals, steps: int, person: Person, on_one_host: Lines
 ) -> None:
     running = start_run(person, steps=STOPPED_STEPS)
     if steps:
@@ -92,12 +82,7 @@ def test_stop_over_two_hosts_loses_nothing(
 @pytest.mark.parametrize(
     ("which", "steps"), [(1, 9), *(pytest.param(n % 2, 3 * n, marks=pytest.mark.campaign) for n in range(1, 10))]
 )
-def test_killed_rank_on_a_host_is_started_again(
-    which: int,
-    steps: int,
-    person: Person,
-    on_one_host: Lines,
-) -> None:
+def test_killed_rank_on_a_host_is_started_again(which: int, steps: int, person: Person, on_one_host: Lines) -> None:
     running = start_run(person, "--max-restarts", "2")
     person.wait_for_steps(steps)
     os.kill(person.hosts[which].ranks()[0], signal.SIGKILL)
@@ -108,7 +93,7 @@ def test_killed_rank_on_a_host_is_started_again(
 
 
 def test_host_that_is_cut_off_is_done_without(person: Person, on_one_host: Lines) -> None:
-    """Both sides end by their time-out, ssh notices the loss, and the run goes on with one process."""
+    """Expect both sides to end by their time-out, ssh to notice the loss, and the run to go on with one process."""
     timeout = 10.0
     options = ["--max-restarts", "1", f"train.timeout_seconds={timeout}"]
     running = start_run(person, *options)
@@ -130,18 +115,16 @@ def test_host_that_is_cut_off_is_done_without(person: Person, on_one_host: Lines
     assert "with 1 processes, as node2 does not answer" in log
     assert "was saved by 2 processes in ZeRO 0, fp32; converted for 1 process" in log
     assert len(list((person.run / "stacks").glob("*-rank-*.txt"))) >= 2
-    whole = on_one_host(2, STEPS)
-    assert before == whole[: len(before)]
+    expected = on_one_host(2, STEPS)
+    assert before == expected[: len(before)]
     names = ("step", "split", "sample_ids_crc32")
-    ended = person.lines()
-    assert [[line.get(name) for name in names] for line in ended] == [
-        [line.get(name) for name in names] for line in whole
-    ]
+    lines, expected_lines = ([[line.get(name) for name in names] for line in run] for run in (person.lines(), expected))
+    assert lines == expected_lines
 
 
 @pytest.mark.campaign
 def test_stuck_rank_of_a_lost_launcher_is_ended_before_the_next_attempt(person: Person, on_one_host: Lines) -> None:
-    """Rank 0 holds the run folder. It is stuck: it does not notice the loss of its launcher, and obeys no stop."""
+    """Stop rank 0, which holds the run folder: it neither notices the loss of its launcher nor obeys a stop."""
     options = ["--max-restarts", "1", "train.timeout_seconds=10"]
     running = start_run(person, *options)
     person.wait_for_steps(9)
@@ -155,7 +138,7 @@ def test_stuck_rank_of_a_lost_launcher_is_ended_before_the_next_attempt(person: 
 
 @pytest.mark.campaign
 def test_launching_host_that_is_cut_off_for_a_while_goes_on_with_the_run(person: Person) -> None:
-    """The ranks elsewhere train on meanwhile. Then they are asked to stop, and lose nothing."""
+    """Let the ranks elsewhere train on meanwhile, then stop them; they lose nothing."""
     running = start_run(person, "--include=node2", "--max-restarts", "5", *ENDLESS)
     person.wait_for_steps(9)
     rank = person.hosts[1].ranks()[0]  # and its loader workers
@@ -178,6 +161,6 @@ def test_launching_host_that_is_cut_off_for_a_while_goes_on_with_the_run(person:
 
 
 def set_link(host: Host, state: str) -> None:
-    """Takes a host's only link down or up."""
+    """Take a host's only link down or up."""
     command = ["nsenter", "-t", str(host.pid), "-n", "--", "ip", "link", "set", host.interface, state]
     subprocess.run(command, check=True)

@@ -27,16 +27,16 @@ def test_group_over_two_hosts_trains_as_one_process(person: Person, on_one_host:
 
 
 def test_rank_killed_in_an_exchange_ends_both_hosts_and_the_run_goes_on(person: Person, on_one_host: Lines) -> None:
-    """The last rank, in the backward pass: its neighbour stands in the exchange, the other host's ranks behind it."""
+    """Kill the last rank in the backward pass: its neighbour waits in the exchange, the other host after it."""
     train = person.train(2, "--resume", "auto", "train.sequence_parallel=2")
     variables = person.folder / ".deepspeed_env"
     variables.write_text("HALT=backward,6,killed\n")
     halted = [sys.executable, str(ROOT / "tests/harness/processes/supervised.py"), *train[3:]]
     assert person.ends(halted) == exit_codes.HUNG, person.said()
     wait_until_ended(person.hosts)
-    said = person.said()
-    assert all(f"on node{host} lost another process (step 6, after" in said for host in (1, 2)), said
-    assert "ended: code 247: a process was ended by SIGKILL" in said, said
+    log = person.said()
+    assert all(f"on node{host} lost another process (step 6, after" in log for host in (1, 2)), log
+    assert "ended: code 247: a process was ended by SIGKILL" in log, log
     stacks = {int(path.stem[-5:]): path.read_text() for path in (person.run / "stacks").iterdir()}
     assert stacks.keys() == {0, 1, 2} and " in swap" in stacks[2]
     variables.unlink()

@@ -20,7 +20,7 @@ ARGUMENTS = {"pdsh": [], "openmpi": ["--launcher-args=--allow-run-as-root"], "mp
 
 @pytest.fixture(params=ARGUMENTS)
 def launcher(person: Person, request: pytest.FixtureRequest) -> str:
-    """The name of a launcher that the person can use."""
+    """Return the name of a launcher that the person can use."""
     name: str = request.param
     if name == "slurm":
         person.environment |= request.getfixturevalue("slurm").variables
@@ -31,7 +31,7 @@ def launcher(person: Person, request: pytest.FixtureRequest) -> str:
 def test_run_on_two_hosts_is_that_of_one_and_goes_on(
     launcher: str, processes: int, person: Person, on_one_host: Lines
 ) -> None:
-    """The processes of a host share each context: a launcher that dealt ranks to hosts in turn would be refused."""
+    """Let the processes of a host share each context, which refuses a launcher that deals ranks to hosts in turn."""
     command = person.train(processes, "--launcher", launcher, *ARGUMENTS[launcher], "--resume", "auto")
     sharing = f"train.sequence_parallel={processes}"
     for steps in (4, 8):
@@ -44,7 +44,7 @@ def test_run_on_two_hosts_is_that_of_one_and_goes_on(
 
 
 def test_exit_code_of_the_ranks_comes_through(launcher: str, person: Person) -> None:
-    """The code of a run after one rank got a signal, and of a start that only the ranks can refuse."""
+    """Check the code of a run after a signal to one rank, and of a start that only the ranks can refuse."""
     command = [*person.train(1, "--launcher", launcher, *ARGUMENTS[launcher]), *ENDLESS]
     running = person.start(command)
     person.wait_for_steps(2)
@@ -58,7 +58,7 @@ def test_exit_code_of_the_ranks_comes_through(launcher: str, person: Person) -> 
 
 
 def test_deepspeed_itself_starts_the_same_run(launcher: str, person: Person, on_one_host: Lines) -> None:
-    """The command is the one in docs/clusters.md."""
+    """Run the command of docs/clusters.md."""
     variables = {name: person.environment[name] for name in ("PATH", "OMP_NUM_THREADS")}
     words = []
     if launcher == "openmpi":

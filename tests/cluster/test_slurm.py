@@ -13,7 +13,7 @@ from tests.cluster.slurm import Slurm
 
 
 def submit(slurm: Slurm, person: Person, processes: int, *overrides: str) -> tuple[str, Path]:
-    """Writes the script and hands it to sbatch, as a person would; returns the job's number, and where it writes."""
+    """Write the script and submit it by sbatch; return the job's number and log."""
     words = ["slurm", "--config", str(person.config), "--nodes=2", f"--processes-per-node={processes}"]
     person.environment |= slurm.variables
     code = person.ends([*LONGSTRIDE, *words, "--time=1:00:00", "--job-name=run", "--submit", *overrides])
@@ -59,7 +59,7 @@ def test_job_that_is_cancelled_is_saved_and_stays_cancelled(slurm: Slurm, person
 
 @pytest.mark.campaign
 def test_time_limit_of_slurm_saves_and_queues_again(slurm: Slurm, person: Person) -> None:
-    """The limit is two minutes: SLURM looks at the clock once a minute."""
+    """Set a limit of two minutes, as SLURM checks it once per minute."""
     number, log = submit(slurm, person, 1, *ENDLESS, "--time=2", "--stop-seconds=30")
     assert slurm.wait_for(number, ["RUNNING"], SECONDS, log, restarts=1)["Restarts"] == "1"
     text = log.read_text()
