@@ -70,18 +70,18 @@ def run(case: dict[str, Any], output: Path) -> NoReturn:
     os._exit(code)
 
 
-def judged(case: dict[str, Any], output: Path) -> dict[str, Any]:
+def run_case(case: dict[str, Any], output: Path) -> dict[str, Any]:
     """Wait for a case and report how it ended; leave none of its processes behind."""
-    begun = time.monotonic()
+    start = time.monotonic()
     (output / "operations").unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
         run(case, output)
     ended = 0
-    while not ended and time.monotonic() < begun + case["seconds"]:
+    while not ended and time.monotonic() < start + case["seconds"]:
         ended, status, usage = os.wait4(pid, os.WNOHANG)
         time.sleep(0 if ended else 0.005)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     if not ended:
@@ -92,4 +92,4 @@ def judged(case: dict[str, Any], output: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        print(json.dumps(judged(json.loads(line), Path(sys.argv[1]))), flush=True)
+        print(json.dumps(run_case(json.loads(line), Path(sys.argv[1]))), flush=True)

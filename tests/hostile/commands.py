@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 from tests.harness.processes.asked import Asked
 
@@ -38,14 +40,33 @@ class Outcome:
         above = self.peak_bytes - (honest.peak_bytes if honest else 0)
         assert above <= MEMORY_BYTES, f"{self.words}: {above / 2**30:.2f} GiB above the honest case"
 
-    def check_refused(self, honest: Outcome | None = None, code: int = 2) -> str:
-        """Check that it ended as documented and within bounds, with its reason in one line; return the line."""
+    def check_refused(self, honest: Outcome | None = None, code: int = 2, most_lines: int = 1) -> str:
+        """Check that it ended with ``code`` and within bounds, with its reasons in short lines; return the first."""
         self.check_bounded(honest)
         assert self.code == code, f"{self.words}: exit code {self.code}\n{self.out[-1000:]}{self.err[-2000:]}"
-        assert len(self.mistakes) == 1, f"{self.words}: {self.err[-2000:]}"
-        (line,) = self.mistakes
-        assert len(line) <= 1000, f"{self.words}: a line of {len(line)} characters: {line[:200]} …"
-        return line
+        assert 1 <= len(self.mistakes) <= most_lines, f"{self.words}: {self.err[-3000:]}"
+        longest = max(self.mistakes, key=len)
+        assert len(longest) <= 1000, f"{self.words}: a line of {len(longest)} characters: {longest[:200]} …"
+        return self.mistakes[0]
+
+
+def words_of(line: str, **names: object) -> list[str]:
+    """Split a command line into words, then insert values for its {names}, which may have spaces."""
+    return [word.format(**names) for word in line.split()]
+
+
+def campaign(cases: Iterable[Any]) -> list[Any]:
+    """Mark the cases of a parametrised test, (arguments) or an argument, as cases of the campaign."""
+    arguments = (case if type(case) is tuple else (case,) for case in cases)
+    return [pytest.param(*case, marks=pytest.mark.campaign) for case in arguments]
+
+
+def sampled(cases: Iterable[Any], sample: Iterable[Any] | int) -> list[Any]:
+    """Mark the cases outside the sample as cases of the campaign. An integer n takes every n-th case as the sample."""
+    cases = list(cases)
+    sample = cases[::sample] if isinstance(sample, int) else list(sample)
+    assert all(case in cases for case in sample)
+    return [case if case in sample else campaign([case])[0] for case in cases]
 
 
 class Commands(Asked):

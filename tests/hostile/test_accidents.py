@@ -1,7 +1,6 @@
-"""Kills, disks that fail and power cuts under verbs that make files: what they make is whole or not there.
+"""Kills, disks that fail and power cuts under verbs that make files: what they make is complete or absent.
 
-The next try makes the same bytes as one that nothing disturbed, and nothing else is left; or it says in one line what
-to do.
+A retry makes the same bytes as an undisturbed run and leaves nothing else, or says in one line what to do.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from tests.hostile.generators.files import write_words
 
 
 class Verb(NamedTuple):
-    """A command line whose outputs lie below {place}; what it takes, and may not change, lies in {given}."""
+    """A command line whose outputs lie below {place}; what it reads, and must not change, lies in {inputs}."""
 
     line: str
     outputs: tuple[str, ...]
-    beside: str | None = None  # of what is given: copied into the place before
+    copied_input: str | None = None  # copied into the place before
 
 
 VERBS = {
-    "data build": Verb("data build {given}/sources --output {place}/made/data --shard-bytes 4000", ("made/data",)),
-    "data index": Verb("data index {place}/tars --output {place}/tars --split train=*", ("tars",), beside="tars"),
-    "data index elsewhere": Verb("data index {given}/tars --output {place}/made/data --split train=*", ("made/data",)),
-    "data index --unpack": Verb("data index {given}/packed --unpack --output {place}/data --split train=*", ("data",)),
+    "data build": Verb("data build {inputs}/sources --output {place}/made/data --shard-bytes 4000", ("made/data",)),
+    "data index": Verb("data index {place}/tars --output {place}/tars --split train=*", ("tars",), copied_input="tars"),
+    "data index elsewhere": Verb("data index {inputs}/tars --output {place}/made/data --split train=*", ("made/data",)),
+    "data index --unpack": Verb("data index {inputs}/packed --unpack --output {place}/data --split train=*", ("data",)),
     "export": Verb("export {trained} --output {place}/made/model --shard-size 50KB", ("made/model",)),
-    "export --format": Verb("export {given}/model --format pt2 --no-check --output {place}/program", ("program",)),
-    "compress": Verb("compress {given}/short --model {given}/model --output {place}/made.lsz", ("made.lsz",)),
-    "decompress": Verb("decompress {given}/short.lsz --model {given}/model --output {place}/made", ("made",)),
+    "export --format": Verb("export {inputs}/model --format pt2 --no-check --output {place}/program", ("program",)),
+    "compress": Verb("compress {inputs}/short --model {inputs}/model --output {place}/made.lsz", ("made.lsz",)),
+    "decompress": Verb("decompress {inputs}/short.lsz --model {inputs}/model --output {place}/made", ("made",)),
     "show": Verb("show pattern demo --output {place}/made.png", ("made.png",)),
     "report": Verb("report {trained} --quick --output {place}/made.html", ("made.html",)),
     "slurm": Verb(
@@ -55,14 +54,14 @@ MOST = 24  # operations of a verb that the campaign tries, spread over all
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Path:
     """Create the inputs of the verbs."""
-    folder = tmp_path_factory.mktemp("given")
+    folder = tmp_path_factory.mktemp("inputs")
     write_words(folder / "sources")
     random_export(folder / "model")
     (folder / "short").write_bytes(bytes(range(60)))
-    made = commands("compress", folder / "short", "--model", folder / "model", "--output", folder / "short.lsz")
-    assert made.code == 0, made.err
+    compressed = commands("compress", folder / "short", "--model", folder / "model", "--output", folder / "short.lsz")
+    assert compressed.code == 0, compressed.err
     write_shards(folder / "tars", samples=(2, 3))
     (folder / "packed").mkdir()
     for tar in (folder / "tars").iterdir():
@@ -71,10 +70,10 @@ def given(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Path:
     """Train a run of four steps."""
     folder = tmp_path_factory.mktemp("trained")
-    build([given / "sources"], folder / "data", validation_fraction=0.2)
+    build([inputs / "sources"], folder / "data", validation_fraction=0.2)
     (folder / "run.json").write_text(json.dumps(configuration(folder / "data", folder / "run")))
     with ForkServer(folder) as server:
         assert server.run(["--config", str(folder / "run.json"), "train.steps=4"], 1) == [0], server.stderr()
@@ -84,31 +83,31 @@ def trained(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Path:
 class Accidents:
     """One verb, and what becomes of it and of the next try."""
 
-    def __init__(self, commands: Commands, verb: Verb, words: list[str], given: Path, place: Path) -> None:
-        self._commands, self._verb, self._words, self._given, self._place = commands, verb, words, given, place
+    def __init__(self, commands: Commands, verb: Verb, words: list[str], inputs: Path, place: Path) -> None:
+        self._commands, self._verb, self._words, self._inputs, self._place = commands, verb, words, inputs, place
         self._prepare()
-        undisturbed = commands(*words, fault=(place, "kill before", 0))
-        assert undisturbed.code == 0, undisturbed.err
+        outcome = commands(*words, fault=(place, "kill before", 0))
+        assert outcome.code == 0, outcome.err
         self.count = len(commands.log())  # of operations: a record has no more than those that changed something
-        self._wanted = contents(place)
+        self._expected = contents(place)
         self._prepare()
         self._disk = Disk(place)
         assert commands(*words, fault=(place, "record", 0)).code == 0
         self.record = commands.log()
-        assert contents(place) == self._wanted
+        assert contents(place) == self._expected
 
     def fault(self, kind: str, number: int) -> None:
         """Run the verb with a fault at one of its operations, then again without."""
         self._prepare()
-        ended = self._commands(*self._words, fault=(self._place, kind, number))
-        where = f"{kind} at {number} of {self.count}: {self._commands.log()[number - 1]}\n{ended.err}"
+        outcome = self._commands(*self._words, fault=(self._place, kind, number))
+        where = f"{kind} at {number} of {self.count}: {self._commands.log()[number - 1]}\n{outcome.err}"
         if "kill" in kind:
-            assert ended.code == -9, where
-        elif ended.code == 0:
-            assert all(self._is_whole(output) for output in self._verb.outputs), where
+            assert outcome.code == -9, where
+        elif outcome.code == 0:
+            assert all(self._is_complete(output) for output in self._verb.outputs), where
         else:
-            ended.check_refused()
-        self._check_next_try(where)
+            outcome.check_refused()
+        self._check_retry(where)
 
     def power_cut(self, number: int, seed: int | None) -> None:
         """Restore what a power cut after so many operations leaves, and run the verb again.
@@ -117,61 +116,63 @@ class Accidents:
         """
         where = self._disk.cut(self.record, number, seed)
         if number == len(self.record):  # it was said to be done
-            assert all(self._is_whole(output) for output in self._verb.outputs), where
-        self._check_next_try(where)
+            assert all(self._is_complete(output) for output in self._verb.outputs), where
+        self._check_retry(where)
 
     def _prepare(self) -> None:
         shutil.rmtree(self._place, ignore_errors=True)
         self._place.mkdir()
-        if self._verb.beside:
-            shutil.copytree(self._given / self._verb.beside, self._place / self._verb.beside)
+        if self._verb.copied_input:
+            shutil.copytree(self._inputs / self._verb.copied_input, self._place / self._verb.copied_input)
 
-    def _is_whole(self, output: str) -> bool:
-        mine = {name: content for name, content in contents(self._place).items() if f"{name}/".startswith(f"{output}/")}
-        return mine == {name: content for name, content in self._wanted.items() if f"{name}/".startswith(f"{output}/")}
+    def _is_complete(self, output: str) -> bool:
+        def below(files: dict[str, object]) -> dict[str, object]:
+            return {name: content for name, content in files.items() if f"{name}/".startswith(f"{output}/")}
 
-    def _check_next_try(self, where: str) -> None:
-        there = contents(self._place)
+        return below(contents(self._place)) == below(self._expected)
+
+    def _check_retry(self, where: str) -> None:
+        files = contents(self._place)
         for output in self._verb.outputs:
-            is_there = (self._place / output).exists() and output != self._verb.beside
-            assert not is_there or self._is_whole(output), f"{where}: neither whole nor absent: {sorted(there)}"
-        again = self._commands(*self._words)
-        if again.code != 0:  # one is whole: it is not overwritten, and the line says so
-            whole = [output for output in self._verb.outputs if (self._place / output).exists()]
-            refusal = again.check_refused()
-            assert whole and " already" in refusal, f"{where}\n{sorted(there)}\n{refusal}"
-            if len(whole) < len(self._verb.outputs):
-                (self._place / whole[0]).unlink()
+            is_there = (self._place / output).exists() and output != self._verb.copied_input
+            assert not is_there or self._is_complete(output), f"{where}: neither complete nor absent: {sorted(files)}"
+        retry = self._commands(*self._words)
+        if retry.code != 0:  # an output is complete: it is not overwritten, and the line says so
+            complete = [output for output in self._verb.outputs if (self._place / output).exists()]
+            refusal = retry.check_refused()
+            assert complete and " already" in refusal, f"{where}\n{sorted(files)}\n{refusal}"
+            if len(complete) < len(self._verb.outputs):
+                (self._place / complete[0]).unlink()
                 assert self._commands(*self._words).code == 0, where
-        left = contents(self._place)
-        assert left == self._wanted, f"{where}: {sorted(left)} {sorted(self._wanted)}"
+        final = contents(self._place)
+        assert final == self._expected, f"{where}: {sorted(final)} {sorted(self._expected)}"
 
 
 def contents(folder: Path) -> dict[str, object]:
     """Return every file and empty folder by its relative path, without the hidden ones that a killed process leaves."""
-    found: dict[str, object] = {}
+    files: dict[str, object] = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if path.is_file():
-            found[name] = json.loads(path.read_bytes()) if name == MEASURED else path.read_bytes()
+            files[name] = json.loads(path.read_bytes()) if name == MEASURED else path.read_bytes()
         elif not any(path.iterdir()):
-            found[name] = None
-    if isinstance(measured := found.get(MEASURED), dict):
-        found[MEASURED] = {key: value for key, value in measured.items() if key not in UNEQUAL}
-    return {name: content for name, content in found.items() if ".partial" not in name}
+            files[name] = None
+    if isinstance(measured := files.get(MEASURED), dict):
+        files[MEASURED] = {key: value for key, value in measured.items() if key not in UNEQUAL}
+    return {name: content for name, content in files.items() if ".partial" not in name}
 
 
 @pytest.fixture
-def accidents(commands: Commands, given: Path, tmp_path: Path, name: str, request: pytest.FixtureRequest) -> Accidents:
+def accidents(commands: Commands, inputs: Path, tmp_path: Path, name: str, request: pytest.FixtureRequest) -> Accidents:
     """Return the accidents of a verb by its name."""
     verb, place = VERBS[name], tmp_path / "place"
     run = request.getfixturevalue("trained") if "{trained}" in verb.line else None
-    words = verb.line.format(given=given, place=place, trained=run).split()
-    return Accidents(commands, verb, words, given, place)
+    words = verb.line.format(inputs=inputs, place=place, trained=run).split()
+    return Accidents(commands, verb, words, inputs, place)
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_what_verbs_make_is_whole_or_absent(accidents: Accidents, name: str) -> None:
+def test_what_verbs_make_is_complete_or_absent(accidents: Accidents, name: str) -> None:
     """Place the faults towards the end, where the result gets its name."""
     accidents.fault("kill before", accidents.count - 1)
     accidents.fault("ENOSPC", accidents.count // 2)
@@ -181,7 +182,7 @@ def test_what_verbs_make_is_whole_or_absent(accidents: Accidents, name: str) -> 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", VERBS)
-def test_what_verbs_make_is_whole_or_absent_after_all_accidents(accidents: Accidents, name: str) -> None:
+def test_what_verbs_make_is_complete_or_absent_after_all_accidents(accidents: Accidents, name: str) -> None:
     done = 0
     for number in spread(accidents.count, MOST):
         for kind in FAULTS:

@@ -1,8 +1,8 @@
-"""Kills, disks that fail and power cuts in runs: none costs more than what came after the newest checkpoint.
+"""Kills, disks that fail and power cuts in runs: none costs more than the steps after the newest checkpoint.
 
-A run that saves, one that goes on, from its newest or an earlier checkpoint or in another layout, and one that a guard
-sends back. Checkpoints and lines are judged without Longstride's own code. The next `--resume auto` ends with the lines
-of a run that nothing disturbed.
+The runs save, resume from the newest or an earlier checkpoint or in another layout, or are rewound by a guard.
+Checkpoints and lines are judged without Longstride's own code. The next `--resume auto` ends with the lines of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ PLAIN = (f"train.steps={STEPS}", "train.evaluate_every=3", "train.evaluate_conte
 
 
 class Story(NamedTuple):
-    """A run in which something happens. ``start``: of what, a run of STEPS steps, if of one; see ``started``."""
+    """A run in which something happens.
+
+    ``start``: the state of the run folder before it: a "whole" run of STEPS steps, a "torn" one, or none.
+    ``floor``: the step of a checkpoint that no accident may lose.
+    """
 
     changes: tuple[str, ...] = ()
     resume: str = "auto"
     start: str | None = None
     ranks: int = 1
     spoil: str | None = None
-    floor: int = 0  # the step that is kept whatever happens
+    floor: int = 0
 
 
 STORIES = {
@@ -57,9 +61,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Path:
     """Create data, and a run of STEPS steps with a checkpoint at every second step."""
-    folder = tmp_path_factory.mktemp("given")
+    folder = tmp_path_factory.mktemp("inputs")
     write_words(folder / "sources")
     build([folder / "sources"], folder / "data", validation_fraction=0.2)
     (folder / "run.json").write_text(json.dumps(configuration(folder / "data", folder / "whole")))
@@ -70,11 +74,11 @@ def given(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Path:
 class Accidents:
     """A story in a place of its own, what becomes of it, and how the run goes on."""
 
-    def __init__(self, server: ForkServer, given: Path, story: Story, place: Path) -> None:
-        self._server, self._given, self._story, self._place = server, given, story, place
+    def __init__(self, server: ForkServer, inputs: Path, story: Story, place: Path) -> None:
+        self._server, self._inputs, self._story, self._place = server, inputs, story, place
         self._run = place / "run"
-        self._words = ["--config", str(given / "run.json"), *PLAIN, *story.changes, f"train.output={self._run}"]
-        self._wanted_from_2: list[dict[str, Any]] = []
+        self._words = ["--config", str(inputs / "run.json"), *PLAIN, *story.changes, f"train.output={self._run}"]
+        self._expected_from_2: list[dict[str, Any]] = []
         self.counts: list[int] = []  # of operations, by the rank; a record has those that changed something
         for rank in range(story.ranks):
             self._prepare()
@@ -84,8 +88,8 @@ class Accidents:
         self._disk = Disk(place)
         self._act({"rank": None, "folder": str(place), "kind": "record", "number": 0}, 0)
         self.record = server.log()
-        self._wanted = lines(self._run)
-        train = [line["step"] for line in self._wanted if line["split"] == "train"]
+        self._expected = lines(self._run)
+        train = [line["step"] for line in self._expected if line["split"] == "train"]
         assert train == list(range(1, STEPS + 1))
 
     def fault(self, kind: str, number: int, rank: int = 0) -> None:
@@ -111,7 +115,7 @@ class Accidents:
         shutil.rmtree(self._place, ignore_errors=True)
         self._place.mkdir()
         if self._story.start:
-            shutil.copytree(self._given / "whole", self._run)
+            shutil.copytree(self._inputs / "whole", self._run)
         if self._story.start == "torn":
             shutil.rmtree(self._run / "checkpoints" / f"step-{STEPS:08d}")
             text = (self._run / "metrics.jsonl").read_text()
@@ -126,52 +130,52 @@ class Accidents:
     def _stderr(self) -> str:
         return "\n".join(self._server.stderr(rank)[-3000:] for rank in range(self._story.ranks))
 
-    def _wanted_lines(self) -> list[dict[str, Any]]:
+    def _expected_lines(self) -> list[dict[str, Any]]:
         """Return the lines of an undisturbed run, or of one that was rewound to step 2."""
         incidents = sorted((self._run / "guards").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         if not incidents or json.loads(incidents[-1].read_bytes())["rewound_to"] != 2:
-            return list(self._wanted)
-        if not self._wanted_from_2:  # as step 4 could not be saved
+            return list(self._expected)
+        if not self._expected_from_2:  # as step 4 could not be saved
             run = self._place / "from-2"
             failing = {"rank": 0, "steps": [4], "bytes": 30_000, "folder": "", "stop": None}
             words = [*self._words, f"train.output={run}"]
             codes = self._server.run(words, self._story.ranks, failing=failing, spoil=self._story.spoil)
             assert set(codes) == {0}, self._stderr()
-            self._wanted_from_2 = lines(run)
-        return list(self._wanted_from_2)
+            self._expected_from_2 = lines(run)
+        return list(self._expected_from_2)
 
     def _check(self, where: str) -> None:
         step = newest(self._run)
         assert step >= self._story.floor, f"{where}: step {step} is the newest"
-        there = [line for line in lines(self._run) if line["step"] <= step]
-        wanted = [line for line in self._wanted_lines() if line["step"] <= step]
-        if there != wanted and wanted and wanted[-1]["split"] != "train" and wanted[-1]["step"] == step:
-            del wanted[-1]  # an evaluation comes after the save of its step: it is made up for
-        assert there == wanted, f"{where}: lines to step {step} are {there}"
+        written = [line for line in lines(self._run) if line["step"] <= step]
+        expected = [line for line in self._expected_lines() if line["step"] <= step]
+        if written != expected and expected and expected[-1]["split"] != "train" and expected[-1]["step"] == step:
+            del expected[-1]  # an evaluation comes after the save of its step: it is made up for
+        assert written == expected, f"{where}: lines to step {step} are {written}"
         codes = self._act(None, resume="auto")
         assert set(codes) == {0}, f"{where}\n---- next try\n{self._stderr()}"
         going_on = f"going on from {self._run / 'checkpoints'}/step-{step:08d}\n"
         if step == STEPS:
             going_on = f"{self._run} is finished: step-{step:08d} is its last;"
         assert (going_on in self._stderr()) == (step > 0), f"{where}\n---- next try\n{self._stderr()}"
-        assert lines(self._run) == self._wanted_lines(), where
+        assert lines(self._run) == self._expected_lines(), where
         assert newest(self._run) == STEPS, where
-        left = [path.name for path in (self._run / "checkpoints").iterdir() if path.name.startswith(".")]
-        assert all(name.endswith(".universal") for name in left), f"{where}: {left}"
+        hidden = [path.name for path in (self._run / "checkpoints").iterdir() if path.name.startswith(".")]
+        assert all(name.endswith(".universal") for name in hidden), f"{where}: {hidden}"
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
     """Return the complete lines of metrics.jsonl, without fields that differ between equal runs."""
     path = run / "metrics.jsonl"
-    found = []
+    records = []
     for text in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         try:
             line = json.loads(text) if text.endswith(b"\n") else None
         except ValueError:
             line = None
         if line is not None:
-            found.append({key: value for key, value in line.items() if key not in UNEQUAL})
-    return found
+            records.append({key: value for key, value in line.items() if key not in UNEQUAL})
+    return records
 
 
 def newest(run: Path) -> int:
@@ -191,9 +195,9 @@ def newest(run: Path) -> int:
 
 
 @pytest.fixture
-def accidents(server: ForkServer, given: Path, tmp_path: Path, name: str) -> Accidents:
+def accidents(server: ForkServer, inputs: Path, tmp_path: Path, name: str) -> Accidents:
     """Return the accidents of a story by its name."""
-    return Accidents(server, given, STORIES[name], tmp_path / "place")
+    return Accidents(server, inputs, STORIES[name], tmp_path / "place")
 
 
 @pytest.mark.parametrize("name", ["going on from an earlier step"])

@@ -2,99 +2,86 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from longstride.data_pipelines.building import build
+from tests.harness.data.builds import write_files
 from tests.harness.data.published_files import pictures, write_cifar, zipped
-from tests.hostile.commands import Commands, Outcome
+from tests.hostile.commands import Commands, Outcome, sampled
 from tests.hostile.generators.archives import ARRAYS, BOMBS, NAMES, PICKLES, TARS, gzip_bomb, member, zstd_bomb
 from tests.hostile.generators.files import HOSTILE_JSON, NO_FILES, replace, sparse
 from tests.hostile.generators.shards import FIELDS, LIES, VALUES, set_field
-
-FILES = ("manifest.json", "train-00000.tar", "train-00000.index.npy")
-FIELD_CASES = [(field, value) for field in FIELDS for value in VALUES]
 
 
 @pytest.fixture(scope="session")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a data folder of a few shards."""
     base = tmp_path_factory.mktemp("honest")
-    for number in range(12):
-        (base / "texts").mkdir(exist_ok=True)
-        (base / "texts" / f"{number}.txt").write_text(f"text {number}\n" * 40)
+    write_files(base / "texts", {f"{number}.txt": f"text {number}\n".encode() * 40 for number in range(12)})
     build([base / "texts"], base / "data", validation_fraction=0.2, shard_bytes=1200)
     return base / "data"
 
 
+@pytest.fixture
+def folder(honest: Path, tmp_path: Path) -> Path:
+    """Copy the data folder, to be damaged."""
+    return shutil.copytree(honest, tmp_path / "data")
+
+
 @pytest.fixture(scope="session")
-def usual(commands: Commands, honest: Path) -> dict[str, Outcome]:
-    """Return the outcomes of the verbs on an intact folder."""
-    found = {verb: commands("data", verb, honest) for verb in ("verify", "show")}
-    assert [outcome.code for outcome in found.values()] == [0, 0], [outcome.err for outcome in found.values()]
-    return found
+def check(commands: Commands, honest: Path) -> Callable[..., None]:
+    """Return a function of verbs, a damaged folder and options that checks what the verbs say of the damage.
+
+    A verb refuses the folder in a line, or `verify` prints lines about the damage.
+    """
+    expected = {verb: commands("data", verb, honest) for verb in ("verify", "show")}
+    assert [outcome.code for outcome in expected.values()] == [0, 0], [outcome.err for outcome in expected.values()]
+
+    def run(verb: str, folder: Path, *options: str) -> None:
+        outcome = commands("data", verb, folder, *options)
+        if outcome.code == 1 and verb == "verify":
+            outcome.check_bounded(expected[verb])
+            lines = outcome.out.splitlines()
+            assert lines and max(map(len, lines)) <= 1000, outcome.out[:2000]
+        else:
+            outcome.check_refused(expected[verb])
+
+    return run
 
 
-def sampled(cases: Iterable[object], every: int) -> list[object]:
-    """Return all cases; only every n-th runs outside the campaign."""
-    return [
-        case if not number % every else pytest.param(case, marks=pytest.mark.campaign)
-        for number, case in enumerate(cases)
-    ]
-
-
-def check_found(outcome: Outcome, usual: Outcome) -> None:
-    """Check that a folder is refused in a line, or by `verify` with lines about the damage."""
-    if outcome.code == 1 and outcome.words[1] == "verify":
-        outcome.check_bounded(usual)
-        lines = outcome.out.splitlines()
-        assert lines and max(map(len, lines)) <= 1000, outcome.out[:2000]
-    else:
-        outcome.check_refused(usual)
-
-
-@pytest.mark.parametrize("case", sampled(FIELD_CASES, 25), ids=str)
-def test_manifest_of_other_types(
-    commands: Commands, honest: Path, usual: dict[str, Outcome], tmp_path: Path, case: tuple[tuple[object, ...], str]
-) -> None:
-    folder = shutil.copytree(honest, tmp_path / "data")
-    set_field(folder, case[0], VALUES[case[1]])
-    check_found(commands("data", "show", folder), usual["show"])
+@pytest.mark.parametrize(("field", "value"), sampled(itertools.product(FIELDS, VALUES), 25), ids=str)
+def test_manifest_of_other_types(check: Callable[..., None], folder: Path, field: tuple[Any, ...], value: str) -> None:
+    set_field(folder, field, VALUES[value])
+    check("show", folder)
 
 
 @pytest.mark.parametrize("what", sampled(HOSTILE_JSON, 5))
 @pytest.mark.parametrize("verb", ["verify", "show"])
-def test_manifest_of_other_json(
-    commands: Commands, honest: Path, usual: dict[str, Outcome], tmp_path: Path, verb: str, what: str
-) -> None:
-    folder = shutil.copytree(honest, tmp_path / "data")
+def test_manifest_of_other_json(check: Callable[..., None], folder: Path, verb: str, what: str) -> None:
     (folder / "manifest.json").write_bytes(HOSTILE_JSON[what]())
-    check_found(commands("data", verb, folder), usual[verb])
+    check(verb, folder)
 
 
 @pytest.mark.parametrize("kind", sampled(NO_FILES, 4))
-@pytest.mark.parametrize("name", FILES)
-def test_no_file_in_the_place_of_one(
-    commands: Commands, honest: Path, usual: dict[str, Outcome], tmp_path: Path, name: str, kind: str
-) -> None:
-    folder = shutil.copytree(honest, tmp_path / "data")
+@pytest.mark.parametrize("name", ["manifest.json", "train-00000.tar", "train-00000.index.npy"])
+def test_no_file_in_the_place_of_one(check: Callable[..., None], folder: Path, name: str, kind: str) -> None:
     replace(folder / name, kind)
-    for verb in ("verify", "show"):
-        check_found(commands("data", verb, folder, *["--split", "train"] * (verb == "show")), usual[verb])
+    check("verify", folder)
+    check("show", folder, "--split", "train")
 
 
 @pytest.mark.parametrize("what", sampled(LIES, 6))
-def test_sealed_folder_that_lies(
-    commands: Commands, honest: Path, usual: dict[str, Outcome], tmp_path: Path, what: str
-) -> None:
-    folder = shutil.copytree(honest, tmp_path / "data")
+def test_sealed_folder_that_lies(check: Callable[..., None], folder: Path, what: str) -> None:
     LIES[what](folder)
-    for verb in ("verify", "show"):
-        check_found(commands("data", verb, folder, *["--split", "train"] * (verb == "show")), usual[verb])
+    check("verify", folder)
+    check("show", folder, "--split", "train")
 
 
 @pytest.fixture(scope="session")
@@ -165,10 +152,7 @@ def test_bomb(commands: Commands, indexed: Outcome, tmp_path: Path, ending: str,
 
 @pytest.mark.parametrize("kind", sampled([kind for kind in NO_FILES if kind != "folder"], 3))
 def test_no_file_among_sources(commands: Commands, indexed: Outcome, tmp_path: Path, kind: str) -> None:
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for number in range(3):
-        (texts / f"{number}.txt").write_text(f"{number}\n" * 9)
+    texts = write_files(tmp_path / "texts", {f"{number}.txt": b"%d\n" % number * 9 for number in range(3)})
     replace(texts / "no.txt", kind)
     outcome = commands("data", "build", texts, "--output", tmp_path / "data")
     outcome.check_bounded(indexed)
@@ -181,31 +165,27 @@ def test_no_file_among_sources(commands: Commands, indexed: Outcome, tmp_path: P
     index(commands, tar).check_refused(indexed)
 
 
-RECORDS: dict[str, tuple[Callable[[Path], object], bool]] = {  # and whether it is taken
+RECORDS: dict[str, tuple[Callable[[Path], object], bool]] = {  # and whether it is read
     "a line of 10 GB": (lambda path: sparse(path, 10 * 2**30), False),
-    "numbers of 5,000 digits": (lambda path: write(path, b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n"), True),
-    "a text of 5,000 digits": (lambda path: write(path, b'{"text": ' + b"9" * 5000 + b"}\n"), False),
-    "100,000 lists deep": (lambda path: write(path, b'{"text": "a", "n": ' + b"[" * 100_000 + b"\n"), False),
-    "30 MB of lists": (lambda path: write(path, b'{"text": "a", "n": [' + b"[]," * 10_000_000 + b"[]]}\n"), True),
-    "30 MB of numbers": (lambda path: write(path, b'{"text": "a", "n": [' + b"1.5," * 7_500_000 + b"1]}\n"), True),
-    "300 MB of a text": (lambda path: write(path, b'{"text": "' + b"x" * 300_000_000 + b'"}\n'), False),
-    "half a character": (lambda path: write(path, b'{"text": "\\ud800"}\n'), False),
-    "zeros": (lambda path: write(path, bytes(4096)), False),
-    "a field of 200 kB": (lambda path: write(path, b'{"' + b"n" * 200_000 + b'": 1}\n'), False),
+    "numbers of 5,000 digits": (lambda path: path.write_bytes(b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n"), True),
+    "a text of 5,000 digits": (lambda path: path.write_bytes(b'{"text": ' + b"9" * 5000 + b"}\n"), False),
+    "100,000 lists deep": (lambda path: path.write_bytes(b'{"text": "a", "n": ' + b"[" * 100_000 + b"\n"), False),
+    "30 MB of lists": (lambda path: path.write_bytes(b'{"text": "a", "n": [' + b"[]," * 10_000_000 + b"[]]}\n"), True),
+    "30 MB of numbers": (lambda path: path.write_bytes(b'{"text": "a", "n": [' + b"1.5," * 7_500_000 + b"1]}\n"), True),
+    "300 MB of a text": (lambda path: path.write_bytes(b'{"text": "' + b"x" * 300_000_000 + b'"}\n'), False),
+    "half a character": (lambda path: path.write_bytes(b'{"text": "\\ud800"}\n'), False),
+    "zeros": (lambda path: path.write_bytes(bytes(4096)), False),
+    "a field of 200 kB": (lambda path: path.write_bytes(b'{"' + b"n" * 200_000 + b'": 1}\n'), False),
 }
-
-
-def write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("what", sampled(RECORDS, 3))
 def test_records(commands: Commands, indexed: Outcome, tmp_path: Path, what: str) -> None:
-    make, is_taken = RECORDS[what]
+    make, is_read = RECORDS[what]
     make(tmp_path / "a.jsonl")
     words = ("--output", tmp_path / "data", "--field", "text", "--validation-fraction", 0)
     outcome = commands("data", "build", tmp_path / "a.jsonl", *words)
-    if is_taken:
+    if is_read:
         outcome.check_bounded(indexed)
         assert outcome.code == 0 and "train 1 bytes of 1 document" in outcome.err, outcome.err
     else:
@@ -218,31 +198,40 @@ def test_text_of_a_sparse_petabyte(commands: Commands, indexed: Outcome, tmp_pat
     assert "and the disk has" in outcome.check_refused(indexed)
 
 
+@pytest.fixture
+def refuse_dataset(commands: Commands, indexed: Outcome, tmp_path: Path) -> Callable[[str, Path], None]:
+    """Return a function that checks that a build refuses a published dataset, and runs nothing of it."""
+
+    def check(dataset: str, source: Path) -> None:
+        words = ("--dataset", dataset, "--unpublished", "--input", source, "--output", tmp_path / "data")
+        commands("data", "build", *words, folder=tmp_path).check_refused(indexed)
+        assert not (tmp_path / "ran").exists()
+
+    return check
+
+
 @pytest.mark.parametrize("what", sampled(PICKLES, 4))
-def test_batch_of_cifar10(commands: Commands, indexed: Outcome, tmp_path: Path, what: str) -> None:
+def test_batch_of_cifar10(refuse_dataset: Callable[[str, Path], None], tmp_path: Path, what: str) -> None:
     folder = write_cifar(tmp_path / "cifar", {"data_batch_2": pictures(3, 32)}, "python3")
     (folder / "data_batch_1").write_bytes(PICKLES[what]())
-    words = ("--dataset", "cifar10", "--unpublished", "--input", folder, "--output", tmp_path / "data")
-    commands("data", "build", *words, folder=tmp_path).check_refused(indexed)
-    assert not (tmp_path / "ran").exists()
+    refuse_dataset("cifar10", folder)
 
 
 @pytest.mark.parametrize("what", sampled(ARRAYS, 4))
-@pytest.mark.parametrize("is_zipped", [False, pytest.param(True, marks=pytest.mark.campaign)])
-def test_batch_of_imagenet64(commands: Commands, indexed: Outcome, tmp_path: Path, what: str, is_zipped: bool) -> None:
-    (tmp_path / "set").mkdir()
-    content = ARRAYS[what]()
+@pytest.mark.parametrize("is_zipped", sampled([False, True], [False]))
+def test_batch_of_imagenet64(
+    refuse_dataset: Callable[[str, Path], None], tmp_path: Path, what: str, is_zipped: bool
+) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
     if is_zipped:
-        zipped(tmp_path / "set/Imagenet64_train_part1_npz.zip", {"train_data_batch_1.npz": content})
+        zipped(folder / "Imagenet64_train_part1_npz.zip", {"train_data_batch_1.npz": ARRAYS[what]()})
     else:
-        (tmp_path / "set/train_data_batch_1.npz").write_bytes(content)
-    words = ("--dataset", "imagenet64", "--unpublished", "--input", tmp_path / "set", "--output", tmp_path / "data")
-    commands("data", "build", *words, folder=tmp_path).check_refused(indexed)
-    assert not (tmp_path / "ran").exists()
+        (folder / "train_data_batch_1.npz").write_bytes(ARRAYS[what]())
+    refuse_dataset("imagenet64", folder)
 
 
 @pytest.mark.parametrize("what", sampled(TARS, 6))
-def test_archive_of_a_dataset(commands: Commands, indexed: Outcome, tmp_path: Path, what: str) -> None:
+def test_archive_of_a_dataset(refuse_dataset: Callable[[str, Path], None], tmp_path: Path, what: str) -> None:
     (tmp_path / "cifar.tar").write_bytes(TARS[what]())
-    words = ("--dataset", "cifar10", "--unpublished", "--input", tmp_path / "cifar.tar", "--output", tmp_path / "data")
-    commands("data", "build", *words).check_refused(indexed)
+    refuse_dataset("cifar10", tmp_path / "cifar.tar")

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.commands import Commands, Outcome
+from tests.hostile.commands import Commands, Outcome, campaign, sampled
 from tests.hostile.generators.files import NO_FILES, replace, sparse
 from tests.hostile.generators.media import PICTURES, SOUNDS, png, png_chunk, wav
-from tests.hostile.test_data_folders import sampled
 
 ENDS = {"image": ".png", "audio": ".wav"}
 HONEST = {"image": png(4, 4, rows=(b"\0" + bytes(12)) * 4), "audio": wav()}
+CASES = {"image": PICTURES, "audio": SOUNDS}
 OPTIONS = {"image": ("--image-size", "4x4"), "audio": ("--rate", "8000")}
 
 
@@ -28,49 +28,50 @@ def honest(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> dict
     return outcomes
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Create an empty folder for files."""
+    (tmp_path / "files").mkdir()
+    return tmp_path / "files"
+
+
 def build(commands: Commands, folder: Path, modality: str, *options: str) -> Outcome:
     words = ("--modality", modality, "--output", folder.parent / f"{folder.name}-built", "--validation-fraction", 0)
     return commands("data", "build", folder, *words, *options)
 
 
-@pytest.mark.parametrize("asked", [False, True], ids=["as it is", "converted"])
+@pytest.mark.parametrize("is_converted", [False, True], ids=["as it is", "converted"])
 @pytest.mark.parametrize(
     ("modality", "what"),
-    [
-        pytest.param(modality, what, marks=[] if number % 7 == 0 else pytest.mark.campaign)
-        for modality, kinds in (("image", PICTURES), ("audio", SOUNDS))
-        for number, what in enumerate(kinds)
-    ],
+    [case for modality, kinds in CASES.items() for case in sampled([(modality, what) for what in kinds], 7)],
 )
 def test_file_that_lies(
-    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, modality: str, what: str, asked: bool
+    commands: Commands,
+    honest: dict[str, Outcome],
+    tmp_path: Path,
+    folder: Path,
+    modality: str,
+    what: str,
+    is_converted: bool,
 ) -> None:
-    folder = tmp_path / "files"
-    folder.mkdir()
-    (folder / f"a{ENDS[modality]}").write_bytes({"image": PICTURES, "audio": SOUNDS}[modality][what]())
-    outcome = build(commands, folder, modality, *OPTIONS[modality] if asked else ())
+    (folder / f"a{ENDS[modality]}").write_bytes(CASES[modality][what]())
+    outcome = build(commands, folder, modality, *OPTIONS[modality] if is_converted else ())
     outcome.check_refused(honest[modality])
-    assert not (tmp_path / "files-built").exists()
+    assert not folder.with_name("files-built").exists()
 
 
 @pytest.mark.parametrize("modality", ENDS)
-def test_file_of_a_sparse_terabyte(
-    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, modality: str
-) -> None:
-    folder = tmp_path / "files"
-    folder.mkdir()
+def test_file_of_a_sparse_terabyte(commands: Commands, honest: dict[str, Outcome], folder: Path, modality: str) -> None:
     path = folder / f"a{ENDS[modality]}"
     path.write_bytes(HONEST[modality] if modality == "image" else wav(before=b"junk\xff\xff\xff\x7f"))
     sparse(path, 2**40)
     build(commands, folder, modality).check_refused(honest[modality])
 
 
-@pytest.mark.parametrize("channels", [1024, pytest.param(65_535, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("channels", [1024, *campaign([65_535])])
 def test_many_channels_are_mixed_in_bounded_memory(
-    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, channels: int
+    commands: Commands, honest: dict[str, Outcome], folder: Path, channels: int
 ) -> None:
-    folder = tmp_path / "files"
-    folder.mkdir()
     frames = 2**27 // channels
     (folder / "a.wav").write_bytes(wav(channels=channels, data=b"", size=frames * channels))
     sparse(folder / "a.wav", 44 + frames * channels)
@@ -81,14 +82,12 @@ def test_many_channels_are_mixed_in_bounded_memory(
 
 @pytest.mark.parametrize(
     ("depth", "colours", "wide"),
-    [(8, 6, 4), pytest.param(16, 0, 2, marks=pytest.mark.campaign), pytest.param(16, 2, 6, marks=pytest.mark.campaign)],
+    [(8, 6, 4), *campaign([(16, 0, 2), (16, 2, 6)])],
     ids=["RGBA", "grey of 16 bits", "RGB of 16 bits with a key"],
 )
 def test_largest_picture_is_converted_in_bounded_memory(
-    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, depth: int, colours: int, wide: int
+    commands: Commands, honest: dict[str, Outcome], folder: Path, depth: int, colours: int, wide: int
 ) -> None:
-    folder = tmp_path / "files"
-    folder.mkdir()
     key = [png_chunk(b"tRNS", bytes(6))] if colours == 2 else []
     rows = bytes((8192 * wide + 1) * 8192)
     (folder / "a.png").write_bytes(png(8192, 8192, *key, rows=rows, depth=depth, kind=colours))

@@ -63,7 +63,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_ranks(places: Path, output: Path, differs: Differs, world_size: int, stage: int, *more: str) -> Ended:
+def run_ranks(places: Path, output: Path, differs: Differs, world_size: int, stage: int, *words: str) -> Ended:
     """Run ranks of which the last differs."""
     port, ranks = free_port(), []
     for rank in range(world_size):
@@ -85,7 +85,7 @@ def run_ranks(places: Path, output: Path, differs: Differs, world_size: int, sta
         file.write_text(json.dumps(content))
         environment = plain_environment() | rank_environment(rank, world_size, port)
         environment["VERSIONS"] = json.dumps(differs.versions if is_other else {})
-        ranks.append(Rank(["--config", str(file), *more], environment))
+        ranks.append(Rank(["--config", str(file), *words], environment))
     try:
         for each in ranks:
             each.wait(SECONDS)
@@ -94,16 +94,16 @@ def run_ranks(places: Path, output: Path, differs: Differs, world_size: int, sta
     return Ended([each.returncode for each in ranks], [out for out, _ in texts], [error for _, error in texts])
 
 
-def check_told(places: Path, tmp_path: Path, differs: Differs, world_size: int, stage: int, *more: str) -> None:
+def check_told(places: Path, tmp_path: Path, differs: Differs, world_size: int, stage: int, *words: str) -> None:
     """Check that all ranks end by 2 before anything is written, and that the first gives the reason in one line."""
-    ended = run_ranks(places, tmp_path / "run", differs, world_size, stage, *more)
+    ended = run_ranks(places, tmp_path / "run", differs, world_size, stage, *words)
     assert ended.codes == [exit_codes.WRONG_INPUT] * world_size, ended.stderr
     lines = [line for text in ended.stderr for line in text.splitlines() if line.startswith("longstride: ")]
     (line,) = lines
     assert line in ended.stderr[0] and line.startswith(f"longstride: error: {differs.told}"), line
     assert f" for rank {world_size - 1} on {socket.gethostname()}; " in line and len(line) < 1000, line
     assert not any("Traceback" in text for text in ended.stderr), ended.stderr
-    assert not list(tmp_path.glob("run/*")) or "--resume" in more
+    assert not list(tmp_path.glob("run/*")) or "--resume" in words
 
 
 @pytest.mark.parametrize("what", SAMPLE)
@@ -123,8 +123,8 @@ def test_every_number_of_ranks_under_every_stage(
 
 def test_equal_data_elsewhere_goes_on_and_a_resume_is_held_too(places: Path, tmp_path: Path) -> None:
     """Allow hosts to differ in paths of data, readers and notes; require all else to be equal, also at a resume."""
-    own = {"data.workers": 1, "data.prefetch": 3, "notes": "mine", "data.remote": {"cache": str(tmp_path)}}
-    ended = run_ranks(places, tmp_path / "run", Differs(own, "", "copy"), 2, 1)
+    host_own = {"data.workers": 1, "data.prefetch": 3, "notes": "mine", "data.remote": {"cache": str(tmp_path)}}
+    ended = run_ranks(places, tmp_path / "run", Differs(host_own, "", "copy"), 2, 1)
     assert ended.codes == [exit_codes.DONE] * 2, ended.stderr
     lines = metrics(tmp_path / "run")
     changed = Differs({"train.learning_rate": 0.03}, "train.learning_rate=0.003: is so")

@@ -20,9 +20,10 @@ from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores import open_store, remote, transport
+from tests.harness.data.builds import write_files
 from tests.harness.data.streams import open_stream
 from tests.harness.runs import configuration
-from tests.hostile.commands import Commands
+from tests.hostile.commands import Commands, campaign, sampled
 from tests.hostile.generators.http_servers import Exchange, FaultyServer, serving
 from tests.hostile.generators.lies import CUT_BYTES, LIES, SECRET
 
@@ -44,7 +45,6 @@ SAMPLE = (
     "chunk extension without end", "reason of 8,000 letters", "redirect to a file", "redirect on and on",
     "status line of 95 kB",
 )  # fmt: skip
-KINDS = [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.campaign) for kind in LIES]
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +57,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a data folder whose manifest and shards are longer than what a cutting server sends."""
-    sources = tmp_path_factory.mktemp("sources")
     generator = np.random.default_rng(7)
-    for number in range(150):
-        content = generator.integers(0, 256, 24_000, dtype=np.uint8).tobytes()
-        (sources / f"{number:03d}.py").write_bytes(content)
-    made = tmp_path_factory.mktemp("made") / "data"
-    build([sources], made, validation_fraction=0.05, shard_bytes=24_000, seed=3)
-    assert min(path.stat().st_size for path in (made / MANIFEST, *made.glob("*.tar"))) > CUT_BYTES
-    return made
+    files = {f"{number:03d}.py": generator.integers(0, 256, 24_000, dtype=np.uint8).tobytes() for number in range(150)}
+    sources, folder = (tmp_path_factory.mktemp(name) for name in ("sources", "served"))
+    build([write_files(sources, files)], folder / "data", validation_fraction=0.05, shard_bytes=24_000, seed=3)
+    served = [folder / "data" / MANIFEST, *folder.glob("data/*.tar")]
+    assert min(path.stat().st_size for path in served) > CUT_BYTES
+    return folder / "data"
 
 
 @pytest.fixture
@@ -73,7 +71,7 @@ def settings(tmp_path: Path) -> RemoteSettings:
     return RemoteSettings(cache=str(tmp_path / "cache"), attempts=3, parallel=1, most_bytes=MOST_BYTES, **SECONDS)
 
 
-def of(manifest: bool, lie: Callable[[Exchange], bool | None]) -> Callable[[Exchange], bool | None]:
+def of(manifest: bool, lie: Callable[[Exchange], object]) -> Callable[[Exchange], object]:
     """Apply a lie only to the manifest, or only to everything else."""
     return lambda exchange: lie(exchange) if (exchange.request.name == MANIFEST) is manifest else False
 
@@ -92,7 +90,7 @@ def check_message(text: str) -> None:
 
 
 @pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "shards"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sampled(LIES, SAMPLE))
 def test_bytes_are_those_of_the_disk_or_one_line_says_why(
     folder: Path, settings: RemoteSettings, kind: str, manifest: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,7 +100,7 @@ def test_bytes_are_those_of_the_disk_or_one_line_says_why(
     healed = kind in (HEALED if manifest else HEALED_SHARDS)
     with server as url:
         location = url.replace("://", f"://somebody:{SECRET}@")
-        peak, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+        peak, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
         if healed:
             assert order(location, settings) == expected
         elif kind in EITHER:
@@ -112,7 +110,7 @@ def test_bytes_are_those_of_the_disk_or_one_line_says_why(
             with pytest.raises(DataError) as caught:
                 order(location, settings)
             check_message(str(caught.value))
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
     for record in caplog.records:
         if record.name.startswith("longstride"):
@@ -137,7 +135,7 @@ def test_verification_of_a_folder_behind_a_server_that_lies(commands: Commands, 
     assert line.startswith(f"{url}/{MANIFEST}: ")
 
 
-@pytest.mark.parametrize("kind", ["trickle", pytest.param("head that trickles", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kind", ["trickle", *campaign(["head that trickles"])])
 def test_training_from_a_server_that_is_too_slow(commands: Commands, folder: Path, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run.json"
     with FaultyServer(folder, lie=LIES[kind]) as url:
@@ -169,7 +167,7 @@ def test_pages_without_end_are_not_listed(tmp_path: Path, settings: RemoteSettin
         def log_message(self, *arguments: object) -> None:
             pass
 
-    begun = time.monotonic()
+    start = time.monotonic()
     with serving(Pages) as url, pytest.raises(DataError, match=r"window_seconds=1\.5; name the files themselves"):
         open_store(url, settings).find(".tar")
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - start < 10

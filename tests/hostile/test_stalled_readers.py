@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pty
 import re
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,11 +24,13 @@ from longstride.launcher.output import exit_codes
 from tests.harness.data.tars import write_tar
 from tests.harness.processes.tended import Tended, deepspeed, longstride, tended
 from tests.harness.runs import ROOT, Rank, configuration, free_port, metrics, plain_environment, rank_environment, spawn
-from tests.hostile.generators.stalled import STALLED, stalled
+from tests.hostile.commands import campaign, sampled
 
 SECONDS = 30.0  # that a stop may take
 _STAND_INS = [sys.executable, str(ROOT / "tests/harness/processes/stand_ins.py"), "parent"]
 _SAME_STOP_SECONDS = 5.5  # signals to a rank that are nearer together are one stop
+# Functions that return two files: one to read from and one to write to.
+STALLED: dict[str, Callable[[], tuple[int, int]]] = {"pipe": os.pipe, "terminal": pty.openpty}
 STREAMS = {"stdout": (True, False), "stderr": (False, True), "both": (True, True)}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -39,15 +43,30 @@ class Case(NamedTuple):
     world_size: int
     number: signal.Signals
 
-    @property
-    def parameter(self) -> object:
-        """The case as a test's parameter; all but the sample are for the campaign."""
-        name = f"{self.kind}-{self.streams}-{self.world_size}-{self.number.name}"
-        return pytest.param(self, marks=() if self in SAMPLE else pytest.mark.campaign, id=name)
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.streams}-{self.world_size}-{self.number.name}"
 
 
 SAMPLE = [Case("pipe", "both", 2, signal.SIGTERM), Case("terminal", "stderr", 1, signal.SIGINT)]
 EVERY = [Case(*case) for case in itertools.product(STALLED, STREAMS, (1, 2), SIGNALS)]
+
+
+@contextmanager
+def stalled(kind: str) -> Iterator[int]:
+    """Yield the writing end of one of STALLED. A writer waits until the block ends."""
+    reader, writer = STALLED[kind]()
+    os.set_blocking(writer, False)
+    room = select.poll()
+    room.register(writer, select.POLLOUT)
+    while room.poll(100):  # a terminal makes room when it has moved what was written
+        with suppress(BlockingIOError):
+            os.write(writer, b"x" * 512)
+    os.set_blocking(writer, True)
+    try:
+        yield writer
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 @pytest.fixture(scope="module")
@@ -106,15 +125,15 @@ def check_saved(run: Path) -> None:
     assert (run / "checkpoints" / f"step-{steps[-1]:08d}" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("case", [case.parameter for case in EVERY])
+@pytest.mark.parametrize("case", sampled(EVERY, SAMPLE), ids=str)
 def test_ranks_go_on_and_a_stop_saves(data: Path, tmp_path: Path, case: Case) -> None:
     with started(["--config", str(config_file(data, tmp_path))], case, tmp_path) as ranks:
         wait_for_steps(tmp_path, 20)
-        begun = time.monotonic()
+        start = time.monotonic()
         os.kill(ranks[-1].pid, case.number)
         codes = [rank.wait(SECONDS) for rank in ranks]
         assert codes == [exit_codes.REQUEUE] * case.world_size
-        assert time.monotonic() - begun < SECONDS
+        assert time.monotonic() - start < SECONDS
     check_saved(tmp_path / "run")
 
 
@@ -152,24 +171,19 @@ def test_reader_that_is_slow_sees_every_line_in_order(data: Path, tmp_path: Path
         rank.end()
     reading.join(SECONDS)
     os.close(reader)
-    seen = b"".join(pieces).decode().splitlines()
+    shown = b"".join(pieces).decode().splitlines()
     again = spawn([*arguments, f"train.output={tmp_path / 'again'}"], 1)
     assert again.codes == [exit_codes.DONE]
 
     def words(lines: list[str]) -> list[str]:
         return [re.split(r"·| in \d", line)[0] for line in lines]  # before what takes its time
 
-    assert words(seen) == words(again.stderr[0].replace(str(tmp_path / "again"), str(tmp_path / "run")).splitlines())
+    assert words(shown) == words(again.stderr[0].replace(str(tmp_path / "again"), str(tmp_path / "run")).splitlines())
 
 
 @pytest.mark.parametrize(
     ("kind", "twice"),
-    [
-        ("pipe", False),
-        ("terminal", True),
-        pytest.param("pipe", True, marks=pytest.mark.campaign),
-        pytest.param("terminal", False, marks=pytest.mark.campaign),
-    ],
+    [("pipe", False), ("terminal", True), *campaign([("pipe", True), ("terminal", False)])],
 )
 def test_stop_is_handed_on_before_it_is_told(tmp_path: Path, kind: str, twice: bool) -> None:
     """Run `longstride train` with stand-ins for the parts that take seconds to start."""
@@ -177,14 +191,14 @@ def test_stop_is_handed_on_before_it_is_told(tmp_path: Path, kind: str, twice: b
         saving = {"SAVE_SECONDS": "600" if twice else "0"}
         with tended([*_STAND_INS, str(tmp_path)], tmp_path, saving, stdout=file, stderr=file) as going:
             assert going.wait_for(2)
-            begun = time.monotonic()
+            start = time.monotonic()
             going.process.send_signal(signal.SIGTERM)
             if twice:
                 wait_for_stop_file(tmp_path)
                 time.sleep(0.6)  # one stop may send several signals
                 going.process.send_signal(signal.SIGTERM)
             assert going.end() == (exit_codes.STOPPED if twice else exit_codes.REQUEUE)
-            assert time.monotonic() - begun < SECONDS
+            assert time.monotonic() - start < SECONDS
             assert not going.processes()
     assert len(list(tmp_path.glob("saved-*"))) == (0 if twice else 2)
 
@@ -198,7 +212,7 @@ def wait_for_stop_file(folder: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("case", [case.parameter for case in EVERY if case.kind == "pipe"])
+@pytest.mark.parametrize("case", [case for case in EVERY if case.kind == "pipe"], ids=str)
 def test_stop_of_longstride_train(data: Path, tmp_path: Path, case: Case) -> None:
     """Test the full chain from the command to the ranks."""
     command = longstride(["--config", str(config_file(data, tmp_path))], case.world_size)
@@ -212,10 +226,10 @@ def test_stop_of_longstride_train(data: Path, tmp_path: Path, case: Case) -> Non
 def check_stop(going: Tended, number: signal.Signals, folder: Path) -> None:
     """Check that a signal ends a run as documented, in time, and leaves no process."""
     wait_for_steps(folder, 20)
-    begun = time.monotonic()
+    start = time.monotonic()
     going.process.send_signal(number)
     assert going.end() == exit_codes.REQUEUE, going.output
-    assert time.monotonic() - begun < SECONDS
+    assert time.monotonic() - start < SECONDS
     assert not going.processes()
 
 

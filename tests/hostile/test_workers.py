@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import random
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 
-from longstride.data_pipelines.building import build
 from longstride.launcher.output import exit_codes
 from tests.harness.processes.tended import longstride, tended
 from tests.harness.runs import ROOT, configuration, metrics, plain_environment, spawn
+from tests.hostile.commands import sampled
 from tests.hostile.generators.lost_workers import WHATS, WHENS
 
 STEP = 4  # at which the worker is lost; its evaluation is the only one on the way
@@ -29,18 +29,11 @@ Config = Callable[[Path], Path]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+def config(data: Path) -> Config:
     """Return a function that writes the configuration of a run with two loader workers per rank into a folder."""
-    folder = tmp_path_factory.mktemp("words")
-    words = random.Random(0)
-    (folder / "source").mkdir()
-    for number in range(12):
-        text = " ".join(words.choice(["sparse", "dense", "stride", "byte", "long"]) for _ in range(300))
-        (folder / f"source/{number}.txt").write_text(text)
-    build([folder / "source"], folder / "data", validation_fraction=0.2)
 
     def write(output: Path) -> Path:
-        content = configuration(folder / "data", output / "run")
+        content = configuration(data, output / "run")
         content["data"] |= {"workers": 2, "prefetch": PREFETCH, "worker_timeout_seconds": 2.0}
         content["train"] |= {"checkpoint_every": 0}
         path = output / "run.json"
@@ -51,31 +44,27 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Path]]:
-    """Return the undisturbed run of so many ranks."""
-    made: dict[int, Path] = {}
+def undisturbed(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function of the number of ranks that returns their undisturbed run."""
 
+    @functools.cache
     def run(ranks: int) -> Path:
-        if ranks not in made:
-            made[ranks] = tmp_path_factory.mktemp("undisturbed")
-            ended = spawn(["--config", str(config(made[ranks]))], ranks)
-            assert ended.codes == [exit_codes.DONE] * ranks, ended.stderr
-        return made[ranks] / "run"
+        folder = tmp_path_factory.mktemp("undisturbed")
+        ended = spawn(["--config", str(config(folder))], ranks)
+        assert ended.codes == [exit_codes.DONE] * ranks, ended.stderr
+        return folder / "run"
 
     return run
 
 
 def check_gone(note: Path) -> None:
     """Check that the rank that lost a worker has none left."""
-    left = [psutil.Process(pid) for pid in map(int, note.read_text().split()) if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(left, timeout=10)
+    workers = [psutil.Process(pid) for pid in map(int, note.read_text().split()) if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(workers, timeout=10)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize(
-    ("what", "when", "ranks"),
-    [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.campaign) for case in ALL],
-)
+@pytest.mark.parametrize(("what", "when", "ranks"), sampled(ALL, SAMPLE))
 def test_lost_worker_costs_no_step(
     config: Config, undisturbed: Callable[[int], Path], tmp_path: Path, what: str, when: str, ranks: int
 ) -> None:
@@ -87,8 +76,8 @@ def test_lost_worker_costs_no_step(
         assert ended.codes == [exit_codes.HUNG] * ranks, ended.stderr
         lines = [line for text in ended.stderr for line in text.splitlines() if "lost a process" in line]
         how = "was ended by SIGKILL" if what == "killed" else "has brought nothing for 2 s"
-        wanted = rf"longstride: lost a process that reads data: rank {ranks - 1}: loader worker 1 of 2 .*{how}.*"
-        assert len(lines) == 1 and re.fullmatch(wanted, lines[0]), ended.stderr
+        pattern = rf"longstride: lost a process that reads data: rank {ranks - 1}: loader worker 1 of 2 .*{how}.*"
+        assert len(lines) == 1 and re.fullmatch(pattern, lines[0]), ended.stderr
         (saved,) = (run.name for run in (tmp_path / "run/checkpoints").glob("step-*"))
         # What it had sent before is trained on first.
         assert STEP - (when == "waiting") <= int(saved.removeprefix("step-")) <= STEP + PREFETCH + 1

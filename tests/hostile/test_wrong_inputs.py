@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.harness.runs import ROOT, configuration, files_under, plain_environment
-from tests.harness.tiny_models import random_export
+from tests.harness.runs import files_under
 from tests.hostile.commands import Commands
 
 MANY = "9" * 400  # digits
-# (words, what the line says). Words are run in a folder that has data, run, run.json, model, text, text.lsz, noise,
-# tables, which has other files than texts, and the files of BASES.
-BASES = {
-    "itself.json": {"extends": "itself.json"},
-    "round.json": {"extends": "about.json"},
-    "about.json": {"extends": "round.json"},
-    "lost.json": {"extends": "missing.json"},
-    "number.json": {"extends": 3},
-    "schema.json": {"extends": "run.json", "$schema": 3},
-    "place.json": {"extends": "run.json", "learning_rate": 3},
-}
+# (words, part of the line). They run in the fixture `place`: data, run, run.json, model, text, text.lsz, noise,
+# tables, which has other files than texts, and the files of conftest.BASES.
 WRONG: list[tuple[str, str]] = [
     # No verb, no option, no value.
     ("trian", "no verb trian; there is train"),
@@ -366,45 +352,14 @@ WRONG: list[tuple[str, str]] = [
     ("serve model --name ''", "--name=\"\": must be a name, in characters"),
 ]  # fmt: skip
 
-# What works anywhere, with the folder of what it makes. The doctor ends by 1 where something is broken on this machine.
-WORKING = (
-    "plan run.json",
-    "new mine --data data --output {made}/mine.json",
-    "report run --quick --output {made}/report.html",
-    "doctor",
-    "completion bash",
-)
 
-
-@pytest.fixture(scope="session")
-def place(
-    tmp_path_factory: pytest.TempPathFactory, trained: Callable[..., Path], data: Path, commands: Commands
-) -> Path:
-    """Create a folder with one of everything; nothing in it may change."""
-    folder = tmp_path_factory.mktemp("place")
-    shutil.copytree(trained("wrong-inputs", 1), folder / "run")
-    shutil.copytree(data, folder / "data")
-    random_export(folder / "model")
-    (folder / "text").write_text("The bytes of a short text. " * 4)
-    (folder / "noise").write_bytes(bytes(range(256)) * 4)
-    (folder / "run.json").write_text(json.dumps(configuration(Path("data"), Path("fresh"))))
-    for name, content in BASES.items():
-        (folder / name).write_text(json.dumps(content))
-    (folder / "tables").mkdir()
-    (folder / "tables/a.json").write_text("[1]")
-    (folder / "tables/b.csv").write_text("1, 2")
-    made = commands("compress", "text", "--model", "model", "--output", "text.lsz", folder=folder)
-    assert made.code == 0, made.err
-    return folder
-
-
-@pytest.mark.parametrize(("words", "said"), WRONG, ids=lambda text: text[:80])
-def test_wrong_words_are_told_in_one_line(commands: Commands, place: Path, words: str, said: str) -> None:
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=lambda text: text[:80])
+def test_wrong_words_are_told_in_one_line(commands: Commands, place: Path, words: str, message: str) -> None:
     before, names = files_under(place), set(place.iterdir())
     try:
         outcome = commands(*shlex.split(words), folder=place)
         line = outcome.check_refused()
-        assert said in line, line
+        assert message in line, line
         assert files_under(place) == before
     finally:
         for path in set(place.iterdir()) - names:  # or the next would meet it
@@ -421,91 +376,7 @@ def test_positions_of_another_kind_of_data_are_told(commands: Commands, place: P
     words = ["train", "--config", "run.json", f"train.output={tmp_path / 'run'}", "train.steps=2"]
     outcome = commands(*words, 'model.embedding={"type": "audio", "row_width": 8}', folder=place)
     assert outcome.code == 0, outcome.err
-    told = "longstride: notice: model.embedding.type=audio: has positions as audio does, and the data is text"
-    assert outcome.err.count("notice: ") == 1 and told in outcome.err
+    notice = "longstride: notice: model.embedding.type=audio: has positions as audio does, and the data is text"
+    assert outcome.err.count("notice: ") == 1 and notice in outcome.err
     plain = commands(*words, f"train.output={tmp_path / 'plain'}", folder=place)
     assert plain.code == 0 and "notice" not in plain.err
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        pytest.param({"HOME": None}, id="no HOME"),
-        pytest.param({"HOME": "/nowhere"}, id="HOME is not there", marks=pytest.mark.campaign),
-        pytest.param({"COLUMNS": "0"}, id="narrow"),
-    ],
-)
-@pytest.mark.parametrize("words", [*WORKING, "data verify data", "evaluate run", "sample model --bytes 4"])
-def test_verbs_work_in_a_bare_environment(
-    commands: Commands, place: Path, tmp_path: Path, words: str, environment: dict[str, str | None]
-) -> None:
-    outcome = commands(*words.format(made=tmp_path).split(), folder=place, environment=environment)
-    assert outcome.code == 0 or (words == "doctor" and outcome.code == 1), outcome.err
-    assert "Traceback" not in outcome.err and "a process that imports it" not in outcome.out
-
-
-@pytest.mark.parametrize("words", WORKING)
-def test_a_result_that_finds_no_room_is_told_in_one_line(
-    commands: Commands, place: Path, tmp_path: Path, words: str
-) -> None:
-    outcome = commands(*words.format(made=tmp_path).split(), folder=place, stdout="full")
-    line = "standard output, or a file: cannot be written: No space left on device; write where there is room"
-    assert outcome.check_refused() == line
-
-
-@pytest.mark.parametrize("words", WORKING)
-def test_verbs_end_quietly_where_their_reader_goes_away(
-    commands: Commands, place: Path, tmp_path: Path, words: str
-) -> None:
-    outcome = commands(*words.format(made=tmp_path).split(), folder=place, stdout="closed")
-    assert (outcome.code, outcome.err) == (141, "")
-
-
-@pytest.mark.parametrize("words", [*WORKING[1:3], "config schema --output {made}/new.json"])
-def test_a_file_that_finds_no_room_is_not_there(commands: Commands, place: Path, tmp_path: Path, words: str) -> None:
-    limit = [("RLIMIT_FSIZE", 1000)]
-    line = commands(*words.format(made=tmp_path).split(), folder=place, limits=limit).check_refused()
-    assert line.startswith(f"--output={tmp_path}/") and ": cannot be written: File too large" in line
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [("plan run.json --processes 3", 2), *((words, 0) for words in WORKING)],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_locale_of_ascii_alone_takes_every_line(place: Path, tmp_path: Path, words: str, code: int) -> None:
-    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "longstride.launcher.cli", *words.format(made=tmp_path).split()]
-    environment = {**plain_environment(), **ascii_alone, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=place, env=environment, capture_output=True, timeout=120)
-    assert ended.returncode == code or (words == "doctor" and ended.returncode == 1), ended.stderr
-    assert b"Traceback" not in ended.stderr and ended.stdout.isascii()
-
-
-@pytest.mark.parametrize("words", [*WORKING, "train --config run.json", "serve model"])
-def test_a_removed_working_directory_is_told(place: Path, tmp_path: Path, words: str) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    script = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m longstride.launcher.cli {words}"
-    environment = {**plain_environment(), "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    line = "longstride: error: the working directory has been removed; change to one that exists\n"
-    assert (ended.returncode, ended.stderr) == (2, line)
-
-
-def test_a_limit_on_file_sizes_is_told(place: Path, tmp_path: Path) -> None:
-    command = (
-        f"exec {sys.executable} -m longstride.launcher.cli train --config run.json train.output={tmp_path / 'run'}"
-    )
-    environment = {**plain_environment(), "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        ["bash", "-c", f"ulimit -f 1; {command}"],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 2, ended.stderr
-    assert "raise the limit on file sizes" in ended.stderr and "Traceback" not in ended.stderr

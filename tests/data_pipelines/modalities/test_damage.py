@@ -57,7 +57,7 @@ def test_whole_picture_is_read(form, height, width):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rest", ["cut", "zeros"])
 def test_picture_without_its_end_is_refused_or_as_it_was(form, rest):
-    """A WebP decoder may end near the last bytes by chance: docs/data/images.md promises nine tenths of a photograph."""
+    """A WebP decoder may end near the last bytes by chance: docs/data/images.md covers 9 in 10."""
     whole = saved(form, PIXELS[:12, :12] if form == "PNG" else PIXELS)
     expected = pixels_of(whole)
     assert expected is not None

@@ -84,9 +84,9 @@ def read_log(path: Path) -> list[Operation]:
         file, offset, size = map(int, numbers)
         at = end + 1
         name, path_of, origin = (name, second, first) if name in ("rename", "link") else (name, first, second)
-        held = content[at : at + size] if name == "write" else b""
-        at += len(held)
-        operations.append(Operation(name, path_of, origin, file, offset, size, held))
+        written = content[at : at + size] if name == "write" else b""
+        at += len(written)
+        operations.append(Operation(name, path_of, origin, file, offset, size, written))
     return operations
 
 
@@ -259,8 +259,8 @@ def _settle(
 ) -> None:
     """Apply a change of names, on the disk or in copies."""
     for (folder, name), meant in names.items():
-        held = folder.flushed if copies is None else copies.setdefault(folder, dict(folder.flushed))
+        entries = folder.flushed if copies is None else copies.setdefault(folder, dict(folder.flushed))
         if meant is None:
-            held.pop(name, None)
+            entries.pop(name, None)
         else:
-            held[name] = meant
+            entries[name] = meant

@@ -49,7 +49,7 @@ def replace(path: Path, kind: str) -> None:
 
 
 def write_words(folder: Path) -> None:
-    """Makes a folder of six texts of some 1,500 bytes."""
+    """Make a folder of six texts of about 1,500 bytes."""
     words = random.Random(0)
     folder.mkdir()
     for number in range(6):
@@ -65,8 +65,8 @@ def sparse(path: Path, size: int) -> None:
 
 def _bind(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
-        here = os.open(path.parent, os.O_RDONLY)
+        folder = os.open(path.parent, os.O_RDONLY)
         try:  # by way of the folder: the path of a socket has 107 bytes at most
-            listening.bind(f"/proc/self/fd/{here}/{path.name}")
+            listening.bind(f"/proc/self/fd/{folder}/{path.name}")
         finally:
-            os.close(here)
+            os.close(folder)

@@ -120,13 +120,13 @@ class Client:
 
     def rest(self) -> bytes:
         """Read until the server closes or resets the connection."""
-        came = b""
+        answer = b""
         try:
             while piece := self.socket.recv(1 << 16):
-                came += piece
+                answer += piece
         except ConnectionError:
             pass
-        return came
+        return answer
 
 
 def status(answer: bytes) -> int | None:

@@ -60,7 +60,7 @@ class FaultyServer:
         ignore_range: bool = False,
         corrupt: Collection[str] = (),
         statuses: Mapping[str, int] | None = None,
-        lie: "Callable[[Exchange], bool | None] | None" = None,
+        lie: "Callable[[Exchange], object] | None" = None,
     ) -> None:
         self.folder, self.share, self.seed = Path(folder), share, seed
         self.faults, self.stall_seconds, self.pause_seconds = tuple(faults), stall_seconds, pause_seconds
@@ -179,8 +179,8 @@ class _Handler(BaseHTTPRequestHandler):
         faulty = self.server.faulty
         parts = urlsplit(self.path)
         name = unquote(parts.path).strip("/")
-        asked = None if faulty.ignore_range else _RANGE.fullmatch(self.headers.get("Range", ""))
-        start = int(asked[1]) if asked else 0
+        interval = None if faulty.ignore_range else _RANGE.fullmatch(self.headers.get("Range", ""))
+        start = int(interval[1]) if interval else 0
         headers = {key.lower(): value for key, value in self.headers.items()}
         request = Request(self.command, name, parts.query, headers.get("authorization"), start, None, headers=headers)
         generator = faulty.begin(request)
@@ -203,19 +203,19 @@ class _Handler(BaseHTTPRequestHandler):
         content = bytearray(path.read_bytes())
         if name in faulty.corrupt:
             content[len(content) // 2] ^= 1
-        if asked and start >= len(content):
+        if interval and start >= len(content):
             self._refuse(416)
             return
-        stop = min(int(asked[2]) + 1, len(content)) if asked and asked[2] else len(content)
-        whole = request.fault is None
-        if request.fault == "short" and asked:  # as a server may: fewer bytes than the range has, and says so
-            whole = True
+        stop = min(int(interval[2]) + 1, len(content)) if interval and interval[2] else len(content)
+        is_complete = request.fault is None
+        if request.fault == "short" and interval:  # as a server may: fewer bytes than the range has, and says so
+            is_complete = True
             stop = start + max(1, (stop - start) // 2)
-        self._head(path, bool(asked), start, stop, len(content))
+        self._head(path, bool(interval), start, stop, len(content))
         if with_body:
-            end = stop if whole else start + generator.randrange(stop - start + 1) * 9 // 10
+            end = stop if is_complete else start + generator.randrange(stop - start + 1) * 9 // 10
             self._body(request, content[start:end])
-            self.close_connection |= not whole
+            self.close_connection |= not is_complete
 
     def _head(self, path: Path, part: bool, start: int, stop: int, total: int) -> None:
         self.send_response(206 if part else 200)

@@ -132,9 +132,9 @@ def set_model(config: Path, make: Callable[[dict[str, Any]], dict[str, Any]]) ->
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
     """Split a safetensors file into its header and its data."""
-    whole = path.read_bytes()
-    end = 8 + int.from_bytes(whole[:8], "little")
-    return json.loads(whole[8:end]), whole[end:]
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
 
 
 def with_header(path: Path, header: dict[str, Any] | bytes, content: bytes, length: int | None = None) -> None:
@@ -294,19 +294,19 @@ def _lsz_varint(number: int) -> bytes:
     return bytes([*parts, number])
 
 
-def _checked(whole: bytes) -> bytes:
-    return whole[:-4] + zlib.crc32(whole[:-4]).to_bytes(4, "little")
+def _checked(content: bytes) -> bytes:
+    return content[:-4] + zlib.crc32(content[:-4]).to_bytes(4, "little")
 
 
 def _sized(size: int) -> Callable[[bytes], bytes]:
     """Change the stated size of the content, below 16,384 bytes and from 128 on, with a valid check."""
-    return lambda whole: _checked(whole[:20] + _lsz_varint(size) + whole[22:])
+    return lambda content: _checked(content[:20] + _lsz_varint(size) + content[22:])
 
 
 def _flipped(place: int, checked: bool = False) -> Callable[[bytes], bytes]:
-    def flip(whole: bytes) -> bytes:
-        at = place % len(whole)
-        spoilt = whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :]
+    def flip(content: bytes) -> bytes:
+        at = place % len(content)
+        spoilt = content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
         return _checked(spoilt) if checked else spoilt
 
     return flip
@@ -318,23 +318,23 @@ COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
     "a size of 2**40": _sized(2**40),
     "a size of 2**63": _sized(2**63 - 1),
     "a size of 0": _sized(0),
-    "a size of one more": lambda whole: _checked(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:]),
-    "nothing": lambda whole: b"",
-    "its beginning alone": lambda whole: whole[:4],
-    "half of it": lambda whole: whole[: len(whole) // 2],
-    "all but its last byte": lambda whole: whole[:-1],
-    "a byte more": lambda whole: whole + b"\0",
-    "another format": lambda whole: _checked(whole[:3] + b"\x03" + whole[4:]),
-    "the older format": lambda whole: _checked(whole[:3] + b"\x01" + whole[4:]),
-    "no format": lambda whole: _checked(whole[:3] + b"\x00" + whole[4:]),
-    "more rows": lambda whole: _checked(whole[:26] + b"\x20" + whole[27:]),
-    "rows without end": lambda whole: _checked(whole[:26] + _lsz_varint(2**60) + whole[27:]),
-    "a long name of its machine": lambda whole: _checked(whole[:27] + b"\x7fx" + whole[28:]),
-    "other bits": lambda whole: _checked(whole[: 28 + whole[27]] + bytes(4) + whole[32 + whole[27] :]),
+    "a size of one more": lambda content: _checked(content[:20] + bytes([content[20] ^ 1]) + content[21:]),
+    "nothing": lambda content: b"",
+    "its beginning alone": lambda content: content[:4],
+    "half of it": lambda content: content[: len(content) // 2],
+    "all but its last byte": lambda content: content[:-1],
+    "a byte more": lambda content: content + b"\0",
+    "another format": lambda content: _checked(content[:3] + b"\x03" + content[4:]),
+    "the older format": lambda content: _checked(content[:3] + b"\x01" + content[4:]),
+    "no format": lambda content: _checked(content[:3] + b"\x00" + content[4:]),
+    "more rows": lambda content: _checked(content[:26] + b"\x20" + content[27:]),
+    "rows without end": lambda content: _checked(content[:26] + _lsz_varint(2**60) + content[27:]),
+    "a long name of its machine": lambda content: _checked(content[:27] + b"\x7fx" + content[28:]),
+    "other bits": lambda content: _checked(content[: 28 + content[27]] + bytes(4) + content[32 + content[27] :]),
     "another model": _flipped(6, checked=True),
     "another sum": _flipped(23, checked=True),
-    "a varint without end": lambda whole: _checked(whole[:20] + b"\xff" * 40 + whole[-4:]),
-    "zeros behind it": lambda whole: _checked(whole[:-4] + bytes(100_000) + whole[-4:]),
+    "a varint without end": lambda content: _checked(content[:20] + b"\xff" * 40 + content[-4:]),
+    "zeros behind it": lambda content: _checked(content[:-4] + bytes(100_000) + content[-4:]),
     **{f"a bit of byte {place}": _flipped(place) for place in (0, 3, 4, 19, 20, 22, 26, 27, 28, 40, 60, 80, -5, -1)},
     **{f"a bit of byte {place}, and a check": _flipped(place, checked=True) for place in (21, 26, 27, 30, 45, 60, 80)},
 }

@@ -46,12 +46,12 @@ FIELDS = (
 def set_field(folder: Path, field: tuple[Any, ...], value: str) -> None:
     """Puts a value, as JSON, in the place of a field of the manifest."""
     path = folder / DataManifest.FILE_NAME
-    whole = json.loads(path.read_text())
-    inside = whole
+    manifest = json.loads(path.read_text())
+    section = manifest
     for name in field[:-1]:
-        inside = inside[name]
-    inside[field[-1]] = "the value's place"
-    path.write_text(json.dumps(whole).replace('"the value\'s place"', value))
+        section = section[name]
+    section[field[-1]] = "the value's place"
+    path.write_text(json.dumps(manifest).replace('"the value\'s place"', value))
 
 
 def reseal(folder: Path, change: Callable[[ShardRecord], ShardRecord]) -> None:
