@@ -53,7 +53,7 @@ SET = ["--output", "data", "--dataset", "text8"]
         ([*LATER, "--field", "text"], "texts: no file to take (suffixes: .jsonl .jsonl.bz2 .jsonl.gz .jsonl.xz .jsonl"),
         (["texts/1.txt", "--output", "data", "--field", "text"], "texts/1.txt:1: is a number, and no object; --field "),
         ([*LATER, "--field", "text", "--raw"], "--field=text: reads what a file holds, and raw takes its bytes; leave"),
-        ([*LATER, "--field", "text", "--modality", "audio"], "--field=text: only applies to text, and this is audio; tak"),
+        ([*LATER, "--field", "text", "--modality", "audio"], "--field=text: only applies to text, and this is audio;"),
         ([*LATER, "--raw", "--modality", "image"], "--raw: goes with --modality text, and this is image"),
         ([*LATER, "--shard-bytes", "0"], "--shard-bytes=0: must be at least 1, such as 16777216"),
         ([*LATER, "--validation-fraction", "2"], "--validation-fraction=2.0: must be at least 0 and less than 1, such"),
