@@ -85,8 +85,8 @@ def markdown(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def replaced(page: str, begin: str, content: str, end: str) -> str:
     """Return a page's text with ``content`` between two marks."""
-    before, rest = page.split(begin)
-    _, after = rest.split(end, 1)
+    before, tail = page.split(begin)
+    _, after = tail.split(end, 1)
     return f"{before}{begin}\n{content}{end}{after}"
 
 

@@ -78,9 +78,9 @@ def gate(pattern: Pattern, options: argparse.Namespace) -> str | None:
     q, k, v = (random_rows(pattern, (2, 2, GATE_CONTEXT, options.head_width), options) for _ in range(3))
     attend = CachedAttention(k, v, pattern, backend=options.backend)
     positions = [GATE_CONTEXT // 2, GATE_CONTEXT - 2, GATE_CONTEXT - 1]
-    found = torch.stack([attend(q[:, :, position], position) for position in positions], 2)
-    wanted = sparse_attention(q.double(), k.double(), v.double(), pattern, backend="reference")[:, :, positions]
-    error = float((found.double() - wanted).abs().max())
+    output = torch.stack([attend(q[:, :, position], position) for position in positions], 2)
+    expected = sparse_attention(q.double(), k.double(), v.double(), pattern, backend="reference")[:, :, positions]
+    error = float((output.double() - expected).abs().max())
     allowed = 4 * torch.finfo(options.dtype).eps * float(v.double().abs().max())
     return None if error <= allowed else f"off by {error:.3g}, {allowed:.3g} allowed"
 
@@ -118,14 +118,14 @@ def attentions(
     patterns: dict[str, Pattern], shape: tuple[int, int, int, int], options: argparse.Namespace
 ) -> dict[str, CachedAttention]:
     """Make each pattern's attention over random keys and values (B, H, N, D), shared by equal memory layouts."""
-    made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-    found = {}
+    rows: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+    calls = {}
     for name, pattern in patterns.items():
         order = empty_cache(*shape, pattern, device=options.device, dtype=options.dtype).stride()
-        if order not in made:
-            made[order] = (random_rows(pattern, shape, options), random_rows(pattern, shape, options))
-        found[name] = CachedAttention(*made[order], pattern, backend=options.backend)
-    return found
+        if order not in rows:
+            rows[order] = (random_rows(pattern, shape, options), random_rows(pattern, shape, options))
+        calls[name] = CachedAttention(*rows[order], pattern, backend=options.backend)
+    return calls
 
 
 def random_rows(pattern: Pattern, shape: tuple[int, int, int, int], options: argparse.Namespace) -> Tensor:
@@ -152,8 +152,8 @@ def print_table(
     print(f"B = {options.batch}, H = {options.heads}, D = {options.head_width}, {options.dtype}; keys read, ms a call")
     print(f"{'pattern':<16}" + "".join(f"{f'n = {n:,}':>22}" for n in contexts) + f"{'growth: keys, time':>22}")
     for name in dict.fromkeys(row["pattern"] for row in timings):
-        own = [row for row in timings if row["pattern"] == name]
-        cells = [f"{row['keys_read']:,}{row['seconds'] * 1e3:>11.3f}" for row in own]
+        rows = [row for row in timings if row["pattern"] == name]
+        cells = [f"{row['keys_read']:,}{row['seconds'] * 1e3:>11.3f}" for row in rows]
         cells.append(stepping.growth_cell(growth[name]))
         print(f"{name:<16}" + "".join(f"{cell:>22}" for cell in cells))
 

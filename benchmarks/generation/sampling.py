@@ -107,12 +107,12 @@ def gate(name: str, options: argparse.Namespace) -> str | None:
     """Describe the error if the logits of a position differ from a forward pass by more than the dtype explains."""
     model = model_of(name, GATE_CONTEXT, options)
     tokens = torch.randint(256, (2, GATE_CONTEXT), device=options.device)
-    session, found = Session(model, len(tokens)), []
+    session, logits = Session(model, len(tokens)), []
     for token in tokens.T:
-        found.append(session.logits)
+        logits.append(session.logits)
         session.append(token)
-    wanted = model(tokens).double()
-    error = float((torch.stack(found, 1).double() - wanted).abs().max() / wanted.abs().max())
+    expected = model(tokens).double()
+    error = float((torch.stack(logits, 1).double() - expected).abs().max() / expected.abs().max())
     allowed = 64 * torch.finfo(options.dtype).eps
     return None if error <= allowed else f"off by {error:.3g} of the largest logit, {allowed:.3g} allowed"
 
@@ -190,8 +190,8 @@ def print_table(
     contexts = list(dict.fromkeys(row["context"] for row in timings))
     print(f"{'pattern':<9}" + "".join(f"{f'n = {n:,}':>27}" for n in contexts) + f"{'growth: keys, ms, reading':>27}")
     for name, ends in growth.items():
-        own = [row for row in timings if row["pattern"] == name]
-        cells = [f"{row['keys_read']:,}{row['seconds'] * 1e3:>9.3f}{row['times_dense']:>7.2f}" for row in own]
+        rows = [row for row in timings if row["pattern"] == name]
+        cells = [f"{row['keys_read']:,}{row['seconds'] * 1e3:>9.3f}{row['times_dense']:>7.2f}" for row in rows]
         cells.append(stepping.growth_cell(ends))
         print(f"{name:<9}" + "".join(f"{cell:>27}" for cell in cells))
     for row in timings:

@@ -85,8 +85,8 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
                 "at_once": lambda: list(pool.map(ask, range(REQUESTS))),
                 "shared": lambda: list(pool.map(lambda seed: ask(seed, shared), range(REQUESTS))),
             }
-            found = {way: act() for way, act in ways.items()}
-            if found["after"] != found["at_once"]:
+            answers = {way: act() for way, act in ways.items()}
+            if answers["after"] != answers["at_once"]:
                 return None
             seconds: dict[str, list[float]] = {way: [] for way in ways}
             for _ in range(options.repeats):
@@ -96,9 +96,9 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
                     seconds[way].append(time.process_time() - begun)
     speeds = {way: rounded(options.bytes * REQUESTS / min(times)) for way, times in seconds.items()}
     times = rounded(min(seconds["at_once"]) / min(seconds["shared"]))
-    other = sum(one != same for one, same in zip(found["shared"], found["after"], strict=True))
+    num_other = sum(a != b for a, b in zip(answers["shared"], answers["after"], strict=True))
     sizes = {"layers": layers, "width": width, "context": CONTEXT}
-    return {"model": name, **sizes, **speeds, "times": times, "other_bytes": other}
+    return {"model": name, **sizes, **speeds, "times": times, "other_bytes": num_other}
 
 
 def answer(url: str, seed: int, count: int) -> bytes:

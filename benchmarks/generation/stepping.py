@@ -39,16 +39,16 @@ def growth_of(timings: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, d
 
     None if there is one context, or a figure is 0.
     """
-    found: dict[str, dict[str, float | None]] = {}
+    growth: dict[str, dict[str, float | None]] = {}
     for name in dict.fromkeys(row["pattern"] for row in timings):
-        own = [row for row in timings if row["pattern"] == name]
-        first, last = own[0], own[-1]
+        rows = [row for row in timings if row["pattern"] == name]
+        first, last = rows[0], rows[-1]
         wider = math.log(last["context"] / first["context"])
-        found[name] = {
+        growth[name] = {
             key: rounded(math.log(last[key] / first[key]) / wider) if wider and first[key] and last[key] else None
             for key in keys
         }
-    return found
+    return growth
 
 
 def growth_cell(ends: dict[str, float | None]) -> str:

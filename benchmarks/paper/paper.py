@@ -66,13 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             data = [build_data(case, Path(name), options) for case in options.cases]
-            found = measure(data, options, device, began)
+            result = measure(data, options, device, began)
     except (DataError, ConfigError) as error:
         print(f"paper: {error}", file=sys.stderr)
         return 2
-    print("", *tables_of(found), sep="\n")
+    print("", *tables_of(result), sep="\n")
     picture = options.output.with_suffix(".png")
-    plot(found, picture)
+    plot(result, picture)
     print(f"wrote {options.output} and {picture} after {time.monotonic() - began:.0f} s")
     return 0
 
@@ -118,21 +118,21 @@ def build_data(case: Case, folder: Path, options: argparse.Namespace) -> Data:
     Raises:
         DataError: the files are too few or unusable.
     """
-    output, given = folder / case.name, getattr(options, case.name)
-    path, source = given, f"{case.name} of a folder"
-    asked: dict[str, Any] = {}  # of the build
-    if case.name == TEXT and given is None:
+    output, option = folder / case.name, getattr(options, case.name)
+    path, source = option, f"{case.name} of a folder"
+    settings: dict[str, Any] = {}  # of the build
+    if case.name == TEXT and option is None:
         path, source = Path(sysconfig.get_paths()["stdlib"]), f"Python {platform.python_version()}'s sources"
-        asked = {"suffixes": (".py",), "exclude": ("site-packages",)}
+        settings = {"suffixes": (".py",), "exclude": ("site-packages",)}
     elif case.name == IMAGES:
-        asked = {"modality": "image", "properties": {"height": case.height, "width": case.height}}
-        if given is None:
+        settings = {"modality": "image", "properties": {"height": case.height, "width": case.height}}
+        if option is None:
             path, source = folder / "pictures", "letters drawn from matplotlib's fonts"
             draw_pictures(path, case.pictures, case.height)
     try:
-        build([path], output, validation_fraction=case.validation_fraction, **asked)
+        build([path], output, validation_fraction=case.validation_fraction, **settings)
     except DataError as error:
-        raise DataError(f"--{case.name}={error}" if given else str(error)) from None
+        raise DataError(f"--{case.name}={error}" if option else str(error)) from None
     data = Data(case, source, DataFolder(output))
     held_out = sum(shard.content_bytes for shard in data.folder.split("validation").shards)
     least = 4 * case.context if case.regions else case.context
@@ -145,17 +145,17 @@ def build_data(case: Case, folder: Path, options: argparse.Namespace) -> Data:
 def measure(data: Sequence[Data], options: argparse.Namespace, device: torch.device, began: float) -> dict[str, Any]:
     """Run all trainings, a seed of every data set before the next seed, so that a time limit leaves out whole seeds."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         **about(device),
         "size": options.size,
         "dtype": str(dtype).removeprefix("torch."),
         "cases": {
-            one.case.name: {
-                **dataclasses.asdict(one.case),
-                "source": one.source,
-                "data_fingerprint": one.folder.manifest.fingerprint,
+            dataset.case.name: {
+                **dataclasses.asdict(dataset.case),
+                "source": dataset.source,
+                "data_fingerprint": dataset.folder.manifest.fingerprint,
             }
-            for one in data
+            for dataset in data
         },
         "runs": [],
         "minimum_contexts": [],
@@ -163,21 +163,21 @@ def measure(data: Sequence[Data], options: argparse.Namespace, device: torch.dev
     }
     longest = 0.0
     for seed in range(options.seeds):
-        for one in data:
+        for dataset in data:
             start = time.monotonic()
-            if found["runs"] and start - began + longest > options.time_limit:
-                say(f"{one.case.name}, seed {seed}: left out, as it would end beyond {options.time_limit:.0f} s")
+            if result["runs"] and start - began + longest > options.time_limit:
+                say(f"{dataset.case.name}, seed {seed}: left out, as it would end beyond {options.time_limit:.0f} s")
                 continue
-            runs, minima = measure_seed(one, seed, device, dtype)
-            found["runs"] += runs
-            found["minimum_contexts"] += minima
-            check(found["runs"])
-            found["seconds"] = rounded(time.monotonic() - began)
-            write_json(options.output, found)
+            runs, minima = measure_seed(dataset, seed, device, dtype)
+            result["runs"] += runs
+            result["minimum_contexts"] += minima
+            check(result["runs"])
+            result["seconds"] = rounded(time.monotonic() - began)
+            write_json(options.output, result)
             longest = max(longest, time.monotonic() - start)
             bits = ", ".join(f"{run['pattern']} {run['bits_per_byte']:.4f}" for run in runs)
-            say(f"{one.case.name}, seed {seed}: held-out bits per byte: {bits}; {time.monotonic() - start:.0f} s")
-    return found
+            say(f"{dataset.case.name}, seed {seed}: held-out bits per byte: {bits}; {time.monotonic() - start:.0f} s")
+    return result
 
 
 def measure_seed(
@@ -186,8 +186,8 @@ def measure_seed(
     """Train one data set from one seed: a run for each pattern, and for text the scores by minimum context."""
     case = data.case
     learners = [Learner(case, pattern, seed, device, dtype) for pattern in PATTERNS]
-    asked = StreamSettings(context=case.context, global_batch=case.batch, seed=seed, shuffle_bytes=SHUFFLE_BYTES)
-    stream = ByteStream(data.folder, asked)
+    settings = StreamSettings(context=case.context, global_batch=case.batch, seed=seed, shuffle_bytes=SHUFFLE_BYTES)
+    stream = ByteStream(data.folder, settings)
     train_in_turns(learners, iter(stream), lambda text: say(f"{case.name}, seed {seed}: {text}"))
     runs, minima = [], []
     for learner in learners:

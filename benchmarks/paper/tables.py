@@ -49,28 +49,28 @@ def with_tables(page: str, files: Sequence[Path]) -> str:
     """Return the page's text with its tables made from the result files."""
     parts = []
     for path in files:
-        found = json.loads(path.read_text())
-        parts += tables_of(found)
+        result = json.loads(path.read_text())
+        parts += tables_of(result)
         picture = path.with_suffix(".png").name
-        parts.append(f"![training curves on {found['device']}](../benchmarks/results/{picture})\n")
+        parts.append(f"![training curves on {result['device']}](../benchmarks/results/{picture})\n")
     return replaced(page, BEGIN, "\n".join(parts or [NOTHING]), END)
 
 
-def tables_of(found: dict[str, Any]) -> list[str]:
+def tables_of(result: dict[str, Any]) -> list[str]:
     """Format one device's paragraphs and tables: what ran, Table 2, the order of the patterns, and Table 3."""
     parts = [
-        f"**{found['device']}**, {found['threads']} threads, torch {found['torch']}, {found['dtype']}, "
-        f"{found['date']}: `--size {found['size']}`, {found['seconds'] / 60:.0f} minutes in all.\n",
-        *(case_line(case, runs_of(found, name)) for name, case in found["cases"].items() if runs_of(found, name)),
-        table_2(found),
-        *(order_line(name, runs_of(found, name)) for name in found["cases"] if runs_of(found, name)),
+        f"**{result['device']}**, {result['threads']} threads, torch {result['torch']}, {result['dtype']}, "
+        f"{result['date']}: `--size {result['size']}`, {result['seconds'] / 60:.0f} minutes in all.\n",
+        *(case_line(case, runs_of(result, name)) for name, case in result["cases"].items() if runs_of(result, name)),
+        table_2(result),
+        *(order_line(name, runs_of(result, name)) for name in result["cases"] if runs_of(result, name)),
     ]
-    return parts + ([table_3(found)] if found["minimum_contexts"] else [])
+    return parts + ([table_3(result)] if result["minimum_contexts"] else [])
 
 
-def runs_of(found: dict[str, Any], dataset: str, pattern: str | None = None) -> list[dict[str, Any]]:
+def runs_of(result: dict[str, Any], dataset: str, pattern: str | None = None) -> list[dict[str, Any]]:
     """Select the runs on a data set, with one pattern or with all."""
-    return [run for run in found["runs"] if run["dataset"] == dataset and pattern in (None, run["pattern"])]
+    return [run for run in result["runs"] if run["dataset"] == dataset and pattern in (None, run["pattern"])]
 
 
 def case_line(case: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
@@ -84,31 +84,31 @@ def case_line(case: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def table_2(found: dict[str, Any]) -> str:
+def table_2(result: dict[str, Any]) -> str:
     """Format bits per byte and seconds a step, by data set and pattern, with the paper's."""
     columns = ["data", "pattern", "bits per byte", "seconds a step", "speed", "seeds", "the paper's", "its speed"]
     lines = []
-    for dataset in found["cases"]:
+    for dataset in result["cases"]:
         for pattern in PATTERNS:
-            runs = runs_of(found, dataset, pattern)
+            runs = runs_of(result, dataset, pattern)
             if runs:
                 seconds = statistics.fmean(run["seconds_per_step"] for run in runs)
                 cells = [dataset, pattern, spread([run["bits_per_byte"] for run in runs]), f"{seconds:.3f}"]
-                cells += [f"{times_dense(found, runs):.2f}×", str(len(runs)), *paper_cells(dataset, pattern)]
+                cells += [f"{times_dense(result, runs):.2f}×", str(len(runs)), *paper_cells(dataset, pattern)]
                 lines.append(cells)
     return markdown(columns, lines)
 
 
-def table_3(found: dict[str, Any]) -> str:
+def table_3(result: dict[str, Any]) -> str:
     """Format bits per byte by minimum context, of one data set's model with one pattern."""
-    first = found["minimum_contexts"][0]
+    first = result["minimum_contexts"][0]
     title = (
         f"The {first['pattern']} {first['dataset']} models on the same {first['bytes']:,} held-out bytes, "
         "of which each sees at least so many earlier ones:\n\n"
     )
     lines = []
-    for minimum in sorted({row["minimum_context"] for row in found["minimum_contexts"]}):
-        bits = [row["bits_per_byte"] for row in found["minimum_contexts"] if row["minimum_context"] == minimum]
+    for minimum in sorted({row["minimum_context"] for row in result["minimum_contexts"]}):
+        bits = [row["bits_per_byte"] for row in result["minimum_contexts"] if row["minimum_context"] == minimum]
         lines.append([f"{minimum:,}", spread(bits), str(len(bits))])
     return title + markdown(["minimum context", "bits per byte", "seeds"], lines)
 
@@ -122,9 +122,9 @@ def order_line(dataset: str, runs: Sequence[dict[str, Any]]) -> str:
     return f"Bits per byte on {dataset}: {ours}; the paper's on {name}: {papers}.\n"
 
 
-def times_dense(found: dict[str, Any], runs: Sequence[dict[str, Any]]) -> float:
+def times_dense(result: dict[str, Any], runs: Sequence[dict[str, Any]]) -> float:
     """Return how many times faster than dense attention a pattern's step was: the mean over seeds of the ratio."""
-    dense = {run["seed"]: run["seconds_per_step"] for run in runs_of(found, runs[0]["dataset"], "dense")}
+    dense = {run["seed"]: run["seconds_per_step"] for run in runs_of(result, runs[0]["dataset"], "dense")}
     return statistics.fmean(dense[run["seed"]] / run["seconds_per_step"] for run in runs)
 
 

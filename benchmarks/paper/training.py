@@ -108,8 +108,8 @@ class Learner:
         """Return bits per byte of held-out contexts, and their number of bytes."""
         nats, num_bytes = 0.0, 0
         for batch in batches:
-            each = self._nats_of(batch.tokens)
-            nats += each[torch.arange(each.shape[1]) < batch.lengths[:, None]].sum().item()
+            nats_of_rows = self._nats_of(batch.tokens)
+            nats += nats_of_rows[torch.arange(nats_of_rows.shape[1]) < batch.lengths[:, None]].sum().item()
             num_bytes += int(batch.lengths.sum())
         return nats / num_bytes * BITS, num_bytes
 
@@ -121,8 +121,8 @@ class Learner:
         nats, num_bytes = 0.0, 0
         for first in range(0, len(places), self.case.evaluation_batch):
             some = places[first : first + self.case.evaluation_batch]
-            each = self._nats_of(torch.stack([text[start : start + self.case.context] for start, _ in some]))
-            for row, (_, scored) in zip(each, some, strict=True):
+            nats_of_rows = self._nats_of(torch.stack([text[start : start + self.case.context] for start, _ in some]))
+            for row, (_, scored) in zip(nats_of_rows, some, strict=True):
                 nats += row[scored.start : scored.stop].sum().item()
                 num_bytes += len(scored)
         return nats / num_bytes * BITS, num_bytes
@@ -149,7 +149,7 @@ def train_in_turns(learners: Sequence[Learner], batches: Iterator[Batch], say: C
         for learner in (*learners[turn:], *learners[:turn]):
             learner.take_step(batch)
         if (step + 1) % max(1, case.steps // 4) == 0:
-            now = ", ".join(f"{one.pattern} {one.training_bits()[-1]:.3f}" for one in learners)
+            now = ", ".join(f"{learner.pattern} {learner.training_bits()[-1]:.3f}" for learner in learners)
             say(f"step {step + 1} of {case.steps}, training bits per byte: {now}")
 
 
@@ -177,7 +177,7 @@ def curve(bits: Sequence[float]) -> list[tuple[int, float]]:
 
 def crc32_of(tensors: Iterable[Tensor]) -> int:
     """Compute the CRC-32 of fp32 tensors on the CPU."""
-    found = 0
+    checksum = 0
     for tensor in tensors:
-        found = zlib.crc32(tensor.contiguous().numpy().tobytes(), found)
-    return found
+        checksum = zlib.crc32(tensor.contiguous().numpy().tobytes(), checksum)
+    return checksum

@@ -39,24 +39,24 @@ def sent_bytes(operation: str, num_bytes: int, ranks: int) -> float:
 def total_sent(collectives: Iterable[Collective], ranks: int) -> dict[str, float]:
     """Sum the bytes that each rank sends, by operation."""
     totals: defaultdict[str, float] = defaultdict(float)
-    for each in collectives:
-        totals[each.operation] += each.times * sent_bytes(each.operation, each.num_bytes, ranks)
+    for collective in collectives:
+        totals[collective.operation] += collective.times * sent_bytes(collective.operation, collective.num_bytes, ranks)
     return dict(totals)
 
 
 def message_bytes(collectives: Iterable[Collective], owner: str | None = None) -> dict[str, int]:
     """Sum S by operation, for comparison with counted calls."""
     totals: Counter[str] = Counter()
-    for each in collectives:
-        if owner in (None, each.owner):
-            totals[each.operation] += each.times * each.num_bytes
+    for collective in collectives:
+        if owner in (None, collective.owner):
+            totals[collective.operation] += collective.times * collective.num_bytes
     return {operation: count for operation, count in totals.items() if count}
 
 
 def num_calls(collectives: Iterable[Collective], owner: str | None = None) -> dict[str, int]:
     """Count calls of collectives, by operation."""
     totals: Counter[str] = Counter()
-    for each in collectives:
-        if each.times and owner in (None, each.owner):
-            totals[each.operation] += each.times * each.calls
+    for collective in collectives:
+        if collective.times and owner in (None, collective.owner):
+            totals[collective.operation] += collective.times * collective.calls
     return dict(totals)

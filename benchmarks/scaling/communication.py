@@ -89,12 +89,12 @@ def shared(title: str, ranks: int, size: int, exchange: str, stage: int = 0, **t
 
 def cases(ranks: int, few: bool = False) -> list[dict[str, Any]]:
     """Return the grid for a number of ranks, or a few cases of it if a case takes half a minute."""
-    found = []
+    grid = []
 
     def add(title: str, stage: int, kind: str, micro_batches: int, changes: dict[str, Any], **train: Any) -> None:
         config = configuration(stage, kind, micro_batches, ranks, changes)
         config["train"] |= train
-        found.append({"title": f"ZeRO {stage}, {kind}, {micro_batches} micro-batches, {title}", "config": config})
+        grid.append({"title": f"ZeRO {stage}, {kind}, {micro_batches} micro-batches, {title}", "config": config})
 
     for kind in PRECISIONS:
         for micro_batches in MICRO_BATCHES[: 1 if few else None]:
@@ -102,7 +102,7 @@ def cases(ranks: int, few: bool = False) -> list[dict[str, Any]]:
                 add("defaults", stage, kind, micro_batches, {})
             add("released, none ahead", 3, kind, micro_batches, STAGE_3["released, none ahead"])
     if few:
-        return found
+        return grid
     for title, changes in STAGE_3.items():
         add(title, 3, "bf16", 2, changes, activation_checkpointing=True)
     for title in ("nothing persistent", "small ones persistent", "released", "few ahead"):
@@ -110,9 +110,9 @@ def cases(ranks: int, few: bool = False) -> list[dict[str, Any]]:
     add("reduced to owners", 2, "fp16", 2, {"use_multi_rank_bucket_allreduce": False})
     sizes = [size for size in SHARED_BY if ranks % size == 0 and ranks <= max(SHARED_BY)]
     for size, exchange in itertools.product(sizes, ("heads", "keys", "auto")):
-        found += [shared(title, ranks, size, exchange) for title in DIVIDED]
-        found += [shared("strided", ranks, size, exchange, stage, activation_checkpointing=True) for stage in (1, 2, 3)]
-    return found
+        grid += [shared(title, ranks, size, exchange) for title in DIVIDED]
+        grid += [shared("strided", ranks, size, exchange, stage, activation_checkpointing=True) for stage in (1, 2, 3)]
+    return grid
 
 
 def predicted(case: dict[str, Any], ranks: int, rank: int = 0) -> list[Collective]:
@@ -124,10 +124,10 @@ def predicted(case: dict[str, Any], ranks: int, rank: int = 0) -> list[Collectiv
     return Run(config).step(ranks, micro_batches) + exchanges(config, rank % size, micro_batches)
 
 
-def measured(found: list[dict[str, Any]], ranks: int, folder: Path, fake: bool = False) -> list[list[dict[str, Any]]]:
+def measured(grid: list[dict[str, Any]], ranks: int, folder: Path, fake: bool = False) -> list[list[dict[str, Any]]]:
     """Count the collectives of every case on every rank: real processes, or one that simulates the first of W."""
     plan = folder / "cases.json"
-    plan.write_text(json.dumps(found))
+    plan.write_text(json.dumps(grid))
     environment = rank_environment(0, ranks, free_port()) | ({"FAKE_RANKS": str(ranks)} if fake else {})
     command = [sys.executable, str(WORKER), str(plan), str(folder)]
     with (folder / "log").open("w+") as log:
@@ -147,13 +147,13 @@ def measured(found: list[dict[str, Any]], ranks: int, folder: Path, fake: bool =
 def differences(case: dict[str, Any], ranks: int, counted: dict[str, Any], rank: int = 0) -> list[str]:
     """List where a rank's counts differ from the predicted ones: bytes and calls by owner, and the logger's bytes."""
     expected = predicted(case, ranks, rank)
-    wanted = {
+    expected_counts = {
         "bytes": {owner: message_bytes(expected, owner) for owner in (DEEPSPEED, OURS)},
         "calls": {owner: num_calls(expected, owner) for owner in (DEEPSPEED, OURS)},
         "logged": message_bytes(expected, DEEPSPEED),
     }
     return [
-        f"{case['title']}, {rank} of {ranks} ranks, {kind}: predicted {wanted[kind]}, counted {counted[kind]}"
-        for kind in wanted
-        if wanted[kind] != counted[kind]
+        f"{case['title']}, {rank} of {ranks} ranks, {kind}: predicted {expected_counts[kind]}, counted {counted[kind]}"
+        for kind in expected_counts
+        if expected_counts[kind] != counted[kind]
     ]

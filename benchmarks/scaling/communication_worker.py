@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> int:
     if fake:
         _pretend(fake)
     with process_group(ranks, 120):
-        found = [step(case, ranks) for case in cases]
-    (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(found))
+        counts = [step(case, ranks) for case in cases]
+    (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(counts))
     return max([0, *(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)])
 
 
@@ -79,9 +79,9 @@ def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             counted.take()
             comms_logger.reset_data()
             train_step(engine, next(batches), config.train.micro_batch, ranks, Guards(config.train.guards, None))
-    found = {**counted.take(), "logged": logged(comms_logger.comms_dict, ranks.world_size)}
+    counts = {**counted.take(), "logged": logged(comms_logger.comms_dict, ranks.world_size)}
     engine.destroy()
-    return found
+    return counts
 
 
 def _pretend(ranks: int) -> None:
@@ -92,10 +92,10 @@ def _pretend(ranks: int) -> None:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     gather = torch.distributed.all_gather
 
-    def gather_copies(everyone: list[torch.Tensor], own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = gather(everyone, own, *args, **kwargs)
-        for each in everyone:
-            each.copy_(own)
+    def gather_copies(everyone: list[torch.Tensor], local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = gather(everyone, local, *args, **kwargs)
+        for copy in everyone:
+            copy.copy_(local)
         return work
 
     setattr(torch.distributed, "all_gather", gather_copies)  # noqa: B010  its signature is another

@@ -45,9 +45,9 @@ class Counted(TorchDispatchMode):
         name = func.__name__.partition(".")[0]
         if func.namespace == "c10d" and name not in _WITHOUT_BYTES:
             operation, place = _OPERATIONS[name]  # KeyError: one that nobody has thought of
-            tensors = [each for each in tree_leaves(args[place]) if isinstance(each, Tensor)]
+            tensors = [tensor for tensor in tree_leaves(args[place]) if isinstance(tensor, Tensor)]
             owner = DEEPSPEED if _through_deepspeed() else OURS
-            self.num_bytes[owner, operation] += sum(each.numel() * each.element_size() for each in tensors)
+            self.num_bytes[owner, operation] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             self.calls[owner, operation] += 1
         return func(*args, **(kwargs or {}))
 

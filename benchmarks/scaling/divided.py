@@ -62,12 +62,12 @@ def exchanges(config: RunConfig, rank: int, micro_batches: int, rows: Rows = row
     width, positions = model.width, model.context // size
     key, value = model.query_key_width // model.heads, width // model.heads
     passes = 2 if train.activation_checkpointing else 1
-    found = []
+    collectives = []
 
     def add(what: str, there: int, back: int, times: int = passes, element: int = number) -> None:
         for numbers, count in ((there, times), (back, 1)):
             num_bytes = train.micro_batch * element * numbers
-            found.append(Collective("all_to_all", num_bytes, micro_batches * count, owner=OURS, what=what))
+            collectives.append(Collective("all_to_all", num_bytes, micro_batches * count, owner=OURS, what=what))
 
     divided_by = 0  # the stride of the columns; 0: sections
     for patterns, key_heads in _attentions(model):
@@ -82,7 +82,7 @@ def exchanges(config: RunConfig, rank: int, micro_batches: int, rows: Rows = row
             ways["keys"] = (key + value) * sum(map(sum, sent))
             if train.sequence_exchange == "keys":
                 ways.pop("heads", None)
-        way = min(ways, key=lambda each: ways[each])
+        way = min(ways, key=ways.__getitem__)
         strides = {pattern.stride if isinstance(pattern, Column) else 0 for pattern in patterns}
         stride = max(strides) if len(strides) == 1 and not model.convolution else 0
         fits = stride > 0 and stride % size == 0 and model.context % (stride * size) == 0
@@ -101,16 +101,17 @@ def exchanges(config: RunConfig, rank: int, micro_batches: int, rows: Rows = row
         elif way == "keys" and any(map(any, sent)):
             add(LISTED, (key + value) * sum(sent[rank]), (key + value) * sum(row[rank] for row in sent))
     if divided_by:
-        found.append(Collective("all_to_all", train.micro_batch * positions, micro_batches, owner=OURS, what=EVENLY))
+        num_bytes = train.micro_batch * positions
+        collectives.append(Collective("all_to_all", num_bytes, micro_batches, owner=OURS, what=EVENLY))
         add(EVENLY, positions, positions, times=1, element=4)
-    return found
+    return collectives
 
 
-def sent_to_others(found: Sequence[Collective], size: int) -> float:
+def sent_to_others(collectives: Sequence[Collective], size: int) -> float:
     """Sum the bytes that a process sends in these exchanges."""
     return sum(
-        each.times * (sent_bytes("all_to_all", each.num_bytes, size) if each.what == EVENLY else each.num_bytes)
-        for each in found
+        x.times * (sent_bytes("all_to_all", x.num_bytes, size) if x.what == EVENLY else x.num_bytes)
+        for x in collectives
     )
 
 
@@ -123,10 +124,10 @@ def _attentions(model: ModelConfig) -> list[tuple[tuple[Pattern, ...], int]]:
     """Return the patterns of each layer's heads, and K."""
     with torch.device("meta"):
         blocks = SparseTransformer(model).blocks
-    found = []
+    layers = []
     block: Any
     for block in blocks:
         if type(block.attention).__name__ != "Attention" or type(block.feed_forward).__name__ != "DenseFeedForward":
             raise ConfigError("model: has parts whose exchanges are not counted; take patterns and plain feed-forward")
-        found.append((block.attention.patterns, block.attention.key_value_heads))
-    return found
+        layers.append((block.attention.patterns, block.attention.key_value_heads))
+    return layers

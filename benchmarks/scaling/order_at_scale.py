@@ -38,8 +38,8 @@ def measure(folder: Path, shards: int, global_batch: int, world_sizes: list[int]
     """Measure costs and equality in a separate process."""
     data = paper_manifest(folder, shards)
     command = [sys.executable, str(Path(__file__).resolve()), str(data), str(global_batch), json.dumps(world_sizes)]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {"shards": shards, "manifest_bytes": (data / DataManifest.FILE_NAME).stat().st_size, **found}
+    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {"shards": shards, "manifest_bytes": (data / DataManifest.FILE_NAME).stat().st_size, **result}
 
 
 def paper_manifest(folder: Path, shards: int) -> Path:
@@ -47,16 +47,16 @@ def paper_manifest(folder: Path, shards: int) -> Path:
     source, data = folder / "source", folder / "many"
     source.mkdir()
     (source / "document.txt").write_bytes(bytes(3 * CONTEXT))
-    made = build([source], folder / "one", validation_fraction=0)
-    (shard,) = made.splits["train"].shards
+    manifest = build([source], folder / "one", validation_fraction=0)
+    (shard,) = manifest.splits["train"].shards
     generator = random.Random(0)
     many = tuple(
         replace(shard, name=f"train-{number:05d}.tar", content_bytes=SHARD_BYTES - generator.randrange(2**20))
         for number in range(shards)
     )
     data.mkdir()
-    whole = DataManifest("text", {}, {"train": SplitRecord(shards, many)}, made.made)
-    (data / DataManifest.FILE_NAME).write_text(whole.to_json(), encoding="utf-8")
+    complete = DataManifest("text", {}, {"train": SplitRecord(shards, many)}, manifest.made)
+    (data / DataManifest.FILE_NAME).write_text(complete.to_json(), encoding="utf-8")
     return data
 
 
@@ -81,12 +81,12 @@ class _Unread:
 def plan_rank(stream: ByteStream, rank: int, world_size: int) -> list[tuple[list[int], list[str]]]:
     """Return, for some steps, the contexts that a rank reads by slot, and the shards in which they begin."""
     lanes, planned = stream.lanes, []
-    own = lanes.of_rank(rank, world_size)
-    reader = LanesReader(_Unread(stream), lanes, own, stream.settings, stream.fingerprint)  # type: ignore[arg-type]
+    local_lanes = lanes.of_rank(rank, world_size)
+    reader = LanesReader(_Unread(stream), lanes, local_lanes, stream.settings, stream.fingerprint)  # type: ignore[arg-type]
     for step in STEPS:
         ids = reader.take(step).sample_ids.tolist()
         planned.append(
-            (ids, [stream.contexts.place(each * stream.contexts.context, stream.settings.seed) for each in ids])
+            (ids, [stream.contexts.place(context * stream.contexts.context, stream.settings.seed) for context in ids])
         )
     return planned
 
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
     start = time.perf_counter()
     stream.contexts.place(0, stream.settings.seed)  # the permutation of the shards, once an epoch
     permuted = time.perf_counter() - start
-    whole = plan_rank(stream, 0, 1)
+    single = plan_rank(stream, 0, 1)
     rows = []
     for world_size in world_sizes:
         start = time.perf_counter()
@@ -119,10 +119,10 @@ def main(arguments: list[str]) -> int:
                 "ranks": world_size,
                 "lanes_per_rank": global_batch // world_size,
                 "seconds_per_rank": seconds / world_size,
-                "equal": joined == whole,
+                "equal": joined == single,
             }
         )
-    found = {
+    result = {
         "context": CONTEXT,
         "global_batch": global_batch,
         "content_bytes": stream.contexts.total_units,
@@ -132,7 +132,7 @@ def main(arguments: list[str]) -> int:
         "permuted_seconds": permuted,
         "ranks": rows,
     }
-    print(json.dumps(found))
+    print(json.dumps(result))
     return 0
 
 

@@ -57,7 +57,7 @@ class Limits:
     @classmethod
     def of(cls, section: dict[str, Any]) -> Limits:
         """Read the limits from a run's DeepSpeed section."""
-        given = section.get("zero_optimization", {})
+        zero = section.get("zero_optimization", {})
         names = {
             "persistence": "stage3_param_persistence_threshold",
             "model_persistence": "stage3_model_persistence_threshold",
@@ -65,7 +65,7 @@ class Limits:
             "max_reuse_distance": "stage3_max_reuse_distance",
             "prefetch_bucket": "stage3_prefetch_bucket_size",
         }
-        return cls(**{own: int(given[key]) for own, key in names.items() if key in given})
+        return cls(**{name: int(zero[key]) for name, key in names.items() if key in zero})
 
 
 @dataclass(slots=True)
@@ -79,12 +79,12 @@ class Trace:
 
 def persistent(numel: dict[str, int], limits: Limits) -> list[str]:
     """Return the parameters that every rank keeps whole: small ones, in the model's order."""
-    kept, total = [], 0
+    names, total = [], 0
     for name, count in numel.items():
         if count <= limits.persistence and count + total <= limits.model_persistence:
-            kept.append(name)
+            names.append(name)
             total += count
-    return kept
+    return names
 
 
 def trace(config: RunConfig) -> Trace:
@@ -100,20 +100,20 @@ def trace(config: RunConfig) -> Trace:
 
 def rehearse(model_config: ModelConfig, batch: int, checkpointing: bool, shared: int = 1) -> Trace:
     """Record a forward and backward pass on fake tensors, in a process of ``shared`` that share each context."""
-    found = Trace()
+    record = Trace()
     with ExitStack() as modes:
         modes.enter_context(FakeTensorMode())
         model = SparseTransformer(model_config.model_copy(update={"backend": "cpu"}))
-        found.numel = {name: each.numel() for name, each in model.named_parameters()}
-        _record(model, found.events)
+        record.numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        _record(model, record.events)
         if checkpointing:
             model.activation_checkpoint = _recomputed
         # It takes a section of rows, and attends as if that were all: the order of the modules is the same.
         model.division = model.embedding.division = Division(0, shared)
         tokens = torch.zeros(batch, model_config.context, dtype=torch.uint8)
         model(tokens, return_nats=True).sum().backward()
-        found.parameters = _owners(model, found.events)
-    return found
+        record.parameters = _owners(model, record.events)
+    return record
 
 
 def _recomputed(function: Any, *args: Any) -> Any:
@@ -126,7 +126,7 @@ def _record(model: nn.Module, events: list[Event]) -> None:
 
         def before(_: nn.Module, args: tuple[Any, ...], name: str = name) -> tuple[Any, ...]:
             events.append(Event(FETCH, name))
-            return tuple(_mark(each, Event(RELEASE, name), events) for each in args)
+            return tuple(_mark(argument, Event(RELEASE, name), events) for argument in args)
 
         def after(_: nn.Module, args: tuple[Any, ...], out: Any, name: str = name) -> Any:
             events.append(Event(RELEASE, name))
@@ -160,13 +160,13 @@ class _Mark(torch.autograd.Function):
 def _owners(model: nn.Module, events: list[Event]) -> dict[str, list[str]]:
     """Map each module to its own parameters and those of children that it computes itself."""
     used = {event.module for event in events}
-    found: dict[str, list[str]] = {name: [] for name, _ in model.named_modules()}
+    owners: dict[str, list[str]] = {name: [] for name, _ in model.named_modules()}
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
         while owner not in used:
             owner = owner.rpartition(".")[0]
-        found[owner].append(name)
-    return found
+        owners[owner].append(name)
+    return owners
 
 
 def _deepened(short: Trace, few: int, layers: int) -> Trace:
@@ -182,17 +182,17 @@ def _deepened(short: Trace, few: int, layers: int) -> Trace:
             events += run
             continue
         # Forward passes meet the layers in their order, backward passes in the opposite one.
-        forward = not any(_within(each.module, last) for each in events)
+        forward = not any(_within(event.module, last) for event in events)
         order = range(few - 1, layers) if forward else range(layers - 1, few - 2, -1)
         for layer in order:
-            events += [Event(each.kind, renamed(each.module, layer)) for each in run]
-    found = Trace(events)
+            events += [Event(event.kind, renamed(event.module, layer)) for event in run]
+    deep = Trace(events)
     last_layers = range(few - 1, layers)
     for name, layer in _in_their_order(short.numel, last, last_layers):
-        found.numel[renamed(name, layer)] = short.numel[name]
+        deep.numel[renamed(name, layer)] = short.numel[name]
     for name, layer in _in_their_order(short.parameters, last, last_layers):
-        found.parameters[renamed(name, layer)] = [renamed(each, layer) for each in short.parameters[name]]
-    return found
+        deep.parameters[renamed(name, layer)] = [renamed(parameter, layer) for parameter in short.parameters[name]]
+    return deep
 
 
 def _in_their_order(names: Iterable[str], last: str, layers: Sequence[int]) -> Iterator[tuple[str, int]]:
@@ -202,7 +202,7 @@ def _in_their_order(names: Iterable[str], last: str, layers: Sequence[int]) -> I
         if not _within(name, last):
             yield name, layers[0]
         elif name == within[0]:
-            yield from ((each, layer) for layer in layers for each in within)
+            yield from ((inner, layer) for layer in layers for inner in within)
 
 
 def _within(name: str, module: str) -> bool:
@@ -226,12 +226,12 @@ class Gathered(NamedTuple):
     parameters: tuple[str, ...]
 
 
-def gathers(found: Trace, limits: Limits) -> list[Gathered]:
+def gathers(record: Trace, limits: Limits) -> list[Gathered]:
     """Return the all_gathers of a micro-batch once DeepSpeed knows the order of the modules."""
-    coordinator = _Coordinator(found, limits)
+    coordinator = _Coordinator(record, limits)
     for _ in range(2):  # the second one begins as every later one does
         coordinator.begin()
-        for event in found.events:
+        for event in record.events:
             (coordinator.fetch if event.kind == FETCH else coordinator.release)(event.module)
         coordinator.end()
     return coordinator.gathered
@@ -240,14 +240,14 @@ def gathers(found: Trace, limits: Limits) -> list[Gathered]:
 class _Coordinator:
     """The state of every parameter, as DeepSpeed tracks it."""
 
-    def __init__(self, found: Trace, limits: Limits) -> None:
-        self._trace, self._limits = found, limits
-        self._persistent = set(persistent(found.numel, limits))
+    def __init__(self, record: Trace, limits: Limits) -> None:
+        self._trace, self._limits = record, limits
+        self._persistent = set(persistent(record.numel, limits))
         self._here = set(self._persistent)
         self._in_flight: set[str] = set()
-        self._users: dict[str, set[str]] = {name: set() for name in found.numel}
-        self._modules = [event.module for event in found.events if event.kind == FETCH]
-        self._order = [Use(p, step) for step, module in enumerate(self._modules) for p in found.parameters[module]]
+        self._users: dict[str, set[str]] = {name: set() for name in record.numel}
+        self._modules = [event.module for event in record.events if event.kind == FETCH]
+        self._order = [Use(p, step) for step, module in enumerate(self._modules) for p in record.parameters[module]]
         self._reused: dict[tuple[str, int], set[str]] = {}
         self.gathered: list[Gathered] = []
 
@@ -264,39 +264,39 @@ class _Coordinator:
 
     def fetch(self, module: str) -> None:
         """Gather a module's parameters, and prefetch some of those that come next."""
-        own = self._trace.parameters[module]
-        self._gather([name for name in own if name not in self._here])
-        for name in own:
+        names = self._trace.parameters[module]
+        self._gather([name for name in names if name not in self._here])
+        for name in names:
             self._users[name].add(module)
             self._in_flight.discard(name)
-        ahead = {name for name in own if self._passed[name] < self._step}
+        ahead = {name for name in names if self._passed[name] < self._step}
         popped: set[str] = set()
         while self._queue and len(popped) < len(ahead):
             use = self._queue.popleft()
             self._passed[use.parameter] = use.step
             popped.add(use.parameter)
         room = min(self._limits.max_live - self._live, self._limits.prefetch_bucket)
-        wanted: dict[str, int] = {}
-        while self._limits.prefetch_bucket and self._queue and sum(wanted.values()) < room:
+        prefetched: dict[str, int] = {}
+        while self._limits.prefetch_bucket and self._queue and sum(prefetched.values()) < room:
             use = self._queue.popleft()
             self._passed[use.parameter] = max(self._passed[use.parameter], use.step)
             if use.parameter not in self._here:
-                wanted[use.parameter] = self._trace.numel[use.parameter]
-        self._gather(list(wanted))
-        self._in_flight.update(wanted)
+                prefetched[use.parameter] = self._trace.numel[use.parameter]
+        self._gather(list(prefetched))
+        self._in_flight.update(prefetched)
         self._step += 1
 
     def release(self, module: str) -> None:
         """Release what a module no longer needs."""
-        own = self._trace.parameters[module]
-        for name in own:
+        names = self._trace.parameters[module]
+        for name in names:
             self._users[name].discard(module)
-        if not own:
+        if not names:
             return
-        kept = self._persistent | self._used_again(module)
-        for name in own:
+        needed = self._persistent | self._used_again(module)
+        for name in names:
             free = name in self._here and name not in self._in_flight and not self._users[name]
-            if free and name not in kept and self._passed[name] <= self._step:
+            if free and name not in needed and self._passed[name] <= self._step:
                 self._here.discard(name)
                 self._live -= self._trace.numel[name]
 
@@ -311,16 +311,16 @@ class _Coordinator:
         """Return the module's parameters that are used again within the reuse distance."""
         key = (module, self._step)
         if key not in self._reused:
-            own, distance = set(self._trace.parameters[module]), 0
-            found: set[str] = set()
+            names, distance = set(self._trace.parameters[module]), 0
+            used: set[str] = set()
             for later in self._modules[self._step :]:
-                if distance >= self._limits.max_reuse_distance or found == own:
+                if distance >= self._limits.max_reuse_distance or used == names:
                     break
                 for name in self._trace.parameters[later]:
                     distance += self._trace.numel[name]
-                    if name in own:
-                        found.add(name)
-            self._reused[key] = found
+                    if name in names:
+                        used.add(name)
+            self._reused[key] = used
         return self._reused[key]
 
     def _gather(self, names: list[str]) -> None:
@@ -330,6 +330,6 @@ class _Coordinator:
             self._live += sum(self._trace.numel[name] for name in names)
 
 
-def counts(found: list[Gathered]) -> Counter[str]:
+def counts(gathered: list[Gathered]) -> Counter[str]:
     """Count how often each parameter is gathered."""
-    return Counter(name for each in found for name in each.parameters)
+    return Counter(name for gather in gathered for name in gather.parameters)

@@ -61,11 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
     links = Links(options.within, options.between, options.cards_per_host)
     if options.run:
         try:
-            found = scale(options.run, load_config(options.run, options.changes), options.cards, options.micro_batches)
+            result = scale(options.run, load_config(options.run, options.changes), options.cards, options.micro_batches)
         except (ConfigError, OSError) as error:
             print(f"scaling: error: {error}", file=sys.stderr)
             return 2
-        print(described(found, links))
+        print(described(result, links))
         return 0
     runs = []
     for name, run, changes in RUNS:
@@ -75,10 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         order = order_at_scale.measure(Path(name), SHARDS, LANES, CARDS)
         checks = check(Path(name), options.real, options.pretended)
-    found = {**about(torch.device("cpu")), "deepspeed": importlib.metadata.version("deepspeed"), "runs": runs}
-    write_json(options.output, {**found, "checks": checks, "order": order})
+    result = {**about(torch.device("cpu")), "deepspeed": importlib.metadata.version("deepspeed"), "runs": runs}
+    write_json(options.output, {**result, "checks": checks, "order": order})
     print(f"wrote {options.output}")
-    return 1 if any(each["differences"] for each in checks) else 0
+    return 1 if any(row["differences"] for row in checks) else 0
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -100,11 +100,11 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')}={getattr(options, name)}: must be more than 0")
     # What stands behind --cards and is no number of them was meant to follow it.
     options.changes += [word for word in options.cards if "=" in word]
-    given = [word for word in options.cards if "=" not in word]
-    for word in given:
+    words = [word for word in options.cards if "=" not in word]
+    for word in words:
         if not (word.isascii() and word.isdecimal() and int(word)):
             parser.error(f"--cards={word}: must be whole numbers of at least 1")
-    options.cards = [int(word) for word in given] or CARDS
+    options.cards = [int(word) for word in words] or CARDS
     if not options.run:
         check_output(parser, options, cpu_file("scaling"))
     return options
@@ -133,7 +133,7 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
     for count in cards:
         for stage in plan_memory.STAGES:
             collectives = run.step(count, micro_batches, stage)
-            held = plan_memory.states(run.parameters.total, config, count, stage)
+            costs = plan_memory.states(run.parameters.total, config, count, stage)
             rows.append(
                 {
                     "cards": count,
@@ -141,8 +141,8 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
                     "sent": total_sent(_of(collectives, DEEPSPEED), count),
                     "calls": sum(num_calls(collectives, DEEPSPEED).values()),
                     "own_sent": sum(total_sent(_of(collectives, OURS), count).values()),
-                    "resident_bytes": held.resident(),
-                    "peak_bytes": held.peak(taken),
+                    "resident_bytes": costs.resident(),
+                    "peak_bytes": costs.peak(taken),
                 }
             )
     return {
@@ -168,19 +168,19 @@ def _accumulated(run: Run, cards: int, stage: int) -> dict[str, Any]:
 
 
 def _of(collectives: Sequence[Collective], owner: str) -> list[Collective]:
-    return [each for each in collectives if each.owner == owner]
+    return [collective for collective in collectives if collective.owner == owner]
 
 
 def _shared(config: RunConfig, ranks: int, micro_batches: int) -> dict[str, Any]:
     """Compute what a GPU sends on average, and holds at most, if ``ranks`` GPUs share a context."""
-    found: dict[str, Any] = {"ranks": ranks}
+    result: dict[str, Any] = {"ranks": ranks}
     for name, exchange in (("heads_sent", "heads"), ("sent", "auto")):
         changes = {"sequence_parallel": ranks, "sequence_exchange": exchange}
         changed = config.model_copy(update={"train": config.train.model_copy(update=changes)})
         exchanges = [divided.exchanges(changed, rank, micro_batches, _rows_sent) for rank in range(ranks)]
-        found[name] = sum(divided.sent_to_others(each, ranks) for each in exchanges) / ranks
-    found["calls"] = sum(num_calls(exchanges[0]).values())
-    return {**found, "activations": asdict(activations(changed, config.train.activation_checkpointing))}
+        result[name] = sum(divided.sent_to_others(of_rank, ranks) for of_rank in exchanges) / ranks
+    result["calls"] = sum(num_calls(exchanges[0]).values())
+    return {**result, "activations": asdict(activations(changed, config.train.activation_checkpointing))}
 
 
 def _rows_sent(patterns: tuple[Pattern, ...], key_heads: int, context: int, sections: int) -> list[list[int]]:
@@ -204,7 +204,7 @@ def largest(config: RunConfig) -> dict[str, int]:
 
 def check(folder: Path, real: Sequence[int], pretended: Sequence[int]) -> list[dict[str, Any]]:
     """Compare predicted and counted bytes of the grid of tiny runs, at every number of ranks."""
-    found = []
+    result = []
     for ranks, fake in [*((count, False) for count in real), *((count, True) for count in pretended)]:
         place = folder / f"ranks-{ranks}"
         place.mkdir()
@@ -213,41 +213,41 @@ def check(folder: Path, real: Sequence[int], pretended: Sequence[int]) -> list[d
         differing = [
             line
             for rank, of_rank in enumerate(counted)
-            for case, own in zip(cases, of_rank, strict=True)
-            for line in communication.differences(case, ranks, own, rank)
+            for case, count in zip(cases, of_rank, strict=True)
+            for line in communication.differences(case, ranks, count, rank)
         ]
         rows = [
-            {"case": case["title"], "bytes": own["bytes"][DEEPSPEED]}
-            for case, own in zip(cases, counted[0], strict=True)
+            {"case": case["title"], "bytes": count["bytes"][DEEPSPEED]}
+            for case, count in zip(cases, counted[0], strict=True)
         ]
         print(
             f"{ranks} {'pretended' if fake else 'real'} ranks: {len(cases)} cases, {len(differing)} differ", flush=True
         )
-        found.append({"ranks": ranks, "fake": fake, "differences": differing, "cases": rows})
-    return found
+        result.append({"ranks": ranks, "fake": fake, "differences": differing, "cases": rows})
+    return result
 
 
-def described(found: dict[str, Any], links: Links) -> str:
+def described(result: dict[str, Any], links: Links) -> str:
     """Format a run for the terminal."""
     lines = [
-        f"{found['name']}: {found['parameters']:,} parameters, {found['context']:,} bytes a context, "
-        f"{found['micro_batches']} × {found['micro_batch']} of them a card and step, {found['precision']}",
+        f"{result['name']}: {result['parameters']:,} parameters, {result['context']:,} bytes a context, "
+        f"{result['micro_batches']} × {result['micro_batch']} of them a card and step, {result['precision']}",
         "  cards  ZeRO   MB sent a rank   collectives   ours, kB   GiB a card   modelled ms",
     ]
-    for row in found["cards"]:
-        sent, own = sum(row["sent"].values()), row["own_sent"] / 1e3
+    for row in result["cards"]:
+        sent, local = sum(row["sent"].values()), row["own_sent"] / 1e3
         lines.append(
-            f"  {row['cards']:>5}{row['stage']:>6}{sent / 1e6:>17,.1f}{row['calls']:>14,}{own:>11,.1f}"
+            f"  {row['cards']:>5}{row['stage']:>6}{sent / 1e6:>17,.1f}{row['calls']:>14,}{local:>11,.1f}"
             f"{row['peak_bytes'] / 2**30:>13.2f}{links.seconds(sent, row['cards']) * 1e3:>14.1f}"
         )
     lines.append(
         "  cards that share a context: MB sent a rank by heads, and by what sends least   collectives   peak, GiB"
     )
-    for row in found["divided"]:
-        held = row["activations"]["peak"] / 2**30
+    for row in result["divided"]:
+        peak = row["activations"]["peak"] / 2**30
         sent = "".join(f"{row[name] / 1e6:>24,.1f}" for name in ("heads_sent", "sent"))
-        lines.append(f"  {row['ranks']:>26}{sent}{row['calls']:>14,}{held:>12.2f}")
-    limits, least = found["largest"], found["largest"]["least_global_batch_of_4096"]
+        lines.append(f"  {row['ranks']:>26}{sent}{row['calls']:>14,}{peak:>12.2f}")
+    limits, least = result["largest"], result["largest"]["least_global_batch_of_4096"]
     lines.append(
         f"  its {limits['global_batch']:,} contexts a step keep {limits['cards_of_one_context']:,} cards busy, "
         f"{limits['cards_divided']:,} that share contexts; 4,096 cards take "

@@ -27,9 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Rewrite the page if it differs."""
     argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     path, memory = results()
-    found = json.loads(path.read_text())
-    plot(found, path.with_suffix(".png"))
-    page = with_tables(PAGE.read_text(), found, path.with_suffix(".png").name)
+    result = json.loads(path.read_text())
+    plot(result, path.with_suffix(".png"))
+    page = with_tables(PAGE.read_text(), result, path.with_suffix(".png").name)
     PAGE.write_text(with_memory(page, json.loads(memory.read_text())))
     return 0
 
@@ -40,23 +40,23 @@ def results() -> tuple[Path, Path]:
     return scaling, memory
 
 
-def with_tables(page: str, found: dict[str, Any], picture: str) -> str:
+def with_tables(page: str, result: dict[str, Any], picture: str) -> str:
     """Return the page's text with its tables made from the result file."""
-    parts = [zero_table(found), f"![bytes and memory by cards](../benchmarks/results/{picture})\n"]
-    parts += [accumulated_line(found), divided_table(found), limits_table(found)]
-    parts += [checks_lines(found), order_table(found)]
+    parts = [zero_table(result), f"![bytes and memory by cards](../benchmarks/results/{picture})\n"]
+    parts += [accumulated_line(result), divided_table(result), limits_table(result)]
+    parts += [checks_lines(result), order_table(result)]
     return replaced(page, BEGIN, "\n".join(parts), END)
 
 
-def with_memory(page: str, found: dict[str, Any]) -> str:
+def with_memory(page: str, result: dict[str, Any]) -> str:
     """Return the page's text with the measured memory of divided contexts."""
-    return replaced(page, MEMORY_BEGIN, memory_table(found), MEMORY_END)
+    return replaced(page, MEMORY_BEGIN, memory_table(result), MEMORY_END)
 
 
-def zero_table(found: dict[str, Any]) -> str:
+def zero_table(result: dict[str, Any]) -> str:
     """Format megabytes sent, collectives and memory, by run, GPUs and stage."""
     lines = []
-    for run in found["runs"]:
+    for run in result["runs"]:
         for cards in SHOWN_CARDS:
             cells = [_title(run), f"{cards:,}"]
             for row in sorted((row for row in run["cards"] if row["cards"] == cards), key=lambda row: row["stage"]):
@@ -71,38 +71,38 @@ def _title(run: dict[str, Any]) -> str:
     return f"{run['name']}, " + (f"{count / 1e9:.1f} G" if count >= 1e9 else f"{count / 1e6:.0f} M")
 
 
-def accumulated_line(found: dict[str, Any]) -> str:
+def accumulated_line(result: dict[str, Any]) -> str:
     """Describe the bytes of several micro-batches, as a multiple of one's."""
     parts = []
-    for run in found["runs"]:
+    for run in result["runs"]:
         times = []
         for row in run["accumulated"]:
             (single,) = (x for x in run["cards"] if (x["cards"], x["stage"]) == (row["cards"], row["stage"]))
             times.append(f"{row['sent'] / sum(single['sent'].values()):.2f}")
         parts.append(f"{run['name']} {' / '.join(times)}")
-    count, cards = (found["runs"][0]["accumulated"][0][name] for name in ("micro_batches", "cards"))
+    count, cards = (result["runs"][0]["accumulated"][0][name] for name in ("micro_batches", "cards"))
     return (
         f"A step of {count} micro-batches sends so many times the bytes of a step of one, under ZeRO 0 / 1 / 2 / 3 on "
         f"{cards:,} cards: {'; '.join(parts)}.\n"
     )
 
 
-def divided_table(found: dict[str, Any]) -> str:
+def divided_table(result: dict[str, Any]) -> str:
     """Format what sharing a context costs in bytes and saves in activations."""
     titles = ["run", "cards a context", "MB sent a rank and step: heads", "what sends least", "calls"]
     lines = []
-    for run in found["runs"]:
+    for run in result["runs"]:
         for row in run["divided"]:
             cells = [_title(run), f"{row['ranks']}", *(f"{row[name] / 1e6:,.0f}" for name in ("heads_sent", "sent"))]
             lines.append([*cells, f"{row['calls']:,}", f"{row['activations']['peak'] / 2**30:.2f}"])
     return markdown([*titles, "activations of a card, GiB"], lines)
 
 
-def limits_table(found: dict[str, Any]) -> str:
+def limits_table(result: dict[str, Any]) -> str:
     """Format how many GPUs the runs' batches keep busy."""
     titles = ["run", "contexts a step", "cards", "cards that share contexts"]
     lines = []
-    for run in found["runs"]:
+    for run in result["runs"]:
         limits = run["largest"]
         shared = limits["least_global_batch_of_4096"] * run["context"]
         numbers = [limits["global_batch"], limits["cards_of_one_context"], limits["cards_divided"]]
@@ -111,19 +111,22 @@ def limits_table(found: dict[str, Any]) -> str:
     return markdown([*titles, "4,096 cards: bytes a step", "sharing contexts"], lines)
 
 
-def memory_table(found: dict[str, Any]) -> str:
+def memory_table(result: dict[str, Any]) -> str:
     """Format the memory of processes that share a context, with the planned memory."""
 
     def most(row: dict[str, Any], name: str) -> int:
         return max(process[name] for process in row["found"])
 
-    (single,) = (row for row in found["rows"] if row["processes"] == 1)
-    sizes = f"{found['layers']} layers of {found['width']}, {found['context']:,} positions, fp32, every activation kept"
-    title = f"{found['device']}, torch {found['torch']}, {found['date']}: {sizes}; the largest of the processes, MiB.\n"
+    (single,) = (row for row in result["rows"] if row["processes"] == 1)
+    title = (
+        f"{result['device']}, torch {result['torch']}, {result['date']}: {result['layers']} layers of "
+        f"{result['width']}, {result['context']:,} positions, fp32, every activation kept; the largest of the "
+        "processes, MiB.\n"
+    )
     titles = ["processes", "exchange", "planned", "tensors at the worst moment", "of 1/U"]
     titles += ["given by the system beyond the resting model", "of 1/U"]
     lines = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         cells = [f"{row['processes']}", row["exchange"], f"{row['planned']['peak'] / 2**20:,.1f}"]
         for name in ("tensors", "beyond"):
             share = most(row, name) * row["processes"] / most(single, name)
@@ -132,24 +135,24 @@ def memory_table(found: dict[str, Any]) -> str:
     return f"{title}\n{markdown(titles, lines)}"
 
 
-def checks_lines(found: dict[str, Any]) -> str:
+def checks_lines(result: dict[str, Any]) -> str:
     """Describe the measurements that the predictions were compared with."""
     real, fake = (
-        ", ".join(f"{x['ranks']:,} ({len(x['cases'])} cases)" for x in found["checks"] if x["fake"] == is_fake)
+        ", ".join(f"{x['ranks']:,} ({len(x['cases'])} cases)" for x in result["checks"] if x["fake"] == is_fake)
         for is_fake in (False, True)
     )
-    differing = sum(len(check["differences"]) for check in found["checks"])
+    differing = sum(len(check["differences"]) for check in result["checks"])
     return (
-        f"**Checked** on {found['device']}, torch {found['torch']}, DeepSpeed "
-        f"{found['deepspeed']}, {found['date']}: at {real} real processes over gloo, and as the first of "
+        f"**Checked** on {result['device']}, torch {result['torch']}, DeepSpeed "
+        f"{result['deepspeed']}, {result['date']}: at {real} real processes over gloo, and as the first of "
         f"{fake} on a process group that sends nothing, {differing} cases differ from the prediction by a byte "
         "or a call.\n"
     )
 
 
-def order_table(found: dict[str, Any]) -> str:
+def order_table(result: dict[str, Any]) -> str:
     """Format the cost of the order of a set of many shards."""
-    order = found["order"]
+    order = result["order"]
     title = (
         f"**The data order** of {order['shards']:,} shards ({order['content_bytes'] / 1e12:.1f} TB on paper, "
         f"a manifest of {order['manifest_bytes'] / 1e6:.0f} MB): opened in {order['opened_seconds']:.1f} s and "
@@ -171,14 +174,14 @@ def order_table(found: dict[str, Any]) -> str:
     return title + markdown(titles, lines)
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(result: dict[str, Any], path: Path) -> None:
     """Draw a column for each run: bytes that a rank sends, and memory of a GPU, over GPUs; a line for each stage."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    runs = found["runs"]
+    runs = result["runs"]
     figure, panels = plt.subplots(2, len(runs), figsize=(3.6 * len(runs), 6.4), layout="constrained", squeeze=False)
     styles = ("-", "-", "--", "-")  # stages 1 and 2 send the same where there is one micro-batch
     for column, run in enumerate(runs):

@@ -85,7 +85,7 @@ def parameters_of(model: ModelConfig) -> Parameters:
         network = SparseTransformer(model)
     named = dict(network.named_parameters())
     groups = tuple(tuple(group.names) for group in parameter_groups(network, None) if group.names)
-    return Parameters({name: each.numel() for name, each in named.items()}, groups)
+    return Parameters({name: parameter.numel() for name, parameter in named.items()}, groups)
 
 
 class Run:
@@ -121,13 +121,13 @@ class Run:
         assert stage in STAGES, stage
         section = self.config.deepspeed
         if stage == 3:
-            found = self._stage_3(section, ranks, micro_batches)
+            collectives = self._stage_3(section, ranks, micro_batches)
         else:
-            found = self._gradients(section, ranks, micro_batches, stage)
-            found += self._updated_weights(section, ranks, stage) if stage and ranks > 1 else []
-        found += self._flags(section, stage)
+            collectives = self._gradients(section, ranks, micro_batches, stage)
+            collectives += self._updated_weights(section, ranks, stage) if stage and ranks > 1 else []
+        collectives += self._flags(section, stage)
         rows = micro_batches * self.config.train.micro_batch
-        return found + (own_collectives(ranks, rows) if ranks > 1 else [])
+        return collectives + (own_collectives(ranks, rows) if ranks > 1 else [])
 
     def _gradients(self, section: dict[str, Any], ranks: int, micro_batches: int, stage: int) -> list[Collective]:
         element, times = communicated_bytes(section), micro_batches if stage == 2 else 1
@@ -145,12 +145,12 @@ class Run:
 
     def _buckets(self, section: dict[str, Any], stage: int) -> int:
         """Count the buckets in which gradients are reduced; the ends of parameters may add another."""
-        given = section.get("zero_optimization", {}).get("reduce_bucket_size", _BUCKET)
-        return -(-self.parameters.total // (int(given) if stage else _BUCKET))
+        size = section.get("zero_optimization", {}).get("reduce_bucket_size", _BUCKET)
+        return -(-self.parameters.total // (int(size) if stage else _BUCKET))
 
     def _owned(self, ranks: int) -> list[int]:
         """Count the elements that each rank owns, of all groups, without padding."""
-        padded = [each // ranks for each in self._padded_groups(ranks)]
+        padded = [group // ranks for group in self._padded_groups(ranks)]
         sizes = [sum(self.parameters.numel[name] for name in group) for group in self.parameters.groups]
         return [
             sum(min(share, max(0, size - rank * share)) for share, size in zip(padded, sizes, strict=True))
@@ -159,7 +159,7 @@ class Run:
 
     def _updated_weights(self, section: dict[str, Any], ranks: int, stage: int) -> list[Collective]:
         element = _BYTES[precision(section)]
-        return [Collective("all_gather", element * each, 1, what="weights") for each in self._padded_groups(ranks)]
+        return [Collective("all_gather", element * size, 1, what="weights") for size in self._padded_groups(ranks)]
 
     def _padded_groups(self, ranks: int) -> list[int]:
         """Count the elements of the optimiser's flat groups."""
@@ -174,14 +174,15 @@ class Run:
         scattered = section.get("zero_optimization", {}).get("reduce_scatter", True)
         reduced = ("reduce_scatter", padded) if scattered else ("all_reduce", numel)
         num_bytes, buckets = gradient * sum(reduced[1].values()), self._buckets(section, 3)
-        found = [Collective(reduced[0], num_bytes, micro_batches, buckets, what="gradients")]
+        collectives = [Collective(reduced[0], num_bytes, micro_batches, buckets, what="gradients")]
         if ranks == 1:
-            return found  # it gathers nothing from itself
-        for each in gathers(self.trace, limits):
-            size = weight * sum(padded[name] for name in each.parameters)
-            found.append(Collective("all_gather", size, micro_batches, what="weights"))
-        kept = persistent(numel, limits)
-        return found + [Collective("all_gather", weight * padded[name], 1, what="kept weights") for name in kept]
+            return collectives  # it gathers nothing from itself
+        for gather in gathers(self.trace, limits):
+            size = weight * sum(padded[name] for name in gather.parameters)
+            collectives.append(Collective("all_gather", size, micro_batches, what="weights"))
+        for name in persistent(numel, limits):
+            collectives.append(Collective("all_gather", weight * padded[name], 1, what="kept weights"))
+        return collectives
 
     def _flags(self, section: dict[str, Any], stage: int) -> list[Collective]:
         """Return norms of the gradients and flags of overflow."""
@@ -206,17 +207,17 @@ def own_collectives(ranks: int, rows: int) -> list[Collective]:
 
 def together_values(rows: int) -> int:
     """Count the int64 values that a rank with ``rows`` contexts sends before a step, by running the code."""
-    seen = []
+    counts = []
 
     def gather(_: Ranks, values: Tensor, device: torch.device) -> Tensor:
-        seen.append(len(values))
+        counts.append(len(values))
         return values[None]
 
     state = StreamState(fingerprint="none", seed=0, epoch=0, step=0, global_batch=rows)
     batch = Batch(torch.zeros(rows, 1, dtype=torch.uint8), torch.ones(rows).long(), torch.arange(rows), state)
     with mock.patch.object(Ranks, "gather_int64", gather):
         next(batches.together(lambda: iter([batch]), rows, Ranks(), torch.device("cpu")))
-    return sum(seen)
+    return sum(counts)
 
 
 def communicated_bytes(section: dict[str, Any]) -> int:

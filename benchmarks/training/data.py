@@ -66,8 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows = [row for kind in SETS for row in throughput(kind, folder, options)]
         start = measure_start(folder, options.shards)
     print_tables(rows, start)
-    found = {**about(torch.device("cpu")), "context": CONTEXT, "batch": BATCH, "repeats": options.repeats}
-    write_result(options, {**found, "set_bytes": options.set_bytes, "throughput": rows, "start": start})
+    result = {**about(torch.device("cpu")), "context": CONTEXT, "batch": BATCH, "repeats": options.repeats}
+    write_result(options, {**result, "set_bytes": options.set_bytes, "throughput": rows, "start": start})
     return 0
 
 
@@ -103,14 +103,14 @@ def throughput(kind: str, folder: Path, options: argparse.Namespace) -> list[dic
             if repeat:  # the first one warms the cache
                 seconds[name].append(time.perf_counter() - start)
     shutil.rmtree(data)
-    rates = {name: [sizes[name] / each for each in times] for name, times in seconds.items()}
-    own = rates["WebDataset, samples alone"]
+    rates = {name: [sizes[name] / second for second in times] for name, times in seconds.items()}
+    reference = rates["WebDataset, samples alone"]
     return [
         {
             "set": kind,
             "reader": name,
             "bytes_per_second": statistics.median(rate),
-            "ratio": statistics.median(ours / theirs for ours, theirs in zip(rate, own, strict=True)),
+            "ratio": statistics.median(ours / theirs for ours, theirs in zip(rate, reference, strict=True)),
         }
         for name, rate in rates.items()
     ]
@@ -174,8 +174,8 @@ def measure_start(folder: Path, num_shards: int) -> dict[str, Any]:
     """Measure the opening of a set of many shards, in a separate process."""
     data = make_many_shards(folder, num_shards)
     command = [sys.executable, str(Path(__file__).resolve()), "--open-folder", str(data)]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {"shards": num_shards, "manifest_bytes": (data / DataManifest.FILE_NAME).stat().st_size, **found}
+    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {"shards": num_shards, "manifest_bytes": (data / DataManifest.FILE_NAME).stat().st_size, **result}
 
 
 def make_many_shards(folder: Path, num_shards: int) -> Path:
@@ -187,16 +187,16 @@ def make_many_shards(folder: Path, num_shards: int) -> Path:
     (shard,) = manifest.splits["train"].shards
     shards = []
     for number in range(num_shards):
-        one = replace(shard, name=f"train-{number:05d}.tar")
-        shards.append(one)
-        for name, first in ((one.name, shard.name), (one.index_name, shard.index_name)):
+        copy = replace(shard, name=f"train-{number:05d}.tar")
+        shards.append(copy)
+        for name, first in ((copy.name, shard.name), (copy.index_name, shard.index_name)):
             original = data / (first if number < LINKS else f"{number // LINKS}-{first}")
             if not original.exists():
                 shutil.copy(data / first, original)
             if name != first:
                 os.link(original, data / name)
-    whole = DataManifest("text", {}, {"train": SplitRecord(num_shards, tuple(shards))}, manifest.made)
-    (data / DataManifest.FILE_NAME).write_text(whole.to_json(), encoding="utf-8")
+    complete = DataManifest("text", {}, {"train": SplitRecord(num_shards, tuple(shards))}, manifest.made)
+    (data / DataManifest.FILE_NAME).write_text(complete.to_json(), encoding="utf-8")
     return data
 
 

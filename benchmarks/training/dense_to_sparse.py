@@ -76,9 +76,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     dense, sparse = model, copy.deepcopy(model)
     sparse.set_attn_implementation("longstride")
     bits["sparse, before any step"] = evaluate(sparse, held_out, options)
-    for name, each in (("dense, more steps", dense), ("sparse, more steps", sparse)):
-        train(each, training, options, range(options.dense_steps, options.dense_steps + options.more_steps))
-        bits[name] = evaluate(each, held_out, options)
+    for name, copied in (("dense, more steps", dense), ("sparse, more steps", sparse)):
+        train(copied, training, options, range(options.dense_steps, options.dense_steps + options.more_steps))
+        bits[name] = evaluate(copied, held_out, options)
     return {
         **about(torch.device("cpu")),
         "transformers": transformers.__version__,
@@ -95,8 +95,8 @@ def sources() -> tuple[Tensor, Tensor]:
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     parts = []
     for is_held_out in (False, True):
-        kept = [path for i, path in enumerate(paths) if (i % HELD_OUT_EVERY == 0) == is_held_out]
-        text = b"".join(path.read_bytes() for path in kept)[:MOST_BYTES]
+        selected = [path for i, path in enumerate(paths) if (i % HELD_OUT_EVERY == 0) == is_held_out]
+        text = b"".join(path.read_bytes() for path in selected)[:MOST_BYTES]
         parts.append(torch.frombuffer(bytearray(text), dtype=torch.uint8).long())
     return parts[0], parts[1]
 

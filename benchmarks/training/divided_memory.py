@@ -51,8 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         planned = activations(config, config.train.activation_checkpointing, "cpu")
         rows.append({"processes": size, "exchange": exchange, "planned": asdict(planned), "found": together(config)})
         print(line(rows[-1]), flush=True)
-    found = {**about(torch.device("cpu")), "run": RUN, "context": options.context, "layers": LAYERS, "heads": HEADS}
-    write_result(options, {**found, "width": WIDTH, "changes": options.changes, "rows": rows})
+    result = {**about(torch.device("cpu")), "run": RUN, "context": options.context, "layers": LAYERS, "heads": HEADS}
+    write_result(options, {**result, "width": WIDTH, "changes": options.changes, "rows": rows})
     return 0
 
 

@@ -52,11 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         run = options.run or save_run(options, folder)
-        found = measure(options, run, folder)
-    write_json(options.output, found)
-    print_found(found)
+        result = measure(options, run, folder)
+    write_json(options.output, result)
+    print_found(result)
     print(f"\nwrote {options.output}")
-    return 0 if all(row["within_bar"] for row in found["cases"] if not row["checked"]) else 1
+    return 0 if all(row["within_bar"] for row in result["cases"] if not row["checked"]) else 1
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -199,20 +199,20 @@ def inside(options: argparse.Namespace) -> int:
     print("ready", flush=True)
     sys.stdin.readline()
     how = Options(dtype=dtype, shard_bytes=parse_size(size), check=check == "check")
-    _, seen = export(options.run, None, Path(output), how)
-    print(json.dumps(seen), flush=True)
+    _, report = export(options.run, None, Path(output), how)
+    print(json.dumps(report), flush=True)
     sys.stdin.readline()
     return 0
 
 
-def print_found(found: dict[str, Any]) -> None:
+def print_found(result: dict[str, Any]) -> None:
     """Print a table, in MB."""
-    what = f"ZeRO {found['zero_stage']}, {found['precision']}, {found['world_size']} ranks"
-    print(f"{found['config']}, {what}: a checkpoint of {found['checkpoint_bytes'] / 1e6:,.0f} MB; all in MB\n")
+    what = f"ZeRO {result['zero_stage']}, {result['precision']}, {result['world_size']} ranks"
+    print(f"{result['config']}, {what}: a checkpoint of {result['checkpoint_bytes'] / 1e6:,.0f} MB; all in MB\n")
     titles = ["type", "shard size", "files", "probe", "largest file", "bar", "private, above start", "private"]
     names = ("largest_file", "bar", "above_start_private", "peak_private", "peak_resident")
     rows = []
-    for row in found["cases"]:
+    for row in result["cases"]:
         cells = [row["dtype"], row["shard_size"], row["files"], "yes" if row["checked"] else "no"]
         rows.append([*cells, *(f"{row[f'{name}_bytes'] / 1e6:,.0f}" for name in names)])
     print(markdown([*titles, "resident"], rows), end="")

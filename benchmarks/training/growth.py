@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.attention.peers import dense_attention
 from benchmarks.machine import about
-from benchmarks.report import RESULTS, check_output, cpu_file, new_parser, replaced, rounded, write_json
+from benchmarks.report import RESULTS, check_output, cpu_file, markdown, new_parser, replaced, rounded, write_json
 from longstride.kernels import num_pairs, sparse_attention
 from longstride.kernels.patterns import Longformer
 from longstride.sparse_model import BlockContext, ModelConfig, SparseTransformer
@@ -59,12 +59,12 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = {name: getattr(options, name) for name in ("window", "rows", "width", "repeats")}
-    found: dict[str, Any] = about(CPU) | sizes | {"attention": [], "experts": []}
+    result: dict[str, Any] = about(CPU) | sizes | {"attention": [], "experts": []}
     for part, measure in (("attention", attention), ("experts", experts)):
         for dtype in DTYPES:
-            found[part] += measure(options, dtype)
-            write_json(options.output, found)
-    print(tables(found))
+            result[part] += measure(options, dtype)
+            write_json(options.output, result)
+    print(tables(result))
     print(f"wrote {options.output}")
     return 0
 
@@ -144,9 +144,9 @@ def measured(rows: list[dict[str, Any]], steps: Iterable[Step], repeats: int) ->
 
 def peak_bytes(step: Step) -> int:
     """Return the most bytes that torch's allocator held at once during a step, beyond those before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
-    changes = (event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
+    changes = (event.nbytes() for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]")
     return max(itertools.accumulate(changes))
 
 
@@ -156,35 +156,35 @@ def with_tables(page: str) -> str:
     return replaced(page, BEGIN, "".join(map(tables, files)), END)
 
 
-def tables(found: dict[str, Any]) -> str:
+def tables(result: dict[str, Any]) -> str:
     """Format one device's result."""
-    contexts = sorted({row["context"] for row in found["attention"]})
-    head = "".join(f" {n:,}: ms | MiB |" for n in contexts)
-    lines = [
-        f"{found['device']}, one thread, torch {found['torch']}, {found['date']}. {HEADS} heads of width {HEAD_WIDTH}, "
-        f"window {found['window']}, {DILATED} heads dilated by {DILATION}, {GLOBALS} global keys:\n",
-        f"| attention |{head} growth of time | of memory | of pairs |",
-        "|---|" + "---|" * (2 * len(contexts) + 3),
-    ]
+    contexts = sorted({row["context"] for row in result["attention"]})
+    title = (
+        f"{result['device']}, one thread, torch {result['torch']}, {result['date']}. {HEADS} heads of width "
+        f"{HEAD_WIDTH}, window {result['window']}, {DILATED} heads dilated by {DILATION}, {GLOBALS} global keys:\n"
+    )
+    lines = []
     for dtype, name in itertools.product(DTYPES, ("longformer", "dense")):
-        rows = [row for row in found["attention"] if (row["dtype"], row["attention"]) == (dtype, name)]
-        cells = [f"{1e3 * row['seconds']:,.0f} | {row['peak_bytes'] / 2**20:.0f}" for row in rows]
+        rows = [row for row in result["attention"] if (row["dtype"], row["attention"]) == (dtype, name)]
+        cells = [f"{name}, {dtype}"]
+        for row in rows:
+            cells += [f"{1e3 * row['seconds']:,.0f}", f"{row['peak_bytes'] / 2**20:.0f}"]
         cells += [f"{rows[-1][key] / rows[0][key]:.1f}×" for key in ("seconds", "peak_bytes", "pairs")]
-        lines.append(f"| {name}, {dtype} | {' | '.join(cells)} |")
-    lines += [
-        f"\nOne expert a row, {found['rows']:,} rows of {found['width']} channels:\n",
-        "| feed-forward | parameters | operations a row | "
-        + " | ".join(f"{dtype}: ms | × dense" for dtype in DTYPES)
-        + " |",
-        "|---|" + "---|" * (2 + 2 * len(DTYPES)),
-    ]
-    dense = {row["dtype"]: row["seconds"] for row in found["experts"] if row["experts"] == 0}
-    for first in (row for row in found["experts"] if row["dtype"] == DTYPES[0]):
-        same = (row for row in found["experts"] if row["experts"] == first["experts"])
-        times = (f"{1e3 * row['seconds']:.0f} | {row['seconds'] / dense[row['dtype']]:.2f}" for row in same)
+        lines.append(cells)
+    columns = [column for n in contexts for column in (f"{n:,}: ms", "MiB")]
+    attentions = markdown(["attention", *columns, "growth of time", "of memory", "of pairs"], lines)
+    dense = {row["dtype"]: row["seconds"] for row in result["experts"] if row["experts"] == 0}
+    lines = []
+    for first in (row for row in result["experts"] if row["dtype"] == DTYPES[0]):
         name = {0: "dense", 1: "1 expert"}.get(first["experts"], f"{first['experts']} experts")
-        lines.append(f"| {name} | {first['parameters']:,} | {first['operations']:,} | {' | '.join(times)} |")
-    return "\n".join(lines) + "\n"
+        cells = [name, f"{first['parameters']:,}", f"{first['operations']:,}"]
+        for row in (row for row in result["experts"] if row["experts"] == first["experts"]):
+            cells += [f"{1e3 * row['seconds']:.0f}", f"{row['seconds'] / dense[row['dtype']]:.2f}"]
+        lines.append(cells)
+    columns = [column for dtype in DTYPES for column in (f"{dtype}: ms", "× dense")]
+    mixtures = markdown(["feed-forward", "parameters", "operations a row", *columns], lines)
+    subtitle = f"One expert a row, {result['rows']:,} rows of {result['width']} channels:\n"
+    return "\n".join([title, attentions, subtitle, mixtures])
 
 
 if __name__ == "__main__":

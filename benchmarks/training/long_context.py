@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         for context in options.contexts:
             rows.append(measure(context, data, Path(name), options.changes))
             print(line(rows[-1]), flush=True)
-    found = {**about(torch.device("cpu")), "experiment": EXPERIMENT.stem, "changes": options.changes, "rows": rows}
-    write_json(options.output, found)
+    result = {**about(torch.device("cpu")), "experiment": EXPERIMENT.stem, "changes": options.changes, "rows": rows}
+    write_json(options.output, result)
     print(f"wrote {options.output}")
     return 0
 
@@ -118,12 +118,12 @@ def measure(context: int, data: Path, folder: Path, changes: list[str]) -> dict[
         assert started.returncode == 0, log.read()
     lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     model = ModelConfig.model_validate(json.loads((run / "config.json").read_text())["model"])
-    steps, scored = ([each for each in lines if metrics_file.is_step(each) == asked] for asked in (True, False))
+    steps, scored = ([entry for entry in lines if metrics_file.is_step(entry) == is_step] for is_step in (True, False))
     return {
         "context": context,
         "stride": stride,
         "parameters": SparseTransformer.num_parameters(model),
-        "step_seconds": min(each["seconds"] for each in steps),
+        "step_seconds": min(entry["seconds"] for entry in steps),
         "evaluation_seconds": scored[-1]["seconds"],
         "peak_bytes": usage.ru_maxrss * 1024,
         "bits_per_byte": steps[0]["bits_per_byte"],

@@ -104,12 +104,13 @@ def main(arguments: list[str] | None = None) -> int:
     for name, preset, changes in RUNS:
         if options.only and options.only not in name:
             continue
-        own = [*changes, *(each for each in ALL if each.split("=")[0] not in {c.split("=")[0] for c in changes})]
-        rows.append(row(name, preset, [*own, *options.changes]))
+        changed = {change.split("=")[0] for change in changes}
+        common = [change for change in ALL if change.split("=")[0] not in changed]
+        rows.append(row(name, preset, [*changes, *common, *options.changes]))
         print(line(rows[-1]), flush=True)
     products = [in_a_process("products", "enwik8_experts", [f"deepspeed=zero0_{name}"]) for name in ("fp32", "bf16")]
-    found = {"threads": 1, "steps": STEPS, "rows": rows, "products": products}
-    write_json(options.output, {**about(torch.device("cpu")), **found})
+    result = {"threads": 1, "steps": STEPS, "rows": rows, "products": products}
+    write_json(options.output, {**about(torch.device("cpu")), **result})
     print(f"wrote {options.output}")
     return 0
 
@@ -123,7 +124,7 @@ def row(name: str, preset: str, changes: list[str]) -> dict[str, Any]:
     flops = sum(step_flops(work(config.model, config.train.micro_batch), config).values())
     # In turns, as the machine is quicker at one time than at another.
     before = in_a_process("measure", preset, changes)
-    held, found = (in_a_process(part, preset, changes) for part in ("memory", "steps"))
+    memory, steps = (in_a_process(part, preset, changes) for part in ("memory", "steps"))
     after = in_a_process("measure", preset, changes)
     seconds = (before["seconds"] + after["seconds"]) / 2
     rate = (before["flops_per_second"] + after["flops_per_second"]) / 2
@@ -132,12 +133,12 @@ def row(name: str, preset: str, changes: list[str]) -> dict[str, Any]:
         "preset": preset,
         "changes": changes,
         "planned_bytes": planned,
-        "held_bytes": held["peak_bytes"],
-        "bytes_ratio": rounded(planned / held["peak_bytes"]),
+        "held_bytes": memory["peak_bytes"],
+        "bytes_ratio": rounded(planned / memory["peak_bytes"]),
         "flops": flops,
         "measured_seconds": rounded(seconds),
-        "step_seconds": rounded(min(found["seconds"][1:])),
-        "seconds_ratio": rounded(seconds / min(found["seconds"][1:])),
+        "step_seconds": rounded(min(steps["seconds"][1:])),
+        "seconds_ratio": rounded(seconds / min(steps["seconds"][1:])),
         "by_products_seconds": rounded(flops / rate),
     }
 
@@ -189,7 +190,7 @@ def take_steps(config: RunConfig) -> dict[str, Any]:
 def time_blocks(config: RunConfig) -> dict[str, Any]:
     """Measure the seconds of a step by one block of each kind, and the rate of a large matrix product."""
     torch.set_num_threads(1)
-    found = measuring.step_seconds(config, [1], time.process_time)[1]
+    step_seconds = measuring.step_seconds(config, [1], time.process_time)[1]
     rows, width = config.train.micro_batch * config.model.context, config.model.width
     dtype = DTYPES[config.precision]
     a, b = torch.randn(rows, width, dtype=dtype), torch.randn(width, config.model.feed_forward_width, dtype=dtype)
@@ -198,20 +199,20 @@ def time_blocks(config: RunConfig) -> dict[str, Any]:
         began = time.process_time()
         a @ b
         taken.append(time.process_time() - began)
-    return {"seconds": found, "flops_per_second": 2 * rows * width * b.shape[1] / min(taken[2:])}
+    return {"seconds": step_seconds, "flops_per_second": 2 * rows * width * b.shape[1] / min(taken[2:])}
 
 
 def keep_products(config: RunConfig) -> dict[str, Any]:
     """Measure the memory that a process keeps after products of many numbers of rows, in the run's precision."""
-    dtype, width, kept = DTYPES[config.precision], config.model.width, []
+    dtype, width, extra_bytes = DTYPES[config.precision], config.model.width, []
     rows, weights = torch.ones(max(ROWS), width, dtype=dtype), torch.ones(width, width, dtype=dtype)
     rows[:1] @ weights
     before = resident_bytes("VmRSS")
     for count in range(1, max(ROWS) + 1):
         rows[:count] @ weights
         if count in ROWS:
-            kept.append(resident_bytes("VmRSS") - before)
-    return {"precision": config.precision, "numbers_of_rows": ROWS, "kept_bytes": kept}
+            extra_bytes.append(resident_bytes("VmRSS") - before)
+    return {"precision": config.precision, "numbers_of_rows": ROWS, "kept_bytes": extra_bytes}
 
 
 PARTS = {"memory": hold_steps, "products": keep_products, "steps": take_steps, "measure": time_blocks}

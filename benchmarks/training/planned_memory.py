@@ -53,15 +53,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     device = Ranks().device
     kind = "cpu" if device.type == "cpu" else "cuda"
-    held = states(sum(parameter_parts(config.model).values()), config, 1, config.zero_stage, kind)
-    planned = held.peak(activations(config, config.train.activation_checkpointing, kind))
+    costs = states(sum(parameter_parts(config.model).values()), config, 1, config.zero_stage, kind)
+    planned = costs.peak(activations(config, config.train.activation_checkpointing, kind))
     flops = sum(step_flops(work(config.model, config.train.micro_batch), config).values())
-    found = measure(config, options.steps)
+    result = measure(config, options.steps)
     print(
-        f"{options.run}: planned {planned / 2**30:.2f} GiB, held {found['peak_bytes'] / 2**30:.2f}; "
-        f"{min(found['seconds']):.1f} s a step, {flops / min(found['seconds']) / 1e12:.1f} TFLOP/s"
+        f"{options.run}: planned {planned / 2**30:.2f} GiB, costs {result['peak_bytes'] / 2**30:.2f}; "
+        f"{min(result['seconds']):.1f} s a step, {flops / min(result['seconds']) / 1e12:.1f} TFLOP/s"
     )
-    row = {"run": options.run, "changes": options.changes, "planned_bytes": planned, "flops": flops, **found}
+    row = {"run": options.run, "changes": options.changes, "planned_bytes": planned, "flops": flops, **result}
     write_json(options.output, {**about(device), **row})
     return 0
 

@@ -53,9 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     check_output(parser, options, f"saving-{slug(device)}.json")
     prepare_accelerator()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, process_group(Ranks(), 600):
-        found = measure(options, Path(folder))
-    write_json(options.output, found)
-    print_found(found)
+        result = measure(options, Path(folder))
+    write_json(options.output, result)
+    print_found(result)
     print(f"\nwrote {options.output}")
     return 0
 
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     prepare_accelerator(config)
     engine = build_engine(config, Ranks())
     savers = {name: Saver(engine, in_background(config, way), Ranks(), print) for name, way in WAYS.items()}
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         **about(engine.device),
         "parameters": sum(p.numel() for p in engine.module.parameters()),
         **{name: getattr(options, name) for name in ("layers", "width", "context", "deepspeed", "steps", "repeats")},
@@ -79,13 +79,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for name, saver in savers.items():
             alone, _ = take_steps(engine, config, options.steps, None)
             saved, still = take_steps(engine, config, options.steps, saver)
-            found["steps_alone_seconds"].append(alone)
-            found["ways"][name]["still_seconds"].append(still)
-            found["ways"][name]["longer_seconds"].append(saved - alone)
+            result["steps_alone_seconds"].append(alone)
+            result["ways"][name]["still_seconds"].append(still)
+            result["ways"][name]["longer_seconds"].append(saved - alone)
     (newest,) = (folder / "checkpoints").glob("step-*")
-    found["checkpoint_bytes"] = sum(path.stat().st_size for path in newest.rglob("*"))
+    result["checkpoint_bytes"] = sum(path.stat().st_size for path in newest.rglob("*"))
     engine.destroy()
-    return found
+    return result
 
 
 def configuration(options: argparse.Namespace, folder: Path) -> RunConfig:
@@ -141,15 +141,16 @@ def take_steps(engine: Any, config: RunConfig, steps: int, saver: Saver | None) 
     return device_seconds(engine.device) - start, still
 
 
-def print_found(found: dict[str, Any]) -> None:
+def print_found(result: dict[str, Any]) -> None:
     """Print a table."""
-    alone = statistics.median(found["steps_alone_seconds"])
-    size = found["checkpoint_bytes"] / 1e6
-    print(f"{found['parameters']:,} parameters, {found['deepspeed']}: {size:,.0f} MB a checkpoint on {found['device']}")
-    print(f"{found['steps']} steps alone: {alone:.2f} s\n")
+    alone = statistics.median(result["steps_alone_seconds"])
+    size = result["checkpoint_bytes"] / 1e6
+    print(f"{result['parameters']:,} parameters, {result['deepspeed']}: {size:,.0f} MB a checkpoint", end=" ")
+    print(f"on {result['device']}")
+    print(f"{result['steps']} steps alone: {alone:.2f} s\n")
     rows = [
         [name, *(f"{statistics.median(way[key]):.2f}" for key in ("still_seconds", "longer_seconds"))]
-        for name, way in found["ways"].items()
+        for name, way in result["ways"].items()
     ]
     print(markdown(["written", "the loop stands still, s", "steps and save take longer, s"], rows), end="")
 

@@ -49,12 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(parser, arguments, "tables")
     torch.set_num_threads(1)
     prepare_accelerator()
-    found = about(torch.device("cpu")) | {
+    result = about(torch.device("cpu")) | {
         name: getattr(options, name) for name in ("contexts", "context", "rows", "width", "orders", "repeats")
     }
-    found |= {"milliseconds": measure(options), "exchange": exchange(options)}
-    write_json(options.output, found)
-    print_found(found)
+    result |= {"milliseconds": measure(options), "exchange": exchange(options)}
+    write_json(options.output, result)
+    print_found(result)
     print(f"\nwrote {options.output}")
     return 0
 
@@ -130,23 +130,23 @@ def _exchange(rank: int, options: argparse.Namespace, meeting: str, queue: Any) 
         return rounded(statistics.median(times)) or 0.0
 
     ranks = Ranks(rank, rank, 2)
-    found = {
+    result = {
         "sent_bytes": sent.numel(),
         "seconds": seconds(lambda: ranks.gather(sent), options.repeats),
         "dense_bytes": gradient.nbytes,
         "dense_seconds": seconds(lambda: torch.distributed.all_reduce(gradient), max(1, options.repeats // 10)),
     }
     if rank == 0:
-        queue.put(found)
+        queue.put(result)
     torch.distributed.destroy_process_group()
 
 
-def print_found(found: dict[str, Any]) -> None:
+def print_found(result: dict[str, Any]) -> None:
     """Print the tables."""
-    times, exchanged = found["milliseconds"], found["exchange"]
+    times, exchanged = result["milliseconds"], result["exchange"]
     dense = [part for part in times if part.startswith("dense")]
-    positions = found["contexts"] * found["context"]
-    print(f"{positions:,} positions, orders {found['orders']} of {found['rows']:,} rows of {found['width']}\n")
+    positions = result["contexts"] * result["context"]
+    print(f"{positions:,} positions, orders {result['orders']} of {result['rows']:,} rows of {result['width']}\n")
     rows = []
     for name, parts in (("rows touched", SPARSE_PARTS), ("dense gradient, AdamW", dense)):
         details = ", ".join(f"{part.removeprefix('dense ')} {times[part]:.1f}" for part in parts)

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     model = model_of(options, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     tokens = torch.randint(0, 256, (options.batch, options.context), device=device)
-    found = {
+    result = {
         **about(device),
         "parameters": sum(p.numel() for p in model.parameters()),
         "stride": options.stride,
@@ -58,11 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
     for checkpointing in {"both": (True, False), "yes": (True,), "no": (False,)}[options.checkpointing]:
         model.activation_checkpoint = recompute if checkpointing else None
         step = functools.partial(training_step, model, optimizer, tokens)
-        measure(step, variants(options, device), checkpointing, found, device)
-        write_json(options.output, found)
-    print_steps(found)
+        measure(step, variants(options, device), checkpointing, result, device)
+        write_json(options.output, result)
+    print_steps(result)
     print(f"\nwrote {options.output}")
-    return 1 if any(one["variant"] == SPARSE for one in found["failures"]) else 0
+    return 1 if any(failure["variant"] == SPARSE for failure in result["failures"]) else 0
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -132,7 +132,7 @@ def variants(options: argparse.Namespace, device: torch.device) -> dict[str, Rep
         "our strided": ours(Strided(options.stride)),
         "our dense": ours(Dense()),
     }
-    return {name: one for name, one in every.items() if options.only is None or name in options.only}
+    return {name: variant for name, variant in every.items() if options.only is None or name in options.only}
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ def measure(
     step: Callable[[], None],
     found_variants: dict[str, Replacement | None],
     checkpointing: bool,
-    found: dict[str, Any],
+    result: dict[str, Any],
     device: torch.device,
 ) -> None:
     """Add a row for each variant: the median of several turns on a GPU, the minimum on a CPU."""
@@ -171,23 +171,23 @@ def measure(
             timed(step, replacement, device)
         except Exception as error:  # a peer that cannot run, or a variant that does not fit, leaves the others
             del running[name]
-            found["failures"].append({"variant": name, "checkpointing": checkpointing, "reason": reason_of(error)})
+            result["failures"].append({"variant": name, "checkpointing": checkpointing, "reason": reason_of(error)})
             print(f"{name}, checkpointing {checkpointing}: {reason_of(error)}", file=sys.stderr)
     runs: dict[str, list[tuple[float, int | None]]] = {name: [] for name in running}
-    for _ in range(found["repeats"]):
+    for _ in range(result["repeats"]):
         for name, replacement in running.items():
             runs[name].append(timed(step, replacement, device))
     seconds = {name: best([second for second, _ in some]) for name, some in runs.items()}
     dense = {name: x for name, x in seconds.items() if name.startswith("dense ")}
     for name, x in seconds.items():
         peak = max((peak for _, peak in runs[name] if peak is not None), default=None)
-        found["steps"].append(
+        result["steps"].append(
             {
                 "variant": name,
                 "checkpointing": checkpointing,
                 "seconds": rounded(x),
-                "tokens_per_second": rounded(found["batch"] * found["context"] / x),
-                "times_dense": {one: rounded(ratio(theirs, x)) for one, theirs in dense.items()},
+                "tokens_per_second": rounded(result["batch"] * result["context"] / x),
+                "times_dense": {peer: rounded(ratio(theirs, x)) for peer, theirs in dense.items()},
                 "peak_bytes": peak,
             }
         )
@@ -206,14 +206,14 @@ def timed(step: Callable[[], None], replacement: Replacement | None, device: tor
     return seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def print_steps(found: dict[str, Any]) -> None:
+def print_steps(result: dict[str, Any]) -> None:
     """Print the table."""
     print(
-        f"\n{found['device']}: {found['parameters']:,} parameters, {found['layers']} layers, n = {found['context']:,}, "
-        f"batch {found['batch']}, {found['dtype']}"
+        f"\n{result['device']}: {result['parameters']:,} parameters, {result['layers']} layers, "
+        f"n = {result['context']:,}, batch {result['batch']}, {result['dtype']}"
     )
     print(f"{'variant':<16}{'checkpoints':>12}{'seconds':>10}{'tokens/s':>12}{'GiB':>8}  times dense")
-    for row in found["steps"]:
+    for row in result["steps"]:
         times = ", ".join(f"{cell(x)} x {name}" for name, x in row["times_dense"].items())
         print(
             f"{row['variant']:<16}{'yes' if row['checkpointing'] else 'no':>12}{row['seconds']:>10.4f}"
