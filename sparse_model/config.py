@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -27,28 +28,37 @@ from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Ability, FeedForwardConfig, MixerConfig, PartConfig
 from longstride.sparse_model.strict import StrictModel
 
-OF_MIXERS = ("convolution", "documents", "keys")  # abilities that feed-forwards have no use for
+OF_MIXERS = ("convolution", "documents", "keys")  # abilities that feed-forwards do not need
 MOST_ORDER = 1 << 10  # tokens that an n-gram has
 MOST_ROWS = (1 << 31) - 1  # of all n-gram tables: their numbers fit in 32 bits
 
 
-class FoldedEmbedding(StrictModel):
+class PositionTables(StrictModel):
+    """Position tables, whose entries for a position are added to the token's embedding."""
+
+    type: str
+
+    @property
+    def modality(self) -> str:
+        """The kind of data, if nothing else says it. Learned and token embeddings fit any, and most is text."""
+        return "text" if self.type in ("learned", "tokens") else self.type
+
+    @abstractmethod
+    def table_sizes(self, context: int) -> tuple[int, ...]:
+        """Return the number of rows of each table."""
+
+
+class FoldedEmbedding(PositionTables):
     """Two position tables: row and column of the sequence folded to rows of ``row_width`` (section 5.1)."""
 
     type: Literal["text", "audio"] = Field(default="text", description="the sequence folded to rows; both are the same")
     row_width: Annotated[int, POSITIVE] = Field(description="positions per row; usually the attention's stride")
 
-    @property
-    def modality(self) -> str:
-        """The kind of data, if nothing else says it."""
-        return self.type
-
-    def table_sizes(self, context: int) -> tuple[int, ...]:
-        """Return the numbers of rows (the last may be ragged) and columns."""
+    def table_sizes(self, context: int) -> tuple[int, ...]:  # the last row may be ragged
         return (-(-context // self.row_width), self.row_width)
 
 
-class ImageEmbedding(StrictModel):
+class ImageEmbedding(PositionTables):
     """Three position tables: row, column and channel of a picture stored row by row, channels last (section 5.1)."""
 
     type: Literal["image"] = Field(description="a picture stored row by row, channels last")
@@ -56,43 +66,25 @@ class ImageEmbedding(StrictModel):
     width: Annotated[int, POSITIVE] = Field(description="pixels; height × width × channels is the context")
     channels: Annotated[int, POSITIVE] = Field(default=3, description="tokens per pixel: 1 for grey and palettes")
 
-    @property
-    def modality(self) -> str:
-        """The kind of data, if nothing else says it."""
-        return self.type
-
     def table_sizes(self, context: int) -> tuple[int, ...]:
-        """Return the numbers of rows, columns and channels."""
         return (self.height, self.width, self.channels)
 
 
-class LearnedEmbedding(StrictModel):
+class LearnedEmbedding(PositionTables):
     """One position table with a row for each position of the context (Radford et al. 2018, GPT; Image GPT)."""
 
     type: Literal["learned"] = Field(description="one table with a row for each position; it fits all data")
 
-    @property
-    def modality(self) -> str:
-        """The kind of data, if nothing else says it: the table fits any data, and most is text."""
-        return "text"
-
     def table_sizes(self, context: int) -> tuple[int, ...]:
-        """Return the number of positions."""
         return (context,)
 
 
-class TokenEmbedding(StrictModel):
+class TokenEmbedding(PositionTables):
     """No position tables: positions come from ``rotary``, convolutions and the patterns themselves."""
 
     type: Literal["tokens"] = Field(description="no position tables: for rotary")
 
-    @property
-    def modality(self) -> str:
-        """The kind of data, if nothing else says it: this fits any data, and most is text."""
-        return "text"
-
     def table_sizes(self, context: int) -> tuple[int, ...]:
-        """Return no sizes."""
         return ()
 
 
@@ -290,7 +282,7 @@ class ModelConfig(NetworkConfig):
         """
         if size == 1:
             return
-        by_heads: dict[str, None] = {}  # what has no other exchange
+        by_heads: dict[str, None] = {}  # mixers and options that can only exchange heads
         for mixer in (block.mixer for block in self.blocks() if block.mixer is not None):
             if documents or self.backend == "flex":
                 by_heads["attention within documents" if documents else "backend flex"] = None

@@ -206,9 +206,9 @@ class Division:
         """
         batch, count, width = rows.shape
         words = batch * -(-width // 4)
-        number = self.positions_of(count, columns, rows.device) * _signed(_STEP * words)
+        number = self.positions_of(count, columns, rows.device) * signed(_STEP * words)
         number += torch.randint(1 << 62, ())
-        channels = torch.arange(words, device=rows.device) * _signed(_STEP)
+        channels = torch.arange(words, device=rows.device) * signed(_STEP)
         together = max(1, (WORDS if rows.device.type == "cpu" else WORDS_ON_CARDS) // words)
         memory = torch.empty(2, min(together, count), words, dtype=torch.int64, device=rows.device)
         mask = torch.empty(count, batch, width, dtype=torch.bool, device=rows.device)
@@ -219,7 +219,7 @@ class Division:
                 torch.bitwise_right_shift(bits, shift, out=shifted)
                 bits.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))  # clear the copies of the sign
                 if factor > 1:
-                    bits.mul_(_signed(factor))
+                    bits.mul_(signed(factor))
             drawn = bits.view(torch.int16).view(len(some), batch, -1)[..., :width]
             torch.lt(drawn, _of_bits(share) - (1 << 15), out=out)
         return mask.transpose(0, 1)
@@ -303,7 +303,7 @@ def _of_bits(share: float) -> int:
     return min(round(share * (1 << 16)), (1 << 16) - 1)
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """Return the int64 with the bits of a number mod 2⁶⁴."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 

@@ -104,7 +104,7 @@ def choose(
     if top_k is not None:
         ranked[:, top_k:] = float("-inf")
     share = ranked.softmax(-1)
-    if top_p is not None and top_p < 1:  # 1 keeps all tokens, even where the sum rounds to 1 early
+    if top_p is not None and top_p < 1:  # 1 keeps all tokens, even if the sum rounds to 1 early
         # A token stays while those before it sum to less than p; the first always stays.
         before = share.cumsum(-1) - share
         before[:, 0] = 0
@@ -148,7 +148,7 @@ def _sample(
         yield from (prompt.new_empty(0) for _ in range(num_tokens))
         return
     start = window_start(model.config, length)
-    window = [prompt[:, start:]]  # what the context holds
+    window = [prompt[:, start:]]  # the tokens in the context
     contexts = list(range(batch))  # those that continue
     if session is None:
         slides = length + num_tokens > model.config.context

@@ -139,7 +139,7 @@ class NetworkConfig(StrictModel):
         if width % heads:
             rule = f"{width} channels must divide into heads={heads}; nearest heads {nearest_divisor(width, heads)}"
             yield Problem("width", rule, width)
-        ratios = {"feed_forward_ratio": 1, "query_key_ratio": heads}  # and what their channels must be a multiple of
+        ratios = {"feed_forward_ratio": 1, "query_key_ratio": heads}  # names, and the divisor of their channels
         for name, multiple in ratios.items():
             ratio = getattr(self, name)
             channels = ratio * width
@@ -150,7 +150,7 @@ class NetworkConfig(StrictModel):
             good = max(1, round(channels / multiple)) * multiple / width
             if round(channels) < 1 or abs(channels - round(channels)) > WHOLE:
                 yield Problem(name, f"times width {width} must be a whole number of channels; nearest {good}", ratio)
-            elif round(channels) % multiple and round(channels) != width:  # the width's own problem is told above
+            elif round(channels) % multiple and round(channels) != width:  # the width's problem is reported above
                 fitting = nearest_divisor(math.gcd(width, round(channels)), heads)
                 rule = f"{round(channels)} channels must divide into heads={heads}; nearest {good}, or heads {fitting}"
                 yield Problem(name, rule, ratio)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longstride.sparse_model.config import NgramTables
+from longstride.sparse_model.division import signed
 from longstride.sparse_model.part import Part
 
-_WORD = 1 << 64
 _LOW_32, _LOW_31 = (1 << 32) - 1, (1 << 31) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / the golden ratio, odd
 _MIXER = 0xD6E8FEB86659FD93  # odd; bits of every input reach all upper bits
@@ -38,8 +38,8 @@ class Ngrams(Part):
     def __init__(self, config: NgramTables, vocabulary: int, width: int) -> None:
         super().__init__()
         self.orders, self.num_rows = config.orders, config.rows
-        self.base = vocabulary + 1 + vocabulary % 2  # odd: else the keys of long orders would lose their oldest tokens
-        # Zeros, which no memory is taken for until they change. They need no noise to differ: their gradients do.
+        self.base = vocabulary + 1 + vocabulary % 2  # odd, so that long orders do not lose their oldest tokens
+        # Zeros take no memory until they change. They need no noise, as their gradients differ.
         self.rows = nn.Parameter(torch.zeros(len(config.orders) * config.rows, width))
         # Where set, called as (h, ids (B, n, O), real) in place of ``add_rows``: the rows lie elsewhere than here.
         self.adder: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
@@ -66,7 +66,7 @@ class Ngrams(Part):
         powers, columns, odd, offsets = self._numbers_on(before.device)
         # Newest first, so that the key of order n is the sum of the first n.
         tokens, longest = before + 1, len(powers)
-        if torch.compiler.is_exporting():  # of any length: windows that overlap are told apart by it
+        if torch.compiler.is_exporting():  # for any length: overlapping windows would fix it
             count = tokens.shape[1] - longest + 1
             tokens = torch.stack([tokens.narrow(1, longest - 1 - back, count) for back in range(longest)], -1)
         else:
@@ -77,18 +77,18 @@ class Ngrams(Part):
         exact = sum(self.base**order <= self.num_rows for order in self.orders)  # the shortest orders
         x = keys[..., exact:] * odd[exact:]
         # int64 shifts carry the sign, which the masks take off.
-        x = (x ^ (x >> 32 & _LOW_32)) * _signed(_MIXER)
+        x = (x ^ (x >> 32 & _LOW_32)) * signed(_MIXER)
         rows = (x >> 33 & _LOW_31) * self.num_rows >> 31
         return torch.cat([keys[..., :exact], rows], -1) + offsets if exact else rows + offsets
 
     def _numbers_on(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return (L,) powers of the base, and each order's index in them, odd number and first row: (O,) each."""
-        # Not buffers: a model without values, on the meta device, gets parameters alone when it is loaded.
+        # Not buffers: loading into a model on the meta device only sets parameters.
         if device not in self._numbers:
             columns = (
-                [_signed(self.base**place) for place in range(self.orders[-1])],
+                [signed(self.base**place) for place in range(self.orders[-1])],
                 [order - 1 for order in self.orders],
-                [_signed((2 * order + 1) * _GOLDEN) for order in self.orders],
+                [signed((2 * order + 1) * _GOLDEN) for order in self.orders],
                 [number * self.num_rows for number in range(len(self.orders))],
             )
             self._numbers[device] = tuple(torch.tensor(column, device=device) for column in columns)
@@ -98,8 +98,3 @@ class Ngrams(Part):
 def add_rows(h: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
     """Add the sum of the rows (·, C) of ids (B, n, O) to h (B, n, C), rounded once to the dtype of h."""
     return h + F.embedding_bag(ids.flatten(0, 1), rows, mode="sum").view(h.shape).to(h.dtype)
-
-
-def _signed(number: int) -> int:
-    """Return the int64 with the bits of a number mod 2⁶⁴."""
-    return (number + (_WORD >> 1)) % _WORD - (_WORD >> 1)

@@ -45,12 +45,11 @@ class Documents(NamedTuple):
 class BlockContext(NamedTuple):
     """Inputs of a block besides its rows. The defaults mean whole contexts of real tokens, one document each."""
 
-    state: State | None = None  # of earlier positions, in generation
+    state: State | None = None  # cache of earlier positions, in generation
     first: int = 0  # position of the first row; above 0 only with a state
-    documents: Documents | None = None  # where documents must not attend to each other
+    documents: Documents | None = None  # set if documents must not attend to each other
     columns: int = 0  # stride of the columns by which rows are divided over processes; 0: by sections
-    # (B, N) bool, False where a token is padding, of whole contexts for a mixer, of its own rows for a feed-forward;
-    # None: all are real.
+    # (B, N) bool, False for padding; None: all are real. Of whole contexts for a mixer, local rows for a feed-forward.
     real: Tensor | None = None
 
 
@@ -103,11 +102,11 @@ class State(Protocol):
 class Part(nn.Module):
     """A module of the network with parameters, buffers or collectives of its own."""
 
-    part: str = ""  # the name under which its parameters are counted; "": that of the part around it
-    trained_as: str = ""  # the optimiser's role of its parameters; "": by their kind, see ``parameter_roles``
-    # Rows of the matrices that lie below each other in one of its linear layers, by the name of the layer.
+    part: str = ""  # the name under which its parameters are counted; "": that of the enclosing part
+    trained_as: str = ""  # the optimiser's role of its parameters; "": by their type, see ``parameter_roles``
+    # Rows of the matrices that are stacked in a linear layer, by the name of the layer.
     stacked_rows: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    division = Division()  # how contexts are divided over processes, as ``divide`` sets it
+    division = Division()  # set by ``divide``
 
     def initialize(self) -> None:
         """Set the first values of the part's parameters and buffers. Its submodules set theirs."""
@@ -132,7 +131,7 @@ class Part(nn.Module):
             around = names.get(path.rpartition(".")[0], "")
             names[path] = (isinstance(module, Part) and module.part) or around
             counts[names[path]] += sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        return +counts  # none that has no parameters
+        return +counts  # without those that have no parameters
 
     @property
     def observes(self) -> bool:
@@ -148,8 +147,8 @@ class Part(nn.Module):
 class Mixer(Part, ABC):
     """The module of a mixer. Only ``forward`` and ``work`` are needed to train."""
 
-    patterns: tuple[Pattern, ...] = ()  # of the first heads; those after them choose by content
-    key_value_heads: int = 0  # where it has ``traffic``
+    patterns: tuple[Pattern, ...] = ()  # of the first heads; later heads choose by content
+    key_value_heads: int = 0  # set if it has ``traffic``
     backend: str = "auto"  # of attention kernels
 
     @abstractmethod
@@ -232,9 +231,9 @@ class FeedForward(Part, ABC):
 class HeadWidths(NamedTuple):
     """Channels of one head of a mixer. Generation caches keys and values of these widths for each position."""
 
-    query_key: int  # D, of a query and of a key; 0 where its scores are no products
+    query_key: int  # D, of a query and of a key; 0 if its scores are not products
     value: int  # Dv
-    in_kernels: bool = True  # whether the attention kernels read them, and not operations of the mixer's own
+    in_kernels: bool = True  # whether the attention kernels read them, instead of torch operations
     kept_heads: int | None = None  # of keys and values; None: as many as of queries
 
 
@@ -296,9 +295,9 @@ class Work:
     linear: int = 0  # 2 a weight and position
     scores: int = 0  # of attention: queries times keys
     values: int = 0  # of attention: weights times values
-    again: int = 0  # of ``linear``, what the backward pass computes again in any case
-    choosing: int = 0  # of what decides who reads whom, which has no gradient
-    bound: str = ""  # how the pairs are bounded, where the data decide and these are the most there can be
+    again: int = 0  # part of ``linear`` that the backward pass always computes again
+    choosing: int = 0  # to decide which keys are read; has no gradient
+    bound: str = ""  # describes the bound if the data decide and ``pairs`` is an upper bound
 
     def __add__(self, term: Work) -> Work:
         return Work(

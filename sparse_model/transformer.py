@@ -23,7 +23,7 @@ from longstride.sparse_model.output import Logits
 from longstride.sparse_model.part import BlockContext, Documents, Mixer, MixerOutput, Part, State, places_of
 from longstride.sparse_model.rotary import Rotary
 
-# Called as (block, rows, context) in place of a block; returns what the block does, or the same as a plain tuple.
+# Called as (block, rows, context) in place of a block; returns the block's output, or its fields as a plain tuple.
 Recompute = Callable[[ResidualBlock, Tensor, BlockContext], Sequence[Any]]
 
 
@@ -81,7 +81,7 @@ class SparseTransformer(Part):
         try:
             with torch.device("meta"):
                 return SparseTransformer(config, list(kinds), initialize=False), dict(kinds)
-        except RuntimeError as error:  # of torch, which multiplies sizes in 64 bits
+        except RuntimeError as error:  # torch multiplies sizes in 64 bits
             what = " ".join(str(error).split())[:200]
             raise ConfigError(f"is larger than any machine can hold; give smaller sizes: {what}") from None
 
@@ -113,7 +113,7 @@ class SparseTransformer(Part):
             role = "embeddings" if isinstance(owner, nn.Embedding) else "matrices"
             if isinstance(owner, Part):
                 role = owner.trained_as or role
-            # Under ZeRO 3 a parameter at rest is empty; ds_shape is what it was.
+            # Under ZeRO 3 a released parameter is empty; ds_shape is its full shape.
             if len(getattr(parameter, "ds_shape", parameter.shape)) < 2:
                 role = "vectors"
             rows = outer.stacked_rows.get(layer, ()) if isinstance(outer, Part) and kind == "weight" else ()

@@ -56,7 +56,7 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
     Raises:
         ConfigError: paths are relative to the model, as ``attention.stride`` or ``attention[1].stride``.
     """
-    listed = isinstance(value, list)  # an explicit cycle: one entry a layer
+    listed = isinstance(value, list)  # an explicit cycle: one entry for each layer
     if listed and not value:
         raise ConfigError(Problem("attention", "the list needs at least one pattern"))
     most = min(MOST_LAYERS, MOST_HEADS_IN_ALL // network.heads)
@@ -165,7 +165,7 @@ def _patterns_of_group(group: Any, first: int, context: int) -> tuple[Pattern, .
     count = group["count"]
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ConfigError.at("count", count, "must be an integer of at least 1")
-    if first + count > MOST_HEADS:  # before so many patterns are made
+    if first + count > MOST_HEADS:  # checked before making the patterns
         raise ConfigError.at("count", count, f"with those before it must be at most {MOST_HEADS:,} heads")
     pattern_keys = {key: value for key, value in group.items() if key != "count"}
     pattern, combine = _pattern_and_combination(pattern_keys, context, extra_keys=["count"])
@@ -245,7 +245,7 @@ def _pattern_schemas(extra: dict[str, Any], *required: str) -> list[dict[str, An
         for field in dataclasses.fields(cls):
             if field.name in RESOLVED_BY_HEAD:
                 continue
-            if typing.get_origin(hints[field.name]) is tuple:  # of any number of one type
+            if typing.get_origin(hints[field.name]) is tuple:  # any number of one type
                 items = kinds[typing.get_args(hints[field.name])[0]]
                 entry: dict[str, Any] = {"type": "array", "items": items, "minItems": 1}
             else:

@@ -40,8 +40,8 @@ from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
 
 MOST_RAMP = 1 << 14  # positions
-LEAST_BLOCK = 16  # rows of a block, where the ramp is shorter: products of fewer rows take no less time
-SCORES_IN_WORK = 1 << 22  # of the ramp, at once: in fp32 16 MiB
+LEAST_BLOCK = 16  # rows of a block if the ramp is shorter: products of fewer rows are no faster
+SCORES_IN_WORK = 1 << 22  # scores of the ramp at a time: in fp32 16 MiB
 
 
 class AdaptiveSpanConfig(AttentionConfig, StrictModel):
@@ -94,7 +94,7 @@ class AdaptiveSpan(Attention):
     def __init__(self, network: NetworkConfig, config: AdaptiveSpanConfig, rotary: Rotary | None) -> None:
         super().__init__(network, config.head_patterns(network), rotary, key_value_heads=config.key_value_heads)
         self.config, self.limit = config, config.most(network)
-        # Shares of the limit, so that a step of an optimiser moves a span as far as it should at any limit.
+        # Shares of the limit, so that the optimiser's step size suits any limit.
         self.spans = nn.Parameter(torch.empty(network.heads))
 
     def initialize(self) -> None:
@@ -109,7 +109,7 @@ class AdaptiveSpan(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
     ) -> MixerOutput:
-        spans = self.division.alike(self.positions_read())  # which way they lead says the gradient of the whole
+        spans = self.division.alike(self.positions_read())  # every process needs the gradient of whole contexts
         out = span_attention(q, k, v, spans[heads], self.config.ramp, self.limit, self.backend)
         if not (self.training and self.config.penalty):
             return MixerOutput(out)
@@ -237,7 +237,7 @@ class WithRamp(torch.autograd.Function):
         keys, values = (rows_at(x, band.keys) for x in (k, v))
         grad_keys, grad_values = (torch.zeros_like(x, dtype=wide) for x in (keys, values))
         grad_q, grad_near, grad_lse = torch.empty_like(q), torch.empty_like(near), torch.empty_like(near_lse)
-        sums = torch.zeros_like(band.bias)  # of the gradients of all scores with one distance and place in a block
+        sums = torch.zeros_like(band.bias)  # of the gradients of all scores with the same distance and place in a block
         for rows, columns in band.pieces(q):
             grad = grad_out[:, :, rows].to(wide)
             delta = (grad * out[:, :, rows]).sum(-1)
@@ -268,17 +268,17 @@ class Band:
 
     context: int  # N
     size: int  # C
-    keys: Tensor  # (H, (T + 1)·C) int64, the position of each moved key; of those outside the context, anything else
-    positions: Tensor  # (H, N) int64, where each position's key stands among these
-    bias: Tensor  # (H, C, 2C): log m of each query of a block and key of its two; -inf where they are not on the ramp
-    slope: Tensor  # (H, C, 2C): the derivative of ``bias`` by the span, 0 where it is -inf
+    keys: Tensor  # (H, (T + 1)·C) int64, the position of each shifted key; outside the context: any other number
+    positions: Tensor  # (H, N) int64, the index of each position's key among these
+    bias: Tensor  # (H, C, 2C): log m of each query of a block and key of its two blocks; -inf outside the ramp
+    slope: Tensor  # (H, C, 2C): the derivative of ``bias`` by the span; 0 outside the ramp
 
     @classmethod
     def of(cls, context: int, spans: Tensor, ramp: int) -> Band:
         """Arrange the keys of spans (H,)."""
         size = max(ramp, LEAST_BLOCK)
         full = spans.floor()
-        first = full.long()[:, None] + size  # where position 0 stands
+        first = full.long()[:, None] + size  # the index of position 0
         places = torch.arange((-(-context // size) + 1) * size, device=spans.device)
         row, column = places[:size, None], places[: 2 * size]
         step = size + row - column  # distance beyond the fully read keys, from 1 on
@@ -349,7 +349,7 @@ class RecentKeyValues(RowCache):
         self.shared = None if keys.shape[1] == len(spans) else self.order // (len(spans) // keys.shape[1])
         far = reaches(spans[self.order], ramp)
         groups = itertools.groupby(range(len(far)), key=lambda head: far[head].bit_length())
-        self.groups: list[tuple[slice, Tensor]] = []  # some heads, and their log m by position, the query's last
+        self.groups: list[tuple[slice, Tensor]] = []  # heads, and their log m by position; the last is the query's
         for _, members in groups:
             heads = list(members)
             distance = torch.arange(far[heads[-1]] - 1, -1, -1, device=spans.device)

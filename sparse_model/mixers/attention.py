@@ -86,7 +86,7 @@ class AttentionState:
     """The cache of one attention and of its convolution."""
 
     keys_values: Cache | Rows
-    recent: RecentRows | None  # what its convolution reads
+    recent: RecentRows | None  # of the convolution
 
     def take(self, source: AttentionState, order: Tensor, length: int, into: slice) -> None:
         self.keys_values.take(source.keys_values, order, length, into)
@@ -171,7 +171,7 @@ class Attention(Mixer):
         elif columns:
             places = division.positions_of(h.shape[1], columns, h.device)
         q, k, v = self.heads_of(rows, places)
-        exchange = "heads"  # of nothing, where there is one process
+        exchange = "heads"  # which does nothing with one process
         if division.size > 1:
             exchange = self.traffic(division, h.shape[1] * division.size, documents is not None).exchange
         if state is not None:

@@ -22,7 +22,7 @@ class CausalConvolution(Part):
 
     def __init__(self, positions: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(positions, width))  # row j is of the position j before
+        self.weight = nn.Parameter(torch.zeros(positions, width))  # row j weighs the position j before
 
     def forward(
         self, h: Tensor, state: RecentRows | None = None, first: int = 0, places: Tensor | None = None
@@ -52,10 +52,10 @@ class CausalConvolution(Part):
         weight = self.weight.detach().to(wide_of(self.weight))
         weight = torch.cat([weight[:1] + 1, weight[1:]])  # the row itself is added
         blocks = min(max(1, -(-length // len(weight))), 2 - -back // len(weight))
-        # As wide as the weights are kept, which the rows of a stream are under autocast too.
+        # In the dtype of the weights, which is that of the stream under autocast too.
         shape = blocks, len(weight), batch, 1, weight.shape[1]
         rows = torch.zeros(shape, device=device, dtype=self.weight.dtype)
-        # The row j before position p lies at (p - j) % k: turned round, the weights lie as the rows do.
+        # The row j before position p is at index (p - j) % k: reversed, the weights are in the order of the rows.
         weights = torch.stack([weight.flip(0).roll(position + 1, 0) for position in range(len(weight))])
         return RecentRows(rows, weights[:, :, None, None])
 
@@ -97,13 +97,13 @@ class RecentRows:
 
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
         """Replace contexts ``into`` by copies of contexts ``order`` of ``source``, in ``length`` rows."""
-        blocks = -(-length // len(self.weights))  # of a context that is longer, all that are kept
+        blocks = -(-length // len(self.weights))  # of a longer context, all
         self.rows[:blocks, :, into] = source.rows[:blocks, :, order]
 
     def truncate(self, length: int) -> None:
         """Forget all rows but the first ``length``."""
         block, place = divmod(length, len(self.weights))
-        if place:  # of the next row; where it begins a block, nothing is read that is not written again
+        if place:  # a row that begins a block overwrites all that it reads
             self._begin_block(block, place)
 
     def _begin_block(self, block: int, place: int) -> None:
@@ -129,7 +129,7 @@ class ShiftedSum(torch.autograd.Function):
         for place, (rows, total) in tiles(x, 0, scratch=2):
             rows.copy_(x[place])
             torch.addcmul(rows, rows, weights[0], out=total)
-            if torch.compiler.is_exporting():  # of any length: no shape that some lengths do not have
+            if torch.compiler.is_exporting():  # for any length: no shape that depends on it
                 for j in range(1, weight.shape[0]):
                     total.addcmul_(F.pad(rows, (0, 0, j, 0))[:, : x.shape[1]], weights[j])
             else:

@@ -44,13 +44,13 @@ from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
 
-MOST_KEYS = 2048  # of a row; a backward pass holds some ten numbers for each of a piece's
-MOST_COUNTED = 1 << 26  # rows of all patterns, whose keys are counted before anything is made
-SCORES_IN_WORK = 1 << 21  # of a piece: in fp32 8 MiB. Fewer rows at once have fewer columns that not all of them read
+MOST_KEYS = 2048  # of a row; a backward pass holds about ten numbers for each
+MOST_COUNTED = 1 << 26  # rows of all patterns whose keys ``check`` counts
+SCORES_IN_WORK = 1 << 21  # of a piece: in fp32 8 MiB. Fewer rows have fewer columns that only some of them read
 BLOCK_ROWS = (64, 32, 16, 8, 4, 1)  # to choose from
-GATHERED = 16  # rows of products that take as long as gathering a key
-STEPS = 16  # of Newton's method at most; 9 were the most seen
-LEAST_EXCESS = 2.0**-20  # of α over 1: nearer to softmax than fp32 tells
+GATHERED = 16  # cost of gathering a key, in rows of products
+STEPS = 16  # of Newton's method at most; 9 were enough in all tests
+LEAST_EXCESS = 2.0**-20  # of α - 1: nearer to softmax than fp32 resolves
 
 
 class EntmaxConfig(AttentionConfig, StrictModel):
@@ -144,7 +144,7 @@ class EntmaxKeyValues(RowCache):
         shared = None if group == 1 else torch.arange(q.shape[1], device=q.device) // group
         for pattern, heads in alike(self.patterns):
             read = allowed_keys(pattern, position, self.keys.shape[2]).to(q.device)
-            if len(read):  # else there is nothing to add up
+            if len(read):  # otherwise the output is 0
                 key_heads = heads if shared is None else shared[heads]
                 keys, values = (x[:, :, read][:, key_heads].to(wide) for x in (self.keys, self.values))
                 scores = (keys @ q[:, heads, :, None].to(wide)).squeeze(-1).mul_(q.shape[-1] ** -0.5)
@@ -178,9 +178,9 @@ class Weights(NamedTuple):
     """Weights of rows of keys and their derivatives, with β = 1 / (α - 1)."""
 
     weights: Tensor  # p = [1 + x/β]₊^β, made to sum to 1 exactly
-    slopes: Tensor  # dp/dx = [1 + x/β]₊^(β - 1), 0 where p is
+    slopes: Tensor  # dp/dx = [1 + x/β]₊^(β - 1), 0 if p is 0
     ratio: Tensor  # x/β, from -1 on
-    sums: Tensor  # (…, 1) of p before rounding was taken out
+    sums: Tensor  # (…, 1) of p before normalisation
 
 
 def weights_of(scores: Tensor, shift: Tensor, power: Tensor) -> Weights:
@@ -189,7 +189,7 @@ def weights_of(scores: Tensor, shift: Tensor, power: Tensor) -> Weights:
     weights = ratio.log1p().mul_(power).exp_()
     slopes = weights / (1 + ratio).clamp_min_(torch.finfo(ratio.dtype).tiny)
     sums = weights.sum(-1, keepdim=True)
-    # Where many keys share a row alike, 1 + x/β is a small difference, and its rounding the same for all.
+    # With many equal keys, 1 + x/β is a small difference whose rounding error is the same for all.
     return Weights(weights.div_(sums.clamp_min(torch.finfo(sums.dtype).tiny)), slopes, ratio, sums)
 
 
@@ -197,11 +197,11 @@ def threshold(scores: Tensor, power: Tensor) -> Tensor:
     """Find t of each row (…, W), (…, 1), with x = s + t; 0 for a row without keys."""
     greatest = scores.amax(-1, keepdim=True)
     sought = greatest > -math.inf
-    shift = -greatest.masked_fill(~sought, 0.0)  # the greatest that t can be: one key has all
+    shift = -greatest.masked_fill(~sought, 0.0)  # the greatest possible t: one key has all the weight
     rounding = 4 * torch.finfo(scores.dtype).eps
     for _ in range(STEPS):
         trial = weights_of(scores, shift, power)
-        # The β-norm is sums^(1/β). Written so, a step is exact at α → 1, where that is nearly 1 everywhere.
+        # The β-norm is sums^(1/β). This form of the step is exact as α → 1, where the norm is nearly 1.
         rise = trial.slopes.sum(-1, keepdim=True)
         step = -torch.expm1(-trial.sums.log() / power) * power * trial.sums / rise
         # A converged row stays, so that none of its bits depends on how long other rows take, which may be later ones.
@@ -227,7 +227,7 @@ def entmax_attention(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: 
     Returns:
         (B, H, N, Dv) in q's dtype; 0 for a query without keys.
     """
-    written = repr([pattern_to_json(pattern) for pattern in patterns])  # the only form that an op can take
+    written = repr([pattern_to_json(pattern) for pattern in patterns])  # a custom op takes no other form
     return _attention(q, k, v, excess, written)[0]
 
 
@@ -268,8 +268,8 @@ def _attention_backward(
     for some in _pieces(q, k, v, excess, patterns):
         scores, grad = some.scores(scale), some.read(grad_out)
         weights, slopes, ratio, _ = weights_of(scores, some.read(shift)[..., None], some.power)
-        # Scores move the weights by their slopes, less what keeps the sum at 1: t moves against the mean (Peters et al.
-        # 2019, proposition 2). β moves them likewise, by log p / β - x/β · slope at the same x.
+        # The gradient of the scores is that of the weights times the slopes, minus the mean that keeps the sum at 1
+        # (Peters et al. 2019, proposition 2). That of β uses log p / β - x/β · slope at the same x.
         grad_weights = some.gradients_of_weights(grad)
         rise = slopes.sum(-1, keepdim=True).clamp_min_(torch.finfo(wide).tiny)
         grad_weights -= (grad_weights * slopes).sum(-1, keepdim=True) / rise
@@ -329,7 +329,7 @@ class Blocks(NamedTuple):
         columns, x = self.columns.flatten(), x.flatten(1, 2)
         if x.device.type == "cpu":
             total.index_add_(1, columns, x)
-        else:  # where index_add_ adds in any order; this gives the same bits every time
+        else:  # index_add_ is not deterministic there
             total.transpose(0, 1).index_put_((columns,), x.transpose(0, 1), accumulate=True)
 
 
@@ -344,7 +344,7 @@ def most_keys(pattern: Pattern, context: int) -> int:
     return int(lengths.max())
 
 
-@lru_cache(maxsize=64)  # as plans of patterns are: heads that differ have one each
+@lru_cache(maxsize=64)  # one for each distinct head, as for plans of patterns
 def _layout(pattern: Pattern, context: int, device: torch.device) -> tuple[tuple[slice, tuple[Blocks, ...]], ...]:
     """Split all rows into consecutive pieces, each with its part of every part of the pattern."""
     count = max(BLOCK_ROWS[0], SCORES_IN_WORK // max(1, most_keys(pattern, context)))
@@ -371,11 +371,11 @@ def _blocks(rows: Tensor, keys: Tensor, low: Tensor, high: Tensor) -> Blocks:
     def cost(size: int) -> int:
         return -(-len(rows) // size) * columns_of(size) * (size + GATHERED)
 
-    keys = keys if len(keys) else rows[:1]  # which no row reads: of summaries, in a context of one block
+    keys = keys if len(keys) else rows[:1]  # unused: summaries in a context of one block
     size = min(BLOCK_ROWS, key=cost)
     first = low[::size, None]
     column = first + torch.arange(columns_of(size))
-    missing = (0, -len(rows) % size)  # rows that fill up the last block read nothing
+    missing = (0, -len(rows) % size)  # padding rows of the last block read nothing
     low, high = (nn.functional.pad(bound, missing).view(-1, size, 1) for bound in (low, high))
     allowed = (low <= column[:, None]) & (column[:, None] < high)
     return Blocks(rows, rows.argsort(), keys[column.clamp_max(len(keys) - 1)], allowed)
@@ -399,11 +399,11 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: str) -> I
 class Piece:
     """Some rows of P pairs of a context and a head."""
 
-    contexts: Tensor  # (P,) int64, of each
-    heads: Tensor  # likewise
+    contexts: Tensor  # (P,) int64, of each pair
+    heads: Tensor  # (P,) int64
     rows: slice
     parts: tuple[Blocks, ...]
-    q: Tensor  # (P, N, D), whole; likewise k and v
+    q: Tensor  # (P, N, D), of all rows; likewise k and v
     k: Tensor
     v: Tensor
     power: Tensor  # (P, 1, 1), β

@@ -147,7 +147,7 @@ class ClusteredAttention(Attention):
             outs.append(sparse_attention(of_local[0], of_local[1], of_local[2], patterns, backend=self.backend))
         q, k, v = (x[:, local:] for x in (q, k, v))
         start = max(0, (heads.start or 0) - self.local)
-        routed = slice(start, start + q.shape[1])  # none where these are all local
+        routed = slice(start, start + q.shape[1])  # empty if these are all local
         queries, keys = self.assigned(q, k, routed=routed)
         if q.shape[1]:
             outs.append(self.attend_routed(q, k, v, queries, keys))
@@ -173,7 +173,7 @@ class ClusteredAttention(Attention):
     def selection(self, queries: Tensor, keys: Tensor | None) -> Selection:
         """Return which keys each query reads, from the clusters (B, R, N) of queries and of keys."""
         part = recent_members(queries, keys, window=self.config.window, itself=keys is not None)
-        if keys is None:  # a cluster's first position stands where its interval begins, which is empty
+        if keys is None:  # the interval of a cluster's first position is empty: make it read itself
             part = part._replace(high=torch.maximum(part.high, part.low + 1))
         return Selection((part,), min(self.config.window, queries.shape[-1]))
 
@@ -211,8 +211,8 @@ class ClusteredAttention(Attention):
     def num_pairs(self, positions: int) -> int:
         """Count local heads, and bound routed heads: each query reads as many keys as it may."""
         window, most = self.config.window, min(self.config.window, positions)
-        ramp = most * (most + 1) // 2 + (positions - most) * most  # a query of its own position and those before it
-        if self.config.shared_query_key:  # its own only where it is the first
+        ramp = most * (most + 1) // 2 + (positions - most) * most  # a query reads its own position and those before it
+        if self.config.shared_query_key:  # its own only if it is the first
             most = min(window, positions - 1)
             ramp = 1 + most * (most + 1) // 2 + (positions - 1 - most) * most
         return super().num_pairs(positions) + self.routed * ramp
@@ -287,7 +287,7 @@ class Routing(ClusteredAttention):
         with torch.no_grad():
             pieces = self._cut(keys.detach())
             for some, of_some in zip(pieces, clusters.split([piece.shape[2] for piece in pieces], 2), strict=True):
-                # A product with zeros and ones: a sum that is the same every time, on a card too.
+                # A product with zeros and ones: a deterministic sum, on a GPU too.
                 member = (of_some[..., None] == every).to(some.dtype)
                 total[routed] += (member.mT @ F.pad(some, (0, 1), value=1.0)).sum(0)
         return (total,)
@@ -308,7 +308,7 @@ class Routing(ClusteredAttention):
 
     def _cut(self, x: Tensor) -> Sequence[Tensor]:
         """Split rows (B, R, n, D) by positions, to bound the memory of their products with all centroids."""
-        if torch.compiler.is_exporting():  # whose batch and length are of any size
+        if torch.compiler.is_exporting():  # batch and length may have any size
             return [x.to(wide_of(x))]
         rows = max(1, MOST_PRODUCTS // (len(x) * self.routed * self.config.clusters))
         return [some.to(wide_of(x)) for some in x.split(rows, 2)]
@@ -348,7 +348,7 @@ class RoutedCache(RowCache):
             torch.empty(*of_all, width, device=device, dtype=dtype)
             for width in (mixer.head_width, mixer.network.width // mixer.heads)
         )
-        # One more than a query reads: its own position may be among them.
+        # One more than a query reads, as its own position may be among them.
         self.members = RecentMembers(of_all[:2], config.clusters, self.window + 1, length, device)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -377,7 +377,7 @@ class RoutedCache(RowCache):
             self.members.add(keys, position)
         members, number, count = self.members.before(queries, position if keys is None else position + 1)
         reads = members.where((number >= 0) & (number >= count - self.window), -1)
-        if keys is None:  # the query is its own key, which it reads only where there is no other
+        if keys is None:  # the query is its own key, which it reads only if there is no other
             reads[..., 0] = reads[..., 0].where(count[..., 0] > 0, position)
             self.members.add(queries, position)
         outs.append(attend_listed(q, self.keys, self.values, reads))

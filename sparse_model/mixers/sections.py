@@ -50,9 +50,9 @@ def section_attention(
         out, lse = selected_attention(q, k, v, _of_batch(reads.own, len(q)), backend=backend, return_lse=True)
     if not reads.pieces:
         return out
-    # All in one, so that the gradient of what was received is made once.
+    # A single gather, so that the gradient of ``received`` is computed once.
     by_piece = received.index_select(0, reads.keys)
-    del received  # in the forward pass, as it may be as much as all keys and values of a context
+    del received  # frees memory: up to all keys and values of a context
     parts = [out, lse]
     counts = [key_heads * piece.count for piece in reads.pieces]
     for piece, run, of_piece in zip(reads.pieces, queries, by_piece.split(counts), strict=True):
@@ -109,7 +109,7 @@ class _Merged(torch.autograd.Function):
         for place, lse in zip(places, lses, strict=True):
             rows = top[:, :, place]
             torch.maximum(rows, lse[:, :, : rows.shape[2]], out=rows)
-        top.clamp_min_(torch.finfo(top.dtype).min)  # of rows without keys, whose weights are 0
+        top.clamp_min_(torch.finfo(top.dtype).min)  # rows without keys have weights of 0
         total = torch.zeros_like(top)
         for place, lse in zip(places, lses, strict=True):
             rows = total[:, :, place]

@@ -62,7 +62,7 @@ Kind = Literal["random", "factorized_random", "dense", "factorized_dense", "atte
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WHOLE_SCORES = ("random", "factorized_dense")  # kinds whose scores are computed for all pairs
 RANK = 8  # the paper's k
-# Keys that are of some kinds alone.
+# Configuration keys that only apply to some kinds.
 OF_KINDS = {
     "hidden": ("dense", "factorized_dense"),
     "rank": ("factorized_random",),
@@ -175,9 +175,9 @@ class Heads(NamedTuple):
     """Parts of the projected rows of some positions, for some heads."""
 
     values: Tensor  # (B, H, n, Dv)
-    queries: Tensor | None  # (B, H, n, D), scaled; None where no kind is a product
+    queries: Tensor | None  # (B, H, n, D), scaled; None: no kind is a product
     keys: Tensor | None  # (B, H, n, D)
-    blocks: Tensor | None  # (B, H, n, a): A_i, scaled; None where no kind is factorized_dense
+    blocks: Tensor | None  # (B, H, n, a): A_i, scaled; None: no kind is factorized_dense
     places: Tensor | None  # (B, H, n, b): B_i
 
 
@@ -185,8 +185,8 @@ class Synthesizer(Mixer):
     """Projects to heads, weighs values by synthesized scores, and projects back (Tay et al. 2020, section 3)."""
 
     part = "synthesizer"
-    trained_as = "embeddings"  # its own tensors: tables with a row a position, as position embeddings are
-    random: Tensor  # those tables; each is there where a kind has it
+    trained_as = "embeddings"  # of its tables, which have a row for each position, like position embeddings
+    random: Tensor  # the tables; each exists if a kind uses it
     random_queries: Tensor
     random_keys: Tensor
     dense_keys: Tensor
@@ -203,7 +203,7 @@ class Synthesizer(Mixer):
         self.rotary, self.normed = rotary, network.query_key_norm
         context, heads, width = network.context, network.heads, network.width
         hidden, rank = config.hidden or width // heads, config.rank or RANK
-        # What one projection of a row gives, in this order: queries and keys first, as they are prepared.
+        # Parts of the projection, in this order: queries and keys first, which are normalised and rotated together.
         self.widths: dict[str, int] = {}
         if "attention" in self.kinds:
             self.widths |= {"queries": network.query_key_width, "keys": network.query_key_width}
@@ -291,7 +291,7 @@ class Synthesizer(Mixer):
 
         def of_all(table: Tensor) -> Tensor:
             table = table.to(rows.dtype).expand(len(rows), -1, -1, -1)
-            # A card's tensor descriptors want strides that are not 0. Several kinds are copied side by side anyway.
+            # Tensor descriptors need non-zero strides. Several kinds are copied by torch.cat anyway.
             return table if len(self.kinds) > 1 else table.contiguous()
 
         queries: list[Tensor] = []
@@ -336,9 +336,9 @@ class Synthesizer(Mixer):
         random = self.random[heads, first : first + rows, :reads] if "random" in self.kinds else None
         allowed = self._allowed(self.patterns[heads], place, reads)
         scores = self._scores(head_rows, keys, random, reads)
-        # Not -inf, so that a query without keys has no NaN; what it reads becomes 0 below.
+        # Not -inf, so that a query without keys gives no NaN; its output becomes 0 below.
         weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1).to(values.dtype)
-        if len(weights) == 1 < len(values):  # alike for all contexts: one product for them together
+        if len(weights) == 1 < len(values):  # the same for all contexts: one product
             together = weights[0] @ values.permute(1, 2, 0, 3).flatten(2)
             out = together.unflatten(-1, (len(values), -1)).permute(2, 0, 1, 3)
         else:
@@ -388,7 +388,7 @@ class Synthesizer(Mixer):
         pairs = sum(count * num_pairs(pattern, positions) for pattern, count in Counter(self.patterns).items())
         linear = 2 * positions * (self.rows.weight.numel() + self.projection.weight.numel())
         value_width = self.network.width // self.heads
-        if self.whole_scores:  # which are kept for the backward pass, and not computed again
+        if self.whole_scores:  # scores are stored for the backward pass, not recomputed
             every = self.heads * positions**2
             if self.blocks:
                 linear += 2 * positions * (self.block_keys.numel() + self.place_keys.numel())
