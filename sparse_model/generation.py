@@ -187,7 +187,7 @@ def _problems(model: SparseTransformer, prompt: Tensor, num_tokens: int, slide: 
         low, high = int(prompt.min()), int(prompt.max())
         yield f"prompt has tokens {low} to {high}: must be 0 to {model.config.vocabulary - 1}"
     if type(num_tokens) is not int or num_tokens < 0:
-        yield f"num_tokens={num_tokens}: must be 0 or more, and whole"
+        yield f"num_tokens={num_tokens}: must be an integer of at least 0"
     elif prompt.dim() == 2 and not slide and prompt.shape[1] + num_tokens > model.config.context:
         length, context = prompt.shape[1] + num_tokens, model.config.context
         yield f"prompt and sample are {length} tokens: they must fit in the model's context of {context}"

@@ -155,7 +155,7 @@ class NetworkConfig(StrictModel):
                 rule = f"{round(channels)} channels must divide into heads={heads}; nearest {good}, or heads {fitting}"
                 yield Problem(name, rule, ratio)
             elif name == "query_key_ratio" and self.rotary and round(channels) // heads % 2:
-                rule = f"turns pairs of channels, and heads of queries have {round(channels) // heads}; give null"
+                rule = f"rotates pairs of channels, but heads of queries have {round(channels) // heads}; use null"
                 even = [d for d in range(1, heads + 1) if round(channels) % (2 * d) == 0 and width % d == 0]
                 rule += f", or heads {even[-1]}" if even else ""
                 yield Problem("rotary", rule)

@@ -186,10 +186,10 @@ class Session:
             ValueError: there are fewer tokens, or more would be removed than ``back`` allows.
         """
         if not 0 <= length <= self.position:
-            raise ValueError(f"length={length}: must be 0 to {self.position}, the tokens that there are")
+            raise ValueError(f"length={length}: must be 0 to {self.position}, the present number of tokens")
         if self._back is not None and 0 < length < self.position - self._back:
-            rule = f"must be 0, or {self.position - self._back} at least"
-            raise ValueError(f"length={length}: {rule}: the session was made to take {self._back} tokens back")
+            rule = f"must be 0, or at least {self.position - self._back}"
+            raise ValueError(f"length={length}: {rule}: the session was made with back={self._back}")
         if length == self.position:
             return
         with torch.inference_mode():
@@ -263,7 +263,7 @@ class Session:
             began, goes = (
                 f"under autocast to {dtype}" if dtype else "without autocast" for dtype in (self._autocast, now)
             )
-            raise ValueError(f"the session began {began}, and goes on {goes}: what it keeps is of the first")
+            raise ValueError(f"the session began {began}, and continues {goes}: its cache needs the first")
 
     def _require_room(self, rows: int) -> None:
         if self.position + rows > self.length:

@@ -110,7 +110,9 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
     if combine == "multihead":
         return [HeadPatterns(_split(_shared_out(factors, entry, network.heads), range(network.heads)), shared)]
     if listed and len(factors) > 1:
-        raise ConfigError.at("combine", combine, "a list is a cycle already: make each factor an entry of the list")
+        raise ConfigError.at(
+            "combine", combine, "a list is already a cycle of layers; make each factor an entry of the list"
+        )
     return [HeadPatterns(_split([factor], range(network.heads)), shared) for factor in factors]
 
 
@@ -130,9 +132,7 @@ def _mixer_class(kind: object) -> type[StrictModel] | None:
 def _patterns_of_groups(entry: dict[str, Any], network: NetworkConfig) -> tuple[Pattern, ...]:
     """Return a pattern for each head from an object with ``heads``, one group of heads after the other."""
     if extra := [str(key) for key in entry if key != "heads"]:
-        raise ConfigError(
-            *(Problem(key, "stands beside heads, whose entries say all; move it into them") for key in extra)
-        )
+        raise ConfigError(*(Problem(key, "must be inside the entries of heads; move it there") for key in extra))
     groups = entry["heads"]
     if not isinstance(groups, list) or not groups:
         raise ConfigError(
@@ -166,12 +166,12 @@ def _patterns_of_group(group: Any, first: int, context: int) -> tuple[Pattern, .
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ConfigError.at("count", count, "must be an integer of at least 1")
     if first + count > MOST_HEADS:  # checked before making the patterns
-        raise ConfigError.at("count", count, f"with those before it must be at most {MOST_HEADS:,} heads")
+        raise ConfigError.at("count", count, f"with the earlier groups must be at most {MOST_HEADS:,} heads")
     pattern_keys = {key: value for key, value in group.items() if key != "count"}
     pattern, combine = _pattern_and_combination(pattern_keys, context, extra_keys=["count"])
     if combine == "interleaved":
         raise ConfigError.at(
-            "combine", combine, "takes turns by layer, and this is a group of heads; give merged or multihead"
+            "combine", combine, "takes turns by layer, but this is a group of heads; use merged or multihead"
         )
     factors = [pattern] if combine == "merged" else _shared_out(pattern.factors(), group, count)
     return _split(factors, range(first, first + count))

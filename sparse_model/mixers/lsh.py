@@ -54,9 +54,9 @@ class LshConfig(AttentionConfig, StrictModel):
             rule = f"each rotation gives two; nearest {self.buckets - 1} or {self.buckets + 1}"
             problems.append(Problem("buckets", rule, self.buckets))
         if self.buckets == 1 and self.rounds > 1:
-            problems.append(Problem("rounds", "are all alike where there is one bucket; nearest 1", self.rounds))
+            problems.append(Problem("rounds", "are all equal with a single bucket; nearest 1", self.rounds))
         if network.query_key_norm:
-            rule = "has keys of unit length, and a softmax hardly tells queries of one length apart; set query_key_norm"
+            rule = "has keys of unit length, so that normalised queries give a nearly even softmax; set query_key_norm"
             problems.append(Problem("type", f"{rule} to false", self.type))
         if network.backend == "flex":
             problems.append(Problem("type", NOT_FLEX, self.type))

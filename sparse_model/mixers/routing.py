@@ -79,9 +79,9 @@ class RoutingConfig(AttentionConfig, StrictModel):
         """Raise ConfigError if the heads or the network's options contradict each other."""
         problems = []
         if self.local is not None and self.local.heads >= network.heads:
-            rule = f"must leave heads={network.heads} some that are routed; nearest {network.heads - 1}"
+            rule = f"must be below heads={network.heads}, as some heads are routed; nearest {network.heads - 1}"
             if network.heads == 1:
-                rule = "must leave heads=1 one that is routed; leave local out"
+                rule = "must be below heads=1, as some heads are routed; remove local"
             problems.append(Problem("local.heads", rule, self.local.heads))
         if network.backend == "flex":
             problems.append(Problem("type", NOT_FLEX, self.type))

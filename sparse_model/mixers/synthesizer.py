@@ -80,7 +80,7 @@ def _kinds(value: Any) -> tuple[Kind, ...]:
     if not kinds or len(set(kinds)) < len(kinds):
         raise ConfigError.at("", value, 'must name each kind once; such as ["random", "attention"]')
     if kinds == ["attention"]:
-        raise ConfigError.at("", value, 'is attention without a synthesizer: give {"type": "dense"}, or mix a kind in')
+        raise ConfigError.at("", value, 'is plain attention; use {"type": "dense"}, or add another kind')
     return tuple(kinds)
 
 

@@ -260,13 +260,13 @@ def test_tokens_come_as_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, {"num_tokens": 1, "temperature": -1.0}, "temperature=-1.0: must be a number from 0"),
         (1, {"num_tokens": 1, "temperature": float("nan")}, "temperature=nan: must be a number from 0"),
         (1, {"num_tokens": 1, "temperature": float("inf")}, "temperature=inf: must be a number from 0"),
-        (1, {"num_tokens": -1}, "num_tokens=-1: must be 0 or more, and whole"),
+        (1, {"num_tokens": -1}, "num_tokens=-1: must be an integer of at least 0"),
         (1, {"num_tokens": 1, "top_p": float("nan")}, "top_p=nan: must be above 0 and at most 1"),
         (1, {"num_tokens": 1, "top_k": 0}, "top_k=0: must be a whole number from 1"),
         (1, {"num_tokens": 1, "top_p": 0.0}, "top_p=0.0: must be above 0 and at most 1"),
         (1, {"num_tokens": 1, "top_k": 2.5}, "top_k=2.5: must be a whole number"),
         (1, {"num_tokens": 1, "top_p": "0.5"}, "top_p=0.5: must be above 0 and at most 1"),
-        (1, {"num_tokens": 1.0}, "num_tokens=1.0: must be 0 or more, and whole"),
+        (1, {"num_tokens": 1.0}, "num_tokens=1.0: must be an integer of at least 0"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(prompt: int, settings: dict, message: str) -> None:

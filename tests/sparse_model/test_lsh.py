@@ -183,7 +183,7 @@ def test_a_step_that_is_taken_again_gives_the_same() -> None:
     ("changes", "line"),
     [
         (hashed(buckets=7), "attention.buckets=7: each rotation gives two; nearest 6 or 8"),
-        (hashed(buckets=1), "attention.rounds=3: are all alike where there is one bucket; nearest 1"),
+        (hashed(buckets=1), "attention.rounds=3: are all equal with a single bucket; nearest 1"),
         (hashed() | {"query_key_norm": True}, 'attention.type="lsh": has keys of unit length'),
         (hashed() | {"backend": "flex"}, 'attention.type="lsh": needs another backend than "flex"'),
         ({"attention": {"type": "lsh", "buckets": 4}}, "attention.chunk: required"),

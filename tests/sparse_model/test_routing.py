@@ -218,7 +218,7 @@ def test_pairs_are_at_most_what_is_counted() -> None:
         ({"clusters": 0}, "attention.clusters=0: must be greater than 0"),
         ({"decay": 1.0}, "attention.decay=1.0: must be less than 1"),
         ({"keys": "rooted"}, 'attention.keys="rooted": must be '),
-        ({"local": {"heads": 4, "window": 3}}, "attention.local.heads=4: must leave heads=4 some that are routed; "),
+        ({"local": {"heads": 4, "window": 3}}, "attention.local.heads=4: must be below heads=4, as some heads are "),
         ({"local": {"heads": 1, "windw": 3}}, "attention.local.windw: unknown key; nearest window"),
         ({"backend": "flex"}, 'attention.type="routing": needs another backend than "flex"; nearest "auto"'),
     ],

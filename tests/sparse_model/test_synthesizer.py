@@ -186,7 +186,7 @@ def test_operations_are_those_that_torch_counts() -> None:
         ({"kind": ["dense", "rnd"]}, 'attention.kind=["dense", "rnd"]: must be a kind of scores, or a list of them; '),
         ({"kind": []}, "attention.kind=[]: must name each kind once"),
         ({"kind": ["dense", "dense"]}, 'attention.kind=["dense", "dense"]: must name each kind once'),
-        ({"kind": "attention"}, 'attention.kind="attention": is attention without a synthesizer: give '),
+        ({"kind": "attention"}, 'attention.kind="attention": is plain attention; use '),
         ({}, "attention.kind: required, and missing"),
         ({"kind": "random", "rnk": 3}, "attention.rnk: unknown key; nearest rank"),
         (

@@ -133,7 +133,7 @@ def test_heads_say_what_multihead_says() -> None:
             {"heads": [{"count": 3, "type": "strided", "stride": 8, "combine": "multihead"}]},
             'attention.heads[0].combine="multihead": strided splits over 2 factors',
         ),
-        ({"heads": [{"count": 4, "type": "dense"}], "type": "dense"}, "attention.type: stands beside heads"),
+        ({"heads": [{"count": 4, "type": "dense"}], "type": "dense"}, "attention.type: must be inside the entries"),
         ({"head": [{"count": 4, "type": "dense"}]}, "attention.head: unknown key; nearest heads"),
         ([{"type": "dense"}, {"heads": [{"count": 5, "type": "dense"}]}], "attention[1].heads=[5]: counts add up to 5"),
     ],
