@@ -110,9 +110,7 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
     if combine == "multihead":
         return [HeadPatterns(_split(_shared_out(factors, entry, network.heads), range(network.heads)), shared)]
     if listed and len(factors) > 1:
-        raise ConfigError.at(
-            "combine", combine, "a list is already a cycle of layers; make each factor an entry of the list"
-        )
+        raise ConfigError.at("combine", combine, "the list is a cycle already; make each factor one of its entries")
     return [HeadPatterns(_split([factor], range(network.heads)), shared) for factor in factors]
 
 
