@@ -204,27 +204,26 @@ class Experts(FeedForward):
         rows = h.flatten(0, 1)
         out = torch.zeros_like(rows)
         for expert in range(self.count):
-            biases = (None if b is None else b.view(self.count, -1) for b in (self.expand_bias, self.contract_bias))
-            expand, contract = (None if bias is None else bias[expert] for bias in biases)
-            inner = self.activation(F.linear(rows, self.expand[expert], expand))
             weight = (gates * (chosen == expert)).sum(-1, keepdim=True).to(h.dtype)
-            out = out + F.linear(inner, self.contract[expert], contract) * weight
+            out = out + self._by_expert(rows, expert) * weight
         return out.view(h.shape)
 
     def _few_rows(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """Compute one position of a few contexts, (B, 1, C) to (B, 1, C), without sorting them."""
-        biases = [
-            bias if bias is None else bias.view(self.count, -1) for bias in (self.expand_bias, self.contract_bias)
-        ]
         rows = []
         for row, weights, experts in zip(h, gates.to(h.dtype), chosen.tolist(), strict=True):
-            terms = []
-            for weight, expert in zip(weights, experts, strict=True):
-                expand, contract = (None if bias is None else bias[expert] for bias in biases)
-                inner = self.activation(F.linear(row, self.expand[expert], expand))
-                terms.append(F.linear(inner, self.contract[expert], contract) * weight)
+            terms = [self._by_expert(row, expert) * weight for weight, expert in zip(weights, experts, strict=True)]
             rows.append(sum(terms[1:], terms[0]))
         return torch.stack(rows)
+
+    def _by_expert(self, rows: Tensor, expert: int) -> Tensor:
+        """Compute rows (…, C) by one expert."""
+        expand, contract = (
+            None if bias is None else bias.narrow(0, expert * (len(bias) // self.count), len(bias) // self.count)
+            for bias in (self.expand_bias, self.contract_bias)
+        )
+        inner = self.activation(F.linear(rows, self.expand[expert], expand))
+        return F.linear(inner, self.contract[expert], contract)
 
 
 class SortedExperts(torch.autograd.Function):

@@ -106,12 +106,12 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
     pattern, combine = _pattern_and_combination(entry, network.context, extra_keys=[SHARED], alternatives=alternatives)
     factors = pattern.factors()
     if combine == "merged":
-        return [HeadPatterns(_split([pattern], range(network.heads)), shared)]
+        return [HeadPatterns(_split([pattern], range(network.heads), entry), shared)]
     if combine == "multihead":
-        return [HeadPatterns(_split(_shared_out(factors, entry, network.heads), range(network.heads)), shared)]
+        return [HeadPatterns(_split(factors, range(network.heads), entry), shared)]
     if listed and len(factors) > 1:
         raise ConfigError.at("combine", combine, "the list is a cycle already; make each factor one of its entries")
-    return [HeadPatterns(_split([factor], range(network.heads)), shared) for factor in factors]
+    return [HeadPatterns(_split([factor], range(network.heads), entry), shared) for factor in factors]
 
 
 def _mixer_class(kind: object) -> type[StrictModel] | None:
@@ -171,8 +171,7 @@ def _patterns_of_group(group: Any, first: int, context: int) -> tuple[Pattern, .
         raise ConfigError.at(
             "combine", combine, "takes turns by layer, but this is a group of heads; use merged or multihead"
         )
-    factors = [pattern] if combine == "merged" else _shared_out(pattern.factors(), group, count)
-    return _split(factors, range(first, first + count))
+    return _split([pattern] if combine == "merged" else pattern.factors(), range(first, first + count), group)
 
 
 def _pattern_and_combination(
@@ -192,14 +191,6 @@ def _pattern_and_combination(
             raise ConfigError.at(key, entry[key], "must be left out: it follows from the number of the head")
     pattern.check(context)
     return pattern, combine
-
-
-def _shared_out(factors: Sequence[Pattern], entry: dict[str, Any], heads: int) -> Sequence[Pattern]:
-    """Check that heads can be split evenly over these factors."""
-    if heads % len(factors):
-        rule = f"{entry['type']} splits over {len(factors)} factors: heads={heads} must be a multiple of that"
-        raise ConfigError.at("combine", entry["combine"], rule)
-    return factors
 
 
 def attention_schema() -> dict[str, Any]:
@@ -263,6 +254,9 @@ def _pattern_schemas(extra: dict[str, Any], *required: str) -> list[dict[str, An
     return schemas
 
 
-def _split(patterns: Sequence[Pattern], heads: range) -> tuple[Pattern, ...]:
-    """Split heads evenly over the patterns, each resolved for its head."""
+def _split(patterns: Sequence[Pattern], heads: range, entry: dict[str, Any]) -> tuple[Pattern, ...]:
+    """Split heads evenly over the patterns of an entry, each resolved for its head."""
+    if len(heads) % len(patterns):
+        rule = f"{entry['type']} splits over {len(patterns)} factors: heads={len(heads)} must be a multiple of that"
+        raise ConfigError.at("combine", entry["combine"], rule)
     return tuple(patterns[place * len(patterns) // len(heads)].for_head(head) for place, head in enumerate(heads))
