@@ -292,15 +292,7 @@ class _Download:
         problem = ""
         for _ in range(ROUNDS):
             try:
-                self._received, self._digest = 0, hashlib.sha256()
-                self.partial.seek(0)
-                while content := self.partial.read(_HASH_BYTES):  # of an earlier attempt, or an earlier process
-                    self._digest.update(content)
-                    self._received += len(content)
-                if self._received > self.file.size:
-                    self._start_over()
-                elif self._received:
-                    _log.info("%s: going on after %d of %d bytes", self._shown, self._received, self.file.size)
+                self._resume()
                 transfer = Transfer(
                     self.file.name, self.file.size, self.transport.settings, self._received, has_checksum=True
                 )
@@ -318,6 +310,18 @@ class _Download:
         raise DataError(
             f"{self._shown}: {problem}: the remote file is damaged or belongs to another set; {self.way_out}"
         )
+
+    def _resume(self) -> None:
+        """Hash the bytes of an earlier attempt, or of an earlier process."""
+        self._received, self._digest = 0, hashlib.sha256()
+        self.partial.seek(0)
+        while content := self.partial.read(_HASH_BYTES):
+            self._digest.update(content)
+            self._received += len(content)
+        if self._received > self.file.size:
+            self._start_over()
+        elif self._received:
+            _log.info("%s: going on after %d of %d bytes", self._shown, self._received, self.file.size)
 
     def _start_over(self) -> None:
         self.partial.seek(0)

@@ -583,7 +583,7 @@ def test_an_output_that_is_taken_is_refused_and_stays(tars, tmp_path):
     ("harm", "rule"),
     [
         (lambda content: content[:-1024], "ends after member 3/0011.txt, without the zeros that end a tar"),
-        (lambda content: content[: len(content) // 2 + 100], "cut short|no header"),
+        (lambda content: content[: len(content) // 2 + 100], "cut short|invalid header"),
         (lambda content: content + content, "continues after member 3/0011.txt with no header"),
         (
             lambda content: content[:124] + b"xxxx" + content[128:],

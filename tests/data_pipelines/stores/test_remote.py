@@ -391,7 +391,7 @@ def test_full_disk_is_named(bucket, opened, tmp_path, monkeypatch):
         "longstride.data_pipelines.stores.cache.lock_file",
         lambda path: os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", 0),
     )
-    monkeypatch.setattr(remote._Download, "_take_up", lambda self: None)
+    monkeypatch.setattr(remote._Download, "_resume", lambda self: None)
     with FaultyServer(bucket) as url, pytest.raises(DataError, match=r"\.partial: cannot be written \(No space left"):
         opened(url).local(files[0])
 
