@@ -23,17 +23,17 @@ class Corpus:
     manifest: DataManifest
 
     def shard_payloads(self, split: str) -> list[bytes]:
-        """The payload bytes of each shard in canonical order, read by the standard library alone."""
+        """Read the payload bytes of each shard in canonical order, with the standard library alone."""
         return [b"".join(self.documents_of(shard)) for shard in self.manifest.splits[split].shards]
 
     def documents_of(self, shard: ShardRecord) -> list[bytes]:
-        """The documents of a shard, a sample each."""
+        """List the documents of a shard, one sample each."""
         with tarfile.open(self.folder / shard.name, "r:") as archive:
             return [archive.extractfile(member).read() for member in archive]
 
 
 def write_sources(folder: Path, num_files: int, seed: int = 0, highest: int = 255) -> None:
-    """Files of 1 to about 1,500 bytes in nested folders, a fifth of them tiny; bytes up to 127 are a text."""
+    """Write files of 1 to about 1,500 bytes in nested folders, a fifth of them tiny; bytes up to 127 are a text."""
     generator = random.Random(seed)
     for number in range(num_files):
         path = folder / f"part{number % 3}" / f"file{number}.py"
@@ -44,7 +44,7 @@ def write_sources(folder: Path, num_files: int, seed: int = 0, highest: int = 25
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Corpus:
-    """About 40 kB of training bytes in some 17 uneven shards."""
+    """Build about 40 kB of training bytes in some 17 uneven shards."""
     base = tmp_path_factory.mktemp("corpus")
     write_sources(base / "source", num_files=70, highest=127)
     manifest = build([base / "source"], base / "data", validation_fraction=0.1, shard_bytes=2500)
@@ -53,7 +53,7 @@ def corpus(tmp_path_factory) -> Corpus:
 
 @pytest.fixture(scope="session")
 def built_in_pieces(tmp_path_factory) -> Corpus:
-    """Documents of many samples, some over several shards."""
+    """Build documents of many samples, some over several shards."""
     base = tmp_path_factory.mktemp("pieces")
     write_sources(base / "source", num_files=30, seed=1)
     with pytest.MonkeyPatch.context() as patched:
@@ -64,7 +64,7 @@ def built_in_pieces(tmp_path_factory) -> Corpus:
 
 @pytest.fixture
 def pieces(built_in_pieces, monkeypatch) -> Corpus:
-    """The same, and reads of a few samples at once."""
+    """Like ``built_in_pieces``, with reads of a few samples at once."""
     monkeypatch.setattr(SampleReader, "READ_BYTES", 3000)
     monkeypatch.setattr(reading, "SCATTERED_BYTES", 37)
     monkeypatch.setattr(reading, "_MOST_SCATTERED", 4)

@@ -43,7 +43,7 @@ def unpack(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("program", COMPRESS)
 def test_compressed_files_give_what_they_hold_or_an_error(program):
-    """Several parts laid end to end are one, as the programs have it. Nothing that is damaged ends early in silence."""
+    """Concatenated parts are read as one, as by the programs. Damage never ends a file silently."""
     whole = COMPRESS[program](TEXT)
     assert unpack(whole) == TEXT and unpack(whole + whole) == TEXT + TEXT and unpack(COMPRESS[program](b"")) == b""
     later = bytearray(whole + whole)  # damaged at the beginning of its second part

@@ -22,7 +22,7 @@ EDGE = 6  # of the pictures
 
 
 def random_colours(count: int, seed: int) -> np.ndarray:
-    """(count, 3) uint8, each another one, and half of them near each other."""
+    """Draw different colours, (count, 3) uint8, half of them close to each other."""
     random = np.random.default_rng(seed)
     numbers = np.unique(
         np.concatenate([random.integers(0, 1 << 24, 2 * count), random.integers(0, 1 << 14, 2 * count)])
@@ -32,7 +32,7 @@ def random_colours(count: int, seed: int) -> np.ndarray:
 
 
 def nearest(palette: Palette, pixels: np.ndarray) -> np.ndarray:
-    """By the definition."""
+    """Find the nearest colours by the definition."""
     return ((pixels[:, None].astype(np.int64) - palette.colours.astype(np.int64)) ** 2).sum(-1).argmin(1)
 
 
@@ -52,7 +52,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(pictures: Path) -> Path:
-    """A data folder with a palette of 300 colours, in several shards."""
+    """Build a data folder with a palette of 300 colours, in several shards."""
     build([pictures], pictures.parent / "data", modality="image", palette=300, shard_bytes=400)
     return pictures.parent / "data"
 
@@ -85,7 +85,7 @@ def test_k_means_finds_clusters_whatever_the_order_of_the_pixels() -> None:
 
 @pytest.mark.parametrize("count", [2, 7, 64, 500])
 def test_k_means_leaves_each_colour_at_the_mean_of_its_pixels(count: int) -> None:
-    """But for rounding, and for the last rounds, which no longer gain a thousandth."""
+    """Except for rounding, and for the last rounds, which gain less than a thousandth."""
     pixels = random_colours(1000, 3)
     palette = make_palette(pixels, count)
     assert len(palette) == count

@@ -43,7 +43,7 @@ def test_build_is_byte_identical(corpus, tmp_path):
 
 
 def test_build_bytes_are_pinned(tmp_path):
-    """Over Python, numpy and webdataset versions: a data set rebuilt elsewhere must resume the same run."""
+    """A data set that is rebuilt with other versions of Python, numpy and webdataset must resume the same run."""
     source = write_files(tmp_path / "source", numbered_files(12))
     build([source], tmp_path / "data", validation_fraction=0.3, shard_bytes=500)
     digest, files = hashlib.sha256(), folder_bytes(tmp_path / "data")
@@ -85,7 +85,7 @@ def test_build_index_describes_tar(corpus):
 
 
 def test_build_index_tells_where_documents_end(tmp_path):
-    """Members of every size against the blocks of the tar stream, whole documents and parts of them."""
+    """Sizes vary around the blocks of the tar; documents are complete or divided."""
     sizes = [1, 511, 512, 513, 9728, 9729, 10240, 20480, SAMPLE_BYTES, SAMPLE_BYTES + 1, 2 * SAMPLE_BYTES + 512]
     generator = random.Random(0)
     write_files(tmp_path / "source", {f"{size}.txt": generator.randbytes(size) for size in sizes})
@@ -108,7 +108,7 @@ def documents_of(*sizes: int) -> list[FileDocument]:
 
 
 def packed(sizes: list[int], shard_bytes: int, divisible: bool = True) -> list[list[tuple[int, int, int]]]:
-    """Each shard's pieces as (document, offset, size)."""
+    """List each shard's pieces as (document, offset, size)."""
     modality = modality_named("text")
     if not divisible:
         modality = type("Whole", (), {"divisible": False})()
@@ -124,14 +124,14 @@ def test_pack_moves_document_that_does_not_fit_the_rest():
 
 
 def test_pack_moves_document_of_several_pieces_whole():
-    """A document that fits into a shard is never cut, even if its first piece would still fit into this shard."""
+    """A document that fits into a shard is never divided, even if its first piece would still fit."""
     long = SAMPLE_BYTES + 10
     shards = packed([SAMPLE_BYTES // 2, long], 2 * SAMPLE_BYTES - SAMPLE_BYTES // 2)
     assert shards == [[(0, 0, SAMPLE_BYTES // 2)], [(1, 0, SAMPLE_BYTES), (1, SAMPLE_BYTES, 10)]]
 
 
 def test_pack_cuts_document_longer_than_a_shard():
-    """A longer one begins in this shard if a piece of it fits, and its last shard takes other documents too."""
+    """It begins in this shard if a piece of it fits, and its last shard has other documents too."""
     shard_bytes = 2 * SAMPLE_BYTES + 100
     long = 4 * SAMPLE_BYTES + 7
     shards = packed([100, long, 50], shard_bytes)
@@ -147,7 +147,7 @@ def test_pack_keeps_documents_whole_that_cannot_be_divided():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pack_keeps_its_rule(seed):
-    """Every byte once and in order. A shard ends only where the next document or piece would not fit."""
+    """Every byte occurs once and in order. A shard only ends if the next document or piece would not fit."""
     generator = random.Random(seed)
     sizes = [generator.choice((generator.randrange(1, 4000), generator.randrange(1, 4 * 2**20))) for _ in range(60)]
     shard_bytes = 3 * 2**20
@@ -371,7 +371,7 @@ def test_build_reports_file_that_changes(tmp_path, monkeypatch, change: Callable
 
 @contextmanager
 def files_limited_to(size: int) -> Iterator[None]:
-    """The system refuses to write a file beyond so many bytes, as it does on a full disk."""
+    """Make the system refuse to write a file beyond so many bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -381,7 +381,7 @@ def files_limited_to(size: int) -> Iterator[None]:
 
 
 def test_build_that_cannot_write_says_where_and_goes_on(tmp_path):
-    """Also when only the last bytes of a shard do not fit: closing a file flushes its buffer."""
+    """This includes the last bytes of a shard: closing a file flushes its buffer."""
     source = write_files(tmp_path / "source", numbered_files(30))
     build([source], tmp_path / "whole", shard_bytes=1500)
     for limit in (3000, 10239):

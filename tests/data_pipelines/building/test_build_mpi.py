@@ -21,13 +21,13 @@ ARGUMENTS = {"validation_fraction": 0.2, "shard_bytes": 700}
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """Enough shards for several rounds of five ranks, with a last round that is not full."""
+    """Write enough shards for several rounds of five ranks, and an incomplete last round."""
     return write_files(tmp_path_factory.mktemp("mpi") / "source", numbered_files(80))
 
 
 @pytest.fixture(scope="module")
 def alone(source) -> Path:
-    """The data folder that one process builds."""
+    """Build the data folder with a single process."""
     build([source], source.parent / "alone", **ARGUMENTS)
     shards = len(list((source.parent / "alone").glob("*.tar")))
     assert shards > 10 and shards % 5
@@ -67,7 +67,7 @@ def test_build_by_many_ranks_is_byte_identical(source, alone, tmp_path, ranks):
 
 
 def documents_by_shard(source: Path) -> list[list[Path]]:
-    """The documents of each shard, in the order in which shards are dealt to ranks."""
+    """List the documents of each shard, in the order in which shards are distributed."""
     text = modality_named("text")
     settings = FileSettings(text, {}, text.suffixes, (), ARGUMENTS["validation_fraction"], ARGUMENTS["shard_bytes"], 0)
     return [[piece.document.path for piece in pieces] for _, pieces in settings.plan([source]).shards()]
@@ -88,7 +88,7 @@ def test_build_with_an_error_on_one_rank_ends_on_all(tmp_path, what, rule):
 
 
 def test_build_with_wrong_input_tells_it_once(source, tmp_path):
-    """Through the command: only the first rank prints, and before the launcher ends it."""
+    """Only the first rank of the command prints, before the launcher ends it."""
     words = cli_words(tmp_path / "missing", tmp_path / "data")
     code, _, errors = ended(start(words, ranks=2))
     assert code == 2
@@ -96,7 +96,7 @@ def test_build_with_wrong_input_tells_it_once(source, tmp_path):
 
 
 def test_build_with_a_mistake_of_ours_on_one_rank_ends_on_all(source, tmp_path):
-    """An unexpected error ends the job with a traceback: else the other ranks would wait for ever."""
+    """An unexpected error ends the job with a traceback; otherwise the other ranks would wait for ever."""
     code, _, err = outcome(start(worker_words(source, tmp_path / "data", ARGUMENTS, fail_on=1), ranks=2))
     assert code not in (0, 2) and "RuntimeError: a mistake of ours" in err
 
@@ -143,7 +143,7 @@ def test_crew_refuses_launcher_without_mpi4py(monkeypatch, environment, who):
 
 
 def test_crew_refuses_launcher_of_another_mpi(source, tmp_path):
-    """Else each process would be alone, and build everything."""
+    """Otherwise each process would be alone, and build everything."""
     words = worker_words(source, tmp_path / "data", ARGUMENTS)
     code, _, err = outcome(start(words, PMI_SIZE="2", PMI_RANK="0"))  # as MPICH's mpirun says it
     assert code
@@ -169,7 +169,7 @@ def test_crew_of_one_works_as_several_would():
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("version", ["binary", "python2"])
 def test_dataset_by_many_ranks_is_byte_identical(tmp_path, ranks, version):
-    """Each rank reads the archive by itself, and only the pictures of its own shards."""
+    """Each rank opens the archive, and only reads the pictures of its own shards."""
     batches = {name: pictures(60, 32, seed) for seed, name in enumerate(CIFAR_BATCHES)}
     given = tarred(tmp_path / "cifar.tar.gz", write_cifar(tmp_path / "cifar-10-batches", batches, version))
     build_dataset("cifar10", given, tmp_path / "alone", unpublished=True, shard_bytes=50_000)

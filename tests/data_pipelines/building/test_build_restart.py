@@ -44,7 +44,7 @@ class Undisturbed:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Undisturbed:
-    """Some 60 shards."""
+    """Build some 60 shards."""
     base = tmp_path_factory.mktemp("undisturbed")
     write_files(base / "source", numbered_files(300))
     build([base / "source"], base / "data", **ARGUMENTS)
@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory) -> Undisturbed:
 
 
 def finished_shards(output: Path) -> dict[str, tuple[int, int]]:
-    """Inode and time of change of every shard and index that must not be made again."""
+    """Return inode and modification time of every shard and index that must not be written again."""
     place = output.parent / f".{output.name}.unfinished"
     if output.exists():
         files = list(output.iterdir())
@@ -150,7 +150,7 @@ class Stop(Exception):  # noqa: N818  not an error: a build that a test ends
 
 
 def begin_build(source: Path, output: Path, **arguments: Any) -> dict[str, bytes]:
-    """A build that ends half way. Returns what it left in its folder."""
+    """Stop a build half way, and return the content of its folder."""
 
     def stop(done: int, total: int) -> None:
         if done > total // 2:
@@ -162,7 +162,7 @@ def begin_build(source: Path, output: Path, **arguments: Any) -> dict[str, bytes
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    """All files under a folder."""
+    """Return all files below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -189,7 +189,7 @@ def test_build_of_another_plan_is_refused(tmp_path, change, what):
 
 
 def test_build_that_fails_half_way_tells_what_may_not_change(tmp_path):
-    """Without the broken file it is another build: the folder has to be removed, as the message says."""
+    """Without the broken file it is another build, so the folder has to be removed, as the message says."""
     source = write_files(tmp_path / "source", numbered_files(60))
 
     def vanish(done: int, total: int) -> None:
@@ -212,7 +212,7 @@ def test_build_that_fails_half_way_tells_what_may_not_change(tmp_path):
 
 
 def test_build_goes_on_where_the_input_was_moved(tmp_path):
-    """A document counts by its path under the input, so another mount point is the same input."""
+    """A document is identified by its path under the input, so another mount point is the same input."""
     write_files(tmp_path / "before", numbered_files(60))
     begin_build(tmp_path / "before", tmp_path / "data", **ARGUMENTS)
     (tmp_path / "before").rename(tmp_path / "after")
@@ -223,7 +223,7 @@ def test_build_goes_on_where_the_input_was_moved(tmp_path):
 
 
 def test_build_with_nothing_finished_begins_anew(tmp_path):
-    """No shard is finished, so nothing is lost: another plan may begin."""
+    """Nothing is lost if no shard is finished, so another plan may begin."""
     source = write_files(tmp_path / "source", numbered_files(60))
     left = begin_build(source, tmp_path / "data")  # of one shard, which is not finished
     assert not any(name.startswith("records") for name in left)
@@ -292,7 +292,7 @@ def test_build_never_holds_a_lock_that_was_removed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("number", "refused"), [(errno.ENOTSUP, False), (errno.EACCES, True)])
 def test_build_where_locks_cannot_be_had(tmp_path, monkeypatch, caplog, number, refused):
-    """A file system without locks gets a warning, or no build could run there. Other failures end the build."""
+    """A file system without locks only causes a warning. Other failures end the build."""
     source = write_files(tmp_path / "source", numbered_files(60))
 
     def fail(descriptor: int, operation: int) -> None:

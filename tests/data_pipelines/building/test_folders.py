@@ -12,7 +12,7 @@ from tests.harness.data.builds import numbered_files, payloads_of, write_files
 
 @pytest.fixture
 def texts(tmp_path, monkeypatch) -> Path:
-    """The working directory: the tests name everything relative to it."""
+    """Create texts in the working directory, so that all names are relative."""
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path / "texts", numbered_files(8))
     (tmp_path / "link").symlink_to("texts/0")
@@ -48,7 +48,7 @@ def test_build_refuses_places_that_overlap_before_anything_is_written(texts):
 
 
 def test_build_takes_folders_that_only_look_alike(texts):
-    """A path that begins with another input's name may lie beside it. Links are followed."""
+    """A path may begin with the name of another input. Links are followed."""
     write_files(texts / "texts2", numbered_files(8))
     build([Path("link"), Path("texts2")], Path("data"), validation_fraction=0)
     assert len(payloads_of(Path("data"), "train")) == 2 + 8

@@ -43,7 +43,7 @@ def picture(size: int, draw: random.Random) -> bytes:
 
 
 def sources(kind: str, count: int) -> tuple[dict[str, bytes], dict]:
-    """Files of a kind, the first of which has nearly all bytes; and what the build of them is asked for."""
+    """Create files of a kind, the first of which has nearly all bytes, and the options of their build."""
     draw = random.Random(count)
     sizes = [900, *(draw.randint(1, 12) for _ in range(count - 1))]
     if kind == "records":
@@ -60,7 +60,7 @@ def sources(kind: str, count: int) -> tuple[dict[str, bytes], dict]:
 
 
 def stream(folder: Path, split: str, kind: str) -> bytes:
-    """The documents of a split end to end, without headers."""
+    """Concatenate the documents of a split, without headers."""
     contents = []
     for payload in payloads_of(folder, split):
         start, size = (payload.index(b"data") + 8, 4) if kind == "audio" else (0, 0)
@@ -80,7 +80,7 @@ def stream(folder: Path, split: str, kind: str) -> bytes:
     ],
 )
 def test_end_of_the_data_is_held_out(tmp_path, monkeypatch, kind, count, fraction):
-    """About its share of the bytes, never all and never none; nothing is lost, and cut is one document at most."""
+    """The split has about its share of the bytes, never all or none. Nothing is lost."""
     monkeypatch.setattr(shard_writer, "SAMPLE_BYTES", 64)
     files, asked = sources(kind, count)
     source = write_files(tmp_path / "source", files)
@@ -140,7 +140,7 @@ def test_no_empty_split_is_made(tmp_path, files, arguments, rule):
 
 
 def test_files_of_one_name_in_two_inputs_are_divided(tmp_path):
-    """Neither may be in both splits by the hash of their path, which is the same."""
+    """The hash of their common path would put both in one split."""
     inputs = [write_files(tmp_path / name, {"a.txt": name.encode() * 100}) for name in ("one", "two")]
     manifest = build(inputs, tmp_path / "data")
     train, validation = (b"".join(payloads_of(tmp_path / "data", split)) for split in ("train", "validation"))
@@ -149,7 +149,7 @@ def test_files_of_one_name_in_two_inputs_are_divided(tmp_path):
 
 
 def test_whole_documents_are_held_out_where_there_are_two(tmp_path):
-    """As it always was, whatever share of the bytes they have; only the end that is asked for cuts one."""
+    """Whatever their share of the bytes: a document is only divided on request."""
     source = write_files(tmp_path / "source", {"a.txt": b"a" * 10, "b.txt": b"b" * 1000})
     manifest = build([source], tmp_path / "data")
     assert "validation_begins" not in manifest.made and "hold_out_end" not in manifest.made["settings"]
@@ -173,7 +173,7 @@ def test_only_one_document_in_pieces_is_named_in_each_split(tmp_path, monkeypatc
 
 
 def test_palette_is_made_of_the_documents_that_are_trained_on(tmp_path):
-    """Its pictures are spread over a stretch."""
+    """The sampled pictures are spread over a stretch."""
     files, asked = sources("image", 5)
     source = write_files(tmp_path / "source", files)
     manifest = build([source], tmp_path / "data", hold_out_end=True, palette=4, **asked)

@@ -26,7 +26,7 @@ from tests.harness.data.tars import write_tar
 
 
 def cached(folder: Path, files: dict[str, bytes], revision: str = "0123abcd") -> Path:
-    """The snapshot of a repository in a hub's cache: links by name to contents by checksum."""
+    """Create a snapshot as in a hub's cache: links by name to contents by checksum."""
     for name, content in files.items():
         blob = folder / "blobs" / hashlib.sha256(content).hexdigest()
         link = folder / "snapshots" / revision / name
@@ -97,7 +97,7 @@ def test_links_to_files_are_read_as_the_files_are(tmp_path, kind):
 
 
 def test_a_file_is_taken_once_by_its_own_name_or_else_by_its_first(tmp_path, capsys):
-    """Else it could be trained on and validated with."""
+    """Otherwise it could be in both splits."""
     source = plain(tmp_path / "source", {"m.txt": b"m", "sub/n.txt": b"n"})
     plain(tmp_path / "else", {"x.txt": b"x"})
     for name, target in (
@@ -182,7 +182,7 @@ def test_a_folder_of_links_that_lead_to_no_file_is_refused_with_the_way_out(tmp_
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, "lines.gz", "LINES", "json", "no suffix", "mixed"])
 def test_advice_leads_to_a_data_folder_and_never_in_a_circle(tmp_path, capsys, kind, linked):
-    """Each way out that a message names is gone, and those that its answer names, until there is a data folder."""
+    """Follow each advice of a message, and of the messages after it, until there is a data folder."""
     files = {
         "lines.gz": {f"{number}.jsonl.gz": gzip.compress(line(number)) for number in range(9)},
         "LINES": {f"{number}.JSONL": line(number) for number in range(9)},

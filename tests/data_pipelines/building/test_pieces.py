@@ -32,7 +32,7 @@ def text(characters: int, seed: int) -> bytes:
 
 
 def members(folder: Path, split: str) -> dict[str, bytes]:
-    """The members of a split by their names, read by the standard library alone."""
+    """Read the members of a split by their names, with the standard library alone."""
     found = {}
     for shard in DataManifest.load(open_store(folder)).splits[split].shards:
         with tarfile.open(folder / shard.name, "r:") as archive:
@@ -41,7 +41,7 @@ def members(folder: Path, split: str) -> dict[str, bytes]:
 
 
 def rejoined(folder: Path, split: str = "train") -> dict[str, bytes]:
-    """Texts of several samples by their sources, put together as a stranger would by ``pieces.jsonl``."""
+    """Join texts of several samples by ``pieces.jsonl`` and their sources."""
     by_key = {name.partition(".")[0]: content for name, content in members(folder, split).items()}
     pieces: dict[str, dict[int, bytes]] = defaultdict(dict)
     counts = {}
@@ -65,7 +65,7 @@ def small(monkeypatch):
 
 @pytest.fixture
 def texts(tmp_path) -> Path:
-    """Texts of many samples, some longer than a shard; one short, and one that is no UTF-8."""
+    """Create texts of many samples, some longer than a shard; one is short, and one is not UTF-8."""
     files = {f"{number}.txt": text(characters, number) for number, characters in enumerate((90, 300, 40, 700, 150))}
     files["sub/fünf.txt"] = text(120, 5)
     return write_files(tmp_path / "source", {**files, "short.txt": b"short", "latin.txt": b"\xfcber " * 40})
@@ -83,7 +83,7 @@ def test_text_is_cut_between_characters(content, place):
 
 @given(st.binary(min_size=9, max_size=9))
 def test_a_cut_follows_from_the_bytes_around_it(content):
-    """Else whoever writes the piece before it would cut elsewhere. Of other bytes it is anywhere near."""
+    """Otherwise the writer of the previous piece would choose another place. Binary data are cut close to it."""
     cut = modality_named("text").cut(content, 5)
     assert 2 <= cut <= 5 and modality_named("text").cut(content[2:6], 3) == cut - 2
 
@@ -113,7 +113,7 @@ def test_pieces_are_texts_and_rejoin(texts, small, tmp_path, shard_bytes):
 
 
 def documents_in_order(folder: Path, sources: dict[str, bytes], found: dict[str, bytes]) -> list[str]:
-    """The source of each sample."""
+    """List the source of each sample."""
     lines = (folder / "pieces.jsonl").read_text().splitlines()
     named = {piece["key"]: piece["source"] for piece in map(json.loads, lines)}
     whole = {content: source for source, content in sources.items()}
@@ -143,7 +143,7 @@ def test_pieces_are_the_same_whoever_writes_them(texts, small, tmp_path):
 
 
 def test_pieces_of_a_dataset_are_cut_alike(small, tmp_path):
-    """Out of an archive too, whose deflated file would be read anew from its beginning for every step back."""
+    """A compressed file in an archive would be read again from its beginning for every step back."""
     corpus = text(2000, 7)
     write_files(tmp_path, {"enwik8": corpus})
     zipped(tmp_path / "enwik8.zip", {"enwik8": corpus})
@@ -155,7 +155,7 @@ def test_pieces_of_a_dataset_are_cut_alike(small, tmp_path):
 
 
 def test_no_step_is_read_back_by_one_process(texts, small, tmp_path, monkeypatch):
-    """What is unpacked would begin anew."""
+    """Decompression would start again."""
     places: list[tuple[object, int, int]] = []
     module = __import__("longstride.data_pipelines.documents", fromlist=["FileDocument"])
     read = module.FileDocument.read

@@ -37,13 +37,13 @@ HELD = [value.encode() for value in VALUES if value]
 
 
 def lines_of(values: list[str | None]) -> bytes:
-    """JSON Lines, of letters as they are and of escapes in turn."""
+    """Write JSON Lines, alternately with plain characters and with escapes."""
     records = [{"id": n, "text": value, "meta": {"body": value}} for n, value in enumerate(values)]
     return b"".join(json.dumps(each, ensure_ascii=each["id"] % 2 == 0).encode() + b"\n" for each in records)
 
 
 def table_of(values: list[str | None], kind: pyarrow.DataType) -> bytes:
-    """A Parquet file of several groups of rows, with the values in a column and in a struct."""
+    """Write a Parquet file of several row groups, with the values in a column and in a struct."""
     column = pyarrow.array([value.encode() if value and "binary" in str(kind) else value for value in values], kind)
     columns = {"id": range(len(values)), "text": column, "meta": pyarrow.StructArray.from_arrays([column], ["body"])}
     file = io.BytesIO()
@@ -70,7 +70,7 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_compressed_texts_are_what_they_hold(tmp_path, small, suffix):
-    """The same bytes as of the plain files, if these had the same names; by whatever ranks, and after a stop."""
+    """The bytes are those of the plain files with the same names, on any ranks, and after a stop."""
     arguments = {"validation_fraction": 0.3, "shard_bytes": 700, "suffixes": [suffix]}
     packed = write_files(tmp_path / "a", {name + suffix: COMPRESS[suffix](text) for name, text in TEXTS.items()})
     plain = write_files(tmp_path / "b", {name + suffix: text for name, text in TEXTS.items()})
@@ -105,7 +105,7 @@ def test_a_folder_of_records_without_a_field_says_what_to_name(tmp_path):
 @pytest.mark.parametrize("field", ["text", "meta.body"])
 @pytest.mark.parametrize("name", RECORDS)
 def test_records_are_documents(tmp_path, small, name, field):
-    """In the order of their file, whatever lies between them, in both splits together each once."""
+    """Each is in one of the splits, in the order of their file."""
     source = write_files(tmp_path / "source", {name: RECORDS[name]})
     manifest = build([source], tmp_path / "data", field=field, validation_fraction=0.3, shard_bytes=1500)
     documents = {}
@@ -159,7 +159,7 @@ PARQUET = RECORDS["string.parquet"]
 
 
 def flipped(table: pyarrow.Table) -> bytes:
-    """A Parquet file whose pages have checksums, with a bit of a text changed."""
+    """Flip a bit of a text in a Parquet file whose pages have checksums."""
     file = io.BytesIO()
     plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
     pyarrow.parquet.write_table(table, file, write_page_checksum=True, **plain)
@@ -254,7 +254,7 @@ def test_lines_of_any_length_take_time_that_is_linear_in_their_bytes():
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", ["a.txt.zst", "a.jsonl.zst", "a.parquet"])
 def test_a_large_file_takes_no_more_memory(tmp_path, name):
-    """Of 600 MB unpacked: the peak of a process, with Python and its libraries."""
+    """Measure the peak memory of a process that reads 600 MB of decompressed data."""
     path = tmp_path / name
     if name == "a.parquet":
         schema = pyarrow.schema({"text": pyarrow.string()})

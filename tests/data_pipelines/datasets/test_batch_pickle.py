@@ -87,7 +87,7 @@ def test_batch_pickle_that_is_none_is_refused(content):
     ids=["a place to remember", "an array", "a frame", "a text many times"],
 )
 def test_batch_pickle_takes_no_more_than_it_holds(content):
-    """Each claims a length, or repeats something long, and would have taken gigabytes, or 200 times its own size."""
+    """Each claims a length, or repeats something long, which would take gigabytes, or 200 times its own size."""
     tracemalloc.start()
     with pytest.raises(RefusedPickleError):
         batch_rows(content, 3072)

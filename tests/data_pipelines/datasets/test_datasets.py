@@ -51,7 +51,7 @@ def split(folder: Path, name: str) -> bytes:
 
 
 def made(name: str, given: Path, output: Path, **options) -> DataManifest:
-    """A build, by default with ``unpublished``."""
+    """Build a dataset, by default with ``unpublished``."""
     return build_dataset(name, given, output, **{"unpublished": True, **options})
 
 
@@ -60,7 +60,7 @@ def made(name: str, given: Path, output: Path, **options) -> DataManifest:
 
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory) -> dict[str, Path]:
-    """Every form of the same pictures."""
+    """Write the same pictures in every form."""
     base = tmp_path_factory.mktemp("cifar")
     binary = write_cifar(base / "b" / "cifar-10-batches-bin", CIFAR, "binary")
     python = write_cifar(base / "p" / "cifar-10-batches-py", CIFAR, "python2")
@@ -84,7 +84,7 @@ def cifar_built(cifar, tmp_path_factory) -> Path:
 
 
 def test_cifar10_splits_are_those_of_the_paper(cifar_built):
-    """The last 25th of the training pictures validates: 2,000 of 50,000. Rows, columns and channels in this order."""
+    """The last 25th of the training pictures validates: 2,000 of 50,000. The order is rows, columns, channels."""
     training = np.concatenate([CIFAR[name] for name in CIFAR_BATCHES[:-1]])
     assert split(cifar_built, "train") == training[:96].tobytes()
     assert split(cifar_built, "validation") == training[96:].tobytes()
@@ -103,7 +103,7 @@ def test_a_dataset_of_pictures_takes_a_palette(cifar, cifar_built, tmp_path):
 
 
 def test_cifar10_of_the_published_size_is_cut_as_documented():
-    """Without reading any: 50,000 pictures are 48,000 and 2,000."""
+    """No picture is read: 50,000 are divided into 48,000 and 2,000."""
     pictures = Excerpts([Stretch(None, 0, 10_000, 3072) for _ in range(5)])
     train, validation = pictures[:48_000], pictures[48_000:]
     assert (len(train), len(validation)) == (48_000, 2_000) and len(train.stretches) == 5
@@ -127,7 +127,7 @@ def known(content: bytes, algorithm: str = "md5") -> PublishedFile:
 
 
 def test_cifar10_takes_the_published_files_alone(cifar, tmp_path, monkeypatch):
-    """Checked by the batches' checksums, whichever archive they lie in; here the checksums of a small set."""
+    """The checksums of the batches decide, in any archive; here those of a small set."""
     batches = {f"{name}.bin": known(cifar_binary(batch), "sha1") for name, batch in CIFAR.items()}
     batches |= {name: known(python2_pickle(batch)) for name, batch in CIFAR.items()}
     monkeypatch.setitem(DATASETS, "cifar10", replace(CIFAR10, batches=batches))
@@ -214,7 +214,7 @@ def test_unrelated_archives_beside_a_dataset_are_passed_over(cifar, cifar_built,
 
 
 def imagenet_zips(folder: Path, deflated: bool) -> Path:
-    """The three archives, as they are distributed."""
+    """Write the three archives, as they are distributed."""
     folder.mkdir()
     members = {name: npz(batch, deflated) for name, batch in IMAGENET.items()}
     for part, names in (("train_part1", range(5)), ("train_part2", range(5, 10)), ("val", [10])):
@@ -233,7 +233,7 @@ def imagenet_built(tmp_path_factory) -> Path:
 
 
 def test_imagenet64_batches_are_read_in_their_order(imagenet_built):
-    """Batch 10 comes last, not behind batch 1."""
+    """Batch 10 comes last, not after batch 1."""
     training = np.concatenate([IMAGENET[name] for name in IMAGENET_BATCHES[:-1]])
     assert split(imagenet_built, "train") == training.tobytes()
     assert split(imagenet_built, "validation") == IMAGENET["val_data.npz"].tobytes()
@@ -247,7 +247,7 @@ def test_imagenet64_is_the_same_from_its_zips(imagenet_built, tmp_path, deflated
 
 
 def test_imagenet64_lies_in_several_folders(imagenet_built, tmp_path):
-    """Of two files of one name the nearer is taken; at the same distance, the unpacked one."""
+    """The nearer of two files with one name is read; at the same distance, the unpacked one."""
     source = tmp_path / "source"
     part = IMAGENET_BATCHES[5:8]
     held = {name: npz(batch) for name, batch in IMAGENET.items()}
@@ -348,7 +348,7 @@ def test_imagenet64_in_pickles_and_in_other_sizes_is_refused(tmp_path):
 
 
 def test_batch_is_never_held_whole(tmp_path):
-    """12 MB of pictures, deflated twice, in far less memory."""
+    """12 MB of pictures, compressed twice, need far less memory."""
     batch = np.zeros((1000, 64, 64, 3), dtype=np.uint8)
     batch[:, 0, 0, 0] = np.arange(1000) % 256
     source = zipped(tmp_path / "a.zip", {"train_data_batch_1.npz": npz(batch, deflated=True)})
@@ -375,7 +375,7 @@ def test_documents_of_a_million_pictures_are_a_few_numbers():
 @pytest.mark.parametrize("name", ["enwik8", "text8"])
 @pytest.mark.parametrize("form", ["zip", "raw", "folder of the zip", "folder of the file"])
 def test_text_is_split_by_bytes(tmp_path, name, form):
-    """90, 5 and 5 percent, and the rest to the last."""
+    """The splits have 90, 5 and 5 percent, and the last one also the remainder."""
     source = tmp_path / "source"
     source.mkdir()
     zip_path, raw = source / f"{name}.zip", source / name
@@ -433,7 +433,7 @@ def test_damage_in_a_deflated_member_is_told_in_one_line(tmp_path, method):
 
 
 def test_names_in_an_archive_reach_no_terminal_as_they_are(tmp_path):
-    """Line ends, control characters of terminals, and marks that reverse the order of letters."""
+    """These are line ends, control characters of terminals, and marks that reverse the order of letters."""
     given = zipped(tmp_path / "a.zip", {"a\nb\x1b[31m": b"1", "c\x9b31m\u202e": b"2"})
     with pytest.raises(DataError) as caught:
         made("enwik8", given, tmp_path / "data")

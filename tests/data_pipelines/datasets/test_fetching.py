@@ -22,7 +22,7 @@ TEXT = np.random.default_rng(1).integers(0, 256, 300_000, dtype=np.uint8).tobyte
 
 @pytest.fixture
 def served(tmp_path, monkeypatch) -> Path:
-    """The folder of a server, with the archive in it. The working directory is another one."""
+    """Serve a folder with the archive. The working directory is another folder."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr("longstride.data_pipelines.stores.transport.FIRST_WAIT_SECONDS", 0.01)
     (tmp_path / "served").mkdir()
@@ -65,7 +65,7 @@ def test_download_goes_where_the_input_says(served, monkeypatch, given):
 
 
 def test_download_goes_on_where_it_broke_off(served, monkeypatch):
-    """After a process was killed, and from a server that fails most requests."""
+    """This works after a process was killed, and with a server that fails most requests."""
     whole = (served / "enwik8.zip").read_bytes()
     Path("downloads").mkdir()
     Path("downloads/enwik8.zip.partial").write_bytes(whole[:100_000])
@@ -108,7 +108,7 @@ def test_download_without_a_network_is_told(served, monkeypatch):
 
 @pytest.mark.parametrize("given", ["mine", "mine/new/enwik8.zip", "mine/new", "mine/new/deep/enwik8.zip"])
 def test_download_that_fails_leaves_the_folders_as_they_were(served, monkeypatch, given):
-    """The user's empty folder stays; folders made for the download go."""
+    """The user's empty folder stays; folders that the download created are removed."""
     Path("mine").mkdir()
     with FaultyServer(served, statuses={"enwik8.zip": 404}) as url:
         published(monkeypatch, served, url)

@@ -30,7 +30,7 @@ GUID_TAIL = bytes.fromhex("0000000000001000800000aa00389b71")[2:]
 
 
 def wav(content: bytes, *, tag=1, channels=1, rate=8000, bits=16, before=b"", extensible=False) -> bytes:
-    """A WAV file as text books have it, with ``before`` as a chunk of its own in front of the format."""
+    """Write a plain WAV file, with ``before`` as a chunk before the format."""
     frame = channels * bits // 8
     form = struct.pack("<HHIIHH", 0xFFFE if extensible else tag, channels, rate, rate * frame, frame, bits)
     if extensible:
@@ -42,14 +42,14 @@ def wav(content: bytes, *, tag=1, channels=1, rate=8000, bits=16, before=b"", ex
 
 
 def pcm(values, bits: int) -> bytes:
-    """Integers of so many bits -> little-endian PCM; of 8 bits it is unsigned."""
+    """Encode integers of so many bits as little-endian PCM, which is unsigned for 8 bits."""
     if bits == 8:
         return (np.asarray(values) + 128).astype(np.uint8).tobytes()
     return b"".join(int(value).to_bytes(bits // 8, "little", signed=True) for value in np.ravel(values))
 
 
 def read(path: Path, content: bytes) -> bytes:
-    """What becomes of a file that is a set by itself."""
+    """Read a file that is a set of its own."""
     path.write_bytes(content)
     with path.open("rb") as file:
         properties = AUDIO.settle(path, file, {})
@@ -60,7 +60,7 @@ def read(path: Path, content: bytes) -> bytes:
 
 
 def tone(frames: int, seed: int = 0) -> np.ndarray:
-    """(frames,) int16: a tone that fades."""
+    """Make a fading tone, (frames,) int16."""
     time = np.arange(frames)
     return (np.sin(time * (0.05 + seed / 100)) * 30_000 * np.exp(-time / 5000)).astype(np.int16)
 
@@ -90,7 +90,7 @@ def test_mulaw_is_monotone_and_odd():
 
 
 def test_mulaw_error_is_half_a_step_of_its_segment():
-    """Segment s holds the magnitudes from 128 * 2**s - 132 on, in 16 steps of 2**(s + 3), in units of 16 bits."""
+    """Segment s has the magnitudes from 128 * 2**s - 132 on, in 16 steps of 2**(s + 3), in 16-bit units."""
     magnitude = np.abs(EVERY_SAMPLE.astype(int))
     error = np.abs(mulaw_decode(mulaw_encode(EVERY_SAMPLE)).astype(int) - EVERY_SAMPLE)
     for segment in range(8):
@@ -106,7 +106,7 @@ def test_mulaw_encodes_what_it_decodes():
 
 
 def test_mulaw_is_the_standard_s_table():
-    """Table 2 of G.711, in its own units of 14 bits: decision values, and between them the values that are decoded."""
+    """Table 2 of G.711 has 14-bit units: decision values, and between them the decoded values."""
     decisions = [0, 1]
     for segment in range(8):
         steps = 15 if segment == 0 else 16
@@ -120,7 +120,7 @@ def test_mulaw_is_the_standard_s_table():
 
 
 def test_mulaw_agrees_with_audioop():
-    """It cuts to 14 bits first, and rounds negative samples down in doing so; Python 3.13 is without it."""
+    """audioop truncates to 14 bits first, which rounds negative samples down; Python 3.13 does not have it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         audioop = pytest.importorskip("audioop")
@@ -197,7 +197,7 @@ def test_audio_loads_any_piece_of_a_long_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Three sounds, one of them longer than a sample, and the data folder built from them."""
+    """Build a data folder from three sounds, one of them longer than a sample."""
     base = tmp_path_factory.mktemp("sounds")
     (base / "source").mkdir()
     sounds = [tone(frames, seed) for seed, frames in enumerate((150, 1000, 2**20 + 77))]
@@ -247,7 +247,7 @@ def test_audio_members_are_grouped_by_webdataset(built):
 
 
 def test_audio_contexts_overlap_by_the_hop(tmp_path):
-    """Every sound has contexts of its own, which begin every hop; the last one is filled up with padding."""
+    """Every sound has its own contexts, which begin every hop; the last one is padded."""
     (tmp_path / "source").mkdir()
     sounds = [tone(frames, seed) for seed, frames in enumerate((150, 64, 10, 65))]
     for number, samples in enumerate(sounds):

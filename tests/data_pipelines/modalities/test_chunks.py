@@ -61,13 +61,13 @@ def chunk(name: bytes, content: bytes, pad: bool = True) -> bytes:
 
 
 def stated(whole: bytes, size: int) -> bytes:
-    """A WAV file with another size of its sound."""
+    """Write a WAV file that states another size of its sound."""
     place = whole.index(b"data") + 4
     return whole[:place] + struct.pack("<I", size) + whole[place + 4 :]
 
 
 def sound_of(encoding: str) -> bytes:
-    """The bytes of a sound, of an even number; what they mean does not matter."""
+    """Make an even number of bytes of sound."""
     form = ENCODINGS[encoding]
     if form.get("tag") == 3:
         return (SOUND / 2**15).astype(f"<f{form['bits'] // 8}").tobytes()
@@ -103,7 +103,7 @@ def test_wav_of_several_sounds_is_refused(tmp_path, flaw, encoding):
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("size", UNKNOWN)
 def test_wav_of_a_size_that_was_not_known_is_refused(tmp_path, size, encoding):
-    """What a pipe writes. It cannot be told whether all of it is there."""
+    """A pipe leaves such a file. It may be incomplete."""
     with pytest.raises(DataError, match=rf"says {size} bytes of sound and holds \d+: .*written to a pipe; .*`ffmpeg"):
         read(tmp_path / "a.wav", stated(wav(sound_of(encoding), **ENCODINGS[encoding]), size))
 
@@ -127,7 +127,7 @@ BEHIND = [
 @pytest.mark.parametrize("frames", [0, 99, 100])
 @pytest.mark.parametrize("bits", [8, 16])
 def test_wav_with_other_chunks_behind_its_sound_is_read(tmp_path, bits, frames, behind):
-    """An odd sound is padded by a byte, which may be missing at the end of the file."""
+    """A sound of odd size is padded by a byte, which may be missing at the end of the file."""
     values = SOUND[:frames].astype(int) >> 8 << 8
     whole = wav(pcm(values >> 8 if bits == 8 else values, bits), bits=bits)
     expected = mulaw_encode(values.astype(np.int16)).tobytes()
@@ -191,7 +191,7 @@ def test_other_files_of_chunks_hold_the_sound_that_they_say(tmp_path, kind):
 
 
 def test_au_file_without_a_size_ends_with_its_sound(tmp_path):
-    """By the format's own word."""
+    """The format allows this."""
     whole = contained("AU")
     assert read(tmp_path / "a.au", whole[:8] + b"\xff" * 4 + whole[12:]) == mulaw_encode(SOUND).tobytes()
 

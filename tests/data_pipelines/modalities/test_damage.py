@@ -32,7 +32,7 @@ def saved(form: str, pixels: np.ndarray = PIXELS) -> bytes:
 
 
 def pixels_of(content: bytes) -> np.ndarray | None:
-    """None where the file is refused."""
+    """Read the pixels; None if the file is rejected."""
     try:
         return picture_pixels(Path("a"), BytesIO(content), None)
     except DataError:
@@ -47,7 +47,7 @@ def is_silent(content: bytes, expected: np.ndarray) -> bool:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("height, width", [(1, 1), (2, 3), (17, 5), (64, 33)])
 def test_whole_picture_is_read(form, height, width):
-    """Flat ones too, whose last bytes hold little."""
+    """Flat pictures are included, whose last bytes carry little."""
     noise = np.random.default_rng(1).integers(0, 256, (height, width, 3))
     half = np.where(np.arange(height)[:, None, None] < height // 2, noise, 7)
     for pixels in (noise, half, half[::-1], np.zeros_like(noise), np.full_like(noise, 255)):
@@ -78,7 +78,7 @@ def test_png_with_any_changed_byte_is_refused_or_as_it_was():
 
 @pytest.mark.parametrize("form", ["JPEG", "progressive JPEG", "restarted JPEG"])
 def test_jpeg_with_a_block_of_zeros_is_refused_mostly(form):
-    """Always where restart markers count the blocks; else a decoder may find as many blocks as there were by chance."""
+    """Restart markers always reveal it; otherwise a decoder may find the right number of blocks by chance."""
     whole = saved(form, np.tile(PIXELS, (4, 4, 1)))
     expected = pixels_of(whole)
     assert expected is not None

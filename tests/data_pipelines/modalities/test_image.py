@@ -34,7 +34,7 @@ def write(path: Path, pixels: np.ndarray, **options) -> Path:
 
 
 def read(path: Path, asked: dict[str, int] | None = None) -> np.ndarray:
-    """(height, width, 3): what becomes of a picture that is a set by itself."""
+    """Read a picture that is a set of its own, (height, width, 3)."""
     with path.open("rb") as file:
         properties = IMAGE.settle(path, file, asked or {})
         size = IMAGE.measure(path, properties)
@@ -54,7 +54,7 @@ def pictures(folder: Path) -> list[tuple[str, bytes]]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Twenty-three pictures of 6 x 4 in several formats without loss, and the data folder built from them."""
+    """Build a data folder from 23 pictures of 6 x 4 in several lossless formats."""
     base = tmp_path_factory.mktemp("pictures")
     originals = [pixels_of(6, 4, seed) for seed in range(23)]
     for number, pixels in enumerate(originals):
@@ -116,7 +116,7 @@ def test_image_context_of_another_size_is_refused(built, context):
 
 
 def test_image_bytes_are_row_column_channel(tmp_path):
-    """As the model's three position tables count them."""
+    """The model's three position tables count in this order."""
     pixels = pixels_of(3, 5)
     content = read(write(tmp_path / "a.png", pixels)).reshape(-1)
     for position, value in enumerate(content):
@@ -289,7 +289,7 @@ def test_image_grids_of_large_pictures_keep_their_pixels():
 
 
 def test_image_samples_stand_beside_what_they_complete():
-    """Of one channel as of three: original, prompt above grey, and the samples, a row for each prompt."""
+    """Each prompt has a row: original, prompt above grey, and the samples, for one channel as for three."""
     shape = {"height": 96, "width": 96, "channels": 1}
     whole = [np.full(96 * 96, number, dtype=np.uint8) for number in (10, 20)]
     samples = np.stack([np.full(96 * 96, number, dtype=np.uint8) for number in (11, 12, 21, 22)])

@@ -38,7 +38,7 @@ def modality(request):
 
 @pytest.fixture
 def document(modality, tmp_path):
-    """A small file of the modality."""
+    """Write a small file of the modality."""
     path = tmp_path / f"document{modality.suffixes[0]}"
     WRITERS[modality.name](path)
     return path

@@ -28,7 +28,7 @@ PCM = {"pcm_bits": 16}
 
 @pytest.fixture
 def sets(tmp_path):
-    """The same sounds, some of them long, built as mu-law and as PCM."""
+    """Build the same sounds, some of them long, as mu-law and as PCM."""
     generator = np.random.default_rng(0)
     (tmp_path / "source").mkdir()
     for number in range(9):

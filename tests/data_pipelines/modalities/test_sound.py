@@ -34,7 +34,7 @@ FORMATS = {
 
 
 def melody(frames: int, rate: int = 44_100) -> np.ndarray:
-    """(frames, 2) float64: two voices that wander, below full scale."""
+    """Make two varying voices below full scale, (frames, 2) float64."""
     time = np.arange(frames) / rate
     left = 0.5 * np.sin(2 * np.pi * (440 * time + 5 * np.sin(time))) + 0.2 * np.sin(2 * np.pi * 1200 * time)
     return np.stack([left, 0.3 * np.sin(2 * np.pi * 220 * time)], axis=1)
@@ -47,14 +47,14 @@ def written(path: Path, samples: np.ndarray, rate: int = 44_100) -> Path:
 
 
 def mp3(path: Path, samples: np.ndarray, rate: int = 44_100) -> bytes:
-    """Of a bit rate that varies: frames borrow bits from those before them."""
+    """Encode at a variable bit rate, so that frames borrow bits from previous ones."""
     options = {"format": "MP3", "subtype": "MPEG_LAYER_III", "bitrate_mode": "VARIABLE", "compression_level": 0.5}
     soundfile.write(path, samples, rate, **options)
     return path.read_bytes()
 
 
 def content(path: Path, rate: int | None = None) -> bytes:
-    """What becomes of a file: at its own rate, or at that one."""
+    """Read a file at its own rate, or at another."""
     with path.open("rb") as file:
         properties = AUDIO.settle(path, file, {} if rate is None else {"rate": rate})
         size = AUDIO.measure(path, properties)
@@ -64,7 +64,7 @@ def content(path: Path, rate: int | None = None) -> bytes:
 
 
 def piecewise(path: Path, properties: dict[str, int], size: int, step: int) -> bytes:
-    """The same, read in pieces from one opening."""
+    """Read a file in pieces from one opening."""
     with path.open("rb") as file:
         opened = AUDIO.open(path, file, properties)
         return b"".join(opened.read(start, step) for start in range(0, size, step))
@@ -73,7 +73,7 @@ def piecewise(path: Path, properties: dict[str, int], size: int, step: int) -> b
 @pytest.mark.parametrize(("bits", "subtype"), [(16, "PCM_16"), (24, "PCM_24"), (8, "PCM_S8")])
 @pytest.mark.parametrize("channels", [1, 2, 3])
 def test_flac_is_the_bytes_of_its_wav(tmp_path, bits, subtype, channels):
-    """What is lossless loses nothing on the way: the integers are the file's own, and so is their mean."""
+    """A lossless file has the same integers, and so the same mean."""
     top = 2 ** (bits - 1)
     values = np.random.default_rng(bits).integers(-top, top, (5000, channels))
     values[:2] = [[-top] * channels, [top - 1] * channels]
@@ -113,7 +113,7 @@ def test_sound_is_the_same_in_any_pieces(tmp_path, name, rate):
 
 @pytest.mark.parametrize("name", ["a.mp3", "a.ogg", "a.opus", "a.flac"])
 def test_decoding_in_blocks_is_decoding_at_once(tmp_path, name):
-    """A decoder that is told to seek after a block begins the next one without what lies before it."""
+    """A decoder that seeks after a block loses the state that the next one needs."""
     noise = np.random.default_rng(0).standard_normal((140_000, 2)) * (np.arange(140_000) // 9000 % 2)[:, None]
     samples = 0.8 * melody(140_000, 48_000) + 0.05 * noise
     path = tmp_path / name
@@ -129,7 +129,7 @@ def test_decoding_in_blocks_is_decoding_at_once(tmp_path, name):
 
 @pytest.mark.parametrize("rate", [44_100, 48_000, 8000, 11_025])
 def test_resampled_tone_keeps_its_pitch_and_loudness(tmp_path, rate):
-    """A tone far below both limits: what comes is that tone, but for the steps of mu-law; its ends are left out."""
+    """A tone far below both limits stays the same, up to the steps of mu-law; its ends are ignored."""
     frames = rate * 2
     samples = np.rint(16_000 * np.sin(2 * np.pi * 500 * np.arange(frames) / rate)).astype(int)
     (tmp_path / "a.wav").write_bytes(wav(pcm(samples, 16), rate=rate))
@@ -153,7 +153,7 @@ RATES = (8000, 11_025, 12_000, 22_050, 44_100, 48_000, 96_000)
 
 @pytest.mark.parametrize(("rate", "wanted"), [*permutations(RATES, 2), (7919, 4421), (100, 25_600)])
 def test_resampled_sound_is_libsoxrs_and_has_the_frames_that_were_planned(rate, wanted):
-    """Also of the lengths that fall amidst two frames, some of which libsoxr rounds upwards and some downwards."""
+    """Some lengths fall between two frames; libsoxr rounds some of them up and some down."""
     halves = rate // math.gcd(rate, wanted) // 2
     for frames in {*range(4), halves, 3 * halves, 5 * halves, 60, 997, 3440}:
         samples = np.random.default_rng(frames).standard_normal(frames)
@@ -210,7 +210,7 @@ def test_sound_of_an_unlikely_rate_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.flac", "a.mp3"])
 def test_sound_that_is_cut_short_is_told(tmp_path, name):
-    """Where the file says how long it is, or its decoder finds that it ends amidst; a part of an Ogg file is one."""
+    """The file states its length, or its decoder finds the cut. A part of an Ogg file is valid."""
     whole = written(tmp_path / name, melody(200_000)).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=rf"{name}: .*cut short.* fetch it again or exclude it") as caught:
@@ -220,7 +220,7 @@ def test_sound_that_is_cut_short_is_told(tmp_path, name):
 
 @pytest.mark.parametrize(("channels", "rate"), [(1, 44_100), (2, 22_050), (1, 22_050), (2, 8000)])
 def test_mp3_with_a_header_is_taken_whatever_stands_before_it(tmp_path, channels, rate):
-    """The header lies elsewhere in mono, and at low rates; a tag with a picture goes before it, and others behind."""
+    """The header is elsewhere in mono, and at low rates; tags may precede and follow it."""
     samples = melody(5000, rate)[:, :channels]
     whole = mp3(tmp_path / "a.mp3", samples, rate)
     tag = b"ID3\x03\0\0" + bytes([0, 8, 0, 1]) + b"\xff\xfb" * 2**16 + b"\0"
@@ -231,7 +231,7 @@ def test_mp3_with_a_header_is_taken_whatever_stands_before_it(tmp_path, channels
 
 @pytest.mark.parametrize("change", ["no header", "no count in it", "a VBRI header"])
 def test_mp3_that_does_not_say_its_length_is_refused(tmp_path, change):
-    """What the decoder then says is a guess: of a quiet beginning at a low bit rate, that of a far shorter sound."""
+    """The decoder guesses: after a quiet beginning at a low bit rate, a far shorter sound."""
     samples = np.concatenate([0.001 * melody(44_100), melody(44_100)])
     whole = bytearray(mp3(tmp_path / "a.mp3", samples))
     assert whole[36:40] == b"Xing"
@@ -284,7 +284,7 @@ def test_sounds_laid_end_to_end_are_refused(tmp_path, name, between):
 
 
 def test_ogg_streams_side_by_side_are_one_sound(tmp_path):
-    """The last page may be of any stream that begins at the beginning."""
+    """The last page may belong to any stream of the beginning."""
     whole = written(tmp_path / "a.ogg", melody(9000)).read_bytes()
     head = 27 + whole[26] + sum(whole[27 : 27 + whole[26]])
     other = bytearray(whole[:head])
@@ -333,7 +333,7 @@ def test_wav_of_the_right_rate_needs_no_library(tmp_path, monkeypatch):
 
 
 def test_sound_is_never_held_whole(tmp_path):
-    """Reading on through a file takes blocks of it, whatever its length."""
+    """Sequential reads of a file of any length take blocks."""
 
     class Counted(io.BytesIO):
         largest = 0

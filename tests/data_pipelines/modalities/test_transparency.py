@@ -16,7 +16,7 @@ ADAM7 = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (
 
 
 def png_of(samples: np.ndarray, depth: int, kind: int, *between: bytes, interlaced: bool = False) -> bytes:
-    """(height, width, channels) whole numbers of ``depth`` bits -> a PNG file."""
+    """Write integers of ``depth`` bits, (height, width, channels), as a PNG file."""
     height, width, _ = samples.shape
     parts = [samples[top::down, left::right] for top, left, down, right in ADAM7] if interlaced else [samples]
     rows = b""
@@ -28,7 +28,7 @@ def png_of(samples: np.ndarray, depth: int, kind: int, *between: bytes, interlac
 
 
 def in_8_bits(samples: np.ndarray, depth: int) -> np.ndarray:
-    """(height, width, 1 or 3) of any depth -> (height, width, 3) of 8 bits."""
+    """Convert pixels of any depth, (height, width, 1 or 3), to 8 bits, (height, width, 3)."""
     return np.broadcast_to(samples >> 8 if depth == 16 else samples * 255 // (2**depth - 1), (*samples.shape[:2], 3))
 
 
@@ -41,7 +41,7 @@ def keyed(samples: np.ndarray, key: list[int], depth: int, kind: int, interlaced
 @pytest.mark.parametrize(("kind", "depth"), DEPTHS)
 @pytest.mark.parametrize("place", ["lowest", "highest", "between"])
 def test_the_key_s_colour_is_white_and_its_neighbours_stay(tmp_path, kind, depth, interlaced, place):
-    """Neighbours differ from the key in one bit of one channel: each bit in turn."""
+    """Neighbours differ from the key in one bit of one channel."""
     channels, top = CHANNELS[kind], 2**depth - 1
     generator = np.random.default_rng(depth)
     keys = {"lowest": [0], "highest": [top], "between": generator.integers(1, max(2, top), channels)}
@@ -71,7 +71,7 @@ def test_bits_of_a_key_above_the_depth_do_not_count(tmp_path, kind, depth):
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])
 @pytest.mark.parametrize("alphas", [[255, 0], [0], [51, 204]], ids=str)
 def test_transparent_colours_of_a_palette_are_white(tmp_path, depth, alphas, interlaced):
-    """Those that the chunk does not list are opaque."""
+    """Colours that the chunk does not list are opaque."""
     colours = np.random.default_rng(depth).integers(0, 255, (2**depth, 3), dtype=np.uint8)
     samples = np.arange(99).reshape(9, 11, 1) % 2**depth
     chunks = png_chunk(b"PLTE", colours.tobytes()), png_chunk(b"tRNS", bytes(alphas))
@@ -85,7 +85,7 @@ def test_transparent_colours_of_a_palette_are_white(tmp_path, depth, alphas, int
 @pytest.mark.parametrize("depth", [8, 16])
 @pytest.mark.parametrize("kind", [GREY_ALPHA, RGBA])
 def test_an_alpha_channel_lies_on_white(tmp_path, kind, depth, interlaced, has_key):
-    """A key beside it, which PNG forbids, changes nothing."""
+    """An additional key, which PNG forbids, changes nothing."""
     samples = np.random.default_rng(depth).integers(0, 2**depth, (9, 11, CHANNELS[kind]))
     samples[::2, ::2, -1], samples[1::2, ::2, -1] = 0, 2**depth - 1
     chunks = [png_chunk(b"tRNS", bytes(6))] if has_key else []
@@ -100,7 +100,7 @@ def test_an_alpha_channel_lies_on_white(tmp_path, kind, depth, interlaced, has_k
 
 
 def bmp_of(pixels: np.ndarray) -> bytes:
-    """(height, width, 4) uint8 -> a BMP file whose header (of version 4) has a mask for alpha."""
+    """Write pixels, (height, width, 4) uint8, as a BMP file whose header (version 4) has a mask for alpha."""
     height, width, _ = pixels.shape
     masks = (0xFF0000, 0xFF00, 0xFF, 0xFF000000)
     head = struct.pack("<IiiHHIIiiII4I52x", 108, width, height, 1, 32, 3, 0, 0, 0, 0, 0, *masks)
@@ -121,7 +121,7 @@ def test_an_alpha_channel_of_any_format_lies_on_white(tmp_path, name):
 
 
 def test_a_key_is_white_in_a_picture_that_is_turned_and_resized(tmp_path):
-    """The key is looked for in the file's own samples: before an orientation is applied, and before means are taken."""
+    """The key is compared with the file's own samples, before orientation and means."""
     samples = np.full((4, 8, 1), 0x1234)
     samples[:, :4] = 0x1235
     exif = Image.Exif()

@@ -23,18 +23,18 @@ def floats(values: np.ndarray, bits: int) -> bytes:
 
 
 def in_16_bits(values: np.ndarray) -> np.ndarray:
-    """(n,) of full scale 1 -> (n,) int16, rounded to the nearest; beyond full scale clipped."""
+    """Convert numbers of full scale 1, (n,), to int16, rounded to the nearest and clipped."""
     return np.clip(np.floor(values * 2**15 + 0.5), -(2**15), 2**15 - 1).astype(np.int16)
 
 
 def half_steps(samples: np.ndarray) -> np.ndarray:
-    """Half a step of mu-law at each of (n,) int16: G.711's segments begin at 128 * 2**s - 132."""
+    """Return half a step of mu-law at each of (n,) int16: G.711's segments begin at 128 * 2**s - 132."""
     segments = np.searchsorted(128 * 2 ** np.arange(1, 8) - 132, np.abs(samples.astype(int)), side="right")
     return 4 * 2**segments
 
 
 def alaw_value(code: int) -> int:
-    """G.711's A-law in units of 16 bits: even bits are inverted; 8 segments of 16 steps, the first two equally wide."""
+    """Decode G.711's A-law in 16-bit units: even bits are inverted; 8 segments of 16 steps, the first two equal."""
     code ^= 0x55
     segment, step = code >> 4 & 7, code & 15
     magnitude = 2 * step + 1 if segment == 0 else (2 * step + 33) << (segment - 1)
@@ -77,7 +77,7 @@ def test_alaw_is_the_standard_s_table(tmp_path, extensible):
 
 
 def adpcm(kind: str, levels: list[int]) -> bytes:
-    """A WAV file with a block of ADPCM for each level, which all of its frames have: no difference is coded."""
+    """Write a WAV file with an ADPCM block for each level, in which no difference is coded."""
     tag, block_bytes = {"IMA": 0x11, "Microsoft": 2}[kind], 256
     if kind == "IMA":  # the first frame, the step's number
         frames, extra = 2 * (block_bytes - 4) + 1, b""
@@ -115,7 +115,7 @@ def test_adpcm_is_what_its_blocks_say(tmp_path, kind, frames):
 @pytest.mark.parametrize("subtype", ["IMA_ADPCM", "MS_ADPCM", "GSM610", "ALAW", "FLOAT"])
 @pytest.mark.parametrize("rate", [None, 12_000], ids=["own rate", "resampled"])
 def test_encoded_wav_is_what_was_recorded(tmp_path, subtype, rate):
-    """A tone at 16,000 Hz; blocks are filled up at the end."""
+    """The sound is a tone at 16,000 Hz; the last block is padded."""
     samples = melody(32_000, 16_000)[:, 1]
     soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype=subtype)
     found = mulaw_decode(np.frombuffer(content(tmp_path / "a.wav", rate), np.uint8)) / 2**15

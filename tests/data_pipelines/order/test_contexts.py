@@ -22,7 +22,7 @@ CONTEXT = 300
 
 
 def shard_documents(corpus, split: str) -> list[list[bytes]]:
-    """The parts of documents that each shard holds, in canonical order."""
+    """List the parts of documents in each shard, in canonical order."""
     shards = []
     for shard in corpus.manifest.splits[split].shards:
         ends = shard.load_index(open_store(corpus.folder))["ends"]
@@ -58,7 +58,7 @@ def test_documents_in_pieces_follow_definition(pieces):
 @pytest.mark.parametrize("separator", [None, 255])
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_batches_tell_where_documents_begin_and_separators_stand(pieces, monkeypatch, separator, one_by_one):
-    """In training by any way of reading, and in evaluation; the bytes and their order stay what they are."""
+    """This holds in training for any way of reading, and in evaluation; bytes and their order do not change."""
     shards = {split: shard_documents(pieces, split) for split in ("train", "validation")}
     cut = Cut(separator=separator, apart=True)
 
@@ -108,7 +108,7 @@ def test_batches_tell_where_documents_begin_and_separators_stand(pieces, monkeyp
 
 
 def cut_document(document: bytes, context: int, hop: int) -> list[bytes]:
-    """The contexts of one document: one every hop bytes, for as long as there are bytes that none has had."""
+    """List the contexts of a document: one every hop bytes, until all bytes are covered."""
     contexts = [document[:context]]
     while (len(contexts) - 1) * hop + context < len(document):
         start = len(contexts) * hop
@@ -125,7 +125,7 @@ def rows_of(batch) -> list[bytes]:
 
 
 def train_contexts(corpus, cut: Cut, context: int, global_batch: int, epochs: int, seed: int = 3) -> dict[int, bytes]:
-    """Every context that the stream delivers in so many epochs, by its number."""
+    """Collect every context of so many epochs of the stream, by its number."""
     stream = open_stream(
         corpus.folder, context=context, global_batch=global_batch, seed=seed, cut=cut, shuffle_bytes=2000
     )
@@ -172,7 +172,7 @@ def test_document_contexts_follow_definition(corpus, context, global_batch, data
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_evaluation_of_documents_counts_every_byte_once(corpus, world_size):
-    """Whatever the hop of training."""
+    """The hop of training does not matter."""
     documents = [document for shard in shard_documents(corpus, "validation") for document in shard]
     rows = {}
     for rank in range(world_size):
@@ -233,7 +233,7 @@ def test_padding_is_zero_and_lengths_are_at_least_one(corpus):
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_reader_reads_any_range_in_any_order(corpus, data):
-    """One reader, which keeps its place, asked here and there."""
+    """A single reader, which buffers its last sample, reads them all."""
     split = DataFolder(corpus.folder).split("train")
     reader = SampleReader(split)
     separator = data.draw(st.sampled_from([None, 0, 255]))

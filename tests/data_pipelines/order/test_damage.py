@@ -16,7 +16,7 @@ CONTEXT, GLOBAL_BATCH = 64, 12
 
 @pytest.fixture
 def damaged(corpus, tmp_path):
-    """A copy of the folder with a flipped payload, a lost shard of the same size, and a damaged header."""
+    """Copy the folder with a flipped payload, a lost shard of the same size, and a damaged header."""
     folder = shutil.copytree(corpus.folder, tmp_path / "data")
     shards = corpus.manifest.splits["train"].shards
     for number, field in ((1, "content"), (5, "member")):
@@ -30,7 +30,7 @@ def damaged(corpus, tmp_path):
 
 
 def steps(folder, world_size=1, workers=0, count=None):
-    """Two epochs of (tokens, ids, substitutions) of all ranks together."""
+    """Read two epochs of (tokens, ids, substitutions) of all ranks together."""
     streams = [
         open_stream(
             folder,

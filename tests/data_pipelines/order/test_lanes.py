@@ -68,7 +68,7 @@ def test_lanes_refuse_what_cannot_be_cut(total, context, batch):
 
 
 def test_shard_order_is_pinned():
-    """The order of every run ever made hangs on these numbers."""
+    """The order of every run so far depends on these numbers."""
     assert shard_order(8, seed=0, epoch=0).tolist() == [7, 4, 2, 6, 5, 0, 1, 3]
     assert shard_order(8, seed=0, epoch=1).tolist() == [0, 1, 5, 4, 6, 2, 3, 7]
     assert shard_order(8, seed=2**64 - 1, epoch=0).tolist() == [6, 2, 5, 4, 1, 3, 7, 0]

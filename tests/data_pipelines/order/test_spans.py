@@ -30,13 +30,13 @@ def spans(parts: int, context: int = CONTEXT, reach: int = REACH) -> list[Span]:
 
 
 def take(stream, count: int | None = None) -> list:
-    """Two epochs, or so many steps; leaves no worker process behind."""
+    """Read two epochs, or so many steps, and leave no worker process."""
     with contextlib.closing(iter(stream)) as batches:
         return list(itertools.islice(batches, count or stream.lanes.batches_before(2)))
 
 
 def assert_spans_of(found, whole, span: Span) -> None:
-    """Batches differ in their tokens alone, of which those outside of the span are 0."""
+    """Assert that batches only differ in tokens, which are 0 outside the span."""
     assert len(found) == len(whole)
     for batch, other in zip(found, whole, strict=True):
         tokens = torch.zeros_like(other.tokens)
@@ -84,7 +84,7 @@ def test_spans_of_a_palette_are_pixels(tmp_path):
 
 @pytest.fixture
 def bytes_read(monkeypatch) -> list[int]:
-    """How much was read of shards, read by read."""
+    """Record the bytes of every read of a shard."""
     read, scattered, found = SampleReader._read, reading._read_scattered, []
 
     def counted(self, number, start, size):
@@ -102,7 +102,7 @@ def bytes_read(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("cut", [Cut(), Cut(packing=False)], ids=str)
 def test_of_spans_the_samples_that_they_meet_are_read_alone(pieces, bytes_read, cut):
-    """Once, each as a whole."""
+    """Each is read once and completely."""
     shards = [DataFolder(pieces.folder).split("train").open(n) for n in range(len(pieces.shard_payloads("train")))]
     stream_begins = np.cumsum([0, *(shard.edges[-1] for shard in shards)])
     for span in [*spans(2), *spans(4)]:
@@ -148,7 +148,7 @@ def test_a_state_is_that_of_any_span_and_workers(corpus, cut):
 
 @pytest.fixture
 def damaged(pieces, tmp_path) -> tuple[Corpus, int]:
-    """A folder with one damaged sample in the first shard, and the content byte at which it begins."""
+    """Damage a sample in the first shard; also return the content byte at which it begins."""
     shard = pieces.manifest.splits["train"].shards[0]
     row = shard.load_index(open_store(pieces.folder))
     folder = shutil.copytree(pieces.folder, tmp_path / "damaged")
@@ -159,7 +159,7 @@ def damaged(pieces, tmp_path) -> tuple[Corpus, int]:
 
 
 def test_damage_ends_those_whose_span_meets_it(pieces, damaged):
-    """Whoever reads on has what the undamaged folder holds."""
+    """Other readers get the content of the undamaged folder."""
     folder, begins = damaged[0].folder, damaged[1]
     whole = list(evaluation_contexts(pieces.folder, "train", context=400, batch_size=1))
     for first in range(0, 400, 50):

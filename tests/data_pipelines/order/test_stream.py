@@ -25,7 +25,7 @@ SHORT_BLOCKS = 700  # bytes: some ten contexts, so that each lane has several bl
 
 
 def defined_stream(corpus, seed: int, num_epochs: int) -> bytes:
-    """The endless stream's beginning, as lanes.py defines it."""
+    """Compute the beginning of the endless stream, as lanes.py defines it."""
     shards = corpus.shard_payloads("train")
     orders = [shard_order(len(shards), seed, epoch) for epoch in range(num_epochs)]
     return b"".join(shards[number] for order in orders for number in order)
@@ -38,7 +38,7 @@ def take(stream, count):
 
 
 def global_batches(corpus, count, world_size=1, state=None, workers=0, prefetch=2):
-    """The first ``count`` global batches, put together from all ranks."""
+    """Join the first ``count`` global batches from all ranks."""
     ranks = [
         take(
             open_stream(
@@ -70,7 +70,7 @@ cached_block_order = functools.lru_cache(block_order)
 
 
 def defined_context(lanes: Lanes, seed: int, epoch: int, step: int, lane: int, block_contexts: int) -> int:
-    """The sample id that a lane reads at a step, as lanes.py defines it."""
+    """Compute the sample id that a lane reads at a step, as lanes.py defines it."""
     block, place = divmod(step, block_contexts)
     count = min(block_contexts, lanes.steps_in(epoch) - block * block_contexts)
     chosen = cached_block_order(count, seed, epoch, lane, block)[place]
@@ -134,7 +134,7 @@ def test_blocks_are_shuffled_each_in_its_own_way():
 
 @pytest.fixture(scope="module")
 def uninterrupted(corpus):
-    """Three epochs of global batches, read by one rank."""
+    """Read three epochs of global batches on one rank."""
     stream = open_stream(corpus.folder, context=64, global_batch=24, seed=5, shuffle_bytes=SHORT_BLOCKS)
     assert stream.lanes.steps_in(0) > 2 * (SHORT_BLOCKS // 64)
     return list(global_batches(corpus, stream.lanes.batches_before(3)))
@@ -167,7 +167,7 @@ def test_stream_leaves_the_random_numbers_of_others_alone(corpus):
 
 
 def test_workers_hand_on_damage_as_it_is(corpus, tmp_path):
-    """One line, without the traceback of the worker."""
+    """The message is one line, without the traceback of the worker."""
     folder = shutil.copytree(corpus.folder, tmp_path / "data")
     for path in folder.glob("train-*.tar"):
         path.write_bytes(path.read_bytes()[:600] + bytes(path.stat().st_size - 600))
@@ -177,7 +177,7 @@ def test_workers_hand_on_damage_as_it_is(corpus, tmp_path):
 
 
 def assert_resumes(corpus, uninterrupted, data, workers):
-    """A chain of resumes, each at a random step, world size and number of workers, delivers what one run delivers."""
+    """Assert that resumes at random steps, world sizes and numbers of workers give the batches of one run."""
     place, state = 0, None
     while place < len(uninterrupted):
         count = data.draw(st.integers(1, len(uninterrupted) - place))

@@ -17,7 +17,7 @@ DOCUMENTS = Cut(packing=False)
 
 
 def windows_of(stream: bytes, context: int, min_context: int) -> list[tuple[bytes, int]]:
-    """(what is seen, the first byte scored) of each window of a stream, one byte scored after the other."""
+    """List (visible bytes, first scored byte) of each window of a stream, scored byte by byte."""
     windows, start, scored = [], 0, 0
     while scored < len(stream):
         windows.append((stream[start : start + context], scored - start))

@@ -43,7 +43,7 @@ DOCUMENTS = Cut(packing=False)
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder."""
+    """Return the SHA-256 of every file below a folder."""
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -52,7 +52,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def indexed(places, output, **options) -> list[bytes]:
-    """The documents of the train split, in canonical order, of a folder that is whole."""
+    """List the documents of the train split in canonical order, and verify the folder."""
     if not isinstance(places, list):
         places = [places]
     index_tars([str(place) for place in places], output, **{**ALL, **options})
@@ -61,13 +61,13 @@ def indexed(places, output, **options) -> list[bytes]:
 
 
 def documents(folder, split="train", **options) -> list[bytes]:
-    """The documents of a split, as evaluation cuts them."""
+    """List the documents of a split, with the contexts of evaluation."""
     found = evaluation_contexts(folder, split, context=10**6, batch_size=1, cut=DOCUMENTS, **options)
     return [batch.tokens[0, : int(batch.lengths[0])].numpy().tobytes() for batch in found]
 
 
 def refusal(places, output, **options) -> str:
-    """The one line that is told, and nothing written."""
+    """Return the one line of the error, and assert that nothing is written."""
     with pytest.raises(DataError) as caught:
         index_tars([str(place) for place in places], output, **{**ALL, **options})
     assert "\n" not in str(caught.value)
@@ -77,7 +77,7 @@ def refusal(places, output, **options) -> str:
 
 @pytest.fixture
 def tars(tmp_path) -> tuple[Path, list[list[bytes]]]:
-    """Five tars of 1 to 12 samples, and their texts."""
+    """Write five tars of 1 to 12 samples."""
     return tmp_path / "tars", write_shards(tmp_path / "tars")
 
 
@@ -114,7 +114,7 @@ def test_tars_of_gnu_tar_are_read(tmp_path, form):
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_tars_of_tarfile_are_read_whatever_their_headers(tmp_path, form):
-    """Long names, and in pax a global header and one a member, of names that are no ASCII."""
+    """Names are long or not ASCII; pax tars have a global header and one per member."""
     long = "l" * (90 if form == tarfile.USTAR_FORMAT else 300)
     path = tmp_path / "tars" / "train.tar"
     path.parent.mkdir()
@@ -299,7 +299,7 @@ def test_a_resume_in_the_middle_goes_on_at_the_very_batch(tars, tmp_path, worker
 
 
 def test_gaps_between_long_members_are_read_over(tmp_path, monkeypatch):
-    """Contents straight to their places: other members lie between them."""
+    """Contents are read straight to their places, although other members are between them."""
     generator = random.Random(1)
     texts = [generator.randbytes(generator.randint(20_000, 40_000)) for _ in range(12)]
     members = [
@@ -497,7 +497,7 @@ def test_each_remote_tar_is_read_once(tars, tmp_path, quick):
 
 
 def test_tars_in_nested_folders_of_any_protocol_are_cached(tmp_path):
-    """Their names are paths, which no file of the cache can have."""
+    """Their names are paths, which cannot be names of files in the cache."""
     texts = {
         f"base/{split}/{number} of 3.tar": b"%d %s" % (number, split.encode())
         for split in ("train", "validation")
@@ -642,7 +642,7 @@ def test_index_that_cannot_be_laid_down_leaves_the_tars_alone(tars, tmp_path, mo
 
 
 def test_index_that_was_killed_is_gone_on_from_and_nothing_else_is_replaced(tars, tmp_path):
-    """What it has laid down already stays, where it is what belongs there."""
+    """Files of the killed run stay if they are identical."""
     folder, _ = tars
     index_tars([str(folder)], tmp_path / "wanted", **ALL)
     laid = folder / "train-000.index.npy"

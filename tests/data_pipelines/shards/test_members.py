@@ -29,13 +29,13 @@ KINDS = {
 
 
 def left_out_of(folder: Path) -> dict[str, int]:
-    """How many members were left out, by reason."""
+    """Return the number of members that were left out, by reason."""
     left_out = DataFolder(folder).manifest.made["left_out"]
     return {name: count for name, count in left_out.items() if "members" in name or name == "empty_samples"}
 
 
 def keys_of_webdataset(tar: Path) -> set[str]:
-    """Key and extension of every text that WebDataset yields."""
+    """List key and extension of every text that WebDataset yields."""
     with tar.open("rb") as file:
         samples = group_by_keys(tar_file_expander([{"url": str(tar), "stream": file}]))
         return {f"{sample['__key__']}.txt" for sample in samples if "txt" in sample}
@@ -140,7 +140,7 @@ def test_a_tar_of_nothing_but_meta_members_is_refused_with_the_way_out(tmp_path)
 
 
 def test_a_tar_that_claims_more_than_an_index_may_hold_is_refused_at_its_header(tmp_path: Path) -> None:
-    """A sparse file of a terabyte of zeros, which costs nothing to make: none of it is read."""
+    """It is a sparse file of a terabyte of zeros, none of which is read."""
     header = tarfile.TarInfo("a.txt")
     header.size = 2**40
     path = tmp_path / "train.tar"

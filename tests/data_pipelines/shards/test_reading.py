@@ -21,13 +21,13 @@ VICTIM = "train-00001.tar"
 
 @pytest.fixture
 def copy(corpus, tmp_path):
-    """A data folder that may be damaged."""
+    """Copy a data folder that may be damaged."""
     return shutil.copytree(corpus.folder, tmp_path / "data")
 
 
 @pytest.fixture(scope="module")
 def intact(corpus):
-    """Two epochs of batches of the undamaged folder."""
+    """Read two epochs of batches of the undamaged folder."""
     return batches(corpus.folder)
 
 
@@ -78,7 +78,7 @@ def test_damage_behind_the_last_sample_is_named(copy, intact):
 @pytest.mark.parametrize("field_offset", [0, 100, 124, 130, 150, 156, 257], ids=lambda value: f"byte{value}")
 @pytest.mark.parametrize("number", [0, 2])
 def test_damaged_header_is_named(corpus, copy, intact, number, field_offset):
-    """WebDataset ends the shard there without an error."""
+    """WebDataset silently ends the shard there."""
     flip(copy / VICTIM, member_offset(corpus, number) + field_offset)
     assert VICTIM in str(deliver_until_damage(copy, intact))
 
@@ -130,7 +130,7 @@ def test_swapped_shards_are_named(copy, intact):
 
 
 def test_swapped_shards_of_equal_size_are_named(tmp_path):
-    """Equal sizes and equal payload: only the samples' keys tell them apart."""
+    """Sizes and payloads are equal, so only the samples' keys differ."""
     for number in range(8):
         (tmp_path / "source").mkdir(exist_ok=True)
         (tmp_path / "source" / f"{number}.py").write_bytes(b"the same\n" * 20)
@@ -148,7 +148,7 @@ def test_damaged_index_is_named(copy, intact):
 
 
 def run_damage(corpus, tmp_path: Path, intact, num_cases: int) -> None:
-    """Random flips, cuts, swaps and deletions over shards, indexes and manifest: each named before it is delivered."""
+    """Apply random damage to shards, indexes and manifest; assert that each is reported before a wrong byte."""
     generator = random.Random(0)
     names = sorted(path.name for path in corpus.folder.iterdir())
     for case in range(num_cases):

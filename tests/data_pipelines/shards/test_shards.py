@@ -25,7 +25,7 @@ from longstride.data_pipelines.stores import open_store
 
 @pytest.fixture
 def copy(corpus, tmp_path):
-    """A data folder that may be damaged."""
+    """Copy a data folder that may be damaged."""
     return shutil.copytree(corpus.folder, tmp_path / "data")
 
 

@@ -17,7 +17,7 @@ from longstride.data_pipelines.shards import DataFolder, sample_documents, verif
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """Forty texts in two folders, one of them in several samples, and a name that is no UTF-8."""
+    """Write forty texts in two folders, one of them in several samples, and a name that is not UTF-8."""
     folder = tmp_path / "texts"
     for number in range(40):
         path = folder / "ab"[number % 2] / f"{number}.txt"
@@ -51,7 +51,7 @@ def test_pictures_have_their_sources(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_the_list_is_the_same_data(texts: Path, tmp_path: Path) -> None:
-    """As all that were built before there was one are."""
+    """Older folders have none."""
     made = build([texts], tmp_path / "data")
     (tmp_path / "data/sources.jsonl").unlink()
     assert verify(tmp_path / "data") == []
@@ -61,7 +61,7 @@ def test_a_folder_without_the_list_is_the_same_data(texts: Path, tmp_path: Path)
 
 
 def test_records_have_no_list(tmp_path: Path) -> None:
-    """It would be as long as the data, and ``pieces.jsonl`` tells long ones apart."""
+    """It would be as long as the data, and ``pieces.jsonl`` lists long ones."""
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "row {number}"}}\n' for number in range(9)))
     build([tmp_path / "rows.jsonl"], tmp_path / "data", field="text")
     assert not (tmp_path / "data/sources.jsonl").exists()

@@ -42,13 +42,13 @@ OPTION = re.compile(r"--split ((?:[^\s'\"]|'[^']*'|\"[^\"]*\")+)")
 
 
 def dealt(names, splits=(), fraction=None) -> dict[str, list[str]]:
-    """The names of the tars of each split."""
+    """Return the names of the tars of each split."""
     tars = [FoundTar(name, 1) for name in sorted(names)]
     return {split: [tar.source for tar in members] for split, members in deal_tars(tars, splits, fraction).items()}
 
 
 def advised(message: str) -> list[str]:
-    """The rules in a message's options; of several ways it takes the first one."""
+    """Extract the rules of a message's options; the first of several alternatives."""
     choices = [re.split(r" or (?=--split|to train)", choice)[0] for choice in message.split(", and --split ")]
     words = [word for choice in choices for word in OPTION.findall(f"--split {choice}")]
     return [shlex.split(word.removesuffix(","))[0] for word in words if "=" in word]
@@ -137,7 +137,7 @@ names = st.lists(part, min_size=1, max_size=3).flatmap(
 @example(names=["validation.tar", "train/validation.tar"])
 @example(names=["train-validation.tar", "train-dev.tar"])
 def test_nothing_that_is_named_as_held_out_is_trained_on_unasked(names):
-    """Where it is refused, the options in the message say what belongs where, and each tar with a word has a place."""
+    """If it is rejected, the options in the message assign each tar with such a word to a split."""
     try:
         found = dealt(names, fraction=0)
     except DataError as error:

@@ -31,7 +31,7 @@ PACK = {
 
 @pytest.fixture
 def packed(tmp_path):
-    """Five tars with members in folders, each compressed in its own way; the same in plain; and their documents."""
+    """Write five tars with members in folders, each compressed in another way; also plain tars and their documents."""
     texts = write_shards(tmp_path / "plain" / "sub")
     for path, ending in zip(sorted((tmp_path / "plain" / "sub").iterdir()), PACK, strict=True):
         target = tmp_path / "packed" / "sub" / f"{path.stem}.{ending}"
@@ -50,7 +50,7 @@ def names(folder) -> set[str]:
 
 
 def test_compressed_tars_are_copied_as_plain_ones_and_are_the_same_data(packed, tmp_path):
-    """Another folder gets all of them, and holds the whole data set, wherever it moves."""
+    """Another folder gets all of them, and is a complete data set that can be moved."""
     folder, plain, texts = packed
     (folder / "sub" / "train-000.tar.gz").unlink()
     (folder / "sub" / "train-000.tar").write_bytes((plain / "sub" / "train-000.tar").read_bytes())

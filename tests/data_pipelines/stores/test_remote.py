@@ -31,7 +31,7 @@ FINGERPRINT = "0123456789abcdef" * 4
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Short waits, no proxy, and keys for a bucket that asks for none."""
+    """Set short waits, no proxy, and keys for a bucket that needs none."""
     monkeypatch.setattr(transport, "FIRST_WAIT_SECONDS", 0.005)
     monkeypatch.setattr(transport, "LONGEST_WAIT_SECONDS", 0.02)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -41,7 +41,7 @@ def environment(monkeypatch):
 
 
 def make_files(folder: Path, *sizes: int) -> list[StoredFile]:
-    """Random files in a folder, which is also the bucket of S3, as a manifest describes them."""
+    """Write random files in a folder, which is also the S3 bucket, with the records of a manifest."""
     folder.mkdir(exist_ok=True)
     (folder / "manifest.json").write_bytes(b"{}")
     files = []
@@ -130,7 +130,7 @@ def test_fetch_goes_on_where_a_server_without_ranges_broke_off(bucket, opened):
 
 
 def test_bytes_that_came_at_once_with_a_break_are_kept(bucket, opened):
-    """The manifest's too, where the server says which version they are of."""
+    """This includes the manifest, if the server states its version."""
     (file,) = make_files(bucket, 100_000)
     (bucket / "manifest.json").write_bytes((bucket / file.name).read_bytes())
     server = FaultyServer(bucket, lie=LIES["cut at 20,000 bytes"])

@@ -30,7 +30,7 @@ def environment(monkeypatch):
 
 @pytest.fixture
 def settings(tmp_path) -> RemoteSettings:
-    """A cache that holds about a third of the corpus, so that shards are fetched again and again."""
+    """Configure a cache for about a third of the corpus, so that shards are fetched again and again."""
     return RemoteSettings(cache=str(tmp_path / "cache"), cache_bytes=140_000, timeout_seconds=0.3)
 
 
@@ -93,7 +93,7 @@ def test_verification_names_what_is_damaged_on_the_server(corpus):
 
 
 def test_folder_that_is_replaced_on_the_server_is_noticed(corpus, settings, tmp_path):
-    """The running run finds files that differ from its manifest. A new run sees another data set, not the old cache."""
+    """The current run finds files that differ from its manifest. A new run gets a new cache."""
     served = shutil.copytree(corpus.folder, tmp_path / "served")
     with FaultyServer(served) as url:
         stream = open_stream(url, remote=settings, **OPTIONS)

@@ -99,7 +99,7 @@ def test_data_folder_is_read_by_each_scheme(scheme, corpus, opened):
 
 
 def error_of(name: str = "HttpError", words: str = "words", **attributes: object) -> Exception:
-    """An exception as a library defines it."""
+    """Create an exception as a library defines it."""
     error = type(name, (Exception,), {})(words)
     vars(error).update(attributes)
     return error
