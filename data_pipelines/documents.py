@@ -63,7 +63,6 @@ class OpenInput:
         return content
 
     def close(self) -> None:
-        """Close the open input."""
         self._key, self._opened = None, None
         self._stack.close()
 
@@ -96,7 +95,6 @@ class FileDocument:
 
     @property
     def path(self) -> Path:
-        """The path of the file."""
         return Path(self.folder, os.fsdecode(self.relative))
 
     @property
@@ -106,7 +104,6 @@ class FileDocument:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Path under the input, sizes, and modification time."""
         return self.relative.hex(), self.occurrence, self.size, self.file_bytes, self.modified_ns
 
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
@@ -149,7 +146,6 @@ class RecordDocument:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Identity of the file, number and size of the record."""
         return *self.file.identity, self.number, self.size
 
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
@@ -185,12 +181,10 @@ class DocumentPart:
 
     @property
     def source(self) -> str:
-        """The source of the document."""
         return self.document.source
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Identity of the document, offset and size of the part."""
         return *self.document.identity, self.offset, self.size
 
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:

@@ -186,7 +186,6 @@ class _LineReader:
         self._last = -1, b""  # start and content of the last line
 
     def content(self, start: int, length: int) -> bytes:
-        """Read a line; see ``RecordReader``."""
         if self._last[0] != start:
             if self._unpacked is None:
                 self._file.seek(start)
@@ -224,7 +223,6 @@ def _parquet_errors(path: Path) -> AbstractContextManager[None]:
 
 
 def _parquet(file: BinaryIO) -> Any:
-    """Return a ``pyarrow.parquet.ParquetFile`` over an open file."""
     from pyarrow.parquet import ParquetFile
 
     file.seek(0)
@@ -298,7 +296,6 @@ class _RowReader:
         self._batches: Iterator[Any] = iter(())
 
     def content(self, start: int, length: int) -> bytes:
-        """Read a row; see ``RecordReader``."""
         with _parquet_errors(self._path):
             group = int(np.searchsorted(self._ends, start, side="right"))
             if group != self._group or start < self._first:

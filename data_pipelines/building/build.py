@@ -209,7 +209,6 @@ class _Coordinator:
                 yield _Task(name, pieces, self._output.records.get(name))
 
     def add(self, record: ShardRecord) -> None:
-        """Add the record of a finished shard."""
         self._records[record.name] = record
         self.done_bytes += record.content_bytes
 
@@ -220,7 +219,6 @@ class _Coordinator:
         return manifest
 
     def close(self) -> None:
-        """Release the lock on the output."""
         self._output.close()
 
 

@@ -80,7 +80,6 @@ class Crew:
         return any_left, batch[0]
 
     def meet(self) -> None:
-        """Wait until every rank is here."""
         if self._communicator is not None:
             self._communicator.barrier()
 

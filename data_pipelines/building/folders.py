@@ -188,7 +188,6 @@ class UnfinishedFolder:
 
     @property
     def data(self) -> Path:
-        """The future output."""
         return self.folder / "data"
 
     @property
@@ -198,11 +197,9 @@ class UnfinishedFolder:
 
     @property
     def records(self) -> Path:
-        """Records of finished shards."""
         return self.folder / "records"
 
     def record_path(self, shard_name: str) -> Path:
-        """Return the path of a shard's record."""
         return self.records / f"{shard_name.removesuffix('.tar')}.json"
 
     def keep_record(self, record: ShardRecord) -> None:
@@ -313,7 +310,6 @@ class UnfinishedBuild:
             self.place.folder.rmdir()
 
     def close(self) -> None:
-        """Release the lock."""
         os.close(self._lock)
 
     def _clear(self) -> None:

@@ -254,7 +254,6 @@ class BuildPlan:
 
     @property
     def content_bytes(self) -> int:
-        """Content bytes over all splits."""
         return sum(document.size for members in self.splits.values() for document in members)
 
     def spread(self, split: str, count: int) -> list[Document]:

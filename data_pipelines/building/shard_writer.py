@@ -37,7 +37,6 @@ class Piece:
 
     @property
     def ends(self) -> bool:
-        """Whether the document ends with this piece."""
         return self.offset + self.size == self.document.size
 
 

@@ -56,7 +56,6 @@ class Archive:
 
     @property
     def name(self) -> str:
-        """The file's name, after the last slash."""
         return self.url.rpartition("/")[2]
 
 
@@ -160,7 +159,6 @@ def files_in(root: Path) -> Iterator[list[Path]]:
 
 
 def _is_archive(path: Path) -> bool:
-    """Whether a path has the suffix of an archive."""
     return path.name.endswith((".zip", ".tar", ".tar.gz", ".tgz"))
 
 
@@ -271,7 +269,6 @@ class Planes(ABC):
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Identity of the member."""
         return self.member.identity
 
     @abstractmethod
@@ -279,7 +276,6 @@ class Planes(ABC):
         """Read pictures ``[first, stop)``, (n, 3 x edge x edge) uint8 in planes. Raises DataError on failure."""
 
     def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
-        """Read a part of the pictures, see ``Source``."""
         picture_bytes = CHANNELS * self.edge**2
         first, stop = offset // picture_bytes, -(-(offset + size) // picture_bytes)
         rows = self.rows(open_input, first, stop).reshape(-1, CHANNELS, self.edge, self.edge)
@@ -295,7 +291,6 @@ class PlaneRows(Planes):
     labels: int = 0  # number of classes if a row begins with a byte for its class; 0: no such byte
 
     def rows(self, open_input: OpenInput, first: int, stop: int) -> np.ndarray:
-        """Read rows, see ``Planes``."""
         row_bytes = CHANNELS * self.edge**2 + bool(self.labels)
         raw = self.member.read(open_input, self.offset + first * row_bytes, (stop - first) * row_bytes)
         rows = np.frombuffer(raw, dtype=np.uint8).reshape(-1, row_bytes)

@@ -65,7 +65,6 @@ class Member:
 
     @property
     def shown(self) -> str:
-        """The name for messages."""
         return self.path if not self.layers and not self.offset else f"{self.path} ({self.name})"
 
     @property

@@ -123,7 +123,6 @@ class Audio(Modality):
         return struct.pack("<4sI", b"RIFF", len(chunks) + width * size) + chunks
 
     def stored_bytes(self, properties: Properties) -> int:
-        """Return 2 for PCM members, else 1."""
         return properties.get("pcm_bits", 8) // 8
 
     def stored(self, content: bytes, properties: Properties) -> bytes:
@@ -148,7 +147,6 @@ class Audio(Modality):
         return {"rate": rate}
 
     def model_properties(self, fields: Mapping[str, Any], context: int) -> dict[str, int]:
-        """Select the rate, if it is recorded."""
         rate = fields.get("rate")
         return {"rate": rate} if type(rate) is int and rate > 0 else {}
 

@@ -80,7 +80,6 @@ class Image(Modality):
             raise DataError(f"pictures of {_shape(properties)} (height, width, channels)")
 
     def document_bytes(self, properties: Properties) -> int:
-        """Return the number of bytes of every picture."""
         return math.prod(_shape(properties))
 
     def measure(self, path: Path, properties: Properties) -> int:
@@ -101,7 +100,6 @@ class Image(Modality):
         return FileContent(BytesIO(pixels.tobytes()))
 
     def header(self, size: int, properties: Properties) -> bytes:
-        """Return the header of a binary PPM file."""
         return f"P6\n{properties['width']} {properties['height']}\n255\n".encode()
 
     def encode(self, tokens: np.ndarray, properties: Properties) -> bytes:

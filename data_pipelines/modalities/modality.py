@@ -36,7 +36,6 @@ class FileContent:
     file: BinaryIO
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read a part of the file."""
         end = min(offset + size, self.file.seek(0, 2))  # a file rejects a read of sys.maxsize bytes
         self.file.seek(offset)
         return self.file.read(max(0, end - offset))

@@ -39,7 +39,6 @@ class WavFormat:
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes of a frame."""
         return self.channels * self.width
 
     def samples(self, block: bytes) -> tuple[np.ndarray, int]:

@@ -64,7 +64,6 @@ class StreamState:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dict for the json module."""
         return asdict(self)
 
     @classmethod

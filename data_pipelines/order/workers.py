@@ -113,7 +113,6 @@ class _Worker(Generic[Share]):
         self.receiving = threading.Thread(target=self._receive, daemon=True, name=name)
 
     def take(self) -> Share:
-        """Return the next item; raises like ``Workers.take``."""
         item = self._wait_for_item()
         if item is None:
             self.process.join(_END_SECONDS)

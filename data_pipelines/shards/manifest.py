@@ -105,17 +105,14 @@ class ShardRecord:
 
     @property
     def file(self) -> StoredFile:
-        """The shard's file in a store."""
         return StoredFile(self.name, self.file_bytes, self.sha256)
 
     @property
     def index_file(self) -> StoredFile:
-        """The index file in a store."""
         return StoredFile(self.index_name, index_bytes(self.samples), self.index_sha256)
 
     @property
     def index_name(self) -> str:
-        """File name of the shard's index."""
         return self.name.removesuffix(".tar") + ".index.npy"
 
     def key(self, number: int) -> str:
@@ -191,7 +188,6 @@ class SplitRecord:
 
     @property
     def content_bytes(self) -> int:
-        """Content bytes over all shards."""
         return sum(shard.content_bytes for shard in self.shards)
 
 
@@ -311,11 +307,9 @@ class DataManifest:
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Bytes of a member per byte of content."""
         return modality_named(self.modality).stored_bytes(self.properties)
 
     def shards(self) -> Iterator[ShardRecord]:
-        """Yield the shards of all splits."""
         for split in self.splits.values():
             yield from split.shards
 

@@ -105,13 +105,11 @@ class DataFolder:
         return location if isinstance(location, DataFolder) else cls(location, remote)
 
     def bind(self, room_for: int = 0) -> None:
-        """Bind the stores to the data set; see ``Store.bind``."""
         self.store.bind(self.manifest.fingerprint, room_for)
         if self.tars is not self.store:
             self.tars.bind(self.manifest.fingerprint, room_for)
 
     def close(self) -> None:
-        """Close the stores; see ``Store.close``."""
         self.store.close()
         self.tars.close()
 
@@ -153,7 +151,6 @@ class Split:
 
     @property
     def palette(self) -> Palette | None:
-        """The palette of the folder, see ``DataFolder.palette``."""
         return self._folder.palette
 
     def open(self, number: int) -> OpenShard:
@@ -215,7 +212,6 @@ class Split:
         self._folder.bind(room_for=lanes * max(shard.file.size + shard.index_file.size for shard in self.shards))
 
     def close(self) -> None:
-        """Stop background work of this process."""
         self._folder.close()
 
     def check_sizes(self) -> bool:

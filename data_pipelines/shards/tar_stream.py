@@ -92,8 +92,7 @@ class TarStream:
             raise self._damaged_header(begin)
         return content
 
-    def tell(self) -> int:
-        """Return the offset; ``tarfile`` calls this."""
+    def tell(self) -> int:  # for `tarfile`
         return self.offset
 
     def peek(self, size: int) -> bytes:
@@ -120,7 +119,6 @@ class TarStream:
         )
 
     def close(self) -> None:
-        """Close the source."""
         self._blocks.close()
 
     def _take(self, size: int) -> Iterator[Any]:

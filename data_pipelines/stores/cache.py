@@ -192,7 +192,6 @@ def lock_file(path: Path) -> BinaryIO | None:
 
 
 def unlock_file(handle: BinaryIO) -> None:
-    """Close a file that ``lock_file`` opened."""
     with suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_UN)  # after a close alone, a child forked meanwhile would hold it
     handle.close()

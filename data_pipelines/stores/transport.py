@@ -170,7 +170,6 @@ class Transfer:
 
     @property
     def size_or_bound(self) -> int:
-        """The size of the file, or its bound."""
         return self.settings.most_bytes if self.size is None else self.size
 
     def check_size(self, size: int) -> None:

@@ -146,7 +146,6 @@ async def _read(content: Any, seconds: float) -> tuple[bytes, Exception | None]:
 
 
 def _check_status(response: Any, transfer: Transfer) -> None:
-    """Raise an error unless the response is a body."""
     status = response.status
     words = f"HTTP {status} {response.reason}"
     if status == 416 and transfer.size is not None:
