@@ -17,6 +17,12 @@ from typing import Any, BinaryIO, cast
 
 from longstride.data_pipelines.errors import DataError, as_data_error
 
+try:
+    from lzma import LZMAError
+except ImportError:  # this Python was built without lzma
+    LZMA_ERRORS: tuple[type[Exception], ...] = ()
+else:
+    LZMA_ERRORS = (LZMAError,)
 TAR = "a tar archive"
 PARQUET = "a Parquet file"  # the one format that a build can read without being compressed
 HEAD_BYTES = 512  # identify the format: the magic number of a tar is at byte 257
@@ -55,7 +61,7 @@ def decompress(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[
     assert kind.unpack is not None
     packed = _CountedFile(file)
     size = 0
-    damage = (EOFError, ValueError, zlib.error)
+    damage: tuple[type[Exception], ...] = (EOFError, ValueError, zlib.error, *LZMA_ERRORS)
     try:
         with as_data_error(path, damage=damage, damaged=f"is {kind.name}, and damaged or cut short"):
             for block in kind.unpack(cast("BinaryIO", packed)):
@@ -138,10 +144,7 @@ def _bzip2(file: BinaryIO) -> Iterator[bytes]:
 def _xz(file: BinaryIO) -> Iterator[bytes]:
     import lzma
 
-    try:
-        yield from _decompress_streams(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, 2 * _WINDOW_BYTES))
-    except lzma.LZMAError as error:
-        raise ValueError(str(error)) from error
+    return _decompress_streams(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, 2 * _WINDOW_BYTES))
 
 
 def _decompress_streams(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:

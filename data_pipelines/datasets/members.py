@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 
 from longstride.data_pipelines.documents import OpenInput, changed_error, check_unchanged
 from longstride.data_pipelines.errors import DataError, as_data_error
-from longstride.data_pipelines.formats import GZIP, HEAD_BYTES, TAR, decompress, file_format
+from longstride.data_pipelines.formats import GZIP, HEAD_BYTES, LZMA_ERRORS, TAR, decompress, file_format
 from longstride.data_pipelines.plain_files import open_plain, plain_status
 from longstride.data_pipelines.shards import TarStream
 
@@ -26,19 +26,13 @@ _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", (b"PK\x03\x04", b"PK\x05\x06")
 _HASH_BYTES = 2**20
 _MOST_AT_ONCE = 2**27  # bytes
 _MOST_MEMBERS = 2**20  # of an archive
-try:
-    from lzma import LZMAError
-except ImportError:  # this Python was built without lzma
-    _LZMA_DAMAGE: tuple[type[Exception], ...] = ()
-else:
-    _LZMA_DAMAGE = (LZMAError,)
 # Exceptions of the standard library for a damaged archive. RuntimeError: the archive needs a password.
 _DAMAGE: tuple[type[Exception], ...] = (
     OSError,
     zipfile.BadZipFile,
     tarfile.TarError,
     zlib.error,
-    *_LZMA_DAMAGE,
+    *LZMA_ERRORS,
     EOFError,
     NotImplementedError,
     RuntimeError,

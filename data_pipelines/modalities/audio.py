@@ -186,12 +186,8 @@ class _WavContent:
     def read(self, offset: int, size: int) -> bytes:
         """Convert ``size`` frames from frame ``offset`` on, one byte each."""
         form = self.form
-        end = min(offset + size, form.frames)
-        self.file.seek(form.offset + offset * form.frame_bytes)
         blocks = []
-        step = _step(form)
-        for start in range(offset, end, step):
-            block = self.file.read(min(step, end - start) * form.frame_bytes)
+        for block in _wav_blocks(self.file, form, offset, min(offset + size, form.frames)):
             if form.tag == MULAW and form.channels == 1:
                 blocks.append(block)  # unchanged, both zeros included
             else:
@@ -239,19 +235,18 @@ class _StreamedContent:
         """Yield blocks of samples, (frames, channels) int64, with their width in bytes."""
         form = self._form
         if isinstance(form, WavFormat):
-            self._file.seek(form.offset)
-            step = _step(form)
-            for start in range(0, form.frames, step):
-                block = self._file.read(min(step, form.frames - start) * form.frame_bytes)
-                yield form.samples(block)
+            yield from map(form.samples, _wav_blocks(self._file, form, 0, form.frames))
             return
         for samples in decode(self._path, self._file, BLOCK_FRAMES):
             yield samples, 4
 
 
-def _step(form: WavFormat) -> int:
-    """Return how many frames of a WAV file to convert at once."""
-    return min(BLOCK_FRAMES, max(1, _BLOCK_BYTES // form.frame_bytes))
+def _wav_blocks(file: BinaryIO, form: WavFormat, first: int, end: int) -> Iterator[bytes]:
+    """Read frames ``[first, end)`` of a WAV file in blocks."""
+    file.seek(form.offset + first * form.frame_bytes)
+    step = min(BLOCK_FRAMES, max(1, _BLOCK_BYTES // form.frame_bytes))
+    for start in range(first, end, step):
+        yield file.read(min(step, end - start) * form.frame_bytes)
 
 
 def _form(path: Path, file: BinaryIO) -> Form:

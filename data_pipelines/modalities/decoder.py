@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities.wav import find_chunks
+from longstride.data_pipelines.modalities.wav import find_chunks, read_at
 
 _FULL_SCALE = 2**31
 _BLOCK_SAMPLES = 2**20  # decoded at once, over all channels, of which there may be 1,024
@@ -118,7 +118,7 @@ def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> N
     has_several = False
     if kind == "MP3":
         start = _after_tags(file, 0)
-        head = _bytes_at(file, start, _SEARCH_BYTES)
+        head = read_at(file, start, _SEARCH_BYTES)
         first = _MPEG_FRAME.search(head)
         info = _info_in(head, first.start(), start) if first else None
         # A decoder that reads the header returns its frames; otherwise, as for other layers, it guesses.
@@ -129,14 +129,14 @@ def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> N
             )
         if info.end:
             end = _after_tags(file, info.end)
-            tail = _bytes_at(file, end, _SEARCH_BYTES)
+            tail = read_at(file, end, _SEARCH_BYTES)
             has_several = any(_info_in(tail, frame.start(), end) for frame in _MPEG_FRAME.finditer(tail))
     elif kind == "OGG":
-        tail = _bytes_at(file, max(0, file.seek(0, 2) - _SEARCH_BYTES), _SEARCH_BYTES)
+        tail = read_at(file, max(0, file.seek(0, 2) - _SEARCH_BYTES), _SEARCH_BYTES)
         last_page = tail.rfind(b"OggS\0", 0, len(tail) - _OGG_HEAD + 5)
         serials, place = set(), 0  # of the multiplexed streams at the beginning of the file
         for _ in range(_MOST_PARTS):
-            head = _bytes_at(file, place, _OGG_HEAD + 255)
+            head = read_at(file, place, _OGG_HEAD + 255)
             if len(head) < _OGG_HEAD or head[:4] != b"OggS" or not head[5] & 0x02:  # the page begins no stream
                 break
             serials.add(head[14:18])
@@ -149,17 +149,12 @@ def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> N
         )
 
 
-def _bytes_at(file: BinaryIO, place: int, size: int) -> bytes:
-    file.seek(place)
-    return file.read(size)
-
-
 def _after_tags(file: BinaryIO, place: int) -> int:
     """Skip the ID3 tags that begin at ``place``: one of version 1, then any number of version 2."""
-    if _bytes_at(file, place, 3) == b"TAG":
+    if read_at(file, place, 3) == b"TAG":
         place += 128
     for _ in range(_MOST_PARTS):
-        head = _bytes_at(file, place, _TAG_HEAD)
+        head = read_at(file, place, _TAG_HEAD)
         if head[:3] != b"ID3" or len(head) < _TAG_HEAD:
             break
         size = 0

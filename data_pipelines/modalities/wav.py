@@ -195,7 +195,7 @@ def find_chunks(path: Path, file: BinaryIO, start: int = 0) -> dict[bytes, tuple
         DataError: the sound is cut short, or something follows it that is not a chunk without sound.
     """
     file_bytes = file.seek(0, 2)
-    magic = _read_at(file, start, 12)
+    magic = read_at(file, start, 12)
     if magic[:4] == b".snd":  # AU
         place, size = start + int.from_bytes(magic[4:8], "big"), int.from_bytes(magic[8:], "big")
         if size != 2**32 - 1:  # the format's word for the rest of the file
@@ -212,7 +212,7 @@ def find_chunks(path: Path, file: BinaryIO, start: int = 0) -> dict[bytes, tuple
     sound_bytes: int | None = None
     place = start + layout.first
     for _ in range(_MOST_CHUNKS):
-        head = _read_at(file, place, head_bytes)
+        head = read_at(file, place, head_bytes)
         if len(head) < head_bytes:
             break
         name, offset = head[:name_bytes], place + head_bytes
@@ -222,7 +222,7 @@ def find_chunks(path: Path, file: BinaryIO, start: int = 0) -> dict[bytes, tuple
         if sound_bytes is None:
             if name in layout.sound:
                 if size == 2**32 - 1 and b"ds64" in chunks:
-                    size = int.from_bytes(_read_at(file, chunks[b"ds64"][0] + 8, 8), "little")
+                    size = int.from_bytes(read_at(file, chunks[b"ds64"][0] + 8, 8), "little")
                 _check_size(path, size, file_bytes - offset, repair)
                 sound_bytes = size
             chunks.setdefault(name, (offset, size))
@@ -253,13 +253,13 @@ def _check_size(path: Path, size: int, present: int, repair: str) -> None:
 def _check_end(path: Path, file: BinaryIO, size: int, end: int, repair: str) -> None:
     """Raise DataError if a file continues after its last chunk with more than a few bytes of padding."""
     extra_bytes = file.seek(0, 2) - end
-    if extra_bytes >= _HEAD_BYTES or _read_at(file, end, _HEAD_BYTES).strip(b"\0"):
+    if extra_bytes >= _HEAD_BYTES or read_at(file, end, _HEAD_BYTES).strip(b"\0"):
         raise DataError(
             f"{path}: says {size} bytes of sound, and {extra_bytes} bytes follow that are no chunk: they may be sound, "
             f"of a recorder that was stopped or a file of more than 4 GiB; {repair}"
         )
 
 
-def _read_at(file: BinaryIO, place: int, size: int) -> bytes:
+def read_at(file: BinaryIO, place: int, size: int) -> bytes:
     file.seek(place)
     return file.read(size)

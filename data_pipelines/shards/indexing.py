@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from filecmp import cmp
 from itertools import chain
 from pathlib import Path
@@ -153,6 +154,7 @@ def _move_into_place(aside: Path, output: Path, was_killed: bool) -> None:
         raise
 
 
+@dataclass
 class _Reader:
     """Reads tars one after the other. The first content member decides the properties of all.
 
@@ -160,20 +162,18 @@ class _Reader:
     copied next to their indexes.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        modality: Modality,
-        extension: str,
-        complete: bool,
-        copied: Collection[str],
-        requested: Properties,
-    ) -> None:
-        self.store, self.modality, self.extension, self.complete = store, modality, extension, complete
-        self.copied, self.requested = copied, requested
-        self.properties: dict[str, int] | None = None
-        self.left_out = Counter({f"samples_without_{extension}": 0, "empty_samples": 0, f"tars_without_{extension}": 0})
-        self.extensions: set[str] = set()  # of other members, for messages
+    store: Store
+    modality: Modality
+    extension: str
+    complete: bool
+    copied: Collection[str]
+    requested: Properties
+    properties: dict[str, int] | None = None
+    extensions: set[str] = field(default_factory=set)  # of other members, for messages
+
+    def __post_init__(self) -> None:
+        names = (f"samples_without_{self.extension}", "empty_samples", f"tars_without_{self.extension}")
+        self.left_out = Counter(dict.fromkeys(names, 0))
 
     def read_splits(
         self, dealt: Mapping[str, list[FoundTar]], aside: Path, progress: Progress | None
