@@ -276,7 +276,7 @@ class UnfinishedBuild:
             recorded_sizes = [record.file_bytes, record.index_file.size]
         except (OSError, ValueError):
             return None
-        assert self._plan is not None  # a build that goes on has begun
+        assert self._plan is not None  # set by ``begin``
         is_this_one = record.name == name and is_planned(record, pieces, self._plan.settings.modality)
         return record if sizes == recorded_sizes and is_this_one else None
 
@@ -285,7 +285,7 @@ class UnfinishedBuild:
         if palette is not None:
             with durable_file(self.place.data / Palette.FILE_NAME, self.place.partial) as file:
                 file.write(palette.to_ppm())
-        assert self._plan is not None  # a build that ends has begun
+        assert self._plan is not None  # set by ``begin``
         if manifest.pieces is not None:
             with durable_file(self.place.data / manifest.pieces.name, self.place.partial) as file:
                 file.writelines(self._plan.piece_lines())

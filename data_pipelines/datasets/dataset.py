@@ -116,7 +116,7 @@ def fetch_input(dataset: Dataset, place: Path, is_given: bool, download: bool, p
     with as_data_error(place):
         if not (download and place.is_dir()):
             is_present = place.exists()
-        elif archive is None:  # no download would help: any file is taken as the dataset
+        elif archive is None:  # no program may download it: any file counts as the dataset
             is_present = any(place.iterdir())
         else:
             is_present = any(path.name in dataset.file_names for files in files_in(place) for path in files)

@@ -221,12 +221,12 @@ class PackedContexts(Contexts):
         """
         return None if self._separator is None else self._marks(start, end, seed, slice(1, None))
 
-    def _marks(self, start: int, end: int, seed: int | None, taken: slice) -> np.ndarray:
-        """Return which bytes ``[start, end)`` stand at the ``taken`` document edges, (end - start,) bool."""
+    def _marks(self, start: int, end: int, seed: int | None, selection: slice) -> np.ndarray:
+        """Mark which bytes ``[start, end)`` are at the selected document edges, (end - start,) bool."""
         marks, done = np.zeros(end - start, dtype=bool), 0
         last = end if seed is not None else min(end, self.total_units)
         for visit, _ in self.visits(start, last, seed):
-            edges = self.split.open(visit.shard).document_edges[taken]
+            edges = self.split.open(visit.shard).document_edges[selection]
             if self._separator is not None:
                 edges = edges + np.arange(len(edges))
             within = edges[slice(*np.searchsorted(edges, (visit.start, visit.end)))]

@@ -82,7 +82,7 @@ def is_final(status: object) -> bool:
 
 
 def web_timeout(seconds: float) -> Any:
-    """Return aiohttp's time-outs: of a connection and of a read that brings nothing, and none of the whole."""
+    """Return aiohttp's time-outs: for a connection and for a read without data, and none for the full response."""
     from aiohttp import ClientTimeout
 
     return ClientTimeout(total=None, connect=seconds, sock_connect=seconds, sock_read=seconds)
@@ -166,7 +166,7 @@ class Transfer:
 
     def __post_init__(self) -> None:
         self._slack_seconds = self.settings.window_seconds  # remaining delay of the fetch
-        self._total = self._repeated = 0  # bytes in all; of those, such as had come before
+        self._total = self._repeated = 0  # received bytes, and those of them that were received before
 
     @property
     def size_or_bound(self) -> int:

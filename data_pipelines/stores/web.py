@@ -121,7 +121,7 @@ async def _session(**options: Any) -> aiohttp.ClientSession:
 
 
 async def _request(filesystem: Any, url: str, headers: dict[str, str], seconds: float) -> Any:
-    """Wait for the head of the answer. aiohttp's own time-outs begin anew with every byte of it."""
+    """Wait for the response headers. aiohttp's own time-outs restart with every byte."""
     session = await filesystem.set_session()
     try:
         response = await asyncio.wait_for(session.get(filesystem.encode_url(url), headers=headers), seconds)
