@@ -58,14 +58,7 @@ def encode(
 ) -> tuple[bytes, float]:
     """Return the content's code, and its bits under the model's probabilities.
 
-    Args:
-        model: in evaluation mode.
-        content: symbols below the model's vocabulary.
-        rows: contexts in a batch.
-        counted: called repeatedly with the number of finished bytes.
-
-    Raises:
-        FloatingPointError: the model's logits are not finite.
+    ``counted`` is called repeatedly with the number of finished bytes. FloatingPointError if logits are not finite.
     """
     encoder, shares, checks = RangeEncoder(), [], _Checks()
 
@@ -94,9 +87,7 @@ def decode(
 ) -> bytes:
     """Return the content of a code; see ``encode``. A code without checks has format 1.
 
-    Raises:
-        DamagedError: no content of that size has this code.
-        FloatingPointError: the model's logits are not finite.
+    DamagedError if no content of that size has this code, FloatingPointError if logits are not finite.
     """
     decoder, content, checks = RangeDecoder(code), bytearray(), _Checks()
 
@@ -141,11 +132,8 @@ class _Checks:
 def computed_crc32(model: SparseTransformer, size: int, rows: int) -> int:
     """Return the CRC-32 of edges that this machine computes with the shapes of the coding, for fixed tokens.
 
-    Uses the first positions of all rows: 64, or 1/32 of the context if that is more.
-
-    Raises:
-        DamagedError: no encoder has so many rows.
-        FloatingPointError: the model's logits are not finite.
+    Uses the first positions of all rows: 64, or 1/32 of the context if that is more. DamagedError if no encoder has so
+    many rows, FloatingPointError if logits are not finite.
     """
     longest = min(size, model.config.context)
     crc32 = 0
@@ -209,9 +197,7 @@ def intervals(logits: np.ndarray) -> np.ndarray:
 
     Each symbol gets 1, so that none is impossible, plus its softmax share of the remaining numbers in fp64, rounded
     down. At V = 256 it has all but 2**-32 of its probability. The rounding remainder goes to the most likely symbol.
-
-    Raises:
-        FloatingPointError: a row has values that are not finite.
+    FloatingPointError if a row has values that are not finite.
     """
     rows, symbols = logits.shape
     assert symbols < TOTAL >> 8
@@ -271,11 +257,7 @@ class RangeDecoder:
         self._code = int.from_bytes(coded[:8].ljust(8, b"\0"), "big")  # relative to the range's beginning
 
     def decode(self, edges: np.ndarray) -> int:
-        """Return the next symbol, given (V + 1,) edges from ``intervals``.
-
-        Raises:
-            DamagedError: no encoder writes such bytes.
-        """
+        """Return the next symbol, given (V + 1,) edges from ``intervals``; DamagedError for impossible bytes."""
         unit = self._range >> TOTAL_BITS
         value = self._code // unit
         if value >= TOTAL or self._place > len(self._coded) + _UNWRITTEN:

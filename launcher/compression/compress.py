@@ -204,11 +204,7 @@ class Compressed:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Compressed:
-        """Read a file.
-
-        Raises:
-            NotReadableError: it is another file, of a newer format, damaged or truncated.
-        """
+        """Read a file; NotReadableError if it is another file, of a newer format, damaged or truncated."""
         if content[:3] != _MAGIC:
             raise NotReadableError("is no file that `longstride compress` wrote")
         if content[3:4] and not 1 <= content[3] <= FORMAT:

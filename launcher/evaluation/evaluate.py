@@ -147,12 +147,7 @@ def _open_run(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
 
 
 def _open_export(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
-    """Open an exported model, and the data of ``--data``.
-
-    Raises:
-        ConfigError: the export is incomplete, there is no data, an option is only for runs, or the data does not fit.
-        DataError: there is no data folder.
-    """
+    """Open an exported model, and the data of ``--data``; ConfigError or DataError if they do not work together."""
     folder, location = arguments.run, arguments.data
     for option, value in (("--step", arguments.step), ("--weights", arguments.weights)):
         if value not in (None, TRAINED):
@@ -184,11 +179,7 @@ def _open_export(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
 
 
 def check_sharing(config: RunConfig, ranks: Ranks) -> None:
-    """Check that the started ranks can share contexts of the model as ``--sequence-parallel`` says.
-
-    Raises:
-        ConfigError: the number of ranks is not a multiple, or the model cannot be divided this way.
-    """
+    """Raise ConfigError unless the started ranks can share contexts of the model as ``--sequence-parallel`` says."""
     shared, started = ranks.sequence_parallel, ranks.world_size
     option = f"--sequence-parallel={shared}"
     if shared < 1 or started % shared:
@@ -238,15 +229,10 @@ def score(
     on the number of ranks. All ranks must call, with equally many batches.
 
     Args:
-        model, contexts, batch_size, ranks, device: see ``evaluate_split``.
-        edges: first positions of the bins, and the context; None: one sum.
         threads: batches computed at a time, each by one thread, since the bits of a matrix product may depend on how
             many threads share it. 0: one after another, by all threads of torch.
-        stop: checked between batches.
+        stop: if any rank was asked to stop, every rank raises StopAskedError.
         scored_content: called for each batch with the number of tokens that this rank has scored, without separators.
-
-    Raises:
-        StopAskedError: on every rank, if any rank was asked to stop.
     """
     sums = ExactSums() if edges is None else ExactSums(len(edges) - 1, squares=True)
     bins = None if edges is None else bin_numbers(edges)

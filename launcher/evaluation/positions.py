@@ -45,11 +45,7 @@ def check_positions(output: Path) -> None:
 
 
 def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run: Path) -> None:
-    """Write FILE.png and FILE.json from the sums of bins with these edges and the printed ``line``.
-
-    Raises:
-        ConfigError: a file cannot be written; then neither exists.
-    """
+    """Write FILE.png and FILE.json from the sums of bins with these edges and the printed ``line``, or neither file."""
     from longstride.launcher.pictures import save_content, save_picture
 
     name = metrics_file.bits_of(line)[0].replace(" ", "_")

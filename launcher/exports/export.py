@@ -56,11 +56,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B?)", re.ASCII)
 
 
 def parse_size(text: str) -> int:
-    """Convert a size such as 5GB, 500MB or 2GiB to bytes; a number alone is bytes.
-
-    Raises:
-        ConfigError: it is not a size, or 0.
-    """
+    """Convert a size such as 5GB, 500MB or 2GiB to bytes (a bare number is bytes); ConfigError for others and 0."""
     match = _SIZE.fullmatch(text.strip().upper())
     unit = match[2].removesuffix("B") + "B" if match and match[2] not in ("", "B") else ""
     size = int(float(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0

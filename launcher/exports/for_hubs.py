@@ -90,13 +90,8 @@ def model_card(
 ) -> str:
     """Return the text of README.md, with what is known about the run of a checkpoint.
 
-    Args:
-        run, checkpoint: the run folder, and the exported step.
-        data_kind: the kind of the bytes.
-        kind: of the weights, ``TRAINED`` or ``AVERAGE``.
-        dtype: of the weights, one of ``DTYPES``.
-        fingerprint: of the exported model.
-        licensed: fields of its license, if there is one.
+    ``data_kind`` describes the bytes, ``kind`` is ``TRAINED`` or ``AVERAGE``, and ``licensed`` has the fields of a
+    license.
     """
     config, manifest = checkpoint.config, checkpoint.manifest
     model, modality, palette = config.model, data_kind.modality, data_kind.palette
@@ -159,11 +154,7 @@ def model_card(
 
 
 def license_fields(text: str) -> dict[str, str]:
-    """Return the card's fields of a license: an identifier of the hub, or `other:NAME` for another license.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return the card's fields of a license, an identifier of the hub or `other:NAME`; ConfigError for others."""
     name = text.removeprefix(_OTHER)
     if name != text and name.isprintable() and name.strip() == name != "":
         return {"license": "other", "license_name": name}

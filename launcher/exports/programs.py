@@ -57,12 +57,8 @@ class NextTokens(nn.Module):
 def traced_program(folder: str | Path, format: str = "pt2", *, trust_code: bool = False) -> ExportedProgram:
     """Trace the forward pass of an exported model, ``NextTokens``, by `torch.export` in fp32 on the CPU.
 
-    Its input is ``input_ids`` (B, n) int64, B ≥ 1 and 1 ≤ n < context; its output (B, n, V) fp32.
-
-    Args:
-        folder: written by `longstride export`.
-        format: pt2 or onnx.
-        trust_code: whether parts of the model from other packages may be imported.
+    Its input is ``input_ids`` (B, n) int64, B ≥ 1 and 1 ≤ n < context; its output (B, n, V) fp32. ``format`` is pt2 or
+    onnx. ``trust_code`` lets parts of the model from other packages be imported.
 
     Raises:
         ConfigError: the folder is no export, or its model has parts that cannot be traced for every length.
@@ -89,13 +85,9 @@ def traced_program(folder: str | Path, format: str = "pt2", *, trust_code: bool 
 
 
 def export_program(model: Path, output: Path, format: str, check: bool = True, *, trust_code: bool = False) -> str:
-    """Write the program of an exported model into a new folder; return a line about it and its check.
+    """Write an export's program as `model.pt2` or `model.onnx` into a new folder; return a line about it and its check.
 
-    Args:
-        model: written by `longstride export`.
-        output: the folder to make; gets `model.pt2`, or `model.onnx` (with separate weights above 2 GB).
-        format: pt2 or onnx.
-        check: whether to compare its logits with the model's, if its runtime is installed.
+    With ``check``, its logits are compared with the model's if its runtime is installed.
 
     Raises:
         ConfigError: the model cannot be traced, a package is missing, the output exists, or logits differ by more than

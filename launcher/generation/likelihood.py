@@ -132,9 +132,7 @@ def run_lm_eval(words: Sequence[str]) -> int:
     """Run lm_eval's own command line, where `--model longstride` is an export; return the exit code.
 
     lm_eval has a list of models instead of entry points, so its own command cannot find models of other packages.
-
-    Raises:
-        ConfigError: lm_eval is not installed, or an argument of the model or a task is wrong.
+    ConfigError if lm_eval is not installed, or an argument of the model or a task is wrong.
     """
     try:
         import lm_eval.models  # noqa: F401 - fills the registry, which it would skip if that had a model

@@ -165,10 +165,8 @@ class LongstrideLM(LM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue each text, up to and without the first of the task's stop strings.
 
-        If the context is full, generation continues from its newer half (`longstride sample --slide`).
-
-        Raises:
-            ConfigError: a task has a setting that `longstride sample` does not support.
+        If the context is full, generation continues from its newer half (`longstride sample --slide`). ConfigError if a
+        task has a setting that `longstride sample` does not support.
         """
         texts = ["" for _ in requests]
         prompts = [self._tokens(request.args[0]) for request in requests]
@@ -239,11 +237,7 @@ class LongstrideLM(LM):
 
 
 def _parse_settings(options: dict[str, Any]) -> tuple[dict[str, Any], list[bytes], int]:
-    """Split a task's `generation_kwargs` into settings of ``generate``, stop strings and the most bytes.
-
-    Raises:
-        ConfigError: a setting is unknown.
-    """
+    """Split a task's `generation_kwargs` into settings of ``generate``, stop strings and the most bytes."""
     remaining = dict(options)
     until = remaining.pop("until", None) or []
     stops = [stop.encode("utf-8") for stop in ([until] if isinstance(until, str) else until) if stop]

@@ -121,19 +121,6 @@ def settle(arguments: argparse.Namespace, data: ModelData, context: int) -> Requ
     count = 1 if arguments.count is None else arguments.count
     if not 1 <= count <= TrainConfig.MOST_CONTEXTS:
         raise ConfigError(f"--count={count}: must be from 1 to {TrainConfig.MOST_CONTEXTS:,}; such as 4")
-    prompts, prompted = _prompts(arguments, data, context)
-    if len(prompts[0]) % data.token_bytes:
-        rule = f"must be whole {data.unit}s of {data.token_bytes} bytes; take --prompt-image"
-        raise ConfigError(f"--prompt: has {len(prompts[0])} bytes: {rule}")
-    num_bytes = _num_bytes(arguments, data, len(prompts[0]), context)
-    files = output_files(arguments.output, data, count, len(prompted))
-    return Request(data, prompts, count, num_bytes, prompted, files)
-
-
-def _prompts(
-    arguments: argparse.Namespace, data: ModelData, context: int
-) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
-    """Return the prompts as ``read_prompts`` does, according to the options; by default one empty prompt."""
     chosen, length = None, None
     for modality in _prompt_modalities():
         keep = modality.keep_option
@@ -148,10 +135,17 @@ def _prompts(
         if data.modality is not chosen:
             rule = f"the model writes {data.modality.words}; take --prompt-file for bytes as they are"
             raise ConfigError(f"{option}={paths[0]}: {rule}")
-        return read_prompts(paths, option, data, length, context)
-    if arguments.prompt_file is None:
-        return [(arguments.prompt or "").encode(errors="surrogateescape")], []
-    return [read_file(arguments.prompt_file, "--prompt-file")], []
+        prompts, prompted = read_prompts(paths, option, data, length, context)
+    elif arguments.prompt_file is not None:
+        prompts, prompted = [read_file(arguments.prompt_file, "--prompt-file")], []
+    else:
+        prompts, prompted = [(arguments.prompt or "").encode(errors="surrogateescape")], []
+    if len(prompts[0]) % data.token_bytes:
+        rule = f"must be whole {data.unit}s of {data.token_bytes} bytes; take --prompt-image"
+        raise ConfigError(f"--prompt: has {len(prompts[0])} bytes: {rule}")
+    num_bytes = _num_bytes(arguments, data, len(prompts[0]), context)
+    files = output_files(arguments.output, data, count, len(prompted))
+    return Request(data, prompts, count, num_bytes, prompted, files)
 
 
 def read_prompts(

@@ -8,7 +8,7 @@ Letters: B batch, H heads of queries, K heads of keys, M queries, N keys, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -121,23 +121,18 @@ def documents_of(
     if attention_mask is not None:
         mask = attention_mask[:, kv_offset : kv_offset + kv_length]
         mask = F.pad(mask, (0, kv_length - mask.shape[1]))  # a static cache has room for more
-        starts = torch.maximum(starts, _starts_behind_padding(mask).to(device))
+        visible = mask.int()
+        if bool((F.pad(visible, (1, 0)).diff(dim=1) == 1).sum(1).gt(1).any()):
+            raise _error("attention_mask", "padding between tokens; pad prompts on the left")
+        first = visible.argmax(1, keepdim=True)  # the first of the largest
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        starts = torch.maximum(starts, torch.where(positions >= first, first, 0).to(device))
     first_query = int(q_offset) - kv_offset
     window = local_size if local_size is not None and local_size < kv_length else 0
     if not (kv_offset or window or first_query != kv_length - q_length or bool(starts.any())):
         return None
     numbers = starts.new_tensor([first_query, kv_offset, window]).expand(batch_size, -1)
     return torch.cat([starts, numbers], 1)[:, None, None]
-
-
-def _starts_behind_padding(mask: Tensor) -> Tensor:
-    """Return (B, N): the first token's place from there on, else 0; ConfigError if padding follows a token."""
-    visible = mask.int()
-    if bool((F.pad(visible, (1, 0)).diff(dim=1) == 1).sum(1).gt(1).any()):
-        raise _error("attention_mask", "padding between tokens; pad prompts on the left")
-    first = visible.argmax(1, keepdim=True)  # the first of the largest
-    places = torch.arange(mask.shape[1], device=mask.device)
-    return torch.where(places >= first, first, 0)
 
 
 def attend(
@@ -171,11 +166,20 @@ def attend(
     Raises:
         ConfigError: an option is not supported, or the configuration has no pattern.
     """
-    _check_options(module, dropout, is_causal, options)
+    if dropout:
+        raise _error("attention dropout", "weights are not dropped; set the model's attention dropout to 0", dropout)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        rule = f"patterns are causal; give {type(module).__name__} another attn_implementation"
+        raise _error("is_causal", rule, False)
+    for name, reason in UNSUPPORTED.items():
+        option = options.get(name)
+        if option is not None and option is not False:
+            shown = option if isinstance(option, int | float) else ...
+            raise _error(name, f"{reason}; give another attn_implementation", shown)
     count = key.shape[2]
     documents = Documents.of_mask(attention_mask, query.shape[2], count)
     windows = [size for size in (sliding_window, documents.window) if size is not None and size < count]
-    pattern = _cut_to_window(_pattern(module, trust_code), min(windows, default=None), documents.first_key)
+    pattern = _cut_to_window(_read_pattern(module, trust_code), min(windows, default=None), documents.first_key)
     if documents.starts is None:
         out = sparse_attention(query, key, value, pattern, scale=scaling, first_query=documents.first_query)
     elif query.shape[2] == count:
@@ -204,21 +208,7 @@ def _attend_by_document(
     return torch.cat(contexts)
 
 
-def _check_options(module: torch.nn.Module, dropout: float, is_causal: bool | None, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that changes what attention computes."""
-    if dropout:
-        raise _error("attention dropout", "weights are not dropped; set the model's attention dropout to 0", dropout)
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        rule = f"patterns are causal; give {type(module).__name__} another attn_implementation"
-        raise _error("is_causal", rule, False)
-    for name, reason in UNSUPPORTED.items():
-        value = options.get(name)
-        if value is not None and value is not False:
-            shown = value if isinstance(value, int | float) else ...
-            raise _error(name, f"{reason}; give another attn_implementation", shown)
-
-
-def _pattern(module: Any, trust_code: bool) -> Pattern:
+def _read_pattern(module: Any, trust_code: bool) -> Pattern:
     """Return the pattern of a layer from the model's configuration."""
     value, path = getattr(module.config, FIELD, None), f"config.{FIELD}"
     if value is None:

@@ -251,11 +251,7 @@ class SessionCache:
         self._groups, self._places, self._counts = [], 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last places: -3 removes three, as in transformers.
-
-        Raises:
-            ValueError: the number is above 0.
-        """
+        """Remove the last places: -3 removes three, as in transformers. ValueError for numbers above 0."""
         if tokens_to_remove > 0:
             rule = f"must be 0 or less: {-tokens_to_remove} takes {tokens_to_remove} places back"
             raise ValueError(f"crop: tokens_to_remove={tokens_to_remove}: {rule}")

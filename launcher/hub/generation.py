@@ -1,4 +1,4 @@
-"""What ``generate`` of transformers needs from this model: its cache, its context, and tokens that it never predicts.
+"""Adapt ``generate`` of transformers to this model: its cache, its context, and tokens that it never predicts.
 
 Letters: B contexts of the batch, n places of a row, V vocabulary.
 """
@@ -96,8 +96,7 @@ class SessionGenerationMixin(GenerationMixin):
     ) -> None:
         """Make a cache if none is passed, caching is on and the model is not in training mode.
 
-        Raises:
-            ValueError: another kind of cache is requested, or the request does not fit the context.
+        ValueError for another kind of cache, or a request that does not fit the context.
         """
         if generation_config.assistant_early_exit is not None:
             rule = "this model has no exit before its last layer; give another export as assistant_model"
@@ -135,8 +134,7 @@ class SessionGenerationMixin(GenerationMixin):
     def _get_logits_processor(self, generation_config: GenerationConfig, **kwargs: Any) -> LogitsProcessorList:
         """Get processors like transformers, adapted to rows with tokens that have no logit.
 
-        Raises:
-            ValueError: the end is to be forced, which has no logit.
+        ValueError if the end is to be forced, which has no logit.
         """
         specials = Specials.of(self.network.config.vocabulary)
         processors = super()._get_logits_processor(generation_config=generation_config, **kwargs)

@@ -237,11 +237,7 @@ def streamed_model(
 
 
 def usable_device(name: str | None) -> torch.device:
-    """Return the device for `--device`, by default a GPU if there is one.
-
-    Raises:
-        ConfigError: torch cannot use it.
-    """
+    """Return the device for `--device`, by default a GPU if there is one; ConfigError if torch cannot use it."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=name).device

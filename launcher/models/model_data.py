@@ -77,13 +77,9 @@ class ModelData:
     def from_json(
         cls, content: Any, config: ModelConfig, path: str = f"{file_names.CONFIG}: data.", modality: str | None = None
     ) -> ModelData:
-        """Read what ``to_json`` wrote. Missing properties are taken from the model's embedding.
+        """Read ``content``, which ``to_json`` wrote (None counts as empty). The embedding supplies missing properties.
 
-        Args:
-            content: a run's data.json, or ``data`` in an export's config.json; None counts as empty.
-            config: the model.
-            path: prefix of messages.
-            modality: overrides the name in ``content``.
+        ``path`` is the prefix of messages, and ``modality`` overrides the name in ``content``.
 
         Raises:
             ConfigError: the content is invalid, the modality is unknown, or the palette does not fit the model.
@@ -95,7 +91,13 @@ class ModelData:
         name = modality or saved.modality or config.embedding.modality
         if name not in MODALITIES:
             raise ConfigError(f"{path}modality={name!r}: must be one of {', '.join(sorted(MODALITIES))}")
-        palette = _read_palette(saved.palette, config, path)
+        try:
+            palette = None if saved.palette is None else Palette.from_text(saved.palette)
+        except DataError as error:
+            raise ConfigError(f"{path}palette: {error}") from None
+        if palette is not None and len(palette) != config.vocabulary:
+            rule = f"has {len(palette)} colours, and the model {config.vocabulary} tokens"
+            raise ConfigError(f"{path}palette: {rule}; export it again")
         properties = dict(saved.properties)
         if palette is None and isinstance(config.embedding, ImageEmbedding):
             properties |= {size: getattr(config.embedding, size) for size in _ARRANGEMENT}
@@ -173,15 +175,3 @@ class ModelData:
                 rule = f"lacks the {self.modality.words}' {name}; add it, such as --{name} 12000"
                 raise ConfigError(f"--{name}: {file_names.CONFIG} {rule}")
         return self.properties
-
-
-def _read_palette(content: Any, config: ModelConfig, path: str) -> Palette | None:
-    """Read a palette; ConfigError if it does not fit the model's tokens."""
-    try:
-        palette = None if content is None else Palette.from_text(content)
-    except DataError as error:
-        raise ConfigError(f"{path}palette: {error}") from None
-    if palette is not None and len(palette) != config.vocabulary:
-        rule = f"has {len(palette)} colours, and the model {config.vocabulary} tokens"
-        raise ConfigError(f"{path}palette: {rule}; export it again")
-    return palette

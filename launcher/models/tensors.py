@@ -118,11 +118,7 @@ class Shapes:
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> Shapes:
-        """Return the shapes for a configuration. Equal blocks are built once.
-
-        Raises:
-            ConfigError: no machine can hold such a tensor.
-        """
+        """Return the shapes for a configuration; ConfigError if a tensor is too large for any machine."""
         with _Uninitialized():
             model, kinds = SparseTransformer.of_each_kind(config)
         buffers = dict(model.named_buffers()).keys()
@@ -149,13 +145,7 @@ class Shapes:
         return sum(shape.numel() for name, shape in self.of.items() if name not in self.buffers)
 
     def check(self, actual: dict[str, tuple[int, ...]], what: str, where: str) -> None:
-        """Check that ``actual`` has the model's tensors, by name and shape.
-
-        ``what`` and ``where`` describe them in the message.
-
-        Raises:
-            ConfigError: it has not.
-        """
+        """Raise ConfigError about ``what`` and ``where`` unless ``actual`` has the model's names and shapes."""
         refuse(self.of.keys() - actual.keys(), f"{where}: {what} it lacks")
         refuse(actual.keys() - self.of.keys(), f"{where}: {what} it has unknown")
         pairs = ((name, list(actual[name]), list(shape)) for name, shape in self.of.items())

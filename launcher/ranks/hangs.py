@@ -1,4 +1,4 @@
-"""What a rank does when another one stops answering: write the stacks of its host's ranks, and exit with code 77.
+"""End a rank when another one stops answering: write the stacks of its host's ranks, and exit with code 77.
 
 Every collective ends at its time-out, or when a connection breaks (processes.py), and its error ends the process here.
 A watching thread also ends it if a wait outlasts its time-out, or if the run stands still without its launcher.
@@ -199,13 +199,9 @@ class Watchdog:
         timeout_seconds: float,
         orphaned: Callable[[], bool] | None = None,
     ) -> None:
-        """Start watching the calling thread.
+        """Start watching the calling thread. Stacks go to the folder ``run``, or to standard error if it is None.
 
-        Args:
-            run: folder for stacks; None: they go to standard error.
-            rank, world_size: of this process.
-            timeout_seconds: time-out of collectives.
-            orphaned: whether the launcher is gone; by default, whether the parent process is.
+        ``orphaned`` says whether the launcher is gone; by default, whether the parent process is.
         """
         self._run, self._rank, self._world_size, self._timeout = run, rank, world_size, timeout_seconds
         parent = os.getppid()

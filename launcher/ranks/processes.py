@@ -176,11 +176,7 @@ class Ranks:
         return first_works(work if self.is_first else None, self.gather_objects)
 
     def all_work(self, work: Callable[[], Result]) -> Result:
-        """Return what this rank's ``work`` returns, once that of every rank has succeeded.
-
-        Raises:
-            AgreedError: on every rank, if the work of any meets a mistake of the user; see ``agree``.
-        """
+        """Return the result of ``work`` once all ranks' succeeded; AgreedError on all if any meets a user's mistake."""
         try:
             result = work()
         except (OSError, ValueError) as error:
@@ -192,11 +188,7 @@ class Ranks:
         return result
 
     def agree(self, wrong: str | None) -> None:
-        """Tell all ranks what is wrong on this one; None: nothing.
-
-        Raises:
-            AgreedError: on every rank, with the first rank's problem if any has one.
-        """
+        """Tell all ranks what is wrong on this one (None: nothing); AgreedError on every rank if any has a problem."""
         for problem in self.gather_objects(wrong):
             if problem is not None:
                 raise AgreedError(problem)
@@ -334,11 +326,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def check_unlocked(run: Path) -> None:
-    """Check that no other run writes to a folder, as far as possible before a run starts.
-
-    Raises:
-        ConfigError: another run does.
-    """
+    """Raise ConfigError if another run writes to a folder, as far as this can be known before a run starts."""
     if not os.path.lexists(run / file_names.LOCK):
         return
     file, problem = _lock(run)

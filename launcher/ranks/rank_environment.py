@@ -17,7 +17,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 import longstride
@@ -46,8 +46,17 @@ def adopt_place(environment: MutableMapping[str, str]) -> None:
     Raises:
         ConfigError: a variable is not a number, they contradict each other, or the meeting place is unknown.
     """
-    source = None if "RANK" in environment else _find_source(environment)
-    if source is None:
+    if "RANK" in environment:
+        return
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        source = "openmpi"
+    # `srun --mpi=pmi2` also sets PMI_RANK, but no local rank.
+    elif "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment:
+        source = "mpich"
+    # salloc's shell and batch scripts have no step. There the user starts the program.
+    elif "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+        source = "slurm"
+    else:
         return
     place = {name: environment.get(name, "") for name in _NAMES[source]}
     if not all(text.isascii() and text.isdecimal() for text in place.values()):
@@ -73,25 +82,8 @@ def adopt_place(environment: MutableMapping[str, str]) -> None:
         raise ConfigError(f"environment: {number} given without {' and '.join(missing)}; {_ADVICE[source]}")
 
 
-def _find_source(environment: Mapping[str, str]) -> str | None:
-    """Return the launcher that set this process's place; None if there is none."""
-    if "OMPI_COMM_WORLD_RANK" in environment:
-        return "openmpi"
-    # `srun --mpi=pmi2` also sets PMI_RANK, but no local rank.
-    if "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment:
-        return "mpich"
-    # salloc's shell and batch scripts have no step. There the user starts the program.
-    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
-        return "slurm"
-    return None
-
-
 def end_host(node_list: str, *, last: bool = False) -> str:
-    """Return the first or last host of SLURM's list: node07 or login1 for ``node[07-12,15],login1``.
-
-    Raises:
-        ConfigError: it is not such a list.
-    """
+    """Return the first or last host of SLURM's list: node07 or login1 for ``node[07-12,15],login1``."""
     problem = ConfigError(f"environment: SLURM_STEP_NODELIST={node_list}: must be hosts, such as node[01-04,07]")
     entries = re.findall(r"(?:[^\s,\[\]]|\[[^\s\[\]]+\])+", node_list)
     if ",".join(entries) != node_list or not entries:
@@ -102,11 +94,7 @@ def end_host(node_list: str, *, last: bool = False) -> str:
 
 
 def job_port(job: str, step: str = "0") -> int:
-    """Return a port for a step of a job, the same for all its ranks and another one for the next jobs.
-
-    Raises:
-        ConfigError: the job's number is not a number.
-    """
+    """Return a port for a step of a job, the same for all its ranks and another one for the next jobs."""
     if not (job.isascii() and job.isdecimal()):
         raise ConfigError(f"environment: SLURM_JOB_ID={job}: must be a whole number")
     # A prime factor keeps the steps of a job apart from the first steps of the next jobs.
