@@ -24,8 +24,11 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import (
     MANIFEST,
     CheckpointManifest,
+    Score,
     find_damage,
     find_foreign,
+    known_scores,
+    ranked,
     read_checkpoint_config,
     read_manifest,
 )
@@ -38,7 +41,6 @@ from longstride.launcher.checkpoints.pickles import (
 )
 from longstride.launcher.checkpoints.probe import PROBE, Probe
 from longstride.launcher.checkpoints.saved_tables import SavedTables
-from longstride.launcher.checkpoints.scores import Score, known_scores, ranked
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import set_random_states, states
 from longstride.launcher.models import is_export
@@ -59,11 +61,7 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The resolved configuration of the run that saved it, with data paths that are valid from the current folder.
-
-        Raises:
-            ConfigError: it is not a configuration of this version.
-        """
+        """The resolved configuration of the run that saved it, with data paths valid from the current folder."""
         return read_checkpoint_config(self.folder).with_data_of(self.folder.parents[1])
 
     @property
@@ -74,11 +72,7 @@ class Checkpoint:
 
     @property
     def stream(self) -> StreamState:
-        """The position of the next batch.
-
-        Raises:
-            ConfigError: the manifest holds no valid position.
-        """
+        """The position of the next batch; ConfigError if the manifest holds no valid one."""
         try:
             return StreamState.from_json(self.manifest.stream)
         except DataError as error:
@@ -106,20 +100,12 @@ class Checkpoint:
         return checkpoint
 
     def verify(self) -> None:
-        """Check every file's hash.
-
-        Raises:
-            ConfigError: a file is damaged, or is not in the manifest.
-        """
-        damage = find_damage(self.folder, sorted(self.manifest.files), self.manifest.files)
-        if damage := damage + find_foreign(self.folder, self.manifest):
+        """Raise ConfigError if a file is damaged, or is not in the manifest."""
+        if damage := self.find_damage(Ranks()):
             raise ConfigError(*damage)
 
     def find_damage(self, ranks: Ranks) -> list[str]:
-        """Return a line for each damaged or foreign file, the same list on every rank.
-
-        Each rank reads a share of the files. All ranks must call.
-        """
+        """Return the damaged and foreign files, a line each. Ranks read shares; all must call and get the same list."""
         names = sorted(self.manifest.files)[ranks.rank :: ranks.world_size]
         damage = find_damage(self.folder, names, self.manifest.files)
         if ranks.is_first:
@@ -127,12 +113,9 @@ class Checkpoint:
         return [line for lines in ranks.gather_objects(damage) for line in lines]
 
     def check_trust(self, ranks: Ranks) -> None:
-        """Check that reading its verified files runs no code, unless it is trusted.
+        """Raise AgreedError on every rank if a verified file would run code and the checkpoint is not trusted.
 
         Each rank inspects a share of the files. All ranks must call.
-
-        Raises:
-            AgreedError: on every rank, if a file would run code.
         """
         if self.trusted:
             return
@@ -172,8 +155,7 @@ class Checkpoint:
         The engine keeps the settings of its own configuration. The files must be verified.
 
         Raises:
-            ConfigError: a file holds more than tensors and numbers and the checkpoint is not trusted, or a file holds
-                something that no run writes.
+            ConfigError: a file must be trusted, or holds something that no run writes.
             AgreedError: on every rank, if the files are of another step than the manifest.
         """
         checkpoint_files(engine).trusted = self.trusted
@@ -196,10 +178,7 @@ class Checkpoint:
             SavedTables(self.folder, self.manifest, self.config).load(engine)
 
     def load_generators(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
-        """Restore this rank's random generators.
-
-        They are seeded anew if the number of ranks with contexts of their own has changed.
-        """
+        """Restore this rank's random generators; reseed them if the number of ranks with own contexts has changed."""
         if ranks.data_world_size != self.manifest.world_size // (self.manifest.sequence_parallel or 1):
             seed_generators(config.train.seed, self.manifest.step, ranks)
             return
@@ -252,10 +231,7 @@ def list_checkpoints(run: Path, *, trusted: bool = False) -> tuple[list[Checkpoi
 def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: bool = False) -> Checkpoint:
     """Open the checkpoint of a step, the newest one (None), or the one with the lowest validation loss.
 
-    Args:
-        run: the run folder.
-        step: a step, "best" or None.
-        trusted: whether its pickles may run code.
+    ``trusted`` says whether its pickles may run code.
 
     Raises:
         ConfigError: there is no such run, step or checkpoint, none was evaluated, or the best one is damaged.
@@ -304,12 +280,20 @@ def agreed_checkpoints(run: Path, checkpoints: Sequence[Checkpoint], ranks: Rank
     names = []
     if ranks.is_first:
         names = [(listed.folder.name, _manifest_sha256(listed.folder), listed.trusted) for listed in checkpoints]
+
+    def open_visible(folder: Path, sha256: str | None, trusted: bool) -> Checkpoint | None:
+        try:
+            checkpoint = _open_folder(folder, trusted)
+        except ConfigError:
+            return None
+        return checkpoint if _manifest_sha256(folder) == sha256 else None
+
     since = time.monotonic()
     opened: list[Checkpoint] = []
     missing = None
     for name, sha256, trusted in ranks.gather_objects(names)[0]:
         folder = run / file_names.CHECKPOINTS / name
-        checkpoint = wait_until_visible(partial(_open_visible, folder, sha256, trusted), since)
+        checkpoint = wait_until_visible(partial(open_visible, folder, sha256, trusted), since)
         if checkpoint is None:
             rule = f"differs on {socket.gethostname()} from what the first process reads; all hosts must share {run}"
             missing = f"{folder}: {rule}"
@@ -342,8 +326,7 @@ def first_whole(run: Path, checkpoints: Sequence[Checkpoint], ranks: Ranks) -> t
 def _open_folder(folder: Path, trusted: bool) -> Checkpoint:
     """Open the checkpoint in a folder and verify its configuration, which is read before all other files.
 
-    Raises:
-        ConfigError: the manifest or configuration is missing or damaged, or the folder is named for another step.
+    ConfigError if the manifest or configuration is missing or damaged, or the folder is named for another step.
     """
     manifest = read_manifest(folder)
     # A copy under a higher step would stay the newest: every resume would start from it, and retention would count it.
@@ -354,15 +337,6 @@ def _open_folder(folder: Path, trusted: bool) -> Checkpoint:
     if damage:
         raise ConfigError(*damage)
     return Checkpoint(folder, manifest, trusted)
-
-
-def _open_visible(folder: Path, sha256: str | None, trusted: bool) -> Checkpoint | None:
-    """Return the checkpoint in a folder once its manifest has this hash, else None."""
-    try:
-        checkpoint = _open_folder(folder, trusted)
-    except ConfigError:
-        return None
-    return checkpoint if _manifest_sha256(folder) == sha256 else None
 
 
 def _manifest_sha256(folder: Path) -> str | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Container, Iterable, Mapping
@@ -28,14 +29,48 @@ from longstride.data_pipelines.durable import naming, write_over
 from longstride.data_pipelines.plain_files import open_plain, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.probe import ProbeRecord
-from longstride.launcher.checkpoints.scores import Score
 from longstride.launcher.config import RunConfig, TrainConfig, load_json_object
-from longstride.launcher.output import file_names
+from longstride.launcher.output import file_names, metrics_file
 from longstride.sparse_model import StrictModel
 
 FORMAT_VERSION = 2  # format 1 lacks the optional keys
 MANIFEST = "manifest.json"
 _SEAL = "sha256"  # over the canonical JSON of all other keys
+
+
+class Score(StrictModel):
+    """The validation loss of one step."""
+
+    step: int = Field(gt=0)
+    split: str
+    tokens: int  # scored bytes of content, or pixels; losses over different data do not compare
+    bits_per_byte: float | None  # bits per pixel for pictures with a palette; None: not finite
+
+    @classmethod
+    def of_line(cls, line: dict[str, Any]) -> Score:
+        """Return the score in an evaluation's line of metrics.jsonl."""
+        _, bits = metrics_file.bits_of(line)
+        finite = bits if bits is not None and math.isfinite(bits) else None
+        return cls(step=line["step"], split=line["split"], tokens=metrics_file.content_of(line), bits_per_byte=finite)
+
+    @classmethod
+    def recorded(cls, run: Path, split: str) -> list[Score]:
+        """Return the scores of a split in metrics.jsonl, ordered by step."""
+        lines = metrics_file.find_evaluations(run, split)
+        return [cls.of_line(lines[step]) for step in sorted(lines)]
+
+    def compares_with(self, score: Score) -> bool:
+        """Whether both were measured over the same bytes."""
+        return (self.split, self.tokens) == (score.split, score.tokens)
+
+    def improves_on(self, score: Score | None, by: float) -> bool:
+        """Whether it is better by more than ``by`` bits per byte.
+
+        Any finite score improves on None and on a score that it does not compare with.
+        """
+        if self.bits_per_byte is None or score is None or score.bits_per_byte is None or not self.compares_with(score):
+            return self.bits_per_byte is not None
+        return score.bits_per_byte - self.bits_per_byte > by
 
 
 class FileRecord(StrictModel):
@@ -79,8 +114,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     """Read the manifest of a checkpoint folder.
 
     Raises:
-        ConfigError: it is missing, not a plain file, not readable, of a newer format or damaged, or it names a file
-            outside its folder.
+        ConfigError: it is missing, unreadable, of a newer format or damaged, or it names a file outside its folder.
     """
     path = folder / MANIFEST
     content = load_json_object(path, follow_links=False)
@@ -124,17 +158,32 @@ def sealed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_checkpoint_config(folder: Path) -> RunConfig:
-    """Read the resolved configuration in a run or checkpoint folder.
-
-    Raises:
-        ConfigError: it is missing, or not one of this version.
-    """
+    """Read the resolved configuration in a run or checkpoint folder; ConfigError if missing or of another version."""
     try:
         return RunConfig.model_validate(load_json_object(folder / file_names.CONFIG, follow_links=False))
     except ConfigError as error:
         prefix = f"{folder / file_names.CONFIG}: "
         lines = (line if line.startswith(str(folder)) else prefix + line for line in str(error).splitlines())
         raise ConfigError(*lines) from None
+
+
+def known_scores(run: Path, split: str, repeated: Iterable[Score]) -> dict[int, Score]:
+    """Return the scores of a run by step, from metrics.jsonl and from ``repeated``, which its manifests hold."""
+    scores = {score.step: score for score in repeated if score.split == split}
+    return scores | {score.step: score for score in Score.recorded(run, split)}
+
+
+def ranked(scores: Iterable[Score]) -> list[Score]:
+    """Sort scores, best first and then earlier first, without those that are not finite.
+
+    Scores that do not compare with the newest one come last.
+    """
+    finite = [score for score in scores if score.bits_per_byte is not None]
+    newest = max(finite, key=lambda score: score.step, default=None)
+    return sorted(
+        finite,
+        key=lambda score: (newest is not None and not score.compares_with(newest), score.bits_per_byte, score.step),
+    )
 
 
 def record_files(folder: Path, recorded: Container[str] = ()) -> dict[str, FileRecord]:
@@ -228,11 +277,7 @@ def free_bytes(path: Path) -> int:
 
 
 def check_space(path: Path, needed: int, where: str, what: str) -> None:
-    """Check that the disk of a path has ``needed`` bytes free.
-
-    Raises:
-        ConfigError: it has not; the message is about ``where`` and says that ``what`` takes so many bytes.
-    """
+    """Raise ConfigError, saying that ``what`` takes so many bytes ``where``, unless the path's disk has them free."""
     free = free_bytes(path)
     if needed > free:
         raise ConfigError(f"{where}: {what} {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room")

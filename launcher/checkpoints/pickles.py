@@ -53,14 +53,8 @@ _UNFORESEEN = (RuntimeError, LookupError, TypeError, ValueError, AttributeError,
 def foreign_content_refused(where: Path | str, *, alone: bool = True) -> Iterator[None]:
     """Turn any exception from the content of a file or folder into a one-line ConfigError.
 
-    Args:
-        where: the file or folder.
-        alone: whether the block has no collective. A collective raises RuntimeError when a rank is lost, which must
-            pass.
-
-    Raises:
-        ConfigError: the content is not something that a run writes.
-        OSError: the disk failed; always with a path.
+    An OSError of the disk passes, with a path. Set ``alone=False`` if the block has a collective, because a lost rank
+    raises a RuntimeError, which must pass too.
     """
     try:
         yield
@@ -78,19 +72,13 @@ def foreign_content_refused(where: Path | str, *, alone: bool = True) -> Iterato
 
 
 def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = False, trusted: bool = False) -> Any:
-    """Read a file that torch.save wrote.
-
-    Args:
-        path: the file.
-        map_location: see ``torch.load``.
-        mapped: whether to leave tensors on the disk until they are used.
-        trusted: whether reading may run code.
+    """Read a file that torch.save wrote. With ``mapped``, its tensors stay on the disk until they are used.
 
     Raises:
-        ConfigError: reading it would run code and it is not trusted, or it cannot be read.
+        ConfigError: reading it would run code and it is not ``trusted``, or it cannot be read.
     """
     with foreign_content_refused(path):
-        content = _unreadable(path)
+        content = _unbounded_content(path)
         if content is None:
             try:
                 with torch.serialization.safe_globals(_PLAIN_CLASSES):
@@ -108,7 +96,7 @@ def unsafe_content(path: Path | str) -> str | None:
 
     A file that is not an archive as torch.save writes it counts as unsafe, because Longstride writes none.
     """
-    if content := _unreadable(path):
+    if content := _unbounded_content(path):
         return content
     try:
         with torch.serialization.safe_globals(_PLAIN_CLASSES):
@@ -118,7 +106,7 @@ def unsafe_content(path: Path | str) -> str | None:
     return ", ".join(sorted(names)) or None
 
 
-def _unreadable(path: Path | str) -> str | None:
+def _unbounded_content(path: Path | str) -> str | None:
     """Say why torch's weights-only unpickler could take unbounded memory for a file; None if it could not.
 
     It reads older formats without a bound, leaves TorchScript to another reader, and compressed records may have any
@@ -227,11 +215,7 @@ def checkpoint_files(engine: DeepSpeedEngine) -> CheckpointFiles:
 
 
 def write_pickle(content: Any, path: Path) -> FileRecord:
-    """Write an object with torch.save to a new file, and flush it to the disk.
-
-    Raises:
-        OSError: with the path and the system's reason.
-    """
+    """Write an object with torch.save to a new file, and flush it; OSError has the path and the system's reason."""
     file = _HashedFile(path)
     try:
         torch.save(content, cast(IO[bytes], file), pickle_module=_PickleModule)

@@ -60,11 +60,7 @@ class Probe:
     backend: str
 
     def read(self, model: ModelConfig) -> Tensor:
-        """Read the context, (N,) uint8.
-
-        Raises:
-            ConfigError: the file is missing, is not the one in the manifest, or does not fit the model.
-        """
+        """Read the context, (N,) uint8; ConfigError if the file is missing or damaged, or does not fit the model."""
         try:
             text = read_plain(self.path, _MOST_HEADER_BYTES + model.context, follow_links=False)
         except OSError as error:
@@ -91,12 +87,9 @@ class Probe:
         return _TOLERANCES[precision] if is_same else max(_TOLERANCES[precision], _OTHER_COMPUTER)
 
     def check(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) -> float | None:
-        """Compare the loaded model's loss with the saved one; return ``difference``. All ranks must call.
+        """Compare the loaded model's loss with the saved one; return ``difference``, or None without ``train.probe``.
 
-        Returns None if ``train.probe`` is false.
-
-        Raises:
-            AgreedError: on every rank, if they differ by more than rounding.
+        All ranks must call. AgreedError on every rank if the losses differ by more than rounding.
         """
         if not config.train.probe:
             return None

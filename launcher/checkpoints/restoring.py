@@ -67,7 +67,29 @@ def load_universal(engine: DeepSpeedEngine, form: Universal) -> None:
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()  # ZeRO 3: every parameter is partitioned
     with torch.no_grad():
-        _fill(engine, form)
+        # Give the optimiser a state dictionary in the form in which it would have saved it.
+        vectors = states.vectors(engine)
+        masters, moments = [_fill_vector(form, MASTER, vector) for vector in vectors], _optimizer_states(form, vectors)
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            state = optimizer.state_dict()
+            state["fp32_flat_groups"] = masters
+            state["optimizer_state_dict"]["state"] = moments
+            optimizer.load_state_dict([{}] * vectors[0].rank + [state])
+        elif engine.zero_optimization() or isinstance(optimizer, BF16_Optimizer):
+            state = optimizer.state_dict()
+            state["single_partition_of_fp32_groups"] = masters
+            state["base_optimizer_state"] = optimizer.optimizer.state_dict() | {"state": moments}
+            with contextlib.redirect_stdout(io.StringIO()):  # one of the optimisers prints that it loads
+                optimizer.load_state_dict([{}] * vectors[0].rank + [state], load_from_fp32_weights=True)
+            optimizer.update_lp_params()
+        else:  # ZeRO 0
+            half = isinstance(optimizer, FP16_UnfusedOptimizer)
+            inner = optimizer.optimizer if half else optimizer
+            inner.load_state_dict(inner.state_dict() | {"state": moments})
+            parameters = {name: parameter for parameter, name in engine.param_names.items()}
+            for vector, master in zip(vectors, masters, strict=True):
+                vector.master.copy_(master)
+                parameters[vector.local[0].name].copy_(master)
         if buffers := form.buffers():
             engine.module.load_state_dict(buffers, strict=False)  # without parameters
     if hasattr(optimizer, "checkpoint_event_epilogue"):
@@ -77,32 +99,6 @@ def load_universal(engine: DeepSpeedEngine, form: Universal) -> None:
     for name, value in manifest.numbers.items():
         setattr(engine, name, value)
     engine.settings.apply(engine, manifest.loss_scale)
-
-
-def _fill(engine: DeepSpeedEngine, form: Universal) -> None:
-    """Load a state dictionary into the optimiser, in the form in which it would have saved it."""
-    optimizer, vectors = engine.optimizer, states.vectors(engine)
-    masters, moments = [_fill_vector(form, MASTER, vector) for vector in vectors], _optimizer_states(form, vectors)
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        state = optimizer.state_dict()
-        state["fp32_flat_groups"] = masters
-        state["optimizer_state_dict"]["state"] = moments
-        optimizer.load_state_dict([{}] * vectors[0].rank + [state])
-    elif engine.zero_optimization() or isinstance(optimizer, BF16_Optimizer):
-        state = optimizer.state_dict()
-        state["single_partition_of_fp32_groups"] = masters
-        state["base_optimizer_state"] = optimizer.optimizer.state_dict() | {"state": moments}
-        with contextlib.redirect_stdout(io.StringIO()):  # one of the optimisers prints that it loads
-            optimizer.load_state_dict([{}] * vectors[0].rank + [state], load_from_fp32_weights=True)
-        optimizer.update_lp_params()
-    else:  # ZeRO 0
-        half = isinstance(optimizer, FP16_UnfusedOptimizer)
-        inner = optimizer.optimizer if half else optimizer
-        inner.load_state_dict(inner.state_dict() | {"state": moments})
-        parameters = {name: parameter for parameter, name in engine.param_names.items()}
-        for vector, master in zip(vectors, masters, strict=True):
-            vector.master.copy_(master)
-            parameters[vector.local[0].name].copy_(master)
 
 
 def has_moments(form: Universal, vectors: Sequence[states.Vector]) -> bool:

@@ -44,11 +44,8 @@ class _Piece(NamedTuple):
 class SavedState:
     """The tensors of a verified checkpoint by parameter name and kind, with its counters.
 
-    Args:
-        checkpoint: any checkpoint whose files are verified.
-        remapped: whether to map files anew from time to time, for one pass over all tensors. The pages that were read
-            of a mapping count as the process's memory until it is dropped. A trusted checkpoint is mapped once, since
-            reading may run code.
+    ``remapped`` maps files anew from time to time, for one pass over all tensors: the pages read of a mapping count as
+    the process's memory until it is dropped. A trusted checkpoint is mapped once, since reading may run code.
 
     Raises:
         ConfigError: a file is missing, or holds something that no run writes.
@@ -67,15 +64,31 @@ class SavedState:
         if checkpoint.config.model.ngrams is not None:
             self._tables = SavedTables(checkpoint.folder, checkpoint.manifest, checkpoint.config)
         with foreign_content_refused(self._folder):
-            self._read_state()
+            self._map()
+            if (step := self.numbers["global_steps"]) != self._manifest.step:
+                raise self._broken(f"its manifest says step {self._manifest.step}, and its files {step}")
+            if missing := sorted(set(self._names) - self.shapes.keys()):
+                raise self._broken(f"without the weights {', '.join(missing)}")
+            self._kinds = {name: self._find_kinds(name) for name in self.shapes}
+            self.kinds = tuple(kind for kind in KINDS if any(kind in kinds for kinds in self._kinds.values()))
+            averaged = {AVERAGE in kinds for kinds in self._kinds.values()}
+            moments = {tuple(kind for kind in kinds if kind not in (MASTER, AVERAGE)) for kinds in self._kinds.values()}
+            if len(averaged) > 1 or not (moments == {()} or moments <= set(states.MOMENTS)):
+                raise self._broken("only some parameters have the optimiser's state or the average")
+            steps = {
+                float(state["step"]) for by_vector in self._states for state in by_vector.values() if "step" in state
+            }
+            if len(steps) > 1:
+                raise self._broken(f"Adam's steps differ: {sorted(steps)}")
+            self.adam_step = steps.pop() if steps else None  # None before the first
+            saved = {name: tuple(shape) for name, shape in self.model_shapes.items()}
+            self.model.check(
+                saved, f"its weights are not those of the model in its {file_names.CONFIG}:", f"{self._folder}"
+            )
 
     @staticmethod
     def check_size(checkpoint: Checkpoint) -> Shapes:
-        """Return the shapes of a checkpoint's model, from its configuration alone and before anything is allocated.
-
-        Raises:
-            ConfigError: its files are too small for the model.
-        """
+        """Return the shapes of a checkpoint's model, without building it; ConfigError if its files are too small."""
         try:
             shapes = Shapes.of_model(checkpoint.config.model)
         except ConfigError as error:
@@ -86,28 +99,6 @@ class SavedState:
             raise ConfigError(f"{checkpoint.folder}: {rule}")
         return shapes
 
-    def _read_state(self) -> None:
-        """Find every parameter's pieces in the files, and check them against the configuration."""
-        self._map()
-        if (step := self.numbers["global_steps"]) != self._manifest.step:
-            raise self._broken(f"its manifest says step {self._manifest.step}, and its files {step}")
-        if missing := sorted(set(self._names) - self.shapes.keys()):
-            raise self._broken(f"without the weights {', '.join(missing)}")
-        self._kinds = {name: self._find_kinds(name) for name in self.shapes}
-        self.kinds = tuple(kind for kind in KINDS if any(kind in kinds for kinds in self._kinds.values()))
-        averaged = {AVERAGE in kinds for kinds in self._kinds.values()}
-        moments = {tuple(kind for kind in kinds if kind not in (MASTER, AVERAGE)) for kinds in self._kinds.values()}
-        if len(averaged) > 1 or not (moments == {()} or moments <= set(states.MOMENTS)):
-            raise self._broken("only some parameters have the optimiser's state or the average")
-        steps = {float(state["step"]) for by_vector in self._states for state in by_vector.values() if "step" in state}
-        if len(steps) > 1:
-            raise self._broken(f"Adam's steps differ: {sorted(steps)}")
-        self.adam_step = steps.pop() if steps else None  # None before the first
-        saved = {name: tuple(shape) for name, shape in self.model_shapes.items()}
-        self.model.check(
-            saved, f"its weights are not those of the model in its {file_names.CONFIG}:", f"{self._folder}"
-        )
-
     def _map(self) -> None:
         """Open all files, and drop earlier mappings."""
         self._taken = 0  # bytes, since they were opened
@@ -117,7 +108,10 @@ class SavedState:
         self._model = self._read(files[0])
         self._masters: list[list[Tensor]] = []  # a list of flat vectors a rank
         self._states: list[Mapping[int, Mapping[str, Tensor]]] = []  # of the optimiser, by vector
-        self._read_unsharded() if self._manifest.zero_stage == 0 else self._read_shards()
+        if self._manifest.zero_stage:
+            self._read_shards()
+        else:
+            self._read_unsharded()
         moments = (state.values() for by_vector in self._states for state in by_vector.values())
         # A stride of 0 would make any number of weights from one.
         for tensor in chain(*self._masters, self.buffers.values(), *moments):
@@ -171,11 +165,7 @@ class SavedState:
         return flat[: shape.numel()].reshape(shape)
 
     def kind_of(self, weights: str) -> str:
-        """Return the kind of tensors for ``TRAINED`` or ``AVERAGE`` weights.
-
-        Raises:
-            ConfigError: the checkpoint has no moving average.
-        """
+        """Return the kind of tensors for ``TRAINED`` or ``AVERAGE`` weights; ConfigError if there is no average."""
         kind = {TRAINED: MASTER, AVERAGE: AVERAGE}[weights]
         if kind not in self.kinds:
             raise self._broken("has no moving average, which needs train.ema_decay; use --weights trained")
@@ -267,9 +257,7 @@ class SavedState:
 def master_weights(checkpoint: Checkpoint, weights: str = TRAINED) -> dict[str, Tensor]:
     """Verify a checkpoint and return every parameter and buffer by name, fp32, contiguous, on the CPU.
 
-    Args:
-        checkpoint: of any ZeRO stage and number of ranks.
-        weights: ``TRAINED`` weights or their moving ``AVERAGE``.
+    ``weights`` are the ``TRAINED`` ones or their moving ``AVERAGE``.
 
     Raises:
         ConfigError: a file is damaged or foreign, would have to be trusted, or weights or averages are missing.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -29,11 +28,7 @@ def tables_name(rank: int) -> str:
 
 
 class SavedTables:
-    """The table files of a verified checkpoint of a model with n-gram tables.
-
-    Raises:
-        ConfigError: a file is missing.
-    """
+    """The table files of a verified checkpoint of a model with n-gram tables; ConfigError if one is missing."""
 
     def __init__(self, folder: Path, manifest: CheckpointManifest, config: RunConfig) -> None:
         tables = config.model.ngrams
@@ -71,14 +66,13 @@ class SavedTables:
                     saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dictionary
             except SafetensorError as error:
                 raise ConfigError(f"{path}: cannot be read: {error}") from None
-            self._check(path, saved, len(range(rank, self.shape[0], self._ranks)))
+            rows = len(range(rank, self.shape[0], self._ranks))
+            shapes = {"fp32": (rows, self.shape[1]), "exp_avg_sq": (rows,), "touches": (rows,), "steps": (1,)}
+            if self._decay is not None:
+                shapes |= {AVERAGE: (rows, self.shape[1]), f"{AVERAGE}_step": (rows,)}
+            saved_shapes = {
+                name: tuple(tensor.shape) for name, tensor in saved.items() if tensor.dtype == torch.float32
+            }
+            if saved_shapes != shapes or len(saved_shapes) != len(saved):
+                raise ConfigError(f"{path}: its tensors are not those of the model's n-gram tables")
             yield rank, saved
-
-    def _check(self, path: Path, saved: Mapping[str, Any], rows: int) -> None:
-        """Raise ConfigError unless the tensors fit ``rows`` rows of this model."""
-        shapes = {"fp32": (rows, self.shape[1]), "exp_avg_sq": (rows,), "touches": (rows,), "steps": (1,)}
-        if self._decay is not None:
-            shapes |= {AVERAGE: (rows, self.shape[1]), f"{AVERAGE}_step": (rows,)}
-        saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items() if tensor.dtype == torch.float32}
-        if saved_shapes != shapes or len(saved_shapes) != len(saved):
-            raise ConfigError(f"{path}: its tensors are not those of the model's n-gram tables")

@@ -28,9 +28,12 @@ from longstride.launcher.checkpoints.manifest import (
     FORMAT_VERSION,
     CheckpointManifest,
     FileRecord,
+    Score,
     free_bytes,
     gigabytes,
+    known_scores,
     missized,
+    ranked,
     record_files,
     write_json,
     write_manifest,
@@ -39,7 +42,6 @@ from longstride.launcher.checkpoints.manifest import (
 from longstride.launcher.checkpoints.pickles import FAILURES, checkpoint_files
 from longstride.launcher.checkpoints.probe import take_probe
 from longstride.launcher.checkpoints.saved_tables import tables_name
-from longstride.launcher.checkpoints.scores import Score, known_scores, ranked
 from longstride.launcher.checkpoints.universal import universal_folder
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import package_versions, parameter_groups, random_states
@@ -59,13 +61,9 @@ class NotSavedError(RuntimeError):
 class Saver:
     """Saves a run's checkpoints. A save that fails is reported to ``say``, and the run goes on.
 
-    A background save (``train.checkpoint_in_background``) ends after the first step at which every rank has written its
-    share, or else before the next save or the end of the run.
-
-    Args:
-        engine, config, ranks: of the run.
-        say: reports a line.
-        flush_lines: brings the recorded metrics to the disk, before anything of a checkpoint is written.
+    ``flush_lines`` brings the recorded metrics to the disk before anything of a checkpoint is written. A background
+    save (``train.checkpoint_in_background``) ends after the first step at which every rank has written its share, or
+    else before the next save or the end of the run.
     """
 
     def __init__(
@@ -84,11 +82,7 @@ class Saver:
 
     @staticmethod
     def check_pointer(run: Path) -> None:
-        """Check, before the first step, that a file can replace `latest`.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Raise ConfigError, before the first step, if no file can replace `latest`."""
         path = run / file_names.CHECKPOINTS / _LATEST
         if path.is_dir() and not path.is_symlink():
             raise ConfigError(f"{path}: is a folder, not a plain file; move it away")
@@ -102,12 +96,7 @@ class Saver:
             self._scores = known_scores(self._run, self._config.data.validation_split, scores)
 
     def save(self, stream: StreamState, memory: dict[str, Any]) -> None:
-        """Save the engine's step, or begin to. All ranks must call.
-
-        Args:
-            stream: the position of the next batch.
-            memory: other state of the run, by the manifest's keys.
-        """
+        """Save the engine's step, or begin to, with ``memory`` in the manifest. All ranks must call."""
         self.finish()
         self._flush_lines()
         save = _Save(self._engine, self._config, stream, self._ranks, memory)
@@ -297,13 +286,9 @@ def retire(
 ) -> list[int]:
     """Remove the checkpoints that need not stay, once step ``saved`` is safe; return their steps.
 
-    Args:
-        run: the run folder.
-        saved: checkpoints of later steps are left alone, because this run did not save them.
-        keep_last: how many of the newest complete checkpoints stay. While there are fewer, nothing is removed. A
-            complete one has a valid manifest and files of the right size. None: all stay.
-        keep_every: steps that it divides stay.
-        best: steps that stay.
+    The newest ``keep_last`` complete ones up to ``saved`` stay, and every step that ``keep_every`` divides or that is
+    among the ``best``. Complete means a valid manifest and files of the right size. While there are fewer, nothing is
+    removed. Later steps, which this run did not save, and folders that are no checkpoints are left alone.
     """
     removed, num_complete = [], 0
     for checkpoint in list_checkpoints(run)[0] if keep_last is not None else ():

@@ -61,12 +61,8 @@ def build_engine(
 ) -> deepspeed.DeepSpeedEngine:
     """Build the engine around a freshly initialised model. The process group must exist.
 
-    All ranks draw the same weights from the seed. Dropout differs between ranks.
-
-    Args:
-        config: of the run.
-        ranks: this process and its group.
-        fill: may overwrite the first weights, with the same values on all ranks.
+    All ranks draw the same weights from the seed; dropout differs between ranks. ``fill`` may overwrite the first
+    weights, with the same values on all ranks.
     """
     torch.manual_seed(config.train.seed)
     model = SparseTransformer(config.model)
@@ -118,10 +114,7 @@ def build_engine(
 
 
 def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) -> None:
-    """Recompute every residual block in the backward pass, dropout masks included.
-
-    ``section`` is DeepSpeed's; its activation_checkpointing object says how.
-    """
+    """Recompute every residual block in the backward pass, dropout included, as DeepSpeed's ``section`` says."""
 
     def checkpoint_in_training(block: nn.Module, h: Tensor, context: BlockContext) -> MixerOutput:
         if not torch.is_grad_enabled():  # evaluation has no backward pass
@@ -170,8 +163,8 @@ def check_engine(config: RunConfig, ranks: Ranks) -> None:
     """Check, before a process group exists, that DeepSpeed accepts its section and the attention can run.
 
     Raises:
-        ConfigError: DeepSpeed's classes reject or would convert a value, a monitor's package is missing, a setting
-            needs a GPU, or the attention backend cannot train on this rank's device.
+        ConfigError: DeepSpeed rejects or would convert a value, a monitor's package is missing, a setting needs a GPU,
+            or the attention backend cannot train on this rank's device.
     """
     check_section(config, ranks.world_size, on_cpu=ranks.device.type == "cpu")
     if config.train.compile:

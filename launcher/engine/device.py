@@ -116,7 +116,6 @@ def compile_kernels(
     cache.
 
     Args:
-        model, batch, precision, device: of the run's batches.
         train: None if there is no backward pass.
         apart: whether contexts hold documents that do not see each other.
         padded: whether contexts may be short, and are padded.
@@ -138,11 +137,7 @@ def compile_kernels(
 
 
 def check_compiler() -> None:
-    """Check that torch.compile finds its tools.
-
-    Raises:
-        ConfigError: there is no C++ compiler, or Python's headers are missing.
-    """
+    """Raise ConfigError if there is no C++ compiler for torch.compile, or Python's headers are missing."""
     command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(command) is None:
         rule = f"needs a C++ compiler, and there is no {command}; install it, name another by CXX, or give false"
@@ -194,7 +189,6 @@ def run_blocks(
     torch's linear layers, so each process compiles again in its first step.
 
     Args:
-        config, batch, dtype, device: of the run's batches.
         recomputed: whether activation checkpointing is on, which also compiles the forward pass alone.
         apart: whether contexts hold documents that do not see each other.
         padded: whether batches may have padding, which compiles once more.

@@ -112,10 +112,7 @@ def rate_factor(train: TrainConfig, step: int) -> float:
 def rate_change(before: TrainConfig, now: TrainConfig, taken: int) -> str | None:
     """Describe in a line how the rates of the remaining steps change; None if they do not.
 
-    Args:
-        before: settings of the last step.
-        now: settings of the next steps.
-        taken: how many steps the optimiser has taken.
+    ``taken`` is the number of steps that the optimiser has taken, the last one with the settings ``before``.
     """
     parts = (None, *PARTS, "tables")
 

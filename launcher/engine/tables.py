@@ -69,7 +69,14 @@ class Tables:
 
         ``real``, (B, n) bool, is False at padding, which touches no row; None means no padding.
         """
-        rows, places = (self.rows, ids) if self._parts == 1 else self._fetch(ids)
+        rows, places = self.rows, ids
+        if self._parts > 1:
+            # Fetch each row once from its owner, (·, C) fp32.
+            share = -(-self.shape[0] // self._parts)
+            keys, places = torch.unique(ids % self._parts * share + ids // self._parts, return_inverse=True)  # by owner
+            counts = torch.bincount(keys // share, minlength=self._parts).tolist()
+            requested, expected = self._ranks.swap(keys % share, counts)
+            rows, _ = self._ranks.swap(self.rows.index_select(0, requested), expected, counts)
         if real is not None:
             ids = ids.where(real[..., None], _PADDING)
         return _AddRows.apply(h, ids, rows, places, self._pending)
@@ -80,12 +87,7 @@ class Tables:
 
     @torch.no_grad()
     def step(self, number: int, scale: float) -> None:
-        """Take a step with the gradients since the last call. All ranks must call.
-
-        Args:
-            number: steps taken before, for the schedule.
-            scale: what the loss was multiplied by.
-        """
+        """Take step ``number`` + 1 with the gradients of losses times ``scale`` since the last. All ranks must call."""
         ids, gradients = (torch.cat(parts).contiguous() for parts in zip(*self._pending, strict=True))
         self._pending.clear()
         width = gradients.shape[1] * gradients.itemsize
@@ -131,15 +133,6 @@ class Tables:
         self._second[touched], self._touches[touched] = second, touches
         size = (second / (1 - DECAY ** touches.clamp(min=1))).sqrt_().add_(_TINY)
         self.rows.index_add_(0, touched, sums.div_(size[:, None]), alpha=-rate)
-
-    def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Fetch each row of ids once from its owner, (·, C) fp32; also return each id's index among them."""
-        share = -(-self.shape[0] // self._parts)
-        keys, places = torch.unique(ids % self._parts * share + ids // self._parts, return_inverse=True)  # by owner
-        counts = torch.bincount(keys // share, minlength=self._parts).tolist()
-        requested, expected = self._ranks.swap(keys % share, counts)
-        rows, _ = self._ranks.swap(self.rows.index_select(0, requested), expected, counts)
-        return rows, places
 
     def whole(self) -> dict[str, Tensor]:
         """Return all rows by the parameter's name, on every rank. All ranks must call."""

@@ -15,6 +15,9 @@ from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_c
 from longstride.launcher.checkpoints.manifest import (
     FORMAT_VERSION,
     CheckpointManifest,
+    Score,
+    known_scores,
+    ranked,
     record_files,
     write_json,
     write_manifest,
@@ -27,7 +30,6 @@ from longstride.launcher.checkpoints.saving import (
     set_aside,
     universal_folder,
 )
-from longstride.launcher.checkpoints.scores import Score, known_scores, ranked
 from longstride.launcher.config import RunConfig
 from longstride.launcher.output.file_names import CHECKPOINTS
 from tests.harness.lines import evaluation_line, write_metrics

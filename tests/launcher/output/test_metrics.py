@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from longstride.data_pipelines.modalities import MODALITIES
-from longstride.launcher.checkpoints.scores import known_scores, ranked
+from longstride.launcher.checkpoints.manifest import known_scores, ranked
 from longstride.launcher.cluster.start import read_progress
 from longstride.launcher.config import load_config
 from longstride.launcher.drawing.show import draw_loss

@@ -14,7 +14,7 @@ import pytest
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints, open_checkpoint
-from longstride.launcher.checkpoints.scores import Score
+from longstride.launcher.checkpoints.manifest import Score
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import Run as Asked
 from longstride.launcher.data.run_data import RunData
