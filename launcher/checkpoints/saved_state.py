@@ -110,8 +110,19 @@ class SavedState:
         self._states: list[Mapping[int, Mapping[str, Tensor]]] = []  # of the optimiser, by vector
         if self._manifest.zero_stage:
             self._read_shards()
-        else:
-            self._read_unsharded()
+        else:  # one file; in half precision its master weights are unnamed, in the order of the groups
+            optimizer = self._model["optimizer"]
+            if self._manifest.precision == "fp32":
+                masters = [self._model["module"][name] for name in self._names]
+            else:
+                masters = list(chain.from_iterable(optimizer["fp32_groups"]))
+                if optimizer["dynamic_loss_scale"]:
+                    self.loss_scale = {key: float(optimizer[key]) for key in _SCALE if key in optimizer}
+                optimizer = optimizer["optimizer_state_dict"]
+            self._masters, self._states = [masters], [optimizer["state"]]
+            for number, (name, master) in enumerate(zip(self._names, masters, strict=True)):
+                self.shapes[name] = master.shape
+                self._pieces[name] = [_Piece(0, number, 0, master.numel())]
         moments = (state.values() for by_vector in self._states for state in by_vector.values())
         # A stride of 0 would make any number of weights from one.
         for tensor in chain(*self._masters, self.buffers.values(), *moments):
@@ -178,22 +189,6 @@ class SavedState:
             if 0 < sum(kind in state for state in saved) < len(saved):
                 raise self._broken(f"only a part of {name} has {kind}")
         return tuple(kind for kind in KINDS if kind == MASTER or kind in saved[0])
-
-    def _read_unsharded(self) -> None:
-        """Read the one file of ZeRO 0. In half precision its master weights are unnamed, in the groups' order."""
-        optimizer = self._model["optimizer"]
-        names = self._names
-        if self._manifest.precision == "fp32":
-            masters = [self._model["module"][name] for name in names]
-        else:
-            masters = list(chain.from_iterable(optimizer["fp32_groups"]))
-            if optimizer["dynamic_loss_scale"]:
-                self.loss_scale = {key: float(optimizer[key]) for key in _SCALE if key in optimizer}
-            optimizer = optimizer["optimizer_state_dict"]
-        self._masters, self._states = [masters], [optimizer["state"]]
-        for number, (name, master) in enumerate(zip(names, masters, strict=True)):
-            self.shapes[name] = master.shape
-            self._pieces[name] = [_Piece(0, number, 0, master.numel())]
 
     def _read_shards(self) -> None:
         ranks = {int(match[1]): name for name in self._manifest.files if (match := _SHARD.fullmatch(name))}

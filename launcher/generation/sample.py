@@ -61,13 +61,25 @@ def run(arguments: argparse.Namespace) -> int:
     tokens = _generate(arguments, model, request)
     with computing_numbers(arguments.model):
         if request.files:
-            samples, properties = _collect(request, tokens), request.data.file_properties
-            contents = request.data.modality.sample_files(samples, properties, request.prompted)
+            contents = data.modality.sample_files(_collect(request, tokens), data.file_properties, request.prompted)
             for file, content in zip(request.files, contents, strict=True):
                 write_new(file, content)
                 print(file, file=sys.stderr)
             return 0
-        _write_output(request, tokens)
+        if len(request.prompts) * request.count == 1:  # byte by byte
+            steps = itertools.chain([data.tokens(*request.prompts)], (step.cpu().numpy() for step in tokens))
+            samples: list[Iterable[bytes]] = [(data.content(step).tobytes() for step in steps)]
+        else:
+            samples = [[sample.tobytes()] for sample in _collect(request, tokens)]
+        for number, pieces in enumerate(samples, start=1):
+            if sys.stdout.isatty():
+                if len(samples) > 1:
+                    print(f"=== sample {number} ===")
+                write_text(pieces, sys.stdout)
+            else:
+                for piece in pieces:
+                    sys.stdout.buffer.write(piece)
+                    sys.stdout.buffer.flush()
     return 0
 
 
@@ -267,25 +279,6 @@ def _collect(request: Request, generated: Iterator[Tensor]) -> np.ndarray:
         counter.at(number * data.token_bytes)
     counter.close()
     return np.concatenate([np.stack(prompts), data.content(np.stack(columns, axis=1))], axis=1)
-
-
-def _write_output(request: Request, generated: Iterator[Tensor]) -> None:
-    """Write to standard output: one sample byte by byte, several one after another at the end."""
-    if len(request.prompts) * request.count == 1:
-        data, (prompt,) = request.data, request.prompts
-        tokens = itertools.chain([data.tokens(prompt)], (token.cpu().numpy() for token in generated))
-        samples: list[Iterable[bytes]] = [(data.content(part).tobytes() for part in tokens)]
-    else:
-        samples = [[sample.tobytes()] for sample in _collect(request, generated)]
-    for number, pieces in enumerate(samples, start=1):
-        if sys.stdout.isatty():
-            if len(samples) > 1:
-                print(f"=== sample {number} ===")
-            write_text(pieces, sys.stdout)
-        else:
-            for piece in pieces:
-                sys.stdout.buffer.write(piece)
-                sys.stdout.buffer.flush()
 
 
 def write_text(pieces: Iterable[bytes], stream: TextIO) -> None:
