@@ -4,7 +4,8 @@ Reading runs no code and takes memory in proportion to the file. torch's weights
 numbers, texts and their containers. The only other classes in DeepSpeed's files are four plain ones.
 
 Writing raises nothing. DeepSpeed saves between collectives: if a rank raised on a full disk, the others would wait for
-it. So the failure is recorded, the rank goes on to the point where all ranks meet, and the caller reads it there.
+it. The failure is recorded instead. The rank goes on to the point where all ranks meet, and the caller reads the
+failure there.
 
 A background save copies to host memory, and a thread writes the copies while training goes on. DeepSpeed's own
 background writer is a second process for each rank. Only that rank notices if it dies, and the next optimiser step must

@@ -1,8 +1,8 @@
 """Restore an engine from a checkpoint, in the layout that saved it or in another one.
 
 Another layout (ZeRO stage, precision, number of ranks) loads the universal form. The engine gets the state dictionary
-that it would have saved itself, with this rank's part of every tensor. So DeepSpeed loads it like its own checkpoint,
-and saves normally afterwards.
+that it would have saved itself, with this rank's part of every tensor. DeepSpeed loads it like its own checkpoint, and
+saves normally afterwards.
 """
 
 from __future__ import annotations

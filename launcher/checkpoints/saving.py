@@ -62,8 +62,8 @@ class Saver:
     """Saves a run's checkpoints. A save that fails is reported to ``say``, and the run goes on.
 
     ``flush_lines`` brings the recorded metrics to the disk before anything of a checkpoint is written. A background
-    save (``train.checkpoint_in_background``) ends after the first step at which every rank has written its share, or
-    else before the next save or the end of the run.
+    save (``train.checkpoint_in_background``) ends after the first step at which every rank has written its share. It
+    ends at the latest before the next save or the end of the run.
     """
 
     def __init__(

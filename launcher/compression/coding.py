@@ -1,8 +1,8 @@
 """Arithmetic coding of bytes by a model's probabilities, context by context.
 
 The content is cut into contexts of the model's length, the last one shorter, with nothing before each. A batch of
-contexts shares one session, which advances byte by byte in both directions. So encoder and decoder compute the same
-shapes from the same bytes in one loop, by one thread and under the same settings, and one machine computes the same
+contexts shares one session, which advances byte by byte in both directions. Encoder and decoder compute the same shapes
+from the same bytes, in one loop, by one thread and under the same settings. One machine therefore computes the same
 bits both ways. ``computed_crc32`` predicts whether another machine does, and checks within the code detect if it does
 not.
 

@@ -111,9 +111,9 @@ def compile_kernels(
     """Compile what a run's batches will launch on a GPU, and with ``train.compile`` its blocks on any device.
 
     Called before the processes meet, so that none waits in a collective for another's compiler. Kernels depend on the
-    context, the number of programs, and sizes and strides that are 1 or multiples of 16. So the model's attention runs
-    once at the run's own sizes. One process of a host compiles; the others find the result in Triton's or torch's
-    cache.
+    context, the number of programs, and sizes and strides that are 1 or multiples of 16. Therefore the model's
+    attention runs once at the run's own sizes. One process of a host compiles; the others find the result in Triton's
+    or torch's cache.
 
     Args:
         train: None if there is no backward pass.

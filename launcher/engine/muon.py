@@ -2,7 +2,7 @@
 
 ZeRO cuts matrices anywhere. Momentum is element-wise, so it is stored like Adam's moments, next to a rank's share of
 the weights. An update needs the complete matrix. Each matrix has an owner among the ranks that hold a part of it. The
-others send it their parts of the momentum, and get back their parts of the orthogonal matrix. So each matrix is
+others send it their parts of the momentum, and get back their parts of the orthogonal matrix. Each matrix is thus
 computed once. DeepSpeed clips gradients before all this.
 
 Letters: W ranks, R rows and C columns of a matrix.

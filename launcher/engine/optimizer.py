@@ -1,6 +1,6 @@
 """The optimiser, its schedule and the moving average of the weights, as `train` configures them.
 
-The average is stored next to the moments in the optimiser's state. So it is sharded, offloaded, saved and loaded with
+The average is stored next to the moments in the optimiser's state, so it is sharded, offloaded, saved and loaded with
 them under every ZeRO stage.
 """
 

@@ -1,7 +1,7 @@
 """One optimiser step of DeepSpeed's engine, which can be dropped or undone under every ZeRO stage and precision.
 
 DeepSpeed drops a step if a gradient is not finite. Except for ZeRO 0 in fp32, that leaves weights, moments and schedule
-unchanged on all ranks. So an unwanted batch gets such gradients, and this module restores the other changes.
+unchanged on all ranks. An unwanted batch therefore gets such gradients, and this module restores the other changes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The n-gram tables of a model in training. A step reads and changes only the few rows that its bytes touch.
 
 As DeepSpeed parameters, tables of 10⁸ numbers would have dense gradients, moments and an all-reduce in every step, for
-some ten thousand rows. So they are removed from the model before the engine is built.
+some ten thousand rows. They are therefore removed from the model before the engine is built.
 
 **Forward**: rows are stored once, in fp32. Under ZeRO 0 to 2 every rank has all of them. Under ZeRO 3 rank r mod W has
 row r, and each rank requests the rows of its batch from their owners. **Backward**: all rows of a position get the

@@ -225,7 +225,7 @@ def score(
 ) -> ExactSums:
     """Sum the nats of all ranks' scored bytes without rounding, in total or by the position bins ``edges``.
 
-    Batches hold the same rows for any number of ranks, and the sum does not depend on order. So its bits do not depend
+    Batches hold the same rows for any number of ranks, and the sum does not depend on order, so its bits do not depend
     on the number of ranks. All ranks must call, with equally many batches.
 
     Args:

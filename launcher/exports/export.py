@@ -264,8 +264,8 @@ def check_losses(
     """Compare the exported model's loss on the probe with the trainer's; return a line about both.
 
     The loss is computed in the trainer's precision if the exported dtype can hold its weights, else in the exported
-    dtype. An average has another loss than the weights that the probe was taken with. So for an average, the trained
-    weights are compared, which ``masters`` returns by name, and the average's loss is reported.
+    dtype. An average has another loss than the weights that the probe was taken with. For an average, the trained
+    weights are therefore compared, which ``masters`` returns by name, and the average's loss is reported.
 
     Raises:
         ConfigError: they differ by more than rounding.

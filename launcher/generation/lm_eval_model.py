@@ -34,7 +34,7 @@ class LongstrideLM(LM):
     """An export whose tokens are the bytes of text.
 
     A document longer than the context is cut like packed documents in `longstride evaluate`, with the score of
-    `longstride sample --likelihood`. Of a longer text before an answer, the model sees the last bytes.
+    `longstride sample --likelihood`. If the text before an answer is longer, the model sees its last bytes.
 
     Args:
         path: folder written by `longstride export`.

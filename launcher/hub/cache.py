@@ -67,8 +67,8 @@ class _Group(NamedTuple):
 class SessionCache:
     """A cache that transformers passes from step to step, with one session for all contexts of one length.
 
-    It begins empty. A step with padding for only some contexts, such as finished ones, splits them from the others. So
-    every context has the tokens and takes the steps that it would have and take alone. Contexts of a session share
+    It begins empty. A step with padding for only some contexts, such as finished ones, splits them from the others.
+    Every context thus has the tokens and takes the steps that it would have and take alone. Contexts of a session share
     matrix products, so their logits equal those alone within rounding.
     """
 

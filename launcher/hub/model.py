@@ -1,7 +1,7 @@
 """An exported model as a class of transformers.
 
 Place i of transformers has the logits of the token after token i. The network has them in row i + 1, since its row i
-predicts token i. So n tokens need n + 1 rows. Row 0, of the first token, goes to a start before it, and to padding.
+predicts token i; n tokens need n + 1 rows. Row 0, of the first token, goes to a start before it, and to padding.
 
 Letters: B batch, n tokens, C width, V vocabulary.
 """

@@ -4,7 +4,7 @@ Each place gets the logits of the token after it. Row i of the network predicts 
 full context has no row after its last token.
 
 A row of transformers may have padding on either side, and a start before its first token. The network begins every row
-at place 0 with a start of its own. So rows are moved to the left, and logits are moved back to their places.
+at place 0 with a start of its own. Rows are therefore moved to the left, and logits are moved back to their places.
 
 Letters: B batch, n places of a row, m tokens of the longest row, C width, V vocabulary.
 """

@@ -212,8 +212,8 @@ def streamed_model(
 ) -> SparseTransformer:
     """Return a model in evaluation mode whose blocks hold no weights: ``tensor`` fetches them by name for each use.
 
-    So memory holds one residual block at a time, and no weights that are used as stored. The attention backend is
-    replaced as in ``load_model``.
+    Memory holds one residual block at a time, and no weights that are used as stored. The attention backend is replaced
+    as in ``load_model``.
     """
     model = empty_model(_runnable(config, device, dtype))
 

@@ -109,8 +109,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 class Shapes:
     """Names and shapes of a model's parameters and buffers, in the model's order.
 
-    A configuration is a few hundred bytes from anybody, and can request any number of layers of any size. So it is
-    checked against the actual files by this class, before modules or memory are allocated.
+    A configuration is a few hundred bytes from anybody, and can request any number of layers of any size. It is
+    therefore checked against the actual files by this class, before modules or memory are allocated.
     """
 
     of: dict[str, torch.Size]

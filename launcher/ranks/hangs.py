@@ -85,7 +85,7 @@ class Sheet:
 
     The first page says where the process is. After it, Python's handler of SIGUSR2 writes the stacks of all threads.
     The handler is C and needs no interpreter, so it works wherever the process is stuck. Neighbours read the sheet
-    through /proc. So nothing is written to a disk without a failure, and even a process that cannot write is reported.
+    through /proc. Nothing is written to a disk without a failure, and even a process that cannot write is reported.
     """
 
     def __init__(self, rank: int) -> None:

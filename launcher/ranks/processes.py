@@ -167,8 +167,8 @@ class Ranks:
     def first_works(self, work: Callable[[], Result]) -> Result:
         """Return what the first rank's ``work`` returns, on every rank.
 
-        It works in a thread, and all ranks meet in a small collective again and again until it is done. So a rank that
-        dies is noticed at once, and no collective waits for long.
+        It works in a thread, and all ranks meet in a small collective again and again until it is done. A rank that
+        dies is thus noticed at once, and no collective waits for long.
 
         Raises:
             AgreedError: on every rank, if the work meets a mistake of the user.

@@ -6,8 +6,8 @@ variables describe the helpers. No MPI library is loaded, and no program is run.
 
 In a CPU run, ranks communicate by gloo. It binds to the address of the host's own name, or to loopback if that fails,
 and then other hosts cannot reach it. Interface names may differ between hosts, so no environment file can set one for
-all. So each rank uses the interface of its route to the meeting place. NCCL needs no help: it finds active interfaces
-itself, tries loopback last, and may use several at once.
+all. Each rank therefore uses the interface of its route to the meeting place. NCCL needs no help: it finds active
+interfaces itself, tries loopback last, and may use several at once.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def choose_interface(environment: MutableMapping[str, str] = os.environ) -> None
         return
     towards = [environment["MASTER_ADDR"]]
     if environment.get("SLURM_STEP_NUM_NODES", "1") != "1" and "SLURM_STEP_NODELIST" in environment:
-        # The meeting host may resolve its own name to loopback, as in Debian's /etc/hosts. So it uses the route to the
-        # last host. Launchers by ssh set an address, which is never loopback.
+        # The meeting host may resolve its own name to loopback, as in Debian's /etc/hosts. It therefore uses the route
+        # to the last host. Launchers by ssh set an address, which is never loopback.
         towards.append(end_host(environment["SLURM_STEP_NODELIST"], last=True))
     for host in towards:
         name = interface_towards(host)
