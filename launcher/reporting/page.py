@@ -283,7 +283,8 @@ def _plan(run: PageRun) -> str:
     rows = [pieces().row([cell or "–" for cell in cells], [1, 2]) for cells in _plan_rows(run.record, plan)]
     count = processes_of(run.record)
     planned = f"planned on {plan['device']}, {count} process{'es' if count > 1 else ''}" if plan else "planned"
-    return text + str(pieces().table(["", planned, "measured"], rows, [1, 2]))
+    text += pieces().table(["", planned, "measured"], rows, [1, 2])
+    return text
 
 
 def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -95,6 +95,7 @@ def test_run_of_older_code_has_every_part(name: str, tmp_path: Path) -> None:
     page = Page(text)
     assert [attrs["id"] for tag, attrs in page.elements if tag == "section"] == list(PARTS)
     assert "the run has no starts.jsonl" in page.text and "left out by --quick" in page.text
+    assert any(table[0] == ["", "planned", "measured"] for table in page.tables)
     assert page.charts() >= 5
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"{min(e.values.min() for e in read_run(run).evaluations.values()):.4f}" in page.text

@@ -105,7 +105,7 @@ def test_without_stop_when_nothing_is_remembered_or_saved(config_file: Path) -> 
         ({"stop_when": {"evaluation": 2}}, "train.stop_when.evaluation: unknown key; nearest evaluations"),
         (
             {"stop_when": {"evaluations": 2}, "evaluate_every": 0},
-            "train.stop_when.evaluations=2: needs evaluations during training, but evaluate_every is 0: give it",
+            "train.stop_when.evaluations=2: needs evaluations during training, but evaluate_every is 0; set it",
         ),
     ],
 )
