@@ -260,6 +260,8 @@ def draw_loss(run_folder: Path) -> Any:
     Raises:
         ConfigError: there is no run, or its metrics.jsonl cannot be read or holds no line yet.
     """
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     from longstride.launcher.pictures import LINES, curves, styled
 
     metrics = read_metrics(run_folder)
@@ -280,23 +282,16 @@ def draw_loss(run_folder: Path) -> Any:
             axis.plot(series.steps, series.values, marker="o", markersize=4, color=LINES[1], label=split)
         drawn = [series.values for series in (loss, *metrics.evaluations.values()) if series is not None]
         if drawn:
-            _set_scale(axis, np.concatenate(drawn))
+            values = np.concatenate(drawn)
+            if values.min() > 0 and values.max() >= 2 * values.min():  # a logarithmic axis shows late progress
+                axis.set_yscale("log", base=2)
+                subs = (1.0, 1.5) if values.max() > 4 * values.min() else (1.0, 1.25, 1.5, 1.75)
+                axis.yaxis.set_major_locator(LogLocator(base=2, subs=subs))
+                axis.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
+                axis.yaxis.set_minor_formatter(NullFormatter())
             axis.legend()
         axis.set(xlabel="step", ylabel=metrics.unit)
         axis.xaxis.set_major_formatter("{x:,.0f}")
         ends = [f"{split} {curve.last:.3f} at step {curve.steps[-1]:,}" for split, curve in metrics.evaluations.items()]
         axis.set_title(" · ".join([run_folder.resolve().name, *ends]))
     return figure
-
-
-def _set_scale(axis: Any, values: np.ndarray) -> None:
-    """Make the axis logarithmic, which shows late progress, if the values are positive and spread enough."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    if values.min() <= 0 or values.max() < 2 * values.min():
-        return
-    axis.set_yscale("log", base=2)
-    subs = (1.0, 1.5) if values.max() > 4 * values.min() else (1.0, 1.25, 1.5, 1.75)
-    axis.yaxis.set_major_locator(LogLocator(base=2, subs=subs))
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())

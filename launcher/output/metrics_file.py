@@ -165,12 +165,9 @@ def parse_line(text: bytes) -> dict[str, Any]:
         content = parse_json(text) if text.endswith(b"\n") else None
     except JSONError:
         return {}
-    return content if isinstance(content, dict) and _is_valid(content) else {}
-
-
-def _is_valid(line: dict[str, Any]) -> bool:
-    """Whether a line has all keys of its kind, with values of the right type and size."""
-    types = dict(_LINE_KEYS)
+    if not isinstance(content, dict):
+        return {}
+    line, types = content, dict(_LINE_KEYS)
     if any(name in line for name in _STEP_KEYS):
         types |= _STEP_KEYS
         line = {"tokens": 0} | line  # the first versions wrote none for steps
@@ -178,5 +175,6 @@ def _is_valid(line: dict[str, Any]) -> bool:
         types["bytes"] = (int,)
     bits = {f"{_BITS}{unit}": (float, NoneType) for unit in ("byte", NO_BYTE) if f"{_BITS}{unit}" in line}
     if not bits or any(type(line.get(name, ...)) not in allowed for name, allowed in (types | bits).items()):
-        return False
-    return line["step"] > 0 and all(0 <= line[name] < 2**63 for name in types if type(line[name]) is int)
+        return {}
+    is_valid = line["step"] > 0 and all(0 <= line[name] < 2**63 for name in types if type(line[name]) is int)
+    return content if is_valid else {}
