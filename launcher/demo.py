@@ -191,10 +191,10 @@ def stage(*words: object, capture: bool = False) -> str:
     """
     command = [sys.executable, "-m", "longstride.launcher.cli", *map(str, words)]
     print(f"\n$ longstride {shlex.join(map(str, words))}", flush=True)
-    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE if capture else None, text=True)
-    if ended.returncode:
-        raise StageError(f"{words[0]} failed with exit code {ended.returncode}")
-    return ended.stdout or ""
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE if capture else None, text=True)
+    if result.returncode:
+        raise StageError(f"{words[0]} failed with exit code {result.returncode}")
+    return result.stdout or ""
 
 
 def new_folder(parent: Path) -> Path:

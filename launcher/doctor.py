@@ -222,9 +222,9 @@ def compilers(*, cards: bool, compiled: bool) -> Iterator[Finding]:
             command = [compiler, str(source), "-o", str(Path(folder) / "empty")]
             options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
             try:
-                ended = subprocess.run(command, **options, timeout=_COMPILER_SECONDS)
-                if ended.returncode:
-                    failure = (ended.stderr.strip().splitlines() or ["no word"])[-1]
+                result = subprocess.run(command, **options, timeout=_COMPILER_SECONDS)
+                if result.returncode:
+                    failure = (result.stderr.strip().splitlines() or ["no word"])[-1]
             except (OSError, subprocess.TimeoutExpired) as error:
                 failure = type(error).__name__
         text = compiler if failure is None else f"{compiler} compiles nothing ({failure})"
@@ -362,11 +362,11 @@ def examine_hosts(
         yield Finding("launcher", "broken", str(error))
     words = [sys.executable, "-m", "longstride.launcher.host", *content]
     script = f"cd {shlex.quote(str(Path.cwd()))} 2>&-; PYTHONPATH={shlex.quote(ROOT)} timeout {CHILD_SECONDS:g} "
-    for host, ended in hosts.ask(list(slots), script + shlex.join(words), CHILD_SECONDS + 60).items():
-        answer = ended if isinstance(ended, str) else _parse_answer(ended)
+    for host, result in hosts.ask(list(slots), script + shlex.join(words), CHILD_SECONDS + 60).items():
+        answer = result if isinstance(result, str) else _parse_answer(result)
         if isinstance(answer, str):
             mend = f"`ssh {host} true` must work without a password"
-            if not isinstance(ended, str) and ended.returncode != exit_codes.SSH_FAILED:
+            if not isinstance(result, str) and result.returncode != exit_codes.SSH_FAILED:
                 mend = f"{sys.executable} and this code must be there at the same path"
             yield Finding(host, "broken", answer, mend)
             continue
@@ -403,12 +403,12 @@ def answer_of_child(words: list[str], seconds: float | None = None) -> dict[str,
         return f"no answer in {seconds:g} seconds"
 
 
-def _parse_answer(ended: subprocess.CompletedProcess[str]) -> dict[str, Any] | str:
+def _parse_answer(result: subprocess.CompletedProcess[str]) -> dict[str, Any] | str:
     """Return the JSON object on the last line of a program's output, or the last line of its error."""
     with contextlib.suppress(IndexError, ValueError):
-        content = json.loads(ended.stdout.strip().splitlines()[-1])
+        content = json.loads(result.stdout.strip().splitlines()[-1])
         if isinstance(content, dict):
             return content
-    if ended.returncode < 0:
-        return f"ended by signal {-ended.returncode}"
-    return (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}, without a word"])[-1].strip()
+    if result.returncode < 0:
+        return f"ended by signal {-result.returncode}"
+    return (result.stderr.strip().splitlines() or [f"exit code {result.returncode}, without a word"])[-1].strip()

@@ -267,10 +267,10 @@ def _links_to_launcher() -> list[tuple[int, int]]:
     if not _command_line_holds(parent, (_LAUNCH,)):
         return links  # torchrun, srun or mpirun
     for _ in range(_MOST_LINKS - 1):
-        above = _parent_of(parent)
-        if above is None:
+        grandparent = _parent_of(parent)
+        if grandparent is None:
             break
-        child, parent = parent, above
+        child, parent = parent, grandparent
         if child == os.getppid() and parent == 1 and not _command_line_holds(1, _RUNNERS):
             return [(child, -1)]  # launch is an orphan: its runner died before this rank started
         links.append((child, parent))

@@ -38,8 +38,8 @@ def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
         value = parse_json(content, keys_once=True)
     except RepeatedKeyError as error:
         repeated = _repeated_keys(content.decode())
-        places = [f"{path}:{line}:{column}: key {key} stands twice" for line, column, key in repeated]
-        raise ConfigError(*(places or [f"{path}: {error}"])) from None  # none if one is written with escapes
+        lines = [f"{path}:{line}:{column}: key {key} stands twice" for line, column, key in repeated]
+        raise ConfigError(*(lines or [f"{path}: {error}"])) from None  # none if one is written with escapes
     except JSONError as error:
         place = path if error.line is None else f"{path}:{error.line}:{error.column}"
         raise ConfigError(f"{place}: {error}") from None

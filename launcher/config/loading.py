@@ -111,8 +111,8 @@ def find_config(text: str | Path) -> Path:
         raise ConfigError(f"{text}: {rule}")
     if path.is_file() or len(path.parts) != 1 or path.suffix:
         neighbours = {} if path.exists() else {file.stem: file for file in path.parent.glob("*.json")}
-        if near := difflib.get_close_matches(path.stem, neighbours, n=1):
-            raise ConfigError(f"{text}: no such file; nearest {neighbours[near[0]]}")
+        if matches := difflib.get_close_matches(path.stem, neighbours, n=1):
+            raise ConfigError(f"{text}: no such file; nearest {neighbours[matches[0]]}")
         return path
     presets = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
     if path.name not in presets:

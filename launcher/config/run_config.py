@@ -141,7 +141,8 @@ class RunConfig(StrictModel):
         if world_size > train.MOST_PROCESSES:
             raise ConfigError(f"{world_size} processes: a run has at most {train.MOST_PROCESSES:,}; start fewer")
         if world_size % shared:
-            near = min((d for d in range(1, world_size + 1) if world_size % d == 0), key=lambda d: abs(d - shared))
+            divisors = (number for number in range(1, world_size + 1) if world_size % number == 0)
+            near = min(divisors, key=lambda number: abs(number - shared))
             rule = f"must divide the {world_size} process{'es' if world_size > 1 else ''}; nearest {near}"
             rule += f"; or start {-(-world_size // shared) * shared} processes"
             raise ConfigError.at("train.sequence_parallel", shared, rule)
@@ -156,8 +157,8 @@ class RunConfig(StrictModel):
         shares = train.global_batch // train.micro_batch
         fitting = [count * shared for count in range(1, shares + 1) if shares % count == 0]
         below = max(count for count in fitting if count < world_size)
-        good = " or ".join(map(str, [below, *[count for count in fitting if count > world_size][:1]]))
-        raise ConfigError(replace(problem, rule=f"{problem.rule}; or start {good} processes"))
+        suggestion = " or ".join(map(str, [below, *[count for count in fitting if count > world_size][:1]]))
+        raise ConfigError(replace(problem, rule=f"{problem.rule}; or start {suggestion} processes"))
 
     def check_hosts(self, hosts: Sequence[str]) -> None:
         """Check the world size, and that no host is split; ``hosts`` has one name per rank.
@@ -183,12 +184,13 @@ class RunConfig(StrictModel):
                 and train.global_batch % (train.micro_batch * len(hosts) // count) == 0
             ]
             names = f"{ranks[0]} to {ranks[-1]}"
-            good = f"nearest {fitting[-1]}" if fitting else "give the hosts other numbers of them"
+            suggestion = f"nearest {fitting[-1]}" if fitting else "give the hosts other numbers of them"
         else:
             names = ", ".join([*map(str, ranks[:4]), *["…"][: len(ranks) > 4]])
-            good = "start ranks host by host, by srun --distribution=block or mpirun --map-by slot"
+            suggestion = "start ranks host by host, by srun --distribution=block or mpirun --map-by slot"
         host = split_host.partition(" ")[0]
-        rule = f"must divide the processes of every host, or be those of whole hosts; {host} has ranks {names}; {good}"
+        rule = f"must divide the processes of every host, or be those of whole hosts; {host} has ranks {names}"
+        rule += f"; {suggestion}"
         raise ConfigError.at("train.sequence_parallel", shared, rule)
 
     def with_lasting_data(self) -> RunConfig:

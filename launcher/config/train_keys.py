@@ -275,5 +275,5 @@ class TrainConfig(StrictModel):
 def batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:
     """Return the problem of a batch that is no multiple of ``unit``, with the nearest multiples."""
     below = value // unit * unit
-    good = ", ".join(str(multiple) for multiple in (below, below + unit) if multiple)
-    return Problem(path, f"must be a multiple of {divisor}; nearest {good}", value)
+    suggestion = ", ".join(str(multiple) for multiple in (below, below + unit) if multiple)
+    return Problem(path, f"must be a multiple of {divisor}; nearest {suggestion}", value)

@@ -157,9 +157,9 @@ def check_output(output: str, resume: str, replay: str | None = None) -> None:
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError.at("train.output", output, f"{nearest} cannot be written; name another folder")
     contents = (file_names.CONFIG, file_names.METRICS, file_names.CHECKPOINTS)
-    taken = [name for name in contents if (run / name).exists()]
-    if resume == "never" and taken and not _is_only_started(run):
-        rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
+    existing = [name for name in contents if (run / name).exists()]
+    if resume == "never" and existing and not _is_only_started(run):
+        rule = f"holds a run already ({', '.join(existing)}); go on with --resume auto, or name another folder"
         raise ConfigError.at("train.output", output, rule)
 
 

@@ -45,7 +45,7 @@ from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopAskedError, StopFlag
 from longstride.sparse_model import Division
 
-_PLACES = {
+_CONFIG_PATHS = {
     "context": "model.context",
     "global_batch": "train.global_batch",
     "batch_size": "train.micro_batch",
@@ -159,14 +159,14 @@ def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
 
 
 @contextmanager
-def placed() -> Iterator[None]:
+def _with_config_paths() -> Iterator[None]:
     """Replace the name of a setting in a DataError by its path in the configuration."""
     try:
         yield
     except DataError as error:
         name, _, message = str(error).partition("=")
-        if name in _PLACES:
-            raise DataError(f"{_PLACES[name]}={message}") from None
+        if name in _CONFIG_PATHS:
+            raise DataError(f"{_CONFIG_PATHS[name]}={message}") from None
         raise
 
 
@@ -188,7 +188,7 @@ class RunData:
         if ranks.sequence_parallel > 1:
             section = Division(ranks.sequence_rank, ranks.sequence_parallel).section(config.model.context)
             self._span = Span(section.start - config.model.reach, section.stop)
-        with placed():
+        with _with_config_paths():
             remote = RemoteSettings(**config.data.remote.model_dump())
             self._folder = DataFolder(location or config.data.path, remote)
         colours, vocabulary = len(self.palette or ()), config.model.vocabulary
@@ -269,7 +269,7 @@ class RunData:
             DataError: the split or state does not fit the run.
         """
         data = self._config.data
-        with placed():
+        with _with_config_paths():
             settings = StreamSettings(
                 context=self._config.model.context,
                 global_batch=self._config.train.global_batch,
@@ -314,7 +314,7 @@ class RunData:
         Raises:
             DataError: the split does not fit the run.
         """
-        with placed():
+        with _with_config_paths():
             batches = evaluation_contexts(
                 self._folder,
                 split or self._config.data.validation_split,
@@ -340,7 +340,7 @@ class RunData:
                 vocabulary.
         """
         split, context = split or self._config.data.validation_split, self._config.model.context
-        with placed():
+        with _with_config_paths():
             tokens = read_context(self._folder, split, number, context=context, cut=self._cut)
         _check_tokens(tokens, self._config.model.vocabulary)
         return tokens
@@ -363,8 +363,8 @@ class RunData:
         is_evaluated = self._config.train.evaluate_every is not None
         if is_evaluated and not self.has_split(data.validation_split):
             splits = [*self._folder.manifest.splits]
-            good = "".join([f"take {name}, or " for name in splits if name != data.train_split][:1])
-            rule = f"no split of {data.path}, which holds {', '.join(splits)}; {good}train without evaluations by"
+            suggestion = "".join([f"take {name}, or " for name in splits if name != data.train_split][:1])
+            rule = f"no split of {data.path}, which holds {', '.join(splits)}; {suggestion}train without evaluations by"
             rule = f"{rule} train.evaluate_every=null"
             raise ConfigError.at("data.validation_split", data.validation_split, rule)
         if is_evaluated:
@@ -380,8 +380,8 @@ class RunData:
             and any(getattr(embedding, name, None) != size for name, size in pictures.items())
         ):
             shape = " x ".join(map(str, pictures.values()))
-            good = json.dumps({"type": "image", **pictures})
-            rule = f"the data holds pictures of {shape} (height, width, channels); {good}"
+            suggestion = json.dumps({"type": "image", **pictures})
+            rule = f"the data holds pictures of {shape} (height, width, channels); {suggestion}"
             raise ConfigError.at("model.embedding", embedding.model_dump(), rule)
         if is_evaluated:
             check_split(self._folder, data.validation_split)

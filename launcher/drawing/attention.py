@@ -120,8 +120,8 @@ def draw_attention(
         check_number("--query", query, len(tokens), f"a {unit} of the context")
     if queries and len(queries) > MOST_QUERIES:
         raise ConfigError(f"--query={queries[-1]}: one picture has room for {MOST_QUERIES} queries; leave some out")
-    who = "mean of all heads" if head is None else f"head {head}"
-    title = f"{name}, {len(tokens):,} {unit}s; {who}{'' if weights == TRAINED else '; moving average of the weights'}"
+    heads = "mean of all heads" if head is None else f"head {head}"
+    title = f"{name}, {len(tokens):,} {unit}s; {heads}{'' if weights == TRAINED else '; moving average of the weights'}"
     if model.config.embedding.type == "image" or queries:
         grid = grid_of(model.config)
         places = list(queries or [query for query in default_queries(grid) if query < len(tokens)] or [len(tokens) - 1])
@@ -419,15 +419,15 @@ def attention_rows(
                 weights_of, rows = mixer.weights(inputs[0]), []
                 count = max(1, SCORES_IN_WORK // len(tokens))
                 for start in range(0, len(queries), count):
-                    some = torch.tensor(queries[start : start + count])
-                    mean = _mean_over_heads(weights_of, heads, some)
+                    chunk = torch.tensor(queries[start : start + count])
+                    mean = _mean_over_heads(weights_of, heads, chunk)
                     if not math.isclose(unread, 0.0):
                         read = torch.zeros_like(mean, dtype=torch.bool)
                         for index in heads:
                             if index < len(patterns[layer]):
-                                read |= patterns[layer][index].mask(some[:, None], position)
+                                read |= patterns[layer][index].mask(chunk[:, None], position)
                             else:  # content decides
-                                read |= mixer.reads(inputs[0], index)(some)
+                                read |= mixer.reads(inputs[0], index)(chunk)
                         mean[~read] = unread
                     rows.append(keep(mean.numpy()))
                 rows_by_layer[layer] = np.concatenate(rows)

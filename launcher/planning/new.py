@@ -115,8 +115,8 @@ def _check_options(arguments: argparse.Namespace) -> tuple[Path, str]:
     usual = Path(f"{arguments.name.removesuffix('.json')}.json")
     output = arguments.output or usual
     if output.suffix != ".json":
-        good = output.with_suffix(".json") if output.name else usual
-        raise ConfigError(f"--output={output}: must end in .json; such as {good}")
+        suggestion = output.with_suffix(".json") if output.name else usual
+        raise ConfigError(f"--output={output}: must end in .json; such as {suggestion}")
     if not output.parent.is_dir():
         raise ConfigError(f"--output={output}: {output.parent} is no folder; make it first, or name another")
     if os.path.lexists(output):
@@ -163,7 +163,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     return Machine("cpu", count, int(FREE_SHARE["cpu"] * free / count), precision, words)
 
 
-def _number(option: str, text: str, most: int, good: str, *, is_integer: bool = False) -> float:
+def _number(option: str, text: str, most: int, suggestion: str, *, is_integer: bool = False) -> float:
     """Parse a number from 1 to ``most``; raise ConfigError for anything else."""
     try:
         number = float(text)
@@ -171,7 +171,7 @@ def _number(option: str, text: str, most: int, good: str, *, is_integer: bool = 
         number = 0.0
     if not 1 <= number <= most or (is_integer and number != int(number)):
         what = "a whole number" if is_integer else "a number"
-        raise ConfigError(f"{option}={text}: must be {what} from 1 to {most:,}; such as {good}")
+        raise ConfigError(f"{option}={text}: must be {what} from 1 to {most:,}; such as {suggestion}")
     return number
 
 
@@ -218,9 +218,11 @@ def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
             if peak <= machine.process_bytes:
                 return peak
             micro_batch //= 2
-    good = "--size tiny, " if size != SIZES[0] else ""
+    smaller = "--size tiny, " if size != SIZES[0] else ""
     rule = f"takes {peak / _GIB:.1f} GiB a process at least, and {machine.process_bytes / _GIB:.1f} are to be had here"
-    raise ConfigError(f"--size={size}: {rule} ({machine.words}); give {good}fewer --processes, or the --memory of GPUs")
+    raise ConfigError(
+        f"--size={size}: {rule} ({machine.words}); give {smaller}fewer --processes, or the --memory of GPUs"
+    )
 
 
 def _notes(content: dict[str, Any], data: Any, machine: Machine, preset: str | None, size: str, peak: int) -> list[str]:

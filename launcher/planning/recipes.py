@@ -153,8 +153,8 @@ def model_like(name: str, preset: Mapping[str, Any], size: Size, data: Data) -> 
         palette = f" --palette {preset['vocabulary']}" if has_palette else ""
         what = f"{modality}{' in colours of a palette' if has_palette else ''}"
         rule = f"the preset reads {what}, and {data.location} holds {data.modality}{' in bytes' if has_palette else ''}"
-        good = f"`longstride data build … --modality {modality}{palette}`"
-        raise ConfigError(f"--like={name}: {rule}; name a folder of {good} by --data")
+        suggestion = f"`longstride data build … --modality {modality}{palette}`"
+        raise ConfigError(f"--like={name}: {rule}; name a folder of {suggestion} by --data")
     shape = _shape(size, data)
     context = shape["context"]
     if data.picture is None:

@@ -149,10 +149,10 @@ def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
         best, split = min(evaluated)
         series = record.evaluations[split]
         step = int(series.steps[series.values.argmin()])
-        some = record.setting("train.evaluate_contexts")
+        limit = record.setting("train.evaluate_contexts")
         place = f"{split}, step {step:,}"
-        if isinstance(some, int):
-            place += f", at most {some:,} contexts"
+        if isinstance(limit, int):
+            place += f", at most {limit:,} contexts"
         figures.append(("best validation", f"{best:.4f}", f"{record.unit}, {place}"))
     else:
         why = "not evaluated yet" if record.is_evaluated else "none, as train.evaluate_every is null"
@@ -292,8 +292,8 @@ def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, 
     seconds, memory = record.median("seconds"), record.train.get("peak_memory_bytes")
     step, length, attention = (plan.get(part) or {} for part in ("step", "length", "attention"))
     work = sum(step.get(f"{part}_flops", 0) for part in ("forward", "backward", "recompute"))
-    way = "peak_recomputed" if plan.get("activation_checkpointing") else "peak_kept"
-    peaks = [row[way] for row in plan.get("memory", []) if row.get("stage") == plan.get("zero_stage") and way in row]
+    key = "peak_recomputed" if plan.get("activation_checkpointing") else "peak_kept"
+    peaks = [row[key] for row in plan.get("memory", []) if row.get("stage") == plan.get("zero_stage") and key in row]
     rows = []
     if total := (plan.get("parameters") or {}).get("total"):
         rows.append(("parameters", f"{total:,}", ""))

@@ -144,8 +144,9 @@ def misspelt_keys(config: str | None, overrides: Sequence[str]) -> list[str]:
     lines = {}
     for path in dict.fromkeys(paths):
         section, _, key = path.rpartition(".")
-        if section in keys_of and key not in all_keys and (near := difflib.get_close_matches(key, keys_of[section], 1)):
-            lines[path] = f"{path}: unknown key; nearest {near[0]}"
+        matches = [] if key in all_keys else difflib.get_close_matches(key, keys_of.get(section, ()), 1)
+        if matches:
+            lines[path] = f"{path}: unknown key; nearest {matches[0]}"
     return ["".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line) for line in lines.values()]
 
 
