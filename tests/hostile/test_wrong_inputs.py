@@ -277,7 +277,7 @@ WRONG: list[tuple[str, str]] = [
     ("train --config run.json --from run --from-step -1", "argument --from-step: -1: must be the number of a step, or"),
     (f"train --config run.json --from run --from-step {MANY}", ": must be the number of a step, or best; `longstride"),
     ("train --config run.json --from-weights ema", "--from-weights=ema: only applies with --from; give --from too"),
-    ("train --config run.json --from-positions repeat", "--from-positions=repeat: only applies with --from; give --from too"),
+    ("train --config run.json --from-positions repeat", "--from-positions=repeat: only applies with --from; give"),
     ("train --config run.json --from run --from-positions odd", "argument --from-positions: invalid choice: 'odd'"),
     ("train --config run.json --from-partly", "--from-partly: only applies with --from; give --from too"),
     # Reports and pictures.
