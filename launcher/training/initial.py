@@ -196,7 +196,7 @@ def _misfit_problems(
     return problems
 
 
-def extended_table(table: Tensor, rows: int, way: str) -> Tensor:
+def extend_table(table: Tensor, rows: int, way: str) -> Tensor:
     """Extend a position table (n, C) to (rows, C) fp32.
 
     With ``repeat``, row i is row i mod n. With ``interpolate``, the first and last rows stay, and rows between are
@@ -265,7 +265,7 @@ class InitialWeights:
             state[name].copy_(self._source.tensor(name))
         for name in self.fit.extended:
             assert self._options.positions is not None
-            state[name].copy_(extended_table(self._source.tensor(name), len(state[name]), self._options.positions))
+            state[name].copy_(extend_table(self._source.tensor(name), len(state[name]), self._options.positions))
 
     def check(self, run: Run, engine: DeepSpeedEngine) -> None:
         """Check that the engine has the loss of an equal source model on its checkpoint's probe. All ranks must call.

@@ -229,10 +229,10 @@ class Utilization:
 
     def __init__(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
         self.work = StepWork.of(config, device)
-        local_peak = known_peak(device, config.precision)
+        local_peak = listed_peak(device, config.precision)
         if local_peak is None:
             ranks.barrier()  # processes that share the cores of a machine must measure together
-            local_peak = measured_peak(device, DTYPES[config.precision])
+            local_peak = measure_peak(device, DTYPES[config.precision])
         self.peak = sum(ranks.gather_objects(local_peak))  # operations per second of all devices
 
     def fields(self, seconds: float) -> dict[str, float]:
@@ -241,7 +241,7 @@ class Utilization:
         return {"mfu": self.work.visited / most, "mfu_dense_equivalent": self.work.dense / most}
 
 
-def known_peak(device: torch.device, precision: str) -> float | None:
+def listed_peak(device: torch.device, precision: str) -> float | None:
     """Return the peak of a GPU in the table, in operations per second; None for others and for CPUs."""
     if device.type != "cuda":
         return None
@@ -249,7 +249,7 @@ def known_peak(device: torch.device, precision: str) -> float | None:
     return next((1e12 * peaks[precision] for model, peaks in _PEAKS.items() if model in name), None)
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the peak by square matrix products of several sizes, in operations per second.
 
     It takes about a tenth of a second and draws no random number.

@@ -17,7 +17,7 @@ from longstride.launcher import cli
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.data import FromOptions
 from longstride.launcher.models import Exported
-from longstride.launcher.training.initial import Fit, extended_table, fit
+from longstride.launcher.training.initial import Fit, extend_table, fit
 from tests.harness.runs import metrics, spawn
 from tests.harness.tiny_models import plain_config
 
@@ -122,10 +122,10 @@ def test_longer_context_asks_how_positions_are_made() -> None:
 
 def test_extended_tables_repeat_or_lie_on_straight_lines() -> None:
     table = torch.tensor([[0.0, 10.0], [2.0, 30.0], [4.0, 10.0]])
-    assert torch.equal(extended_table(table, 7, "repeat"), table[[0, 1, 2, 0, 1, 2, 0]])
-    longer = extended_table(table, 5, "interpolate")
+    assert torch.equal(extend_table(table, 7, "repeat"), table[[0, 1, 2, 0, 1, 2, 0]])
+    longer = extend_table(table, 5, "interpolate")
     assert torch.allclose(longer, torch.tensor([[0.0, 10.0], [1.0, 20.0], [2.0, 30.0], [3.0, 20.0], [4.0, 10.0]]))
-    assert torch.allclose(extended_table(longer, 3, "interpolate"), table)
+    assert torch.allclose(extend_table(longer, 3, "interpolate"), table)
 
 
 # ---- What is asked ----
@@ -218,7 +218,7 @@ def test_export_in_half_precision_gives_a_longer_context_and_another_pattern(
     for name, tensor in after.items():
         expected = before.tensor(name).float()
         if name == "embedding.positions.0.weight":
-            expected = extended_table(expected, 16, "interpolate")
+            expected = extend_table(expected, 16, "interpolate")
         torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-20)
 
 

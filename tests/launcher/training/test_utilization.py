@@ -16,7 +16,7 @@ from longstride.kernels.patterns import Dense, Fixed, Local, Pattern, Strided
 from longstride.launcher.config import load_config
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.training import profile as module
-from longstride.launcher.training.profile import StepWork, Utilization, context_work, measured_peak
+from longstride.launcher.training.profile import StepWork, Utilization, context_work, measure_peak
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import small
 
@@ -75,7 +75,7 @@ def test_dense_equivalent_counts_every_earlier_position(config_file: Path) -> No
 def test_utilization_is_operations_by_time_and_the_peak_of_all_devices(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "measured_peak", lambda *_: 1e9)
+    monkeypatch.setattr(module, "measure_peak", lambda *_: 1e9)
     found = Utilization(load_config(config_file), Ranks(), CPU)
     assert found.peak == 1e9
     fields = found.fields(0.5)
@@ -91,15 +91,15 @@ def test_utilization_is_operations_by_time_and_the_peak_of_all_devices(
 )
 def test_peaks_of_known_cards(name: str, precision: str, tera: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert module.known_peak(torch.device("cuda"), precision) == tera * 1e12
+    assert module.listed_peak(torch.device("cuda"), precision) == tera * 1e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Another")
-    assert module.known_peak(torch.device("cuda"), precision) is None
-    assert module.known_peak(CPU, precision) is None
+    assert module.listed_peak(torch.device("cuda"), precision) is None
+    assert module.listed_peak(CPU, precision) is None
 
 
 def test_the_measured_peak_is_that_of_a_product_and_draws_nothing() -> None:
     before = torch.get_rng_state()
-    peak = measured_peak(CPU, torch.float32)
+    peak = measure_peak(CPU, torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
     with FlopCounterMode(display=False) as counted:
         torch.mm(torch.ones(256, 256), torch.ones(256, 256))
@@ -111,14 +111,14 @@ def test_a_slow_first_product_does_not_lower_the_measured_peak(monkeypatch: pyte
     """As of a process that loads code for it: every later product takes a millisecond."""
     times = iter([0.0, 0.07] + [each for number in range(1, 40) for each in (number, number + 0.001)])
     monkeypatch.setattr(module, "device_seconds", lambda _: next(times))
-    assert measured_peak(CPU, torch.float32) == pytest.approx(2 * 1024**3 / 0.001)
+    assert measure_peak(CPU, torch.float32) == pytest.approx(2 * 1024**3 / 0.001)
 
 
 def test_a_busy_machine_is_measured_by_large_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product waits seven milliseconds for its turn, and takes next to nothing of its own."""
     times = iter([each for number in range(40) for each in (number, number + 0.007)])
     monkeypatch.setattr(module, "device_seconds", lambda _: next(times))
-    assert measured_peak(CPU, torch.float32) == pytest.approx(2 * 512**3 / 0.007)  # a tenth of a second is enough
+    assert measure_peak(CPU, torch.float32) == pytest.approx(2 * 512**3 / 0.007)  # a tenth of a second is enough
 
 
 def test_a_run_records_its_utilization_and_memory(trained: Any) -> None:
