@@ -22,7 +22,7 @@ JSON = 'model.attention={"type":"strided","stride":8}'
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function of a launcher -> (the command that it would run, what it knows)."""
+    """Return a function of a launcher -> (its command, its runner)."""
     (tmp_path / "hostfile").write_text("node1 slots=2\nnode2 slots=2\n")
     monkeypatch.chdir(tmp_path)
     for name in ("PDSHRunner", "OpenMPIRunner", "MPICHRunner"):

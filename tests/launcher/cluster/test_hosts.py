@@ -172,7 +172,7 @@ def test_every_host_that_does_not_answer_or_lacks_the_program_is_a_line(
 
 
 def test_left_launches_are_ended_by_their_meeting_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real processes: the one of that place ends, with the shell that ends it unharmed; the other one lives on."""
+    """Use real processes: only the one with that address ends, and the shell that ends it is unharmed."""
     programs = Programs(tmp_path / "bin", monkeypatch)
     programs.add("ssh", 'bash -c "${@: -1}" && touch ' + str(tmp_path / "came-to-its-end"))
     port = 20000 + os.getpid()  # of this test alone

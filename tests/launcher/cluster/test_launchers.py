@@ -44,7 +44,7 @@ def hostfile(tmp_path: Path) -> Path:
 def started(
     tmp_path: Path, config_file: Path, hostfile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[list[str], dict[str, str]]]:
-    """A function of a launcher and more words -> the command line and the environment it would be started with."""
+    """Return a function of a launcher and more words -> the command line and environment of the launch."""
     launches = supervised(monkeypatch)
     monkeypatch.setattr("longstride.launcher.cluster.placement.meeting_address", lambda hosts: "10.0.0.1")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -183,7 +183,7 @@ def test_host_that_is_lost_is_left_out_where_the_launcher_can(
 def test_host_is_not_cut_through_those_that_share_a_context(
     started: Started, hostfile: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After filters, unequal slots too; what is over whole hosts, or within one, is started."""
+    """Check this after filters, and with unequal slots; start what covers full hosts, or stays within one."""
     hostfile.write_text("node1 slots=2\nnode2 slots=4\nnode3 slots=2\n")
     command = [
         "train",

@@ -22,7 +22,7 @@ from longstride.launcher.verbs.train import add_train_arguments
 
 
 def options() -> argparse.Namespace:
-    """Of `longstride train --config X.json`."""
+    """Return the options of `longstride train --config X.json`."""
     parser = argparse.ArgumentParser()
     add_train_arguments(parser)
     return parser.parse_args(["--config", "X.json"])
@@ -34,12 +34,12 @@ def launch(config: RunConfig, processes: int | None) -> Launch:
 
 @pytest.fixture
 def config(config_file: Path) -> RunConfig:
-    """A batch of eight in micro-batches of two."""
+    """Return a configuration with a batch of eight in micro-batches of two."""
     return load_config(config_file)
 
 
 def sharing(config: RunConfig, count: int | None) -> RunConfig:
-    """The same run, in which so many processes share each context."""
+    """Return the same configuration, with so many processes per context."""
     return config.model_copy(update={"train": config.train.model_copy(update={"sequence_parallel": count})})
 
 

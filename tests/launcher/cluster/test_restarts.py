@@ -111,7 +111,7 @@ def test_restarts_are_counted(
 def test_run_that_comes_no_further_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It repeats the steps up to the one that kills it: its lines are cut off and written again each time."""
+    """Repeat the steps up to the one that kills the run; its lines are cut off and written again each time."""
     save(tmp_path, 4)
 
     def same() -> int:
@@ -141,7 +141,7 @@ def test_nothing_left_to_go_on_with_ends_the_run(
 def test_host_lost_while_the_next_attempt_is_prepared_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It answered when it was asked, and is gone when the launch is made: no mistake of a person's, so no code 2."""
+    """Remove a host between its check and the launch. This is not the user's mistake, so the code is not 2."""
     played = Played(tmp_path, [lambda: exit_codes.HUNG], monkeypatch)
     launch = played.launch
 
@@ -170,7 +170,7 @@ def test_stop_between_attempts_ends_the_run(tmp_path: Path, monkeypatch: pytest.
 def test_host_that_is_cut_off_from_all_others_asks_them_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ranks may train on: a restart is spent, but no attempt was in vain."""
+    """Use up a restart, but no attempt without progress, as the ranks may train on."""
     played = Played(tmp_path, [lambda: exit_codes.HUNG, lambda: exit_codes.DONE], monkeypatch)
     asked: list[int] = []
 

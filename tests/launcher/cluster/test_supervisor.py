@@ -29,7 +29,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.campaign)])
 def test_stop_is_handed_on_and_everything_ends(tmp_path: Path, number: signal.Signals) -> None:
-    """With stand-ins for what takes seconds to start."""
+    """Use stand-ins for the parts that take seconds to start."""
     with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path) as going:
         assert going.wait_for(2)
         going.process.send_signal(number)
@@ -90,7 +90,7 @@ def test_lost_launcher_has_the_ranks_save_and_end(tmp_path: Path, victim: str, c
 
 
 def test_killed_rank_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Its loader worker becomes an orphan, and the launcher ends the other rank."""
+    """Leave its loader worker an orphan; the launcher ends the other rank."""
     with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path) as going:
         assert going.wait_for(2)
         os.kill(going.named(f"rank {tmp_path}")[0], signal.SIGKILL)
@@ -133,14 +133,14 @@ def test_outcome_is_a_documented_code(code: int, stopped_by: signal.Signals | No
 
 @pytest.mark.parametrize("stopped_by", [None, signal.SIGHUP])
 def test_lost_host_has_an_outcome_of_its_own_and_is_no_stop(stopped_by: signal.Signals | None) -> None:
-    """The code 255 does not tell whether anything was saved."""
+    """Classify the code 255, which does not say whether anything was saved."""
     ended = outcome_of(255, stopped_by, is_done=False)
     assert ended.code == exit_codes.HUNG
     assert ended.description == "code 255: a host was lost, or a process was ended by SIGHUP"
 
 
 def run_arguments(config_file: Path, *more: str) -> list[str]:
-    """A run of eight steps that can be resumed, with loader workers."""
+    """Return the arguments of a run of eight steps that can be resumed, with loader workers."""
     return ["--config", str(config_file), "--resume", "auto", "data.workers=1", *more]
 
 
@@ -180,7 +180,7 @@ def check_saved(run: Path, arguments: list[str], whole: Path, output: str) -> No
 
 
 def moments(start: Command) -> list[object]:
-    """The campaign's moments, which go round the signals; the first is in the sample."""
+    """Combine the campaign's moments with the signals in turn; the first is in the sample."""
     count = 17  # marks of a run of eight steps
     drawn = random.Random(start.__name__)
     cases: list[object] = []
@@ -203,14 +203,14 @@ def test_stop_of_longstride_train_loses_nothing(
 def test_stop_of_deepspeed_loses_nothing(
     trained: Trained, config_file: Path, number: signal.Signals, moment: int
 ) -> None:
-    """Its runner dies of the signal, or its part that watches the ranks tells 1: the code cannot say what was done."""
+    """Stop DeepSpeed's runner: it dies of the signal, or returns 1, so the code does not say what was done."""
     stop_somewhere(deepspeed, number, moment, config_file, trained("two", 2))
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_ranks_are_started_again_until_the_run_is_done(trained: Trained, config_file: Path, seed: int) -> None:
-    """Three kills a run, of either rank: in all thirty random moments."""
+    """Kill either rank three times a run, in thirty random moments in all."""
     random_numbers, whole = random.Random(seed), trained("two", 2)
     run = config_file.parent / "run"
     arguments = run_arguments(config_file, "--max-restarts", "9")

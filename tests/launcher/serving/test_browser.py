@@ -34,7 +34,7 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
 
 
 def make_export(folder: Path, kind: str, context: int) -> Path:
-    """A model of random weights."""
+    """Export a model of random weights."""
     torch.manual_seed(0)
     config = ModelConfig.model_validate(
         {
@@ -65,7 +65,7 @@ async def served(folder: Path) -> AsyncIterator[str]:
 
 
 async def asked(url: str, content: dict[str, Any]) -> bytes:
-    """The sample that the API gives."""
+    """Return the sample of the API."""
     async with aiohttp.ClientSession() as session, session.post(f"{url}sample", json=content) as response:
         found = [json.loads(line) for line in (await response.text()).splitlines()]
     assert found[-1].get("done"), found
@@ -83,7 +83,7 @@ def run(folder: Path, test: Callable[[Page, str], Awaitable[None]]) -> None:
 
 
 async def sample(page: Page) -> None:
-    """Clicks, and waits for the end."""
+    """Start sampling by a click, and wait for the end."""
     await page.click("#sample")
     await page.until("document.querySelector('#sample').disabled === false")
 
@@ -258,7 +258,7 @@ def test_text_is_scored_character_by_character(scheme: str, tmp_path: Path) -> N
 
 
 def test_text_of_positions_without_tables_has_its_page(tmp_path: Path) -> None:
-    """What a recipe exports: the kind of the data tells what the page shows, and not that of the positions."""
+    """Export a recipe: the kind of the data decides what the page shows, not the kind of positions."""
 
     async def test(page: Page, url: str) -> None:
         await page.type("#prompt", "def ")

@@ -38,7 +38,7 @@ def url(exported: Path) -> Iterator[str]:
 
 
 def post(url: str, expected: int = 200, **content: Any) -> Any:
-    """The answer to a completion, as JSON, or a stream's chunks."""
+    """Return the answer to a completion as JSON, or the chunks of a stream."""
     body = json.dumps({"model": "model"} | content).encode()
     request = urllib.request.Request(f"{url}v1/completions", body, {"Content-Type": "application/json"})
     try:
@@ -55,7 +55,7 @@ def post(url: str, expected: int = 200, **content: Any) -> Any:
 
 
 def alone(model: SparseTransformer, prompt: bytes, count: int, seed: int, **options: Any) -> bytes:
-    """As `longstride sample --seed` has it."""
+    """Return the bytes of `longstride sample --seed`."""
     tokens = torch.tensor([list(prompt)], dtype=torch.int64)
     return bytes(map(int, generate(model, tokens, count, generator=torch.Generator().manual_seed(seed), **options)))
 
@@ -104,7 +104,7 @@ def test_requests_at_once_have_the_bytes_that_each_has_alone(url: str, model: Sp
 def test_contexts_are_computed_apart_unless_they_are_shared(
     shared: bool, model: SparseTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Apart, nothing is computed in a batch, whose size changes last bits. In fp64 both ways choose the same bytes."""
+    """Compare in fp64, where both ways choose the same bytes. Last bits depend on the size of a batch."""
     batches, prefill = [], Session.prefill
     forward = model.double().forward_cached
     monkeypatch.setattr(model, "forward_cached", lambda h, *rest: batches.append(len(h)) or forward(h, *rest))
@@ -250,7 +250,7 @@ def test_wrong_field_is_refused_by_its_name(changes: dict[str, Any], param: str,
 
 
 def test_scores_of_one_request_are_bounded() -> None:
-    """More would take gigabytes, of which every client could ask for some."""
+    """Refuse scores that would take gigabytes, as every client could request them."""
 
     def ask(**changes: Any) -> int:
         body = json.dumps({"model": "model", "max_tokens": 500, "n": 32} | changes).encode()

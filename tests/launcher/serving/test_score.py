@@ -76,7 +76,7 @@ def test_logits_that_are_no_numbers_are_told(exported: Path, monkeypatch: pytest
 
 
 def test_short_sample_does_not_wait_for_a_long_text(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes are sampled between the pieces."""
+    """Sample its bytes between the pieces of the text."""
     real, begun = sampler_module.nats_by_piece, threading.Event()
 
     def watched(*arguments: Any) -> Iterator[list[float]]:

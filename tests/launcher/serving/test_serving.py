@@ -34,7 +34,7 @@ def model(exported: Path) -> SparseTransformer:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Sampling waits for a release before each byte."""
+    """Make sampling wait for a release before each byte."""
     released = threading.Semaphore(0)
 
     def gated(*arguments: Any, **options: Any) -> Iterator[Tensor]:
@@ -133,7 +133,7 @@ def test_bytes_come_as_they_are_sampled(model: SparseTransformer, gate: Gate) ->
 
 
 async def _broken(client: Client, number: int) -> tuple[int, int]:
-    """One request of eight kinds: (the status that it must have, the one it has)."""
+    """Send one request of eight kinds; return (the expected status, the actual status)."""
     url, post = f"{client.url}sample", client.session.post
     kind = number % 8
     if kind == 1:
