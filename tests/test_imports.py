@@ -1,4 +1,4 @@
-"""Who may import whom, held by reading the imports of every file."""
+"""Which package may import which: checked by reading the imports of every file."""
 
 import ast
 import subprocess
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BIG_ROOMS = {
+PACKAGES = {
     "kernels": set(),
     "sparse_model": {"kernels"},
     "data_pipelines": set(),
     "launcher": {"kernels", "sparse_model", "data_pipelines"},
 }
-# The rooms inside, each of which may import those before it. Files beside the rooms stand in the same order.
+# The subpackages and modules of each package. Each may import those before it.
 ORDER = {
     "kernels": [
         "errors", "registry", "cache", "forms", "patterns", "plan", "selections", "backends", "op", "attention",
@@ -36,8 +36,9 @@ ORDER = {
         "planning", "drawing", "reporting", "train", "cluster", "host", "doctor", "cli", "demo",
     ],
 }  # fmt: skip
-# Big rooms that have one face, and the rooms inside that have another. All others are imported room by room.
-WHOLE = {"kernels": {"patterns", "registry", "selections"}, "sparse_model": set()}
+# Packages that others import by their `__init__.py`, and the subpackages that have public names of their own. The other
+# packages are imported by subpackage.
+ONE_INTERFACE = {"kernels": {"patterns", "registry", "selections"}, "sparse_model": set()}
 # Where a package may be imported; elsewhere it must not be.
 ONLY_IN = {
     "deepspeed": ["launcher"],
@@ -65,8 +66,8 @@ ONLY_IN = {
     "zstandard": ["data_pipelines/formats.py"],
     "pyarrow": ["data_pipelines/records.py"],
 }
-MOST_NAMES = 15  # of a face
-# Modules that a face hands out without importing them, as they are heavy.
+MOST_NAMES = 15  # public ones of a package
+# Modules that are public but not imported by their package, as they are heavy.
 LATE = {
     "longstride.data_pipelines.stores.remote",
     "longstride.launcher.cluster.hosts",
@@ -76,11 +77,11 @@ LATE = {
     "longstride.launcher.planning.dry_run",
     "longstride.launcher.planning.plan",
 }
-FILES = [path for room in BIG_ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def module(path: Path) -> str:
-    """The full name of a file's module."""
+    """Return the full name of a file's module."""
     name = ".".join(("longstride", *path.relative_to(ROOT).with_suffix("").parts))
     return name.removesuffix(".__init__")
 
@@ -89,7 +90,7 @@ MODULES = {module(path) for path in FILES}
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of every module or name that a file imports, at its top or inside a function."""
+    """Return the full names of all modules and names that a file imports, at its top or inside a function."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -100,12 +101,13 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def face(room: str) -> set[str]:
-    """The names that a room hands out: what its `__init__.py` imports from the room, or defines."""
+def public_names(package: str) -> set[str]:
+    """Return the public names of a package: those that its `__init__.py` imports from the package, or defines."""
     names: set[str] = set()
-    top = ast.parse((ROOT / room / "__init__.py").read_text()).body
+    prefix = f"longstride.{package.replace('/', '.')}"
+    top = ast.parse((ROOT / package / "__init__.py").read_text()).body
     for node in [*top, *(inner for outer in top if isinstance(outer, ast.If) for inner in outer.orelse)]:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"longstride.{room.replace('/', '.')}"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(prefix):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
@@ -116,21 +118,16 @@ def face(room: str) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def entries(room: str) -> set[str]:
-    """The names that stand in a registry of its face: a dictionary, which grows by a line for each."""
-    top = ast.parse((ROOT / room / "__init__.py").read_text()).body
-    values = [node.value for node in top if isinstance(node, ast.Assign | ast.AnnAssign)]
-    return {
-        each.id
-        for value in values
-        if isinstance(value, ast.Dict)
-        for each in value.values
-        if isinstance(each, ast.Name)
-    }
+def registered_names(package: str) -> set[str]:
+    """Return the names in a package's registries: dictionaries in its `__init__.py`, with a line per entry."""
+    top = ast.parse((ROOT / package / "__init__.py").read_text()).body
+    registries = [node.value for node in top if isinstance(node, ast.Assign | ast.AnnAssign)]
+    entries = [entry for value in registries if isinstance(value, ast.Dict) for entry in value.values]
+    return {entry.id for entry in entries if isinstance(entry, ast.Name)}
 
 
-def room_of(name: str) -> tuple[str, str] | None:
-    """(big room, room or file inside) of a full name; None for what is not inside a big room."""
+def place_of(name: str) -> tuple[str, str] | None:
+    """Return (package, subpackage or module) of a full name, or None if it is not below a package."""
     parts = name.split(".")
     if len(parts) < 3 or parts[0] != "longstride" or parts[1] not in ORDER:
         return None
@@ -138,54 +135,56 @@ def room_of(name: str) -> tuple[str, str] | None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_rooms_import_only_what_they_may(path: Path) -> None:
+def test_packages_import_only_what_they_may(path: Path) -> None:
     relative = path.relative_to(ROOT).as_posix()
-    room = relative.split("/")[0]
+    package = relative.split("/")[0]
     for name in imported(path):
-        first, *rest = name.split(".")
-        assert first not in BIG_ROOMS, f"{name}: rooms are imported as longstride.{name}"
-        if first == "longstride" and rest:
-            assert rest[0] in BIG_ROOMS[room] | {room}, f"{room} must not import {name}"
+        first, *parts = name.split(".")
+        assert first not in PACKAGES, f"{name}: packages are imported as longstride.{name}"
+        if first == "longstride" and parts:
+            assert parts[0] in PACKAGES[package] | {package}, f"{package} must not import {name}"
         if first in ONLY_IN:
             assert any(f"{relative}/".startswith(f"{place}/") for place in ONLY_IN[first]), f"{name} has no place here"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_rooms_inside_import_downwards_and_by_faces(path: Path) -> None:
-    here = room_of(f"{module(path)}.")
+def test_subpackages_import_downwards_and_by_public_names(path: Path) -> None:
+    importer = place_of(f"{module(path)}.")
     for name in imported(path):
-        there = room_of(name)
-        if there is None or here in (there, (there[0], "")):  # the face of a big room stands above all of it
+        place = place_of(name)
+        if place is None or importer in (place, (place[0], "")):  # a package's `__init__.py` stands above all of it
             continue
-        big, inside = there
-        if big in WHOLE and (here is None or here[0] != big) and inside not in WHOLE[big]:
-            assert name in {f"longstride.{big}.{each}" for each in face(big)}, f"{name}: past the face"
+        package, inside = place
+        is_local = importer is not None and importer[0] == package
+        if package in ONE_INTERFACE and not is_local and inside not in ONE_INTERFACE[package]:
+            public = {f"longstride.{package}.{public}" for public in public_names(package)}
+            assert name in public, f"{name}: is not public"
             continue
-        if here is not None and here[0] == big:
-            order = ORDER[big]
-            assert order.index(inside) < order.index(here[1]), (
-                f"{here[1]} stands below {inside}: must not import {name}"
-            )
-        if (ROOT / big / inside).is_dir() and inside != "backends":  # of which each is a room of its own
-            room = f"longstride.{big}.{inside}"
-            names = {room, *(f"{room}.{each}" for each in face(f"{big}/{inside}"))}
-            assert name in names | LATE, f"{name}: past the face"
+        if is_local:
+            order = ORDER[package]
+            lower, upper = order.index(inside), order.index(importer[1])
+            assert lower < upper, f"{importer[1]} stands below {inside}: must not import {name}"
+        if (ROOT / package / inside).is_dir() and inside != "backends":  # each backend is a subpackage of its own
+            subpackage = f"longstride.{package}.{inside}"
+            public = {subpackage, *(f"{subpackage}.{public}" for public in public_names(f"{package}/{inside}"))}
+            assert name in public | LATE, f"{name}: is not public"
 
 
 @pytest.mark.parametrize("path", sorted({path.parent for path in FILES}), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_face_is_narrow(path: Path) -> None:
-    room = str(path.relative_to(ROOT))
-    assert len(face(room) - entries(room)) <= MOST_NAMES
+def test_a_package_has_few_public_names(path: Path) -> None:
+    package = str(path.relative_to(ROOT))
+    assert len(public_names(package) - registered_names(package)) <= MOST_NAMES
 
 
-@pytest.mark.parametrize("big", ORDER)
-def test_every_room_has_its_place_in_the_order(big: str) -> None:
-    inside = {path.relative_to(ROOT / big).parts[0].removesuffix(".py") for path in (ROOT / big).rglob("*.py")}
-    assert inside - {"__init__"} == set(ORDER[big])
+@pytest.mark.parametrize("package", ORDER)
+def test_every_subpackage_has_its_place_in_the_order(package: str) -> None:
+    paths = (ROOT / package).rglob("*.py")
+    inside = {path.relative_to(ROOT / package).parts[0].removesuffix(".py") for path in paths}
+    assert inside - {"__init__"} == set(ORDER[package])
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    """Nor lazily: an import inside a function that closes a circle hides that two files are one."""
+    """Include imports inside functions: one that closes a circle hides that two files are one."""
     arrows: dict[str, set[str]] = defaultdict(set)
     for path in FILES:
         for name in imported(path):
@@ -199,24 +198,24 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def test_the_conformance_suite_imports_what_it_checks() -> None:
-    rooms = ("longstride.kernels", "longstride.sparse_model", "longstride.testing")
+    packages = ("longstride.kernels", "longstride.sparse_model", "longstride.testing")
     for path in (ROOT / "longstride" / "testing").glob("*.py"):
         for name in imported(path):
-            assert name.split(".")[0] in sys.stdlib_module_names | {"torch"} or name.startswith(rooms), name
+            assert name.split(".")[0] in sys.stdlib_module_names | {"torch"} or name.startswith(packages), name
 
 
 def test_backends_do_not_import_each_other() -> None:
     backends = ROOT / "kernels" / "backends"
     every = {path.stem for path in backends.iterdir()}
     for path in backends.rglob("*.py"):
-        here = path.relative_to(backends).with_suffix("").parts[0]
+        backend = path.relative_to(backends).with_suffix("").parts[0]
         for name in imported(path):
             if name.startswith("longstride.kernels.backends."):
-                assert name.split(".")[3] not in every - {here}, f"{path.name} imports {name}"
+                assert name.split(".")[3] not in every - {backend}, f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize(
-    "room",
+    "package",
     [
         "sparse_model",
         "testing",
@@ -226,10 +225,10 @@ def test_backends_do_not_import_each_other() -> None:
         pytest.param("launcher.hub", marks=pytest.mark.clients),
     ],
 )
-def test_a_room_imports_without_the_packages_it_does_not_need(room: str) -> None:
+def test_a_package_imports_without_the_dependencies_it_does_not_need(package: str) -> None:
     absent = ["deepspeed", "triton", "mpi4py", "PIL", "aiohttp", "s3fs", "soundfile", "soxr", "zstandard", "pyarrow"]
     absent += ["pytest"]
-    absent += ["torch"] if room == "data_pipelines.building" else []
-    absent += [] if room.startswith("data_pipelines") else ["webdataset"]
-    script = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport longstride.{room}"
+    absent += ["torch"] if package == "data_pipelines.building" else []
+    absent += [] if package.startswith("data_pipelines") else ["webdataset"]
+    script = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport longstride.{package}"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
