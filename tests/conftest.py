@@ -1,4 +1,4 @@
-"""Set before anything imports triton or computes: kernels run in Triton's interpreter where there is no GPU."""
+"""Settings made before anything imports triton: without a GPU, kernels run in Triton's interpreter."""
 
 import os
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
-# A machine that does something else meanwhile is slow now and then.
+# A busy machine is slow now and then.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """What a test computes in this process may take all cores: the next one has one again, and its bits."""
+    """Reset the number of threads after each test, as bits depend on it."""
     yield
     torch.set_num_threads(1)

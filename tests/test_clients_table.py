@@ -1,4 +1,4 @@
-"""The table of docs/clients.md: made by a whole run that passed, and by no other."""
+"""The table of docs/clients.md: written by a full run that passed, and by no other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOURCE = pytest.Config.ArgsSource
 
 
 @pytest.mark.parametrize(
-    ("changes", "status", "is_made"),
+    ("changes", "status", "is_written"),
     [
         ({}, pytest.ExitCode.OK, True),
         ({}, pytest.ExitCode.TESTS_FAILED, False),
@@ -25,8 +25,8 @@ SOURCE = pytest.Config.ArgsSource
         ({"workerinput": {}}, pytest.ExitCode.OK, False),
     ],
 )
-def test_whole_runs_that_passed_make_the_table(
-    changes: dict[str, Any], status: int, is_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_full_runs_that_passed_write_the_table(
+    changes: dict[str, Any], status: int, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, table = tmp_path / "docs/clients.md", Table()
     before = f"above\n{BEGIN}\n| old |\n{END}\nbelow\n"
@@ -41,7 +41,7 @@ def test_whole_runs_that_passed_make_the_table(
     config = {"option": option, "args_source": SOURCE.TESTPATHS} | changes
     session: Any = SimpleNamespace(config=SimpleNamespace(**config), exitstatus=status)
     table.pytest_sessionfinish(session, status)
-    if not is_made:
+    if not is_written:
         assert page.read_text() == before and session.exitstatus == status
         return
     row = "| peft 1.2.3 | works | figures |"

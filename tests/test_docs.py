@@ -30,7 +30,7 @@ MADE_BY_THE_READER = {"kernels/patterns/dilated.py", "benchmarks/results/paper-m
 
 
 def script(name: str) -> ModuleType:
-    """A script of docs/ as a module."""
+    """Import a script of docs/."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -64,8 +64,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page: Path) -> None:
     text = re.sub(r"```python\n.*?```", "", page.read_text(), flags=re.DOTALL)
-    rooms = "launcher|kernels|sparse_model|data_pipelines|benchmarks|tests|ds_configs|docs"
-    for name in set(re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w/.-]*\w)", text)):
+    folders = "launcher|kernels|sparse_model|data_pipelines|benchmarks|tests|ds_configs|docs"
+    for name in set(re.findall(rf"(?<![\w/.-])((?:{folders})/[\w/.-]*\w)", text)):
         if name not in MADE_BY_THE_READER:
             assert (ROOT / name).exists(), name
 
@@ -79,7 +79,7 @@ def test_stops_of_the_tour_are_where_it_says() -> None:
 
 
 def test_tour_does_what_it_shows(tmp_path: Path) -> None:
-    """In a copy of the checkout: the pattern's file, its two lines in the registry, and every command."""
+    """Follow the tour in a copy of the checkout: the pattern's file, its two lines in the registry, every command."""
     checkout = copy_checkout(tmp_path / "checkout")
     for name in ("tests", "docs", "benchmarks"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -137,12 +137,12 @@ def test_pages_import_by_one_name() -> None:
 
 
 def test_tables_of_the_configuration_are_up_to_date() -> None:
-    made = script("configuration_tables").page()
-    assert (ROOT / "docs/configuration.md").read_text() == made, "run python docs/configuration_tables.py"
+    page = script("configuration_tables").page()
+    assert (ROOT / "docs/configuration.md").read_text() == page, "run python docs/configuration_tables.py"
 
 
-def test_configurations_that_the_page_shows_are_taken(tmp_path: Path) -> None:
-    """Those that extend another one: all else is a part of a file."""
+def test_configurations_of_the_page_are_valid(tmp_path: Path) -> None:
+    """Check those that extend another configuration; the others are parts of a file."""
     blocks = re.findall(r"```json\n(\{.*?\})\n```", (ROOT / "docs/configuration.md").read_text(), flags=re.DOTALL)
     shown = [block for block in blocks if '"extends"' in block]
     assert len(shown) == 2

@@ -1,6 +1,6 @@
-"""Files of before the rooms moved are read, gone on with and computed with as they were; made_before/README.md has how.
+"""Files of older versions are read, resumed and computed as before; made_before/README.md says how they were made.
 
-What rounding decides is held to tolerances, as other processors round otherwise; all else to the bit.
+Results that depend on rounding have tolerances, as processors round differently. All others must be equal to the bit.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tests.harness.runs import spawn
 
 MADE = Path(__file__).parent / "made_before"
 EXPECTED: dict[str, Any] = json.loads((MADE / "expected.json").read_text())
-DATA = {"zero2_fp32": "text", "zero3_bf16": "text", "zero1_fp16": "pictures"}  # that each run is trained on
-# Of a loss, relative to it. Other dropout moves these runs' losses by some 1e-4, so that a resume which lost its random
-# states is seen in fp32 anywhere, and in half precision on a machine like the one that made the files.
-# Attention has since come to round the factors of its products to bf16, on CPUs that multiply it.
+DATA = {"zero2_fp32": "text", "zero3_bf16": "text", "zero1_fp16": "pictures"}  # of each run
+# Relative tolerances of a loss. Other dropout moves these runs' losses by some 1e-4. So a resume that lost its random
+# states fails in fp32 on any machine, and in half precision on a machine like the one that made the files.
+# Attention now rounds the factors of its products to bf16, on CPUs with bf16 products.
 LIKE_MACHINE = {"fp32": 1e-6, "fp16": 1e-6, "bf16": 3e-5}
 ROUNDING = {"zero2_fp32": 1e-6, "zero3_bf16": 1e-3, "zero1_fp16": 1e-3}
 OTHER_DROPOUT = 2e-3
-GRADIENTS = 10  # times that of a loss, of a gradient's norm
-# Attention also sums in another order since, which moves some of its results to the next fp16. Where a hundredth, a
-# tenth or all of them, drawn at random, were moved so, 24 times each, the run's losses moved by 3e-7 at most, and its
-# gradients' norms by 8e-5 (5e-5 by root mean square at the step that moved most): they are norms of numbers in fp16.
+GRADIENTS = 10  # a gradient's norm has so many times the tolerance of a loss
+# Attention now also sums in another order, which moves some of its results to the next fp16. With a hundredth, a tenth
+# or all of them moved at random, 24 times each, losses moved by 3e-7 at most. Norms of gradients moved by 8e-5 at most
+# (5e-5 by root mean square at the step that moved most), as they are norms of numbers in fp16.
 FP16_GRADIENTS = 1e-4
-WRONG_INPUT = 2  # the exit code of what a person can mend
+WRONG_INPUT = 2  # an exit code
 
 
 def machine() -> dict[str, Any]:
-    """What the last bits depend on, as expected.json has it of the machine that made the files."""
+    """Return what the last bits depend on, in the form of expected.json."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
@@ -54,37 +54,37 @@ def machine() -> dict[str, Any]:
 
 
 def computes_the_same_bits() -> bool:
-    """Whether this machine is like the one that made the files, whatever Longstride's version."""
+    """Whether this machine is like the one that made the files, for any version of Longstride."""
     return machine() | {"longstride": None} == EXPECTED["machine"] | {"longstride": None}
 
 
 def drops_the_same() -> bool:
     """Whether the same state of a generator has dropout keep the same elements; a build or a processor may differ."""
-    kept = torch.empty(4096).bernoulli_(0.9, generator=torch.Generator().manual_seed(0))
-    return zlib.crc32(kept.numpy().tobytes()) == EXPECTED["kept_crc32"]
+    mask = torch.empty(4096).bernoulli_(0.9, generator=torch.Generator().manual_seed(0))
+    return zlib.crc32(mask.numpy().tobytes()) == EXPECTED["kept_crc32"]
 
 
 def rounding(name: str) -> float:
-    """How far apart a run's losses may be, relative to them, where nothing but the machine differs."""
+    """Return the relative tolerance of a run's losses if only the machine differs."""
     if not computes_the_same_bits():
         return ROUNDING[name]
     return LIKE_MACHINE[name.rpartition("_")[2]]
 
 
 def copied(name: str, folder: Path) -> Path:
-    """A copy of a file or folder, so that nothing can change those that are kept."""
+    """Copy a file or folder, as the originals must not change."""
     if (MADE / name).is_dir():
         return shutil.copytree(MADE / name, folder / name)
     return shutil.copy(MADE / name, folder / name)
 
 
 def weights_of(name: str) -> list[str]:
-    """The options of a verb that takes the weights which a name in expected.json says."""
+    """Return the options by which a verb takes the weights of a name in expected.json."""
     return ["--weights", "ema"] if name.endswith("_ema") else []
 
 
-def gone_on_with(name: str, folder: Path, *overrides: str) -> tuple[Path, str]:
-    """A copy of a run folder at its step 8, trained on from step 4, and what was told on the way."""
+def resume(name: str, folder: Path, *overrides: str) -> tuple[Path, str]:
+    """Resume a copy of a run folder from step 4 to 8; return it and the first rank's standard error."""
     run, data = copied(name, folder), copied(DATA[name], folder)
     words = ["--config", str(run / "config.json"), "--resume", "auto", f"train.output={run}", f"data.path={data}"]
     world_size = EXPECTED["runs"][name]["processes"]
@@ -94,7 +94,7 @@ def gone_on_with(name: str, folder: Path, *overrides: str) -> tuple[Path, str]:
 
 
 def check_lines(run: Path, name: str, tolerance: float) -> None:
-    """Whether a run's metrics.jsonl has its first four steps untouched, and then those of the undisturbed run."""
+    """Check that a run's metrics.jsonl has its first four steps as before, then those of the undisturbed run."""
     before, lines = (MADE / name / "metrics.jsonl").read_text(), (run / "metrics.jsonl").read_text()
     assert lines.startswith(before)
     after = [json.loads(line) for line in lines.removeprefix(before).splitlines()]
@@ -114,15 +114,15 @@ def test_data_folder_is_whole(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", DATA)
 def test_run_goes_on_as_if_undisturbed(name: str, tmp_path: Path) -> None:
-    run, told = gone_on_with(name, tmp_path)
-    assert f"longstride: going on from {run}/checkpoints/step-00000004\n" in told
-    assert "converted" not in told
+    run, log = resume(name, tmp_path)
+    assert f"longstride: going on from {run}/checkpoints/step-00000004\n" in log
+    assert "converted" not in log
     check_lines(run, name, rounding(name))
 
 
 def test_run_goes_on_in_another_layout_from_the_universal_form(tmp_path: Path) -> None:
-    run, told = gone_on_with("zero3_bf16", tmp_path, "deepspeed=zero2_bf16")
-    assert "converted for 2 processes in ZeRO 2 (converted before)\n" in told
+    run, log = resume("zero3_bf16", tmp_path, "deepspeed=zero2_bf16")
+    assert "converted for 2 processes in ZeRO 2 (converted before)\n" in log
     check_lines(run, "zero3_bf16", ROUNDING["zero3_bf16"])
 
 
@@ -140,7 +140,7 @@ def test_run_has_the_same_score(name: str, tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("name", EXPECTED["fingerprints"])
 def test_run_is_exported_as_the_same_model(name: str, tmp_path: Path) -> None:
-    """The export's own check holds its loss against the checkpoint's."""
+    """Compare the fingerprint; the export itself checks the loss."""
     run, output = copied(name.removesuffix("_ema"), tmp_path), tmp_path / "export"
     assert cli.main(["export", str(run), "--output", str(output), *weights_of(name)]) == 0
     assert json.loads((output / "config.json").read_text())["fingerprint"] == EXPECTED["fingerprints"][name]
@@ -157,19 +157,19 @@ def test_exported_model_computes_the_same_logits() -> None:
 
 
 def test_exported_model_writes_the_same_sample(tmp_path: Path) -> None:
-    """The bytes are promised where bits are the same."""
-    asked, output = EXPECTED["sample"], tmp_path / "sample.txt"
-    words = ["--prompt", asked["prompt"], "--bytes", str(asked["bytes"]), "--seed", str(asked["seed"])]
+    """Compare the bytes if the machine computes the same bits."""
+    sample, output = EXPECTED["sample"], tmp_path / "sample.txt"
+    words = ["--prompt", sample["prompt"], "--bytes", str(sample["bytes"]), "--seed", str(sample["seed"])]
     model = str(copied("model", tmp_path))
     assert cli.main(["sample", model, *words, "--device", "cpu", "--output", str(output)]) == 0
-    written, expected = output.read_bytes(), bytes.fromhex(asked["hex"])
-    assert len(written) == len(expected) and written.startswith(asked["prompt"].encode())
+    written, expected = output.read_bytes(), bytes.fromhex(sample["hex"])
+    assert len(written) == len(expected) and written.startswith(sample["prompt"].encode())
     if computes_the_same_bits():
         assert written == expected
 
 
 def test_compressed_file_comes_back_where_bits_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Elsewhere it is refused as documented; --elsewhere then gives the text or nothing."""
+    """Expect a refusal on other machines; --elsewhere then gives the text or nothing."""
     model, packed = copied("model", tmp_path), copied("poem.lsz", tmp_path)
     output = tmp_path / "poem.txt"
     words = ["decompress", str(packed), "--model", str(model), "--output", str(output)]

@@ -1,4 +1,4 @@
-"""One name in site-packages: Longstride as a wheel, an editable install and a bare checkout, beside other packages."""
+"""One name in site-packages: Longstride as a wheel, an editable install and a checkout, next to other packages."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ for case in cases:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, case
 """
-# On Python's path, a checkout has no more than folders without code.
+# On Python's path, a checkout has nothing but folders without code.
 NO_BARE_NAMES = """
 import importlib, sys
 
@@ -89,26 +89,26 @@ except ImportError:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout's wheel."""
+    """Build the checkout's wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     return built("build_wheel", copy_checkout(folder / "checkout"), folder)
 
 
 @pytest.fixture
 def installation(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> Installation:
-    """Longstride in the way that the test's parameter says."""
+    """Install Longstride in the way of the test's parameter."""
     if request.param == "checkout":
         return bare(tmp_path / "python", copy_checkout(tmp_path / "checkout"))
-    made = bare(tmp_path / "python", tmp_path)
+    installation = bare(tmp_path / "python", tmp_path)
     if request.param == "wheel":
-        made.pip("install", wheel)
+        installation.pip("install", wheel)
     else:
-        made.pip("install", "--editable", copy_checkout(tmp_path / "checkout"))
-    return made
+        installation.pip("install", "--editable", copy_checkout(tmp_path / "checkout"))
+    return installation
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
-    """Every file of a wheel."""
+    """Read every file of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
@@ -120,12 +120,12 @@ def metadata(wheel: Path) -> Message:
 
 def test_wheel_is_the_rooms_under_one_name(wheel: Path) -> None:
     rooms = {path for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
-    wanted = {f"longstride/{path.relative_to(ROOT)}": path for path in rooms if path.parent.name != "__pycache__"}
-    beside = (path for pattern in ("*.py", "py.typed", "testing/*.py") for path in (ROOT / "longstride").glob(pattern))
-    wanted |= {str(path.relative_to(ROOT)): path for path in beside}
-    found = contents(wheel)
-    assert {name.split("/")[0] for name in found if name not in wanted} == {"longstride-0.1.0.dist-info"}
-    assert {name: found.get(name) for name in wanted} == {name: path.read_bytes() for name, path in wanted.items()}
+    expected = {f"longstride/{path.relative_to(ROOT)}": path for path in rooms if path.parent.name != "__pycache__"}
+    for pattern in ("*.py", "py.typed", "testing/*.py"):
+        expected |= {str(path.relative_to(ROOT)): path for path in (ROOT / "longstride").glob(pattern)}
+    files = contents(wheel)
+    assert {name.split("/")[0] for name in files if name not in expected} == {"longstride-0.1.0.dist-info"}
+    assert {name: files.get(name) for name in expected} == {name: path.read_bytes() for name, path in expected.items()}
 
 
 def test_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
@@ -136,20 +136,20 @@ def test_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) 
 
 
 def test_metadata_is_complete(wheel: Path) -> None:
-    found = metadata(wheel)
-    assert found["Name"] == "longstride" and found["Summary"] and found["Keywords"]
-    assert found["Description-Content-Type"] == "text/markdown"
-    assert found.get_payload() == (ROOT / "README.md").read_text()
-    assert set(found["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
-    classifiers = found.get_all("Classifier", [])
+    fields = metadata(wheel)
+    assert fields["Name"] == "longstride" and fields["Summary"] and fields["Keywords"]
+    assert fields["Description-Content-Type"] == "text/markdown"
+    assert fields.get_payload() == (ROOT / "README.md").read_text()
+    assert set(fields["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
+    classifiers = fields.get_all("Classifier", [])
     prefix = "Programming Language :: Python :: 3."
     assert [each for each in classifiers if each.startswith(prefix)] == [f"{prefix}{minor}" for minor in range(10, 14)]
     assert "Typing :: Typed" in classifiers and "longstride/py.typed" in contents(wheel)
-    assert found.get_all("Project-URL")
+    assert fields.get_all("Project-URL")
     extras = {"completion", "remote", "gs", "az", "hf", "audio", "formats", "serve", "transformers", "lm_eval", "onnx"}
     extras |= {"clients", "docs", "dev"}
-    assert {extra.replace("-", "_") for extra in found.get_all("Provides-Extra", [])} == extras
-    assert not [key for key in found if key.startswith("License")]  # the owner's to choose
+    assert {extra.replace("-", "_") for extra in fields.get_all("Provides-Extra", [])} == extras
+    assert not [key for key in fields if key.startswith("License")]  # the owner's to choose
 
 
 @pytest.mark.parametrize("installation", ["wheel"], indirect=True)
@@ -171,16 +171,16 @@ def test_everything_runs_from_a_wheel_beside_foreign_kernels(installation: Insta
     verbs = [[*verb.words.split(), "--help"] for verb in VERBS]
     verbs += [["config", "schema"], ["plan", "demo"]]
     verbs += [["data", "build", "texts", "--output", "data", "--validation-fraction", "0.25"]]
-    said = run("python", "-c", SEVERAL_VERBS.format(verbs))
-    assert said.count("usage: longstride") == len(VERBS) and said.splitlines()[-1] == f"{[0] * len(verbs)}"
+    output = run("python", "-c", SEVERAL_VERBS.format(verbs))
+    assert output.count("usage: longstride") == len(VERBS) and output.splitlines()[-1] == f"{[0] * len(verbs)}"
     run("longstride", "train", "--config", "run.json", "--processes", "2")
     port = f"--master_port={free_port()}"
     runner = ["python", "-m", "deepspeed.launcher.runner", "--num_gpus", "1", port]
     run(*runner, program, "--config", "run.json", f"train.output={tmp_path / 'again'}")
     verbs = [["evaluate", "run"], ["export", "run", "--output", "model"]]
     verbs += [["sample", "model", "--prompt", "sparse ", "--bytes", "8"]]
-    said = run("python", "-c", SEVERAL_VERBS.format(verbs))
-    assert "\nsparse " in said and said.splitlines()[-1].endswith("[0, 0, 0]")
+    output = run("python", "-c", SEVERAL_VERBS.format(verbs))
+    assert "\nsparse " in output and output.splitlines()[-1].endswith("[0, 0, 0]")
 
     ranks = [process for process in ended() if process.argv[0] == str(program)]
     assert len(ranks) == 3 and all(len(rank.files) > 40 for rank in ranks)
@@ -224,11 +224,11 @@ def test_locks_have_a_version_in_range_of_every_package(wheel: Path, lock: Path)
     )
     assert made_for and lock.stem == f"python{made_for[1]}"
     pins = {requirement.name: requirement for requirement in map(Requirement, lock.read_text().splitlines()[1:])}
-    asked = [Requirement(text) for text in metadata(wheel).get_all("Requires-Dist", [])]
+    requirements = [Requirement(text) for text in metadata(wheel).get_all("Requires-Dist", [])]
     for extra in ("", *made_for[2].split(", ")):
-        here = {"extra": extra, "python_version": made_for[1], "python_full_version": f"{made_for[1]}.0"}
-        for requirement in asked:
-            if requirement.marker is None or requirement.marker.evaluate(here):
+        target = {"extra": extra, "python_version": made_for[1], "python_full_version": f"{made_for[1]}.0"}
+        for requirement in requirements:
+            if requirement.marker is None or requirement.marker.evaluate(target):
                 (pin,) = pins[canonicalize_name(requirement.name)].specifier
                 assert requirement.specifier.contains(pin.version), (
                     f"{lock.name}: {pin} is not {requirement}: make locks"

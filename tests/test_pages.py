@@ -1,4 +1,4 @@
-"""README, docs/commands.md and docs/tutorial do what they show: the wheel runs each block in an empty folder."""
+"""README, docs/commands.md and docs/tutorial do what they show: each block runs in an empty folder, by the wheel."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ REASONS = {"a cluster", "a GPU", "a network", "minutes"}  # why a block is not r
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    """Longstride as its wheel installs it."""
+    """Install the wheel."""
     folder = tmp_path_factory.mktemp("wheel")
-    made = bare(folder / "python", folder)
-    made.pip("install", built("build_wheel", copy_checkout(folder / "checkout"), folder / "built"))
-    return made
+    installation = bare(folder / "python", folder)
+    installation.pip("install", built("build_wheel", copy_checkout(folder / "checkout"), folder / "built"))
+    return installation
 
 
 @pytest.mark.pages
@@ -77,7 +77,7 @@ def test_differences_are_told() -> None:
 @pytest.mark.pages
 @pytest.mark.parametrize("name", ["README.md", "docs/commands.md"])
 def test_page_does_what_it_shows(wheel: Installation, tmp_path: Path, name: str) -> None:
-    """What the page names is there: some texts, rows, a file, and a run that begins with the one before."""
+    """Run the page in a folder with what it names: some texts, rows, a file, and a run that extends the one before."""
     (tmp_path / "my" / "texts").mkdir(parents=True)
     text = "".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))[:58_000]
     for number in range(8):

@@ -49,7 +49,7 @@ def answer(
 
 
 def status(line: str, *headers: str, body: bytes = b"") -> Callable[[Exchange], None]:
-    """Always send the same answer."""
+    """Send the same answer to every request."""
     return lambda exchange: exchange.send(_head(line, *headers, f"Content-Length: {len(body)}"), body)
 
 
