@@ -1,9 +1,9 @@
-"""Compile ahead what a session on a card launches, without the card: ``python benchmarks/attention/ahead.py FILE``.
+"""Compile the kernels of a session on a card, without the card: ``python benchmarks/attention/ahead.py FILE``.
 
-Time on a card is dear, and compiling took most of a first session's. Here the same calls are made on tensors of a CPU,
-and launches do nothing (``tests.harness.dry_card``). What Triton compiled, without its intermediate forms, goes into
-FILE, a tar, which ``benchmarks/gpu_session.sh --compiled FILE`` unpacks. It is of use to the same Triton alone, so run
-this with the version that the card's machine has, under any Python. All of it takes two cores tens of minutes.
+Time on a card is expensive, and compiling took most of a first session. This program makes the same calls on CPU
+tensors, with launches that do nothing (``tests.harness.dry_card``). The compiled code, without intermediate forms, goes
+to FILE, a tar that ``benchmarks/gpu_session.sh --compiled FILE`` unpacks. It only works with the same Triton, so run
+this with the version of the card's machine, under any Python. All parts take two cores tens of minutes.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from longstride.kernels.patterns import Dense, Fixed, Pattern, Strided
 from tests.harness import backends
 from tests.harness.dry_card import DryCard
 
-KEPT = (".cubin", ".json")  # what is needed to launch
-WITHOUT = ("test_more_elements_than_32_bits_count", "test_a_compiled_layer_is_the_layer")  # tens of GiB; a card's own
+SUFFIXES = (".cubin", ".json")  # of the files that launching needs
+WITHOUT = ("test_more_elements_than_32_bits_count", "test_a_compiled_layer_is_the_layer")  # tens of GiB; needs a card
 PARTS = ("tests", "gate", "bars", "beside", "steps", "tuning")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0."""
+    """Compile and write the file; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="a .tar.xz to write")
     parser.add_argument("--architecture", default="sm_90", choices=tune.AHEAD)
@@ -59,14 +59,14 @@ def main(arguments: list[str] | None = None) -> int:
                 call()
             print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
         with tarfile.open(options.file, "x:xz") as tar:
-            for path in sorted(path for path in Path(folder).rglob("*") if path.suffix in KEPT):
+            for path in sorted(path for path in Path(folder).rglob("*") if path.suffix in SUFFIXES):
                 tar.add(path, path.relative_to(folder))
     print(f"wrote {options.file}, {options.file.stat().st_size / 2**20:.1f} MiB")
     return 0
 
 
 def calls_of(part: str, options: argparse.Namespace) -> Iterator[Callable[[], object]]:
-    """What compiles a part of a session."""
+    """Yield calls that compile a part of a session."""
     groups = {"bars": cases.bars("cuda"), "beside": cases.beside("cuda")}
     if part == "tests":
         yield from tests()
@@ -79,12 +79,12 @@ def calls_of(part: str, options: argparse.Namespace) -> Iterator[Callable[[], ob
     elif part in groups:
         for group in groups[part]:
             shape = group.batch, group.heads, group.context, group.head_width
-            for one in group.patterns().values():
-                yield partial(passes, one, shape, getattr(torch, group.dtype))
-    elif part == "steps":  # those of training_step.py, whose q, k and v are cut from one product
+            for pattern in group.patterns().values():
+                yield partial(passes, pattern, shape, getattr(torch, group.dtype))
+    elif part == "steps":  # of training_step.py, with q, k and v cut from one product
         for batch, context, stride in ((4, 12_288, 128), (1, 12_288, 128), (1, 1_048_576, 1_024)):
-            more = (Strided(stride), Dense()) if stride == 128 else ()
-            for step in (Fixed(stride, 32), *more):
+            others = (Strided(stride), Dense()) if stride == 128 else ()
+            for step in (Fixed(stride, 32), *others):
                 yield partial(passes, step, (batch, 8, context, 64), torch.bfloat16, heads_in_rows=True)
     else:
         yield partial(tuning, options)
@@ -93,7 +93,7 @@ def calls_of(part: str, options: argparse.Namespace) -> Iterator[Callable[[], ob
 def passes(
     pattern: Pattern | list[Pattern], shape: tuple[int, ...], dtype: torch.dtype, heads_in_rows: bool = False
 ) -> None:
-    """A forward and a backward pass; gradients of the output come in either layout."""
+    """Run a forward and a backward pass, with gradients of the output in both layouts if ``heads_in_rows``."""
     batch, heads, context, width = shape
     rows = (batch, context, heads, width)
     if heads_in_rows:
@@ -108,7 +108,7 @@ def passes(
 
 
 def tests() -> Iterator[Callable[[], object]]:
-    """The tests on a card; what they hold results against is left out."""
+    """Yield the tests on a card, without computing their expected results."""
     backends.ON_A_CARD = True
     module: Any = importlib.import_module("tests.kernels.test_on_a_card")
     module.assert_within_precision = module.expected = lambda *_: {}
@@ -120,20 +120,20 @@ def tests() -> Iterator[Callable[[], object]]:
                 yield partial(run_test, function, dict(zip(names, values if len(names) > 1 else [values], strict=True)))
 
 
-def run_test(function: Callable[..., None], given: dict[str, Any]) -> None:
-    """One test, whose assertions mean nothing here: no launch has computed anything."""
+def run_test(function: Callable[..., None], arguments: dict[str, Any]) -> None:
+    """Run a test, ignoring its assertions, as no launch computes anything."""
     with pytest.MonkeyPatch.context() as monkeypatch, contextlib.suppress(AssertionError, KeyError, RuntimeError):
-        more = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(function).parameters else {}
-        function(**given, **more)
+        fixtures = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(function).parameters else {}
+        function(**arguments, **fixtures)
 
 
 def tuning(options: argparse.Namespace) -> None:
-    """All that the tuner tries in 16 bits, in processes of their own."""
+    """Compile everything that the tuner tries in 16 bits, in other processes."""
     settings = argparse.Namespace(device="cuda", kernels=tune.KERNELS, widths=[128, 64, 256], dtypes=["bfloat16"])
     groups = tune.trials_of(settings, options.architecture)
-    with tune.ahead_of_time(groups, options.architecture, options.processes) as known:
+    with tune.ahead_of_time(groups, options.architecture, options.processes) as result_of:
         for trial in itertools.chain.from_iterable(groups):
-            known(trial)
+            result_of(trial)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Attention side by side with torch's dense causal attention and FlexAttention.
+"""Compare attention with torch's dense causal attention and FlexAttention.
 
 Run ``python benchmarks/attention/attention.py``.
 
 A gate comes first: each pattern's output and gradients against fp64 in every head width and dtype. Then dense
-attention, FlexAttention and all patterns take turns. The table goes to the terminal, all figures to JSON, which is
-written after every case, and a plot to PNG. docs/kernels.md says what each figure means.
+attention, FlexAttention and all patterns take turns. A table is printed, all figures go to JSON, which is written after
+every case, and a plot to PNG. docs/kernels.md explains the figures.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.attention import cases
-from benchmarks.attention.cases import Group
+from benchmarks.attention.cases import NAMES, Group, stride_of
 from benchmarks.attention.figures import PHASES
 from benchmarks.attention.gate import problems
-from benchmarks.attention.measure import Settings, measure
+from benchmarks.attention.measure import Settings, measure, measure_plans
 from benchmarks.attention.peers import forget_compiled, reason_of
-from benchmarks.attention.plot import plot
-from benchmarks.attention.tiles import measure_plans
 from benchmarks.machine import about, copy_bandwidth, matmul_flops, slug
 from benchmarks.report import DASH, add_output_arguments, cell, check_output, rounded, write_json
 
-COLUMNS = (  # title, width, field, form and factor; the three phases (or two) stand in one column
+COLUMNS = (  # title, width, field, format and factor; a column has all phases
     ("ms: forward / backward / both", 30, "seconds", ".3f", 1e3),
     ("times dense", 22, "ratio_to_dense", ".2f", 1),
     ("times flex", 22, "ratio_to_flex", ".2f", 1),
@@ -43,12 +41,12 @@ COLUMNS = (  # title, width, field, form and factor; the three phases (or two) s
 )
 TAIL = f"{'bound by':>12} {'bits':>4} {'B / pos':>8}"
 DENSE_LIMIT = {"cpu": 65_536, "cuda": 262_144}
-FLEX_LIMIT = {"cpu": 4_096, "cuda": 65_536}  # its block mask is made from all pairs
+FLEX_LIMIT = {"cpu": 4_096, "cuda": 65_536}  # its block mask is computed from all pairs
 REPEATS = {"cpu": 5, "cuda": 20}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 1 where the gate fails or a case does."""
+    """Run the benchmark; return 1 if the gate or a case fails."""
     started = time.monotonic()
     options = read_options(arguments)
     if options.threads:
@@ -58,23 +56,23 @@ def main(arguments: list[str] | None = None) -> int:
     groups = groups_of(options)
     if not pass_gate(groups, device, options.backend):
         return 1
-    found = beginning(device, options)
-    write_json(options.output, found)
+    results = beginning(device, options)
+    write_json(options.output, results)
     for group in groups:
         if options.time_limit is not None and time.monotonic() - started > options.time_limit:
-            found["skipped"].append(group.title())
+            results["skipped"].append(group.title())
             continue
-        try_group(group, found, device, options)
-        write_json(options.output, found)
+        try_group(group, results, device, options)
+        write_json(options.output, results)
     for context in sorted({*options.plans, *options.contexts}):
-        found["plans"] += measure_plans(context, options.stride, cases.SUMMARY)
-    print_plans(found["plans"])
-    finish(found, options.output)
-    return 1 if found["failures"] else 0
+        results["plans"] += measure_plans(context, options.stride, cases.SUMMARY)
+    print_plans(results["plans"])
+    finish(results, options.output)
+    return 1 if results["failures"] else 0
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; what is not given is the device's default."""
+    """Parse the command line; defaults depend on the device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=cases.PRESETS, default="grid", help="what is measured (default: the grid)")
     parser.add_argument("--contexts", type=int, nargs="*", default=None, help="positions to time in the grid")
@@ -125,7 +123,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def groups_of(options: argparse.Namespace) -> list[Group]:
-    """The cases that the options ask for, the cheap ones of a grid first."""
+    """Return the requested cases, cheap cases of a grid first."""
     kind = torch.device(options.device).type
     if options.preset == "bars":
         return cases.bars(kind)
@@ -149,7 +147,7 @@ def groups_of(options: argparse.Namespace) -> list[Group]:
 
 
 def pass_gate(groups: list[Group], device: torch.device, backend: str) -> bool:
-    """Whether every head width and dtype of the groups is right; says what is not."""
+    """Whether every head width and dtype of the groups is right; prints what is wrong."""
     kinds = dict.fromkeys((group.dtype, group.head_width) for group in groups)
     wrong = problems([(getattr(torch, dtype), width) for dtype, width in kinds], device, backend)
     for line in wrong:
@@ -161,7 +159,7 @@ def pass_gate(groups: list[Group], device: torch.device, backend: str) -> bool:
 
 
 def beginning(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """What a result file holds before its first case: the machine, its ceilings and empty lists."""
+    """Return the result file before its first case: the machine, its ceilings and empty lists."""
     small = options.preset == "rehearsal"
     copied = copy_bandwidth(device, 2**22 if small else None)
     multiplied = matmul_flops(device, getattr(torch, options.dtypes[0]), 64 if small else None)
@@ -183,22 +181,22 @@ def beginning(device: torch.device, options: argparse.Namespace) -> dict[str, An
     }
 
 
-def try_group(group: Group, found: dict[str, Any], device: torch.device, options: argparse.Namespace) -> None:
-    """Adds a group's rows to what was found, or the reason that it has none."""
+def try_group(group: Group, results: dict[str, Any], device: torch.device, options: argparse.Namespace) -> None:
+    """Add a group's rows to the results, or the reason why it has none."""
     settings = Settings(
         options.backend,
         options.repeats,
         options.dense_limit,
         options.flex_limit,
         tuple(options.flex_patterns),
-        found["copy_bytes_per_second"],
+        results["copy_bytes_per_second"],
     )
     try:
         rows, failures = measure(group, device, settings)
-    except Exception as error:  # the cases after it are worth having all the same
+    except Exception as error:  # the other cases are still useful
         rows, failures = [], [{**group.sizes(), "reason": reason_of(error)}]
-    found["timings"] += rows
-    found["failures"] += failures
+    results["timings"] += rows
+    results["failures"] += failures
     if rows:
         print_timings(group, rows)
     for failure in failures:
@@ -209,21 +207,21 @@ def try_group(group: Group, found: dict[str, Any], device: torch.device, options
         torch.cuda.empty_cache()
 
 
-def finish(found: dict[str, Any], output: Path) -> None:
-    """The last JSON, the plot beside it, and what was left out."""
-    write_json(output, found)
+def finish(results: dict[str, Any], output: Path) -> None:
+    """Write the last JSON and the plot, and print what was skipped."""
+    write_json(output, results)
     print(f"\nwrote {output}")
     try:
-        if plot(found, output.with_suffix(".png")):
+        if plot(results, output.with_suffix(".png")):
             print(f"wrote {output.with_suffix('.png')}")
-    except ImportError as error:  # the figures do not need it
+    except ImportError as error:  # the figures are complete without it
         print(f"no plot: {error}")
-    for title in found["skipped"]:
+    for title in results["skipped"]:
         print(f"not started within the time limit: {title}")
 
 
 def print_plans(rows: list[dict[str, Any]]) -> None:
-    """A table of plans."""
+    """Print a table of plans."""
     print(f"\n{'plan':<16}{'context':>10}{'stride':>8}{'seconds':>10}{'KiB':>8}{'cpu chunks, s':>16}")
     for row in rows:
         print(
@@ -233,7 +231,7 @@ def print_plans(rows: list[dict[str, Any]]) -> None:
 
 
 def print_timings(group: Group, rows: list[dict[str, Any]]) -> None:
-    """A table of one group: milliseconds, ratios and shares of each phase."""
+    """Print a table of one group: milliseconds, ratios and shares of each phase."""
     first = rows[0]
     dense = ", ".join(
         f"{phase} {cell(first['dense_seconds'][phase], '.3f', 1e3)} ms ({first['dense_kernel'][phase] or DASH})"
@@ -244,7 +242,7 @@ def print_timings(group: Group, rows: list[dict[str, Any]]) -> None:
         print(f"dense attention by {name}: {reason}")
     print(" ".join([f"{'pattern':<15}{'density':>8}", *(f"{title:>{width}}" for title, width, *_ in COLUMNS), TAIL]))
     for row in rows:
-        shown = [
+        columns = [
             f"{' / '.join(cell(row[name][phase], form, factor) for phase in PHASES if phase in row[name]):>{width}}"
             for _, width, name, form, factor in COLUMNS
         ]
@@ -253,7 +251,82 @@ def print_timings(group: Group, rows: list[dict[str, Any]]) -> None:
         )
         same = {None: DASH, True: "yes", False: "NO"}[row["deterministic"]]
         facts = f"{bound:>12} {same:>4} {cell(row['bytes_per_position'], ',.0f'):>8}"
-        print(" ".join([f"{row['pattern']:<15}{row['density']:>8.2%}", *shown, facts]))
+        print(" ".join([f"{row['pattern']:<15}{row['density']:>8.2%}", *columns, facts]))
+
+
+def plot(results: dict[str, Any], path: Path) -> bool:
+    """Plot the ratio to dense attention by context; return False if there is none.
+
+    There is a panel for each head width, dtype and phase, and a line for each pattern.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    kinds: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in results["timings"]:
+        if row["ratio_to_dense"]["forward"] is not None:
+            kinds.setdefault((row["head_width"], row["dtype"]), []).append(row)
+    if not kinds:
+        return False
+    contexts = sorted({row["context"] for rows in kinds.values() for row in rows})
+    figure, panels = plt.subplots(
+        len(kinds),
+        len(PHASES),
+        figsize=(4.2 * len(PHASES), 0.9 + 3.6 * len(kinds)),
+        layout="constrained",
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+    )
+    colours = dict(zip(NAMES, plt.get_cmap("tab10").colors, strict=False))
+    lines: dict[str, Any] = {}
+    for panel_row, ((width, dtype), rows) in zip(panels, sorted(kinds.items()), strict=True):
+        for axes, phase in zip(panel_row, PHASES, strict=True):
+            for name in NAMES:
+                lines |= draw_line(axes, [row for row in rows if row["pattern"] == name], phase, colours[name])
+            decorate(axes, contexts)
+            axes.set_title(f"{phase}, head width {width}, {dtype}", fontsize=10)
+        panel_row[0].set_ylabel("times faster than dense")
+    for axes in panels[-1]:
+        axes.set_xlabel("context (positions)")
+    figure.suptitle(f"{results['device']}, torch {results['torch']}, {results['date']}", fontsize=11)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines), frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
+
+
+def draw_line(axes: Any, rows: list[dict[str, Any]], phase: str, colour: Any) -> dict[str, Any]:
+    """Draw one pattern's line, with stars for strides other than the default of the context."""
+    drawn = {}
+    for usual, style in ((False, {"marker": "*", "linestyle": "none"}), (True, {"marker": "o", "markersize": 4})):
+        points = sorted(
+            (row["context"], row["ratio_to_dense"][phase])
+            for row in rows
+            if row["ratio_to_dense"][phase] is not None and (row["stride"] == stride_of(row["context"])) == usual
+        )
+        if points:
+            (drawn[rows[0]["pattern"]],) = axes.plot(*zip(*points, strict=True), color=colour, **style)
+    return drawn
+
+
+def decorate(axes: Any, contexts: list[int]) -> None:
+    """Set log axes with plain numbers, and draw a line at a ratio of 1."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts], rotation=30, ha="right", fontsize=8)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}×"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: f"{y:g}×" if f"{y:e}"[0] in "25" else ""))
+    axes.tick_params(axis="y", which="both", labelsize=8)
+    axes.set_xlim(contexts[0] / 1.4, contexts[-1] * 1.4)
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.grid(True, which="major", alpha=0.3)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What was aimed at, and what was measured: ``python benchmarks/attention/bars.py [FILE …]``.
+"""Compare measurements with performance targets: ``python benchmarks/attention/bars.py [FILE …]``.
 
-Reads result files of attention.py and training_step.py, and says of each device which bars were met, missed or not
-measured. Where two files of a device hold the same case, the later one counts.
+Reads result files of attention.py and training_step.py, and prints for each device which bars were met, missed or not
+measured. If two files of a device have the same case, the later one counts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 from benchmarks.report import RESULTS
 
 NOT_MEASURED = "not measured"
-KINDS = ("bars", "attention", "training-step")  # by file name, in the order in which they count
+KINDS = ("bars", "attention", "training-step")  # by file name, in order of increasing priority
 ENWIK8 = {"context": 12_288, "layers": 30, "stride": 128, "summary": 32}
-LINEAR = 1.1  # bytes a position at four times the context, over those at the context
+LINEAR = 1.1  # limit of the growth of bytes per position at four times the context
 
 
 class Measured(NamedTuple):
-    """A value, and what else is worth knowing of it."""
+    """A value with a note."""
 
     value: float
     note: str = ""
@@ -34,19 +34,19 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Bar:
-    """A value that was aimed at: at least so much, or at most."""
+    """A target: a lower or upper limit of a value."""
 
     what: str
     limit: float
-    form: str  # how a value is written
-    measure: Callable[[Found], Measured | None]
+    form: str  # format of a value
+    measure: Callable[[Results], Measured | None]
     at_most: bool = False
-    said: str | None = None  # the bar in words, where a number would say less
+    words: str | None = None  # the bar in words, in place of a number
 
-    def row(self, found: Found) -> tuple[str, str, str, str]:
-        """What, bar, measured, verdict."""
-        measured = self.measure(found)
-        bar = self.said or f"{'<=' if self.at_most else '>='} {self.form.format(self.limit)}"
+    def row(self, results: Results) -> tuple[str, str, str, str]:
+        """Return what, bar, measured, verdict."""
+        measured = self.measure(results)
+        bar = self.words or f"{'<=' if self.at_most else '>='} {self.form.format(self.limit)}"
         if measured is None:
             return self.what, bar, "–", NOT_MEASURED
         met = measured.value <= self.limit if self.at_most else measured.value >= self.limit
@@ -54,7 +54,7 @@ class Bar:
         return self.what, bar, self.form.format(measured.value) + note, "met" if met else "missed"
 
 
-class Found:
+class Results:
     """The rows of one device's files."""
 
     def __init__(self, device_type: str, files: list[dict[str, Any]]) -> None:
@@ -70,20 +70,20 @@ class Found:
         self.steps = [{**file, **row} for file in files for row in file.get("steps", ())]
 
     def timing(self, pattern: str, context: int, stride: int, head_width: int = 64) -> dict[str, Any] | None:
-        """The row of a case in the dtype of the device's bars."""
+        """Return the row of a case in the dtype of the device's bars, or None."""
         dtype = "bfloat16" if self.device_type == "cuda" else "float32"
-        wanted = {"pattern": pattern, "context": context, "stride": stride, "head_width": head_width, "dtype": dtype}
-        matching = (row for row in reversed(self.timings) if all(row[name] == value for name, value in wanted.items()))
+        case = {"pattern": pattern, "context": context, "stride": stride, "head_width": head_width, "dtype": dtype}
+        matching = (row for row in reversed(self.timings) if all(row[name] == value for name, value in case.items()))
         return next((row for row in matching if row["summary"] == 8), None)
 
 
 def times_dense(
     pattern: str, context: int, stride: int, phase: str, kernel: str | None = None
-) -> Callable[[Found], Measured | None]:
-    """How many times faster than dense attention, by one of its kernels or by the fastest."""
+) -> Callable[[Results], Measured | None]:
+    """Measure how many times faster than dense attention, by one of its kernels or by the fastest."""
 
-    def measure(found: Found) -> Measured | None:
-        row = found.timing(pattern, context, stride)
+    def measure(results: Results) -> Measured | None:
+        row = results.timing(pattern, context, stride)
         if row is None or row["ratio_to_dense"][phase] is None:
             return None
         fastest = row["ratio_to_dense"][phase]
@@ -95,11 +95,11 @@ def times_dense(
     return measure
 
 
-def visited(phase: str) -> Callable[[Found], Measured | None]:
-    """TFLOP/s on visited tiles of the published sliding window."""
+def visited(phase: str) -> Callable[[Results], Measured | None]:
+    """Measure TFLOP/s on visited tiles of the published sliding window."""
 
-    def measure(found: Found) -> Measured | None:
-        row = found.timing("local", 32_768, 1_024, 128)
+    def measure(results: Results) -> Measured | None:
+        row = results.timing("local", 32_768, 1_024, 128)
         if row is None or (value := row["tflops_on_visited"][phase]) is None:
             return None
         return Measured(value, f"{row['tflops_on_allowed'][phase]:.0f} on allowed pairs")
@@ -107,35 +107,35 @@ def visited(phase: str) -> Callable[[Found], Measured | None]:
     return measure
 
 
-def same_bits(found: Found) -> Measured | None:
-    """The share of cases whose backward pass gives the same bits twice."""
-    known = [row["deterministic"] for row in found.timings if row.get("deterministic") is not None]
-    return Measured(sum(known) / len(known), f"{sum(known)} of {len(known)} cases") if known else None
+def same_bits(results: Results) -> Measured | None:
+    """Measure the share of cases with a backward pass that gives the same bits twice."""
+    repeats = [row["deterministic"] for row in results.timings if row.get("deterministic") is not None]
+    return Measured(sum(repeats) / len(repeats), f"{sum(repeats)} of {len(repeats)} cases") if repeats else None
 
 
-def bandwidth(phase: str, merged: bool) -> Callable[[Found], Measured | None]:
-    """The smallest share of the copy bandwidth, of heads that compulsory bytes bind; merged ones apart."""
+def bandwidth(phase: str, merged: bool) -> Callable[[Results], Measured | None]:
+    """Measure the smallest share of the copy bandwidth of heads bounded by bytes, merged ones or others."""
 
-    def measure(found: Found) -> Measured | None:
+    def measure(results: Results) -> Measured | None:
         shares = [
             (row["gigabytes_per_second"][phase] * 1e9 / row["copy_bytes_per_second"], row)
-            for row in found.timings
+            for row in results.timings
             if row.get("bound", {}).get(phase) == "bytes" and ("merged" in row["pattern"]) == merged
         ]
         if not shares:
             return None
-        share, row = min(shares, key=lambda one: one[0])
+        share, row = min(shares, key=lambda pair: pair[0])
         where = f"{row['pattern']}, n = {row['context']:,}, D = {row['head_width']}"
         return Measured(share, f"the least of {len(shares)}: {where}")
 
     return measure
 
 
-def training_step(checkpointing: bool, batch: int) -> Callable[[Found], Measured | None]:
-    """How many times faster than dense flash a whole step of the enwik8 model is."""
+def training_step(checkpointing: bool, batch: int) -> Callable[[Results], Measured | None]:
+    """Measure how many times faster than dense flash a training step of the enwik8 model is."""
 
-    def measure(found: Found) -> Measured | None:
-        for row in reversed(found.steps):
+    def measure(results: Results) -> Measured | None:
+        for row in reversed(results.steps):
             same_model = all(row[name] == value for name, value in {**ENWIK8, "batch": batch}.items())
             if row["variant"] == "sparse" and row["checkpointing"] == checkpointing and same_model:
                 ratio = row["times_dense"].get("dense flash")
@@ -145,20 +145,20 @@ def training_step(checkpointing: bool, batch: int) -> Callable[[Found], Measured
     return measure
 
 
-def longest_step(found: Found) -> Measured | None:
+def longest_step(results: Results) -> Measured | None:
     """Whether a training step of 1,048,576 bytes ran."""
-    for row in reversed(found.steps):
+    for row in reversed(results.steps):
         if row["variant"] == "sparse" and row["context"] == 1_048_576:
             peak = f", {row['peak_bytes'] / 2**30:.1f} GiB" if row["peak_bytes"] else ""
             return Measured(1.0, f"{row['layers']} layers: {row['seconds']:.2f} s{peak}")
     return None
 
 
-def memory_growth(pattern: str) -> Callable[[Found], Measured | None]:
-    """Bytes a position at 1,048,576 positions over those at 262,144, forward and backward: 1 is linear."""
+def memory_growth(pattern: str) -> Callable[[Results], Measured | None]:
+    """Measure bytes per position at 1,048,576 positions relative to 262,144, forward and backward: 1 is linear."""
 
-    def measure(found: Found) -> Measured | None:
-        short, long = found.timing(pattern, 262_144, 512), found.timing(pattern, 1_048_576, 1_024)
+    def measure(results: Results) -> Measured | None:
+        short, long = results.timing(pattern, 262_144, 512), results.timing(pattern, 1_048_576, 1_024)
         if short is None or long is None or None in (short["bytes_per_position"], long["bytes_per_position"]):
             return None
         if (short["heads"], short["batch"]) != (long["heads"], long["batch"]):
@@ -169,11 +169,11 @@ def memory_growth(pattern: str) -> Callable[[Found], Measured | None]:
     return measure
 
 
-def longest_plan(field: str, factor: float) -> Callable[[Found], Measured | None]:
-    """The largest plan of a million positions."""
+def longest_plan(field: str, factor: float) -> Callable[[Results], Measured | None]:
+    """Measure the largest plan of a million positions."""
 
-    def measure(found: Found) -> Measured | None:
-        rows = [row for row in found.plans if row["context"] == 1_048_576 and row["stride"] == 1_024]
+    def measure(results: Results) -> Measured | None:
+        rows = [row for row in results.plans if row["context"] == 1_048_576 and row["stride"] == 1_024]
         if not rows:
             return None
         worst = max(rows, key=lambda row: row[field])
@@ -182,11 +182,11 @@ def longest_plan(field: str, factor: float) -> Callable[[Found], Measured | None
     return measure
 
 
-def runs(pattern: str) -> Callable[[Found], Measured | None]:
+def runs(pattern: str) -> Callable[[Results], Measured | None]:
     """Whether forward and backward ran at 1,048,576 positions."""
 
-    def measure(found: Found) -> Measured | None:
-        row = found.timing(pattern, 1_048_576, 1_024)
+    def measure(results: Results) -> Measured | None:
+        row = results.timing(pattern, 1_048_576, 1_024)
         if row is None:
             return None
         both = row["seconds"]["both"]
@@ -211,9 +211,9 @@ GPU_BARS = (
     Bar("enwik8 training step over dense flash, checkpointing", 1.5, X, training_step(True, 4)),
     Bar("enwik8 training step over dense flash, none", 1.5, X, training_step(False, 4)),
     Bar("enwik8 training step over dense flash, batch 1", 1.5, X, training_step(False, 1)),
-    Bar("training step of 1,048,576 bytes", 1, "{:.0f}", longest_step, said="runs"),
-    Bar("strided merged, n = 1,048,576, both", 1, "{:.0f}", runs("strided merged"), said="runs"),
-    Bar("fixed merged, n = 1,048,576, both", 1, "{:.0f}", runs("fixed merged"), said="runs"),
+    Bar("training step of 1,048,576 bytes", 1, "{:.0f}", longest_step, words="runs"),
+    Bar("strided merged, n = 1,048,576, both", 1, "{:.0f}", runs("strided merged"), words="runs"),
+    Bar("fixed merged, n = 1,048,576, both", 1, "{:.0f}", runs("fixed merged"), words="runs"),
     Bar(
         "strided merged, bytes a position, 1,048,576 over 262,144",
         LINEAR,
@@ -226,8 +226,8 @@ GPU_BARS = (
     ),
 )
 CPU_BARS = (
-    # One kernel on both sides: what differs is the noise.
-    Bar("dense, n = 12,288, both", 0.95, X, times_dense("dense", 12_288, 128, "both"), said="no slower, to 5%"),
+    # The same kernel on both sides, so only noise differs.
+    Bar("dense, n = 12,288, both", 0.95, X, times_dense("dense", 12_288, 128, "both"), words="no slower, to 5%"),
     Bar("local, n = 12,288, l = 128, both", 18, X, times_dense("local", 12_288, 128, "both")),
     Bar("column, n = 12,288, l = 128, both", 26, X, times_dense("column", 12_288, 128, "both")),
     Bar("block, n = 12,288, l = 128, both", 24, X, times_dense("block", 12_288, 128, "both")),
@@ -239,7 +239,7 @@ CPU_BARS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table; exit code 2 where the files cannot be read together."""
+    """Print the tables; return 2 if the files cannot be read together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, help="default: those of one --device in --results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of result files")
@@ -255,22 +255,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tables(files: list[dict[str, Any]], device: str = "") -> list[str]:
-    """A table for each device whose name has the given part; those of all bars, unmeasured, where there is none."""
+    """Return a table for each device with ``device`` in its name; without any, all bars as not measured."""
     devices: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for file in files:
         if device.lower() in file["device"].lower():
             devices.setdefault((file["device"], file["device_type"]), []).append(file)
     if not devices:
-        return [table(device or "no device", Found(kind, [])) for kind in ("cuda", "cpu")]
-    return [table(name, Found(kind, some)) for (name, kind), some in devices.items()]
+        return [table(device or "no device", Results(kind, [])) for kind in ("cuda", "cpu")]
+    return [table(name, Results(kind, device_files)) for (name, kind), device_files in devices.items()]
 
 
-def table(device: str, found: Found) -> str:
-    """All bars of a device's type, and how many of each verdict."""
-    rows = [bar.row(found) for bar in (GPU_BARS if found.device_type == "cuda" else CPU_BARS)]
+def table(device: str, results: Results) -> str:
+    """Return all bars of a device's type, and how many have each verdict."""
+    rows = [bar.row(results) for bar in (GPU_BARS if results.device_type == "cuda" else CPU_BARS)]
     titles = ("what", "bar", "measured", "verdict")
     widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
-    lines = ["  ".join(one.ljust(width) for one, width in zip(row, widths, strict=True)) for row in (titles, *rows)]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in (titles, *rows)]
     verdicts = [row[-1] for row in rows]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("met", "missed", NOT_MEASURED))
     return "\n".join([device, *(line.rstrip() for line in lines), counts])

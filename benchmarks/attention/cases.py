@@ -1,4 +1,4 @@
-"""What is measured: patterns, sizes, and the presets of them.
+"""The cases of benchmarks: patterns, sizes, and presets.
 
 Letters: B batch, H heads, N positions, D head width; l stride and c summary of a pattern.
 """
@@ -17,7 +17,7 @@ CONTEXTS = {"cpu": (3_072, 12_288), "cuda": (3_072, 12_288, 65_536, 262_144, 1_0
 HEAD_WIDTHS = {"cpu": (64,), "cuda": (64, 128)}
 DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 PRESETS = ("grid", "bars", "beside", "rehearsal")
-MIXED = "mixed heads"  # a quarter of the heads each local, column, summary and fixed
+MIXED = "mixed heads"  # a quarter of the heads each is local, column, summary and fixed
 PLAN_CONTEXT = 1_048_576
 CPU_HEADS = 4
 FEWEST_HEADS, MOST_HEADS, POSITIONS_ON_A_CARD = 8, 64, 2**20  # enough programs and bytes for every multiprocessor
@@ -25,7 +25,7 @@ FEWEST_HEADS, MOST_HEADS, POSITIONS_ON_A_CARD = 8, 64, 2**20  # enough programs 
 
 @dataclass(frozen=True)
 class Group:
-    """Patterns that take turns at one size; dense attention is measured once for all of them."""
+    """Patterns that take turns at one size. Dense attention is measured once for all of them."""
 
     context: int  # N
     stride: int  # l; the window of local attention
@@ -37,18 +37,18 @@ class Group:
     names: tuple[str, ...] = NAMES
 
     def patterns(self) -> dict[str, Pattern | list[Pattern]]:
-        """The patterns by the names they have in tables; a list has one a head."""
+        """Return the patterns by their names in tables; a list has one per head."""
         every = patterns_of(self.stride, self.summary)
         kinds = [every[name] for name in ("local", "column", "summary", "fixed merged")]
         mixed = {MIXED: [kinds[head % len(kinds)] for head in range(self.heads)]}
         return {name: mixed[name] if name == MIXED else every[name] for name in self.names}
 
     def sizes(self) -> dict[str, Any]:
-        """What identifies the group in a result file."""
+        """Return the fields that identify the group in a result file."""
         return {name: value for name, value in asdict(self).items() if name != "names"}
 
     def title(self) -> str:
-        """One line for tables."""
+        """Return a line for tables."""
         return (
             f"n = {self.context:,}, l = {self.stride}, c = {self.summary}, B = {self.batch}, H = {self.heads}, "
             f"D = {self.head_width}, {self.dtype}"
@@ -56,38 +56,30 @@ class Group:
 
 
 def patterns_of(stride: int, summary: int) -> dict[str, Pattern]:
-    """What is measured, by the name it has in tables."""
-    made = (
-        Dense(),
-        Local(stride),
-        Column(stride),
-        Block(stride),
-        Summary(stride, summary),
-        Strided(stride),
-        Fixed(stride, summary),
-    )
-    return dict(zip(NAMES, made, strict=True))
+    """Return the patterns by their names in tables."""
+    factors = (Dense(), Local(stride), Column(stride), Block(stride), Summary(stride, summary))
+    return dict(zip(NAMES, (*factors, Strided(stride), Fixed(stride, summary)), strict=True))
 
 
 def stride_of(context: int) -> int:
-    """The power of two nearest to the root of the context."""
+    """Return the power of two nearest to the root of the context."""
     return 2 ** round(math.log2(context) / 2)
 
 
 def heads_of(context: int, device_type: str) -> int:
-    """Heads that fill the device; from 131,072 positions on always the same, so that memory can be compared."""
+    """Return how many heads fill the device: constant from 131,072 positions on, so that memory is comparable."""
     if device_type != "cuda":
         return CPU_HEADS
     return max(FEWEST_HEADS, min(MOST_HEADS, POSITIONS_ON_A_CARD // context))
 
 
 def published_case(dtype: str) -> Group:
-    """The sliding window that other kernels' published figures are on."""
+    """Return the sliding window of the published figures of other kernels."""
     return Group(32_768, 1_024, 128, dtype, heads_of(32_768, "cuda"), names=("local",))
 
 
 def bars(device_type: str) -> list[Group]:
-    """The cases that ``benchmarks/attention/bars.py`` holds against its bars, and few others."""
+    """Return the cases that ``benchmarks/attention/bars.py`` compares with its bars, and a few others."""
     if device_type != "cuda":
         names = ("dense", "local", "column", "block", "summary", "fixed merged")
         return [Group(12_288, 128, 64, "float32", CPU_HEADS, names=names)]
@@ -106,7 +98,7 @@ def bars(device_type: str) -> list[Group]:
 
 
 def beside(device_type: str) -> list[Group]:
-    """What no bar is set on and trainings use: other dtypes and widths, and heads that differ."""
+    """Return cases without bars that trainings use: other dtypes and widths, and heads that differ."""
     heads = heads_of(12_288, device_type)
     names = ("local", "column", "fixed merged", MIXED)
     kinds = ((64, "float16"), (128, "bfloat16"), (256, "bfloat16"), (64, "float32"))
@@ -114,5 +106,5 @@ def beside(device_type: str) -> list[Group]:
 
 
 def rehearsal(dtype: str) -> list[Group]:
-    """Cases so small that the interpreter takes seconds: they say that everything runs, and nothing of speed."""
+    """Return cases that take the interpreter seconds: they show that everything runs, but not how fast."""
     return [Group(96, 16, 16, dtype, 4, summary=2, names=("local", MIXED)), Group(64, 8, 16, dtype, 1, summary=2)]

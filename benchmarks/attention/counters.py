@@ -1,9 +1,9 @@
-"""How busy a card's matrix units and memory are under our kernels: ``python benchmarks/attention/counters.py``.
+"""Measure how busy a card's matrix units and memory are in our kernels: ``python benchmarks/attention/counters.py``.
 
-Nsight Compute (``ncu``, where it is installed) reads the card's counters of every launch of a forward and a backward
-pass of a few cases, after passes that compile; the card's clocks are left as they are. Each launch is replayed several
-times, so that its time is not that of a benchmark; shares of the peak are what is asked for. A table goes to the
-terminal, a row a launch to JSON. Without ``ncu``, or where it may not read counters, the file says so.
+Nsight Compute (``ncu``, if installed) reads the card's counters for every launch of a forward and a backward pass of a
+few cases, after passes that compile. The card's clocks are not changed. Each launch is replayed several times, so its
+time is not representative, but its shares of the peak are. A table is printed, and a row per launch goes to JSON. If
+``ncu`` is missing or cannot read counters, the file says so.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ CASES: tuple[tuple[Pattern, int, int, int], ...] = (  # pattern, context, heads,
     (Fixed(128, 8), 12_288, 64, 64),
 )
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "LaunchStats", "Occupancy")
-BETWEEN = "spin_kernel"  # torch's own sleep on the card, launched before each case: it tells them apart
+BETWEEN = "spin_kernel"  # torch's sleep on the card, launched before each case to separate them
 OURS = "forward|dkdv|dq|closed|delta|gather"
-SHOWN = {  # what the table has: a counter, and what it is divided by
+SHOWN = {  # columns of the table: a counter and its divisor
     "ms": ("gpu__time_duration.sum", 1e6),
     "tensor %": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", 1),
     "DRAM GB/s": ("dram__bytes.sum.per_second", 1e9),
     "warps %": ("sm__warps_active.avg.pct_of_peak_sustained_active", 1),
     "registers": ("launch__registers_per_thread", 1),
 }
-KEPT = [name for name, _ in SHOWN.values()] + ["sm__inst_executed.avg.per_cycle_active"]
+COUNTERS = [name for name, _ in SHOWN.values()] + ["sm__inst_executed.avg.per_cycle_active"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0, measured or not."""
+    """Run the benchmark; return 0, even if nothing was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", action="store_true", help="only run the passes, as under ncu")
     parser.add_argument("--time-limit", type=float, default=100, help="seconds of ncu")
@@ -61,16 +61,14 @@ def main(arguments: list[str] | None = None) -> int:
     write_json(options.output, {**about(device), "launches": rows, "reason": reason})
     for row in rows:
         counters = row["counters"]
-        said = ", ".join(
-            f"{title} {cell(counters.get(name), '.4g', 1 / unit)}" for title, (name, unit) in SHOWN.items()
-        )
-        print(f"{row['pattern']:<60} {row['kernel']:<16} {said}")
+        columns = [f"{title} {cell(counters.get(name), '.4g', 1 / unit)}" for title, (name, unit) in SHOWN.items()]
+        print(f"{row['pattern']:<60} {row['kernel']:<16} {', '.join(columns)}")
     print(f"not measured: {reason}" if reason else f"wrote {options.output}")
     return 0
 
 
 def counted(seconds: float) -> tuple[list[dict[str, Any]], str | None]:
-    """A row a launch, and why there are none."""
+    """Return a row per launch, and the reason if there is none."""
     program = shutil.which("ncu")
     if program is None:
         return [], "ncu is not installed"
@@ -84,30 +82,30 @@ def counted(seconds: float) -> tuple[list[dict[str, Any]], str | None]:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
             return [], f"ncu took more than {seconds:.0f} s"
-        said = log.read_text() if log.exists() else ""
-        rows = parsed(said)
-        told = [line for line in (said + done.stdout + done.stderr).splitlines() if "ERROR" in line]
-        return rows, None if rows else (told or [f"ncu ended with {done.returncode}"])[0]
+        text = log.read_text() if log.exists() else ""
+        rows = parsed(text)
+        errors = [line for line in (text + done.stdout + done.stderr).splitlines() if "ERROR" in line]
+        return rows, None if rows else (errors or [f"ncu ended with {done.returncode}"])[0]
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
-    """The rows of ncu's raw page: a line of names, one of units, one a launch; other lines begin with ``==``."""
+    """Parse ncu's raw page: a line of names, one of units, one per launch; other lines begin with ``==``."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
-    found, number = [], -1
-    for one in list(csv.DictReader(lines))[1:]:
-        kernel = one["Kernel Name"].split("(")[0]
+    rows, number = [], -1
+    for line in list(csv.DictReader(lines))[1:]:
+        kernel = line["Kernel Name"].split("(")[0]
         if BETWEEN in kernel:
             number += 1
             continue
         pattern, context, heads, width = CASES[max(number, 0)]
-        counters = {name: rounded(number_of(one[name])) for name in KEPT if name in one}
+        counters = {name: rounded(number_of(line[name])) for name in COUNTERS if name in line}
         sizes = {"pattern": str(pattern), "context": context, "heads": heads, "width": width}
-        found.append({**sizes, "kernel": kernel, "counters": {k: v for k, v in counters.items() if v is not None}})
-    return found
+        rows.append({**sizes, "kernel": kernel, "counters": {k: v for k, v in counters.items() if v is not None}})
+    return rows
 
 
 def number_of(text: str) -> float | None:
-    """A number as ncu writes it, with commas between thousands."""
+    """Parse a number as ncu writes it, with commas between thousands."""
     try:
         return float(text.replace(",", ""))
     except ValueError:
@@ -115,7 +113,7 @@ def number_of(text: str) -> float | None:
 
 
 def run_passes() -> None:
-    """Forward and backward of every case, compiled before the profiler begins."""
+    """Run forward and backward passes of every case, compiled before the profiler starts."""
     for counted_pass in (False, True):
         if counted_pass:
             torch.cuda.profiler.start()

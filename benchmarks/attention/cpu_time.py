@@ -1,4 +1,4 @@
-"""Where attention's time goes on a CPU, and what other sizes of chunks and slabs would change.
+"""Profile attention on a CPU, and compare sizes of chunks and slabs.
 
 Run ``python benchmarks/attention/cpu_time.py``. The first part profiles each pattern on one thread, forward and
 backward, and sorts the time of torch's operators into kinds. The second part times every pattern with each size of
@@ -35,12 +35,12 @@ from longstride.kernels.patterns import Dense, Pattern
 from longstride.kernels.plan import num_pairs
 
 NAMES = ("local", "column", "block", "summary", "strided merged", "fixed merged")
-KINDS = {  # of torch's operators
+KINDS = {  # kinds of torch's operators
     "products": ("bmm", "baddbmm_", "baddbmm"),
     "softmax": ("exp2_", "exp_", "sub_", "amax", "sum", "mul_", "mul", "log2", "log", "lerp_", "sigmoid", "logaddexp"),
     "copies": ("copy_", "add_", "div", "fill_", "zero_", "index_select", "index_add_", "index_copy_", "clone", "cat"),
 }
-OTHER = "calls and new memory"  # Python, torch's dispatch, and pages that the system hands out at their first use
+OTHER = "calls and new memory"  # Python, torch's dispatch, and page faults of new memory
 SIZES = {
     "as shipped": (slabs.SCORES_IN_WORK, chunks.KEY_COST),
     "slabs of 2^17": (1 << 17, chunks.KEY_COST),
@@ -53,7 +53,7 @@ PROFILED_CALLS = 5
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print and write. Returns the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=12_288)
     parser.add_argument("--stride", type=int, default=128)
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def shares(pattern: Pattern, inputs: Inputs) -> dict[str, Any]:
-    """The speed-up's limit, pairs computed for each allowed one, and the share of time of each kind of operator."""
+    """Return the limit of the speed-up, computed pairs per allowed pair, and time shares by kind of operator."""
     context = inputs.leaves[0].shape[2]
     attend, threads = ours(pattern, "cpu"), torch.get_num_threads()
 
@@ -102,27 +102,27 @@ def shares(pattern: Pattern, inputs: Inputs) -> dict[str, Any]:
     for event in profiled.key_averages():
         name = event.key.removeprefix("aten::")
         spent[next((kind for kind, names in KINDS.items() if name in names), OTHER)] += event.self_cpu_time_total
-    whole = sum(spent.values())
+    total = sum(spent.values())
     allowed = num_pairs(pattern, context)
     return {
         "limit": rounded(num_pairs(Dense(), context) / allowed),
         "computed": rounded(visited_pairs(inputs.leaves[0], pattern) / allowed),
-        "shares": {kind: rounded(time / whole) for kind, time in spent.items()},
+        "shares": {kind: rounded(time / total) for kind, time in spent.items()},
     }
 
 
 def sizes(patterns: dict[str, Pattern], inputs: Inputs, repeats: int) -> list[dict[str, Any]]:
-    """Each pattern's seconds with each of ``SIZES``, over those as shipped, and times faster than dense attention."""
+    """Return each pattern's time with each of ``SIZES``, relative to shipped sizes and to dense attention."""
     contenders = {"dense": Contender(ours(Dense(), "cpu"))}
     for size in SIZES:
         cut = cached(inspect.unwrap(chunks.chunked))  # a cache for each size
-        contenders |= {f"{n}, {size}": Contender(_sized(pattern, size, cut)) for n, pattern in patterns.items()}
+        contenders |= {f"{n}, {size}": Contender(_in_sizes(pattern, size, cut)) for n, pattern in patterns.items()}
     shipped = slabs.SCORES_IN_WORK, chunks.KEY_COST, chunks.chunked
     try:
         turns = take_turns(contenders, [inputs], torch.device("cpu"), repeats, 0.0)
     finally:
         slabs.SCORES_IN_WORK, chunks.KEY_COST, attention.chunked = shipped
-    seconds = {name: one.seconds()["both"] for name, one in turns.items()}
+    seconds = {name: contender.seconds()["both"] for name, contender in turns.items()}
     return [
         {
             "sizes": size,
@@ -137,8 +137,8 @@ def sizes(patterns: dict[str, Pattern], inputs: Inputs, repeats: int) -> list[di
     ]
 
 
-def _sized(pattern: Pattern, size: str, cut: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention in other sizes, which stay set until the next forward pass: its backward pass has them too."""
+def _in_sizes(pattern: Pattern, size: str, cut: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return attention in other sizes, which stay set for its backward pass."""
     attend = ours(pattern, "cpu")
 
     def attention_in_sizes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

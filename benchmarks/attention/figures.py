@@ -1,4 +1,4 @@
-"""From seconds to what they mean: operations, bytes, ratios, and the ideal. Pure arithmetic.
+"""Figures derived from seconds: operations, bytes, ratios, and the ideal. Pure arithmetic.
 
 Letters: B batch, H heads, N positions, D head width. A pair is a query and a key; counts of pairs are for one head.
 """
@@ -12,7 +12,7 @@ from benchmarks.report import ratio, rounded
 
 PHASES = ("forward", "backward", "both")
 ByPhase = dict[str, Any]  # a value, or None, for each of PHASES (or for the first two)
-OPERATIONS = {"forward": 4, "backward": 10}  # times D for each pair: two and five products, each a multiply and an add
+OPERATIONS = {"forward": 4, "backward": 10}  # times D per pair: two and five products, each a multiply and an add
 # Rows of D numbers read and written once: q, k, v, out; and q, k, v, out, grad_out, dq, dk, dv.
 ROWS = {"forward": 4, "backward": 8}
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -20,21 +20,21 @@ LSE_BYTES = 4
 
 
 def operations(group: Group, pairs: int, phase: str) -> int:
-    """Operations of a phase on so many pairs a head."""
+    """Return the operations of a phase on ``pairs`` pairs per head."""
     return OPERATIONS[phase] * group.head_width * pairs * group.batch * group.heads
 
 
 def compulsory_bytes(group: Group, phase: str) -> int:
-    """The fewest bytes that a phase moves: every tensor once, whatever the pattern."""
+    """Return the fewest bytes that a phase moves: every tensor once, for any pattern."""
     row = ROWS[phase] * group.head_width * ITEM_BYTES[group.dtype] + LSE_BYTES
     return group.batch * group.heads * group.context * row
 
 
 def ideal(dense_seconds: float | None, density: float, num_bytes: int, bandwidth: float) -> tuple[Any, Any]:
-    """Seconds that nothing sensible beats, and what binds: "operations" or "bytes"; None where dense has no time.
+    """Return the ideal seconds, and what bounds them: "operations" or "bytes"; None if dense attention has no time.
 
-    Dense attention's own speed on the pattern's share of the pairs, or the compulsory bytes at the speed of a copy,
-    whichever takes longer.
+    The ideal is the longer of the pattern's share of pairs at the speed of dense attention, and the compulsory bytes at
+    the speed of a copy.
     """
     if dense_seconds is None:
         return None, None
@@ -43,24 +43,24 @@ def ideal(dense_seconds: float | None, density: float, num_bytes: int, bandwidth
 
 
 def rounded_all(values: ByPhase) -> ByPhase:
-    """Each to a few significant digits."""
+    """Round each value to a few significant digits."""
     return {name: rounded(x) for name, x in values.items()}
 
 
 def fastest(kernels: dict[str, ByPhase]) -> tuple[ByPhase, ByPhase]:
-    """Of several kernels' seconds by phase, the least of each phase and whose it is; None where none has it."""
+    """Return the least seconds of each phase among kernels, and the kernel's name; None if no kernel has them."""
     seconds: ByPhase = dict.fromkeys(PHASES)
     names: ByPhase = dict.fromkeys(PHASES)
     for phase in PHASES:
-        found = {name: times[phase] for name, times in kernels.items() if times.get(phase) is not None}
-        if found:
-            names[phase] = min(found, key=lambda name: found[name])
-            seconds[phase] = found[names[phase]]
+        times = {name: by_phase[phase] for name, by_phase in kernels.items() if by_phase.get(phase) is not None}
+        if times:
+            names[phase] = min(times, key=lambda name: times[name])
+            seconds[phase] = times[names[phase]]
     return seconds, names
 
 
 def ideals(group: Group, dense: ByPhase, density: float, bandwidth: float) -> tuple[ByPhase, ByPhase]:
-    """Ideal seconds and what binds, by phase; both phases together take the sum."""
+    """Return ideal seconds and what bounds them, by phase; both phases together take the sum."""
     seconds, bound = {}, {}
     for phase in OPERATIONS:
         num_bytes = compulsory_bytes(group, phase)
@@ -77,7 +77,7 @@ def ideals(group: Group, dense: ByPhase, density: float, bandwidth: float) -> tu
 def derived(
     group: Group, seconds: ByPhase, dense: ByPhase, flex: ByPhase, allowed: int, visited: ByPhase, bandwidth: float
 ) -> dict[str, Any]:
-    """All that follows from seconds and counts, as it stands in a row of a result file."""
+    """Return the fields of a result file's row that follow from seconds and counts."""
     density = allowed / (group.context * (group.context + 1) // 2)
     ideal_seconds, bound = ideals(group, dense, density, bandwidth)
 

@@ -1,4 +1,4 @@
-"""The gate before any time: is what is measured right, and does it give the same bits twice?"""
+"""The gate before any timing: results must be right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from longstride.kernels.selections import Selection
 from tests.harness.oracles import Inputs, expected
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, D) to (B, H, N, D)
-# Contexts and strides. On a card also some for which plans take large tiles; blocks of 128 stand alone, of 256 do not.
+# Contexts and strides. On a card also some with large tiles; blocks of 128 use the closed kernels, of 256 do not.
 SIZES = {"cpu": ((192, 16),), "cuda": ((192, 16), (3_072, 128), (4_096, 256))}
 SUMMARY = 2
 MOST_PROCESSES = 12
@@ -37,9 +37,9 @@ class Case(NamedTuple):
 
 
 def problems(kinds: Sequence[tuple[torch.dtype, int]], device: torch.device, backend: str) -> list[str]:
-    """A line for every pattern whose output or gradients, in some dtype and head width, are too far from fp64.
+    """Return a line for every pattern with output or gradients too far from fp64, in any dtype and head width.
 
-    On a card the cases share out several processes: compiling is what takes their time, and its results stay on disk.
+    On a card several processes share the cases, as compiling takes the time, and stores its results on disk.
     """
     cases = [
         Case(name, context, stride, dtype, head_width, device.type, backend)
@@ -48,16 +48,16 @@ def problems(kinds: Sequence[tuple[torch.dtype, int]], device: torch.device, bac
         for name in patterns_of(stride, SUMMARY)
     ]
     if device.type == "cpu":
-        found = list(map(problem_of, cases))
+        lines = list(map(problem_of, cases))
     else:
         processes = min(MOST_PROCESSES, os.cpu_count() or 1)
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(problem_of, cases))
-    return [line for line in found if line is not None]
+            lines = list(pool.map(problem_of, cases))
+    return [line for line in lines if line is not None]
 
 
 def problem_of(case: Case) -> str | None:
-    """A line that says what is wrong with a case, or None."""
+    """Return a line about what is wrong with a case, or None."""
     torch.manual_seed(0)
     pattern = patterns_of(case.stride, SUMMARY)[case.name]
     where = f"{case.name}, n = {case.context:,}, D = {case.head_width}, {case.dtype}"
@@ -71,23 +71,23 @@ def problem_of(case: Case) -> str | None:
 def gate(
     pattern: Pattern, context: int, dtype: torch.dtype, head_width: int, device: torch.device, backend: str
 ) -> str | None:
-    """What is wrong, None where rounding in this dtype explains how far all results are from fp64."""
+    """Return what is wrong; None if rounding in this dtype explains how far all results are from fp64."""
     inputs = [torch.randn(2, 2, context, head_width, device=device, dtype=dtype) for _ in range(4)]
     return unexplained(results(ours(pattern, backend), inputs), inputs, pattern)
 
 
-def unexplained(found: list[Tensor], inputs: list[Tensor], reads: Pattern | Selection) -> str | None:
-    """The first of these results that is farther from fp64 than rounding explains, or None."""
+def unexplained(outputs: list[Tensor], inputs: list[Tensor], reads: Pattern | Selection) -> str | None:
+    """Return the first of these results that is farther from fp64 than rounding explains, or None."""
     q, k, v, grad_out = inputs
-    wanted = expected(Inputs(q, k, v, grad_out, None), reads)
-    for name, result in zip(("out", "dq", "dk", "dv"), found, strict=True):
-        if not (share := wanted[name].share(result)) <= 1:
+    bounds = expected(Inputs(q, k, v, grad_out, None), reads)
+    for name, result in zip(("out", "dq", "dk", "dv"), outputs, strict=True):
+        if not (share := bounds[name].share(result)) <= 1:
             return f"{name} is off by {share:.3g} times what rounding explains"
     return None
 
 
 def ours(pattern: Pattern | Sequence[Pattern], backend: str) -> Attention:
-    """Our own attention under a pattern, or one a head."""
+    """Return our attention with a pattern, or with one per head."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sparse_attention(q, k, v, pattern, backend=backend)
@@ -96,7 +96,7 @@ def ours(pattern: Pattern | Sequence[Pattern], backend: str) -> Attention:
 
 
 def results(attention: Attention, inputs: list[Tensor]) -> list[Tensor]:
-    """Output and the gradients of q, k and v; the fourth input is the output's gradient."""
+    """Return output and gradients of q, k and v; the fourth input is the output's gradient."""
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
     out = attention(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]

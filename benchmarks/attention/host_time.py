@@ -1,9 +1,9 @@
-"""What calls of the Triton backend cost the host, launches left out: ``python benchmarks/attention/host_time.py``.
+"""Measure the host's time of calls of the Triton backend, without their launches.
 
-No card is needed, and nothing is compiled or launched (``tests.harness.dry_card``): what is left is the work of Python
-and torch on tensors of the CPU. Time is that of the thread on its processor, which other programs disturb least, a call
-in the quickest of many groups. "again" is a call that has a launch plan, as all but the first of a shape have;
-"planned" is one that makes its plan, as the first does.
+Run ``python benchmarks/attention/host_time.py``. No card is needed, and nothing is compiled or launched
+(``tests.harness.dry_card``). What remains is the work of Python and torch on CPU tensors. Time is the CPU time of the
+thread, which other programs disturb least, per call in the fastest of many groups. "again" is a call with a launch
+plan, as all but the first of a shape. "planned" is a call that makes its plan, as the first.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from benchmarks.report import add_output_arguments, check_output, rounded, write
 from longstride.kernels import CachedAttention, sparse_attention
 from longstride.kernels.patterns import Block, Fixed, Local, Pattern, Strided
 
-CALLS = 50  # a group
-BARS = {"forward": 60e-6, "backward": 150e-6}  # seconds, of a call that has a plan
+CALLS = 50  # per group
+BARS = {"forward": 60e-6, "backward": 150e-6}  # seconds of a call with a plan
 
 
 def patterns_of(stride: int, summary: int) -> dict[str, Pattern]:
-    """What is measured, by the name it has in tables."""
+    """Return the patterns by their names in tables."""
     return {"local": Local(stride), "block": Block(stride), "strided": Strided(stride), "fixed": Fixed(stride, summary)}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 1 where a bar is missed."""
+    """Run the benchmark; return 1 if a bar is missed."""
     options = read_options(arguments)
     torch.set_num_threads(1)
     from longstride.kernels.backends.triton import launch
@@ -56,14 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(row)
     print_table(rows)
     sizes = {"shape": [1, options.heads, options.context, options.width], "dtype": "bfloat16"}
-    found = {**about(torch.device("cpu")), "clock": "CPU time of the thread", "bars_seconds": BARS, **sizes}
-    write_json(options.output, {**found, "timings": rows})
+    facts = {**about(torch.device("cpu")), "clock": "CPU time of the thread", "bars_seconds": BARS, **sizes}
+    write_json(options.output, {**facts, "timings": rows})
     print(f"\nwrote {options.output}")
     return int(any(row[f"{phase}_again_seconds"] > bar for row in rows for phase, bar in BARS.items()))
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architecture", default="sm_90", help="of the card that is not there")
     parser.add_argument("--context", type=int, default=12_288)
@@ -79,19 +79,19 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def leaves_of(options: argparse.Namespace) -> list[Tensor]:
-    """q, k and v."""
+    """Return q, k and v."""
     shape = (1, options.heads, options.context, options.width)
     return [torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
 
 
 def forward_of(pattern: Pattern, options: argparse.Namespace) -> Callable[[], object]:
-    """A forward pass that a backward pass could follow."""
+    """Return a forward pass that builds a graph for the backward pass."""
     q, k, v = leaves_of(options)
     return lambda: sparse_attention(q, k, v, pattern, backend="triton")
 
 
 def backward_of(pattern: Pattern, options: argparse.Namespace) -> Callable[[], object]:
-    """A backward pass, autograd's own work included."""
+    """Return a backward pass, including autograd's work."""
     leaves = q, k, v = leaves_of(options)
     out = sparse_attention(q, k, v, pattern, backend="triton")
     grad_out = torch.empty_like(out)
@@ -99,14 +99,14 @@ def backward_of(pattern: Pattern, options: argparse.Namespace) -> Callable[[], o
 
 
 def decode_of(pattern: Pattern, options: argparse.Namespace) -> Callable[[], object]:
-    """One query against a cache, with its position on the device."""
+    """Return attention of one query to a cache, with its position on the device."""
     k, v = (leaf.detach() for leaf in leaves_of(options)[:2])
     attend, q, position = CachedAttention(k, v, pattern, backend="triton"), k[:, :, 0].clone(), torch.tensor(1000)
     return lambda: attend(q, position)
 
 
 def seconds_of(call: Callable[[], object], repeats: int, launched: list[Any], calls: int = CALLS) -> float:
-    """CPU time of a call in the quickest of ``repeats`` groups of so many."""
+    """Return the CPU time of a call in the fastest of ``repeats`` groups of ``calls``."""
     groups = []
     for _ in range(repeats + 1):
         start = time.thread_time()
@@ -118,7 +118,7 @@ def seconds_of(call: Callable[[], object], repeats: int, launched: list[Any], ca
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Microseconds."""
+    """Print microseconds."""
     print("| pattern | forward | planned | backward | planned | one query |\n|---|---|---|---|---|---|")
     for row in rows:
         print(f"| {' | '.join([row['pattern'], *(f'{1e6 * x:.0f}' for x in list(row.values())[1:])])} |")

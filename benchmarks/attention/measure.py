@@ -1,81 +1,88 @@
-"""One group of patterns, measured: a row a pattern, as it stands in a result file."""
+"""Measure a group of patterns: a row per pattern for a result file, with its pairs and plans."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.attention.cases import Group
+from benchmarks.attention.cases import Group, patterns_of, stride_of
 from benchmarks.attention.figures import OPERATIONS, PHASES, ByPhase, derived, fastest, rounded_all
 from benchmarks.attention.gate import ours, same_bits
 from benchmarks.attention.peers import Flex, dense_contenders, flex, reason_of
-from benchmarks.attention.tiles import allowed_pairs, visited_pairs
 from benchmarks.attention.timing import Contender, Inputs, Turns, inputs_of, peak_bytes, take_turns
 from benchmarks.report import rounded
+from longstride.kernels.backends.cpu.chunks import chunked
+from longstride.kernels.backends.triton.packing import Parts, groups, pack
 from longstride.kernels.patterns import Pattern
+from longstride.kernels.plan import Side, num_pairs, view
 
-GROUP_SECONDS = 6.0  # of a card, for the turns of one group
+GROUP_SECONDS = 6.0  # on a card, for the turns of one group
+SIDES: tuple[Side, Side] = ("queries", "keys")
+TILE_ROWS = 128
 
 
 class Settings(NamedTuple):
-    """What is the same for all groups of a run."""
+    """Settings of a run, the same for all groups."""
 
     backend: str
     repeats: int
     dense_limit: int  # positions
     flex_limit: int  # positions
     flex_patterns: tuple[str, ...]  # names
-    bandwidth: float  # bytes a second of a copy
+    bandwidth: float  # bytes per second of a copy
 
 
 class Measured(NamedTuple):
-    """A group's rows, and the patterns that could not run, each with its reason."""
+    """A group's rows, and the patterns that could not run with the reasons."""
 
     rows: list[dict[str, Any]]
     failures: list[dict[str, Any]]
 
 
 def measure(group: Group, device: torch.device, settings: Settings) -> Measured:
-    """A row a pattern."""
+    """Measure a row per pattern."""
     sets = inputs_of(group, device)
-    own, facts, failures = {}, {}, []
+    contenders, facts, failures = {}, {}, []
     for name, pattern in group.patterns().items():
-        one = Contender(ours(pattern, settings.backend))
+        contender = Contender(ours(pattern, settings.backend))
         try:
-            facts[name] = facts_of(one, sets[0], group, device)
-            own[name] = one
-        except Exception as error:  # the other patterns are worth having all the same
+            facts[name] = facts_of(contender, sets[0], group, device)
+            contenders[f"ours {name}"] = contender
+        except Exception as error:  # the other patterns are still useful
             failures.append({"pattern": name, **group.sizes(), "reason": reason_of(error)})
-    patterns = {name: pattern for name, pattern in group.patterns().items() if name in own}
+    patterns = {name: pattern for name, pattern in group.patterns().items() if name in facts}
     dense: dict[str, Contender] = {}
     reasons = {"torch": f"beyond --dense-limit {settings.dense_limit}"}
     if group.context <= settings.dense_limit:
         dense, reasons = dense_contenders(sets[0])
-    asked = {name: pattern for name, pattern in patterns.items() if name in settings.flex_patterns}
-    peers = dict.fromkeys(patterns, Flex(reason="not among --flex-patterns"))
-    peers.update({name: flex(pattern, sets[0], settings.flex_limit) for name, pattern in asked.items()})
-    contenders = {
-        **{f"dense {name}": one for name, one in dense.items()},
-        **{f"ours {name}": one for name, one in own.items()},
-        **{f"flex {name}": peer.contender for name, peer in peers.items() if peer.contender is not None},
+    peers = {
+        name: flex(pattern, sets[0], settings.flex_limit)
+        if name in settings.flex_patterns
+        else Flex(reason="not among --flex-patterns")
+        for name, pattern in patterns.items()
     }
+    contenders = {f"dense {name}": contender for name, contender in dense.items()} | contenders
+    contenders |= {f"flex {name}": peer.contender for name, peer in peers.items() if peer.contender is not None}
     turns = take_turns(contenders, sets, device, settings.repeats, GROUP_SECONDS)
     dense_figures = dense_of({name: turns[f"dense {name}"] for name in dense}, reasons)
     rows = []
     for name, pattern in patterns.items():
-        mine, theirs = turns[f"ours {name}"], turns.get(f"flex {name}")
-        seconds, flex_seconds = mine.seconds(), theirs.seconds() if theirs else dict.fromkeys(PHASES)
+        our_turns, flex_turns = turns[f"ours {name}"], turns.get(f"flex {name}")
+        seconds = our_turns.seconds()
+        flex_seconds = flex_turns.seconds() if flex_turns else dict.fromkeys(PHASES)
         rows.append(
             {
                 "pattern": name,
                 **group.sizes(),
-                "repeats": len(mine.runs),
+                "repeats": len(our_turns.runs),
                 "seconds": rounded_all(seconds),
-                "host_seconds": rounded_all(mine.host_seconds()),
+                "host_seconds": rounded_all(our_turns.host_seconds()),
                 **dense_figures,
                 "flex_seconds": rounded_all(flex_seconds),
-                **peers[name].described(),
+                **peers[name].fields(),
                 **derived(
                     group,
                     seconds,
@@ -91,11 +98,11 @@ def measure(group: Group, device: torch.device, settings: Settings) -> Measured:
     return Measured(rows, failures)
 
 
-def facts_of(one: Contender, inputs: Inputs, group: Group, device: torch.device) -> dict[str, Any]:
-    """What a card shows besides times: whether bits repeat, and memory."""
+def facts_of(contender: Contender, inputs: Inputs, group: Group, device: torch.device) -> dict[str, Any]:
+    """Return whether bits repeat, and memory, on a card."""
     on_card = device.type == "cuda"
-    same = same_bits(one.attention, [*inputs.leaves, inputs.grad_out]) if on_card else None
-    peak = peak_bytes(one, inputs, device)  # after a first run, which compiles and builds plans
+    same = same_bits(contender.attention, [*inputs.leaves, inputs.grad_out]) if on_card else None
+    peak = peak_bytes(contender, inputs, device)  # after a first run, which compiles and builds plans
     return {
         "deterministic": same,
         "peak_bytes": peak,
@@ -104,8 +111,8 @@ def facts_of(one: Contender, inputs: Inputs, group: Group, device: torch.device)
 
 
 def dense_of(turns: dict[str, Turns], reasons: dict[str, str]) -> dict[str, Any]:
-    """Dense attention's part of a row: the fastest kernel of each phase, every kernel, and why others are missing."""
-    kernels = {name: rounded_all(one.seconds()) for name, one in turns.items()}
+    """Return dense attention's fields of a row: the fastest kernel by phase, all kernels, and reasons of others."""
+    kernels = {name: rounded_all(kernel_turns.seconds()) for name, kernel_turns in turns.items()}
     seconds, names = fastest(kernels)
     return {
         "dense_seconds": seconds,
@@ -116,7 +123,7 @@ def dense_of(turns: dict[str, Turns], reasons: dict[str, str]) -> dict[str, Any]
 
 
 def visited_of(pattern: Pattern | list[Pattern], group: Group, device: torch.device, backend: str) -> ByPhase:
-    """Pairs in visited tiles, by phase; None for backends without tiles."""
+    """Return the pairs in visited tiles by phase; None for backends without tiles."""
     if backend != "triton" and (backend != "auto" or device.type == "cpu"):
         return dict.fromkeys(OPERATIONS)
     dtype = getattr(torch, group.dtype)
@@ -124,3 +131,84 @@ def visited_of(pattern: Pattern | list[Pattern], group: Group, device: torch.dev
         phase: visited_pairs(pattern, group.context, phase, device=device, dtype=dtype, head_width=group.head_width)
         for phase in OPERATIONS
     }
+
+
+# Pairs and plans
+
+
+def patterns_by_head(pattern: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
+    """Return the patterns of heads that differ, or the pattern of the first head."""
+    return (pattern.for_head(0),) if isinstance(pattern, Pattern) else tuple(pattern)
+
+
+def allowed_pairs(pattern: Pattern | Sequence[Pattern], context: int) -> int:
+    """Return the query-key pairs that the pattern allows, for one head; the mean of heads that differ."""
+    heads = patterns_by_head(pattern)
+    return sum(num_pairs(head, context) for head in heads) // len(heads)
+
+
+def visited_pairs(
+    pattern: Pattern | Sequence[Pattern],
+    context: int,
+    phase: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_width: int,
+) -> int | None:
+    """Return the pairs in the tiles that the Triton kernels of a phase visit, per head; None if those cannot run.
+
+    The backward pass visits tiles twice, with four products for dK and dV and three for dQ, so their mean is counted.
+    The kernel of closed runs visits each once.
+    """
+    try:
+        from longstride.kernels.backends.triton.configurations import Kernel, choose, closed_choice
+        from longstride.kernels.backends.triton.launch_plan import INTERPRETED, candidates_on
+    except ImportError:
+        return None
+    if device.type == "cpu" and not INTERPRETED:
+        return None
+    padded = max(16, 1 << (head_width - 1).bit_length())
+    heads = patterns_by_head(pattern)
+
+    def of(kernel: Kernel, rows: Side, parts: Parts) -> int:
+        candidates = candidates_on(device, kernel, dtype.itemsize, padded)
+        of_runs = candidates_on(device, "closed_forward", dtype.itemsize, padded) if kernel == "forward" else ()
+        return sum(choice.pairs for choice in choose(candidates, heads, context, rows, parts, of_runs)) // len(heads)
+
+    if phase == "forward":
+        return of("forward", "queries", "all")
+    closed = closed_choice(candidates_on(device, "closed", dtype.itemsize, padded), heads, context)
+    parts: Parts = "all" if closed is None else "open"
+    once = 0 if closed is None else closed.pairs // len(heads)
+    return once + round((4 * of("dkdv", "keys", parts) + 3 * of("dq", "queries", parts)) / 7)
+
+
+def measure_plans(context: int, stride: int | None, summary: int) -> list[dict[str, Any]]:
+    """Measure a row per pattern: seconds and bytes of its plans for kernels, and seconds of the CPU's chunks."""
+    stride, rows = stride or stride_of(context), []
+    for name, pattern in patterns_of(stride, summary).items():
+        for cached in (view, groups, chunked):
+            cached.cache_clear()
+        start = time.perf_counter()
+        passes = [
+            pack((pattern,), context, side, "all", number, TILE_ROWS, True, torch.device("cpu"))
+            for side in SIDES
+            for number in range(len(groups((pattern,), context, side, "all")))
+        ]
+        middle = time.perf_counter()
+        view.cache_clear()
+        for part in pattern.parts():
+            chunked(part, context)
+        rows.append(
+            {
+                "pattern": name,
+                "context": context,
+                "stride": stride,
+                "tile_rows": TILE_ROWS,
+                "plan_seconds": rounded(middle - start),
+                "plan_bytes": sum(packed.num_bytes() for packed in passes),
+                "cpu_chunks_seconds": rounded(time.perf_counter() - middle),
+            }
+        )
+    return rows

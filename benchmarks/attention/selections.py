@@ -1,11 +1,10 @@
-"""Attention over selections beside dense causal attention: ``python benchmarks/attention/selections.py``.
+"""Compare attention over selections with dense causal attention: ``python benchmarks/attention/selections.py``.
 
-A gate comes first: output and gradients of each selection against fp64. Then all take turns in every repeat. What
-selects is timed with what attends: the products with centroids, their maximum, the sort. On a CPU time is that of the
-process on one thread, which other programs disturb least, and the least of the repeats; on a card the median between
-events on the device (``timing``). The growth is the exponent of the time in
-the context, where window and clusters are the root of it: 3/2 is that of the pairs. The table goes to the terminal, all
-figures to JSON.
+A gate comes first: output and gradients of each selection against fp64. Then all take turns in every repeat. Times
+include selecting: the products with centroids, their maximum, and the sort. On a CPU, time is the least CPU time of the
+process on one thread, which other programs disturb least. On a card, it is the median between events on the device
+(``timing``). The growth is the exponent of the time in the context, with window and clusters the root of the context;
+the pairs have 3/2. A table is printed, and all figures go to JSON.
 
 Letters: B batch, H heads, N positions, D head width.
 """
@@ -39,29 +38,29 @@ from longstride.kernels import selected_attention, sparse_attention
 from longstride.kernels.patterns import Dense
 from longstride.kernels.selections import Selection, recent_members
 
-Select = Callable[[Tensor, Tensor], Selection]  # by q (B, H, N, D) and vectors (H, K, D) to compare it with
+Select = Callable[[Tensor, Tensor], Selection]  # from q (B, H, N, D) and vectors (H, K, D)
 GATE_CONTEXT = 192
 DENSE_LIMIT = 12_288
-DENSE = ("torch", "dense pattern")  # torch's own function, and our cpu backend under a dense pattern
+DENSE = ("torch", "dense pattern")  # torch's function, and our backend with a dense pattern
 
 
 def selects(window: int) -> dict[str, Select]:
-    """What is measured, by the name it has in tables."""
+    """Return the ways to select by their names in tables."""
 
     def routing(q: Tensor, vectors: Tensor) -> Selection:
         return Selection((recent_members((normalize(q, dim=-1) @ vectors.mT).argmax(-1), window=window),), window)
 
     def rounds(q: Tensor, vectors: Tensor) -> Selection:
-        """Two rounds of hashing, each with half of the vectors and their negatives."""
+        """Select by two rounds of hashing, each with half of the vectors and their negatives."""
         halves = (q @ vectors.mT).chunk(2, -1)
-        found = (recent_members(torch.cat([x, -x], -1).argmax(-1), window=window) for x in halves)
-        return Selection(tuple(found), window, disjoint=False)
+        parts = (recent_members(torch.cat([x, -x], -1).argmax(-1), window=window) for x in halves)
+        return Selection(tuple(parts), window, disjoint=False)
 
     return {"routing": routing, "two hash rounds": rounds}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 1 where the gate fails."""
+    """Run the benchmark; return 1 if the gate fails."""
     options = read_options(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -74,14 +73,14 @@ def main(arguments: list[str] | None = None) -> int:
     growth = growth_of(rows)
     print_table(rows, growth)
     clock = "CPU time of the process" if device.type == "cpu" else "between events on the device"
-    found = {**about(device), "clock": clock, "repeats": options.repeats}
-    write_json(options.output, {**found, "timings": rows, "growth": growth})
+    facts = {**about(device), "clock": clock, "repeats": options.repeats}
+    write_json(options.output, {**facts, "timings": rows, "growth": growth})
     print(f"\nwrote {options.output}")
     return 0
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=[3_072, 12_288, 49_152])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -99,13 +98,13 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def vectors_of(group: Group) -> Tensor:
-    """Unit vectors (H, K, D) to compare queries with, an even number next to the root of the context."""
+    """Return unit vectors (H, K, D) to compare queries with; K is even, near the root of the context."""
     count = 2 * round(math.sqrt(group.context) / 2)
     return normalize(torch.randn(group.heads, count, group.head_width), dim=-1).to(getattr(torch, group.dtype))
 
 
 def selecting(select: Select, vectors: Tensor, backend: str) -> Attention:
-    """Selecting and attending as one."""
+    """Return attention that includes selecting."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():
@@ -116,30 +115,30 @@ def selecting(select: Select, vectors: Tensor, backend: str) -> Attention:
 
 
 def gate(dtype: str, head_width: int, device: torch.device) -> dict[str, str]:
-    """For each selection what is wrong, or nothing where rounding explains how far all results are from fp64."""
+    """Return what is wrong with each selection; empty if rounding explains how far all results are from fp64."""
     group = Group(GATE_CONTEXT, 1, head_width, dtype, 2)
-    vectors, one = vectors_of(group).to(device), inputs_of(group, device)[0]
-    inputs = [*(x.detach() for x in one.leaves), one.grad_out]
-    said = {}
+    vectors, (leaves, grad_out) = vectors_of(group).to(device), inputs_of(group, device)[0]
+    inputs = [*(x.detach() for x in leaves), grad_out]
+    problems = {}
     for name, select in selects(16).items():
         selection = select(inputs[0], vectors)
-        found = results(functools.partial(selected_attention, selection=selection), inputs)
-        said[name] = unexplained(found, inputs, selection) or ""
-    return said
+        outputs = results(functools.partial(selected_attention, selection=selection), inputs)
+        problems[name] = unexplained(outputs, inputs, selection) or ""
+    return problems
 
 
 def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a selection at one context."""
+    """Measure a row per selection at one context."""
     device = torch.device(options.device)
     heads = options.heads or heads_of(context, device.type)
     group = Group(context, stride_of(context), options.head_width, options.dtype, heads)
     sets, vectors = inputs_of(group, device), vectors_of(group).to(device)
-    several = selects(group.stride)
-    contenders = {name: selecting(select, vectors, "auto") for name, select in several.items()}
+    ways = selects(group.stride)
+    contenders = {name: selecting(select, vectors, "auto") for name, select in ways.items()}
     if context <= options.dense_limit:
         contenders["torch"] = functools.partial(scaled_dot_product_attention, is_causal=True)
         contenders["dense pattern"] = functools.partial(sparse_attention, pattern=Dense())
-    planning = {name: functools.partial(chosen_by, select, vectors) for name, select in several.items()}
+    planning = {name: functools.partial(select_only, select, vectors) for name, select in ways.items()}
     best: dict[str, ByPhase] = dict.fromkeys(DENSE, dict.fromkeys(PHASES))
     if device.type == "cpu":
         best |= on_cpu(contenders, sets[0], options.repeats)
@@ -152,9 +151,9 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         attending = {name: Contender(attention) for name, attention in contenders.items()}
         turns = take_turns(plans | attending, sets, device, options.repeats, GROUP_SECONDS)
         best |= {name: turns[name].seconds() for name in contenders}
-        selecting_seconds = {name: turns[f"plan {name}"].seconds()["forward"] for name in several}
+        selecting_seconds = {name: turns[f"plan {name}"].seconds()["forward"] for name in ways}
     rows = []
-    for name, select in several.items():
+    for name, select in ways.items():
         parts = select(sets[0].leaves[0].detach(), vectors).parts
         rows.append(
             {
@@ -175,46 +174,47 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def chosen_by(select: Select, vectors: Tensor, q: Tensor, *_: Tensor) -> Tensor:
-    """Selects alone; what is returned stands for all."""
+def select_only(select: Select, vectors: Tensor, q: Tensor, *_: Tensor) -> Tensor:
+    """Select without attending; the returned tensor depends on all parts."""
     with torch.no_grad():
         return select(q, vectors).parts[-1].high
 
 
 def on_cpu(contenders: dict[str, Attention], inputs: Inputs, repeats: int) -> dict[str, ByPhase]:
-    """The least seconds of each phase of several turns, after one that warms up."""
+    """Return the least seconds of each phase of several turns, after a warm-up."""
     runs = [{name: turn(attention, inputs) for name, attention in contenders.items()} for _ in range(repeats + 1)]
     return {name: {phase: min(run[name][phase] for run in runs[1:]) for phase in PHASES} for name in contenders}
 
 
 def turn(attention: Attention, inputs: Inputs) -> ByPhase:
-    """Seconds of one forward and one backward pass."""
-    found: list[Tensor] = []
-    forward = clocked(lambda: found.append(attention(*inputs.leaves)))
-    backward = clocked(lambda: torch.autograd.grad(found[0], inputs.leaves, inputs.grad_out))
+    """Return the seconds of one forward and one backward pass."""
+    outs: list[Tensor] = []
+    forward = clocked(lambda: outs.append(attention(*inputs.leaves)))
+    backward = clocked(lambda: torch.autograd.grad(outs[0], inputs.leaves, inputs.grad_out))
     return {"forward": forward, "backward": backward, "both": forward + backward}
 
 
 def clocked(call: Callable[[], object]) -> float:
-    """Seconds of the process in a call."""
+    """Return the CPU time of the process in a call."""
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
 def growth_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The exponent of each selection's time, of both passes, from the least context to the largest; None of one."""
-    found: dict[str, Any] = {}
+    """Return the exponent of each selection's time from the least to the largest context; None for one context."""
+    growth: dict[str, Any] = {}
     for name in dict.fromkeys(row["selection"] for row in rows):
-        own = [row for row in rows if row["selection"] == name]
-        wider = math.log(own[-1]["context"] / own[0]["context"])
-        longer = math.log(own[-1]["seconds"]["both"] / own[0]["seconds"]["both"])
-        found[name] = rounded(longer / wider) if wider else None
-    return found
+        by_context = [row for row in rows if row["selection"] == name]
+        first, last = by_context[0], by_context[-1]
+        wider = math.log(last["context"] / first["context"])
+        longer = math.log(last["seconds"]["both"] / first["seconds"]["both"])
+        growth[name] = rounded(longer / wider) if wider else None
+    return growth
 
 
 def print_table(rows: list[dict[str, Any]], growth: dict[str, Any]) -> None:
-    """Milliseconds, and how many times faster than either dense attention."""
+    """Print milliseconds, and how many times faster than each dense attention."""
     print(
         f"{'selection':<16}{'context':>9}{'window':>8}{'pairs':>12}  {'ms: selecting, forward, backward, both':<42}",
         end="",

@@ -1,12 +1,12 @@
 """Find tile edges, warps and stages for this card: ``python benchmarks/attention/tune.py``.
 
-Of each kernel and head width some fifteen configurations are compiled ahead of time, in a pool of processes that need
-no card. Their machine code is read: what spills much inside a loop, needs too much shared memory or has warps that
-repeat each other's products is dropped unmeasured. The others are held against the present table's results and timed
-in turns, by events around calls that were queued before. Of each width the fastest ones are printed as a row for
-``longstride.kernels.backends.triton.configurations``, with rates under which a plan chooses, case by case, what was
-fastest. Width 128 comes first, and the file is written as each kernel is done: what a time limit cuts off is at the
-end. ``--device cpu`` rehearses the whole: code is made for sm_90, and Triton's interpreter runs it on small sizes.
+Some fifteen configurations of each kernel and head width are compiled ahead of time, in a pool of processes that need
+no card. Configurations that spill much in a loop, need too much shared memory or repeat products in several warps are
+dropped without measuring. The results of the others are compared with those of the current table. Then they are timed
+in turns, by events around queued calls. The fastest of each width are printed as a row for
+``longstride.kernels.backends.triton.configurations``, with rates by which a plan chooses the fastest in each case.
+Width 128 is first, and the file is written after each kernel, so a time limit cuts off the end. ``--device cpu``
+rehearses everything: code is compiled for sm_90, and Triton's interpreter runs small sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unittest import mock
 
 if __name__ in ("__main__", "__mp_main__"):  # as a program, or a process of its pool, from a checkout not installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-if __name__ == "__mp_main__":  # such a process compiles
+if __name__ == "__mp_main__":  # processes of the pool compile
     os.environ.pop("TRITON_INTERPRET", None)
 elif "--device=cpu" in sys.argv or ("--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cpu"):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -42,13 +42,7 @@ from benchmarks.attention.timing import DeviceClock, HostClock
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, rounded, write_json
 from longstride.kernels.backends.triton import launch_plan
-from longstride.kernels.backends.triton.configurations import (
-    Configuration,
-    Kernel,
-    choose,
-    closed_choice,
-    entry,
-)
+from longstride.kernels.backends.triton.configurations import Configuration, Kernel, candidates, choose, closed_choice
 from longstride.kernels.backends.triton.launch import (
     BackwardInputs,
     plan_closed_runs,
@@ -62,9 +56,9 @@ from longstride.kernels.patterns import Block, Column, Local, Pattern, Summary
 from longstride.kernels.plan import Side
 
 KERNELS: tuple[Kernel, ...] = ("forward", "dkdv", "dq", "closed", "closed_forward")
-AHEAD = ("sm_80", "sm_86", "sm_90")  # whose machine code can be made and read without a card
+AHEAD = ("sm_80", "sm_86", "sm_90")  # can be compiled and read without a card
 REHEARSED = "sm_90"
-# block_q, block_k, warps, stages, and most registers a thread
+# block_q, block_k, warps, stages, and limit of registers per thread
 ROWS_OF_QUERIES = [
     *((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
     *((64, 128, 4, 2), (64, 64, 4, 2, 128), (128, 32, 4, 3), (32, 32, 4, 2), (16, 16, 1, 2)),
@@ -86,30 +80,24 @@ FIELDS = {
     ],
 }
 IN_FP32 = [
-    (32, 32, 4, 1),
-    (64, 32, 4, 1),
-    (32, 64, 4, 1),
-    (16, 32, 4, 1),
-    (32, 16, 4, 1),
-    (64, 64, 8, 1),
-    (16, 16, 4, 1),
+    *((32, 32, 4, 1), (64, 32, 4, 1), (32, 64, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1), (64, 64, 8, 1), (16, 16, 4, 1)),
 ]
-TOLERANCE = {"bfloat16": 0.02, "float16": 0.01, "float32": 1e-4}  # of the norm: operands, other orders of addition
-MOST_LOCAL = 30  # loads and stores of what is spilled, in all loops of a kernel
-MOST_REPEATS = 1.2  # of products; in fp32 a few multiply-adds are no part of one
+TOLERANCE = {"bfloat16": 0.02, "float16": 0.01, "float32": 1e-4}  # relative to the norm
+MOST_LOCAL = 30  # loads and stores of spilled registers in all loops of a kernel
+MOST_REPEATS = 1.2  # of products; in fp32 a few multiply-adds are not part of products
 ROUNDS = 5
-HOPELESS = 2.0  # times the fastest: not worth more than one measurement
+HOPELESS = 2.0  # times the fastest; slower ones are measured only once
 MOST_ROWS = 4  # candidates of a row
-ROW_COSTS = 0.01  # of the time: one candidate more must save as much
-NEAR = range(-3, 4)  # rates that are tried: the measured one times so many fourth roots of 2
+ROW_COSTS = 0.01  # share of the time that another candidate must save
+NEAR = range(-3, 4)  # rates to try: the measured one times 2^(i / 4)
 SCALE = 0.125
 
 
-Run = Callable[[int], tuple[Tensor, ...]]  # makes a case's launches, as often as a clock counts; what they wrote
+Run = Callable[[int], tuple[Tensor, ...]]  # runs a case's launches and returns what they wrote
 
 
 class Case(NamedTuple):
-    """What one kernel is timed on."""
+    """A kernel with its inputs."""
 
     kernel: Kernel
     pattern: Pattern
@@ -121,50 +109,48 @@ class Case(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One configuration of one case."""
+    """A configuration of a case."""
 
     case: Case
     configuration: Configuration
 
 
 class Ahead(NamedTuple):
-    """What is known of a trial without a card: why it is dropped, or None, and what its machine code says."""
+    """The result of compiling a trial: the reason to drop it, or None, and figures of its machine code."""
 
     problem: str | None
     code: dict[str, Any] | None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 1 where no configuration of some kernel ran."""
+    """Run the tuner; return 1 if no configuration of some kernel ran."""
     started = time.monotonic()
     options = read_options(arguments)
-    facts = about(torch.device(options.device))
-    rows: list[dict[str, Any]] = []
+    facts, rows = about(torch.device(options.device)), list[dict[str, Any]]()
     target = REHEARSED if options.device == "cpu" else launch_plan.architecture(torch.device("cuda"))
     groups = trials_of(options, target)
-    found: list[dict[str, Any]] = []
-    ran = []
-    with ahead_of_time(groups, target, options.processes) as known:
+    trials, ran = list[dict[str, Any]](), []
+    with ahead_of_time(groups, target, options.processes) as result_of:
         for group in groups:
             if time.monotonic() - started > options.time_limit:
                 print(f"no time left for {title(group[0].case)}")
                 continue
-            measured = measure(group, known)
-            found += measured
-            fitting = fitted(group, measured)
-            ran.append(bool(fitting))
+            measured = measure(group, result_of)
+            trials += measured
+            candidates = fitted(group, measured)
+            ran.append(bool(candidates))
             case = group[0].case
-            if fitting:
+            if candidates:
                 row = {"kernel": case.kernel, "dtype": case.dtype, "width": case.width}
-                rows.append(row | {"candidates": [one._asdict() for one in fitting]})
-            report(group, measured, fitting)
-            write_json(options.output, {**facts, "rows": rows, "trials": found})
+                rows.append(row | {"candidates": [candidate._asdict() for candidate in candidates]})
+            report(group, measured, candidates)
+            write_json(options.output, {**facts, "rows": rows, "trials": trials})
     print(f"wrote {options.output}")
     return 0 if ran and all(ran) else 1
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
@@ -181,118 +167,107 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def trials_of(options: argparse.Namespace, target: str) -> list[list[Trial]]:
-    """What is tried, by dtype, width and kernel."""
-    wanted = (
-        [Trial(case, one) for case in cases_of(kernel, dtype, width, options) for one in grid(case, target)]
+    """Return the trials by dtype, width and kernel."""
+    groups = (
+        [Trial(case, tiles) for case in cases_of(kernel, dtype, width, options) for tiles in grid(case, target)]
         for dtype in options.dtypes
         for width in options.widths
         for kernel in options.kernels
     )
-    return [group for group in wanted if group]  # closed runs of fp32 have no kernel of their own
+    return [group for group in groups if group]  # closed runs in fp32 have no kernel
 
 
 def cases_of(kernel: Kernel, dtype: str, width: int, options: argparse.Namespace) -> Iterator[Case]:
-    """Long runs, blocks, columns and few keys a row, all of which fill a card; closed runs for their kernels."""
+    """Yield cases that fill a card: long runs, blocks, columns and few keys per row; closed runs for their kernels."""
     if options.device == "cpu":
-        yield Case(kernel, Block(16) if of_runs(kernel) else Local(32), 64, dtype, width, 1, "cpu")
-    elif of_runs(kernel):
-        if dtype != "float32":  # whose closed runs the other kernels serve
+        yield Case(kernel, Block(16) if kernel.startswith("closed") else Local(32), 64, dtype, width, 1, "cpu")
+    elif kernel.startswith("closed"):
+        if dtype != "float32":  # closed runs in fp32 use the other kernels
             for pattern in (Block(128), Column(128), Block(64), Block(32)):
                 yield Case(kernel, pattern, 12_288, dtype, width, 64, "cuda")
     else:
-        yield Case(kernel, Local(1_024), 32_768, dtype, width, 16, "cuda")
-        yield Case(kernel, Column(256), 65_536, dtype, width, 16, "cuda")
-        yield Case(kernel, Block(128), 12_288, dtype, width, 64, "cuda")
-        yield Case(kernel, Column(128), 12_288, dtype, width, 64, "cuda")
-        yield Case(kernel, Summary(128, 8), 12_288, dtype, width, 64, "cuda")
-        yield Case(kernel, Column(128), 3_072, dtype, width, 256, "cuda")
+        cases = (
+            *((Local(1_024), 32_768, 16), (Column(256), 65_536, 16), (Block(128), 12_288, 64)),
+            *((Column(128), 12_288, 64), (Summary(128, 8), 12_288, 64), (Column(128), 3_072, 256)),
+        )
+        for pattern, context, heads in cases:
+            yield Case(kernel, pattern, context, dtype, width, heads, "cuda")
 
 
 def grid(case: Case, target: str) -> list[Configuration]:
-    """The configurations to try: those of the present table, and some fifteen more; two to rehearse."""
+    """Return the configurations to try: those of the current table and some fifteen others; two to rehearse."""
     item = getattr(torch, case.dtype).itemsize
     fields: Sequence[tuple[int, ...]] = IN_FP32 if case.dtype == "float32" else FIELDS[case.kernel]
-    made = [configuration(*some) for some in fields]
-    own = [one._replace(rate=1.0) for one in getattr(entry(target, item, padded(case.width))[1], case.kernel)]
-    found = list(dict.fromkeys([*own, *made]))
-    if case.device == "cpu":  # one that compiles well, and one whose warps repeat each other's products
-        found = [configuration(64, 64, 4, 2 - of_runs(case.kernel)), configuration(64, 64, 16, 1)]
-    if not of_runs(case.kernel):
-        return found
+    current = [tiles._replace(rate=1.0) for tiles in candidates(case.kernel, target, item, padded(case.width))]
+    tried = list(dict.fromkeys([*current, *(configuration(*values) for values in fields)]))
+    if case.device == "cpu":  # one that compiles well, and one whose warps repeat products
+        tried = [configuration(64, 64, 4, 2 - case.kernel.startswith("closed")), configuration(64, 64, 16, 1)]
+    if not case.kernel.startswith("closed"):
+        return tried
     stride = case.pattern.stride  # type: ignore[attr-defined]
     longest = case.context // stride if isinstance(case.pattern, Column) else stride
-    return [one for one in found if one.block_k >= longest]  # a whole run must fit
-
-
-def of_runs(kernel: Kernel) -> bool:
-    """Whether a program of a kernel reads a whole closed run at once."""
-    return kernel.startswith("closed")
+    return [tiles for tiles in tried if tiles.block_k >= longest]  # a run must fit
 
 
 def configuration(block_q: int, block_k: int, warps: int, stages: int, maxnreg: int | None = None) -> Configuration:
-    """As the lists above have them."""
+    """Return a configuration from an entry of the lists above."""
     return Configuration(block_q, block_k, warps, stages, maxnreg=maxnreg)
 
 
 def padded(width: int) -> int:
-    """As kernels pad it."""
+    """Return the head width to which kernels pad."""
     return max(16, 1 << (width - 1).bit_length())
-
-
-# Ahead of time: in processes that need no card
 
 
 @contextlib.contextmanager
 def ahead_of_time(groups: list[list[Trial]], target: str, processes: int) -> Iterator[Callable[[Trial], Ahead]]:
-    """A function that says what is known of a trial, and waits for it; all are compiled in the order of the groups."""
-    if target not in AHEAD:  # nothing is known: each compiles when it first runs
+    """Compile all trials in order, and yield a function that waits for the result of one."""
+    if target not in AHEAD:  # each compiles when it first runs
         yield lambda trial: Ahead(None, None)
         return
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
     try:
-        futures = {one: pool.submit(examined, one, target) for group in groups for one in group}
+        futures = {trial: pool.submit(examined, trial, target) for group in groups for trial in group}
 
-        def known(trial: Trial) -> Ahead:
+        def result_of(trial: Trial) -> Ahead:
             try:
                 return futures[trial].result()
-            except BrokenProcessPool:  # of all that were not done
+            except BrokenProcessPool:  # raised for all unfinished trials
                 return Ahead("the process that compiled it died", None)
 
-        yield known
+        yield result_of
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 @functools.cache
 def card(target: str) -> Any:
-    """In a process of the pool: from now on kernels compile for this card, and launches do nothing."""
+    """Make kernels compile for this card, with launches that do nothing, in a process of the pool."""
     from tests.harness.dry_card import DryCard
 
     return DryCard(target).install()
 
 
 def examined(trial: Trial, target: str) -> Ahead:
-    """In a process of the pool: compile a configuration through the launch path, and read its machine code."""
-    from benchmarks.attention.generated_code import read, repeats
+    """Compile a configuration through the launch path in a process of the pool, and read its machine code."""
+    from benchmarks.attention.compiled import read, repeats
 
     dry = card(target)
     before = len(dry.launched)
-    case, one = trial.case, trial.configuration
+    case, tiles = trial.case, trial.configuration
     try:
         with quiet(), only(trial):
             prepared(case._replace(device="cpu"), empty=True)()(0)
-        launches = [metadata for of, metadata in dry.launched[before:] if of == f"{case.kernel}_kernel"]
+        launches = [metadata for name, metadata in dry.launched[before:] if name == f"{case.kernel}_kernel"]
         if not launches:
-            return Ahead("cannot serve such rows", None)
+            return Ahead("does not support such rows", None)
         code = read(dry.binaries[launches[-1].hash], launches[-1].shared, launches[-1].num_warps)
-    except Exception as error:  # too much shared memory, registers or patience: one line in the file
+    except Exception as error:  # such as too much shared memory
         return Ahead(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", None)
     width, visits = padded(case.width), code.visits(case.kernel)
-    local, most = (
-        sum(loop.local for loop in code.loops),
-        max((repeats(v, case.kernel, one, width, width) for v in visits), default=0.0),
-    )
-    said = {
+    local = sum(loop.local for loop in code.loops)
+    most = max((repeats(visit, case.kernel, tiles, width, width) for visit in visits), default=0.0)
+    figures = {
         "registers": code.registers,
         "shared_bytes": code.shared_bytes,
         "programs": code.programs(target),
@@ -301,23 +276,20 @@ def examined(trial: Trial, target: str) -> Ahead:
         "instructions": [visit.instructions for visit in visits],
     }
     if local > MOST_LOCAL:
-        return Ahead(f"{local} loads and stores of what is spilled in its loops", said)
+        return Ahead(f"{local} loads and stores of spilled registers in its loops", figures)
     if most > MOST_REPEATS:
-        return Ahead(f"its warps compute products {most:.2f} times", said)
-    return Ahead(None, said)
+        return Ahead(f"its warps compute products {most:.2f} times", figures)
+    return Ahead(None, figures)
 
 
-# On the card
-
-
-def measure(group: list[Trial], known: Callable[[Trial], Ahead]) -> list[dict[str, Any]]:
-    """A row a trial, in the group's order: what was known ahead, what is wrong with it, and its seconds."""
+def measure(group: list[Trial], result_of: Callable[[Trial], Ahead]) -> list[dict[str, Any]]:
+    """Measure a row per trial, in the group's order: results of compiling, problems, and seconds."""
     rows = []
     for case, trials in itertools.groupby(group, key=lambda trial: trial.case):
-        asked = [(trial, known(trial)) for trial in trials]
+        compiled = [(trial, result_of(trial)) for trial in trials]
         with quiet():
-            seconds, wrong = timed(case, [trial for trial, ahead in asked if ahead.problem is None])
-        for trial, ahead in asked:
+            seconds, wrong = timed(case, [trial for trial, ahead in compiled if ahead.problem is None])
+        for trial, ahead in compiled:
             rows.append(
                 {
                     "kernel": case.kernel,
@@ -336,9 +308,9 @@ def measure(group: list[Trial], known: Callable[[Trial], Ahead]) -> list[dict[st
 
 
 def timed(case: Case, trials: list[Trial]) -> tuple[dict[Trial, float], dict[Trial, str]]:
-    """Seconds of each trial that gives the present table's results, in turns, and what is wrong with the others."""
-    planned = prepared(case)
-    wanted = [finite(result) for result in planned()(0)]
+    """Time the trials that give the current table's results, in turns; return seconds, and problems of the others."""
+    plan = prepared(case)
+    expected = [finite(result) for result in plan()(0)]
     clock = HostClock() if case.device == "cpu" else DeviceClock(torch.device(case.device), 1)
     launches: dict[Trial, Run] = {}
     wrong: dict[Trial, str] = {}
@@ -347,10 +319,10 @@ def timed(case: Case, trials: list[Trial]) -> tuple[dict[Trial, float], dict[Tri
     for trial in trials:
         try:
             with only(trial):
-                run = planned()
-            found = [finite(result) for result in run(0)]
-            differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
-            if not all(one < TOLERANCE[case.dtype] for one in differences):
+                run = plan()
+            results = [finite(result) for result in run(0)]
+            differences = [float((a - b).norm() / b.norm()) for a, b in zip(results, expected, strict=True)]
+            if not all(difference < TOLERANCE[case.dtype] for difference in differences):
                 wrong[trial] = f"differs by {max(differences):.2g}"
                 continue
             launches[trial] = run
@@ -360,31 +332,31 @@ def timed(case: Case, trials: list[Trial]) -> tuple[dict[Trial, float], dict[Tri
         except Exception as error:
             wrong[trial] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if case.device != "cpu" and runs:
-        fastest = min(some[0] for some in runs.values())
+        fastest = min(seconds[0] for seconds in runs.values())
         for _, trial in itertools.product(range(ROUNDS - 1), [t for t in runs if runs[t][0] <= HOPELESS * fastest]):
             runs[trial].append(clock.region(launches[trial], *calls[trial]).seconds)
-    return {trial: statistics.median(some) for trial, some in runs.items()}, wrong
+    return {trial: statistics.median(seconds) for trial, seconds in runs.items()}, wrong
 
 
 def finite(result: Tensor) -> Tensor:
-    """A copy in fp64. The logsumexp of a query without keys is -inf: of two such, no difference can be taken."""
+    """Copy to fp64, with 0 for -inf, the logsumexp of a query without keys, so that differences are defined."""
     return result.double().nan_to_num(nan=math.nan, neginf=0.0)
 
 
 def prepared(case: Case, empty: bool = False) -> Callable[[], Run]:
-    """A function that plans the case's launches by the configurations in force, and gives one that makes them.
+    """Return a function that plans the case's launches with the current configurations, and returns a ``Run``.
 
-    That one returns what kernels wrote. ``empty``: the inputs are uninitialised, where nothing is run.
+    ``empty``: the inputs are uninitialised, as nothing is computed.
     """
     shape = (1, case.heads, case.context, case.width)
     dtype = torch.float32 if launch_plan.INTERPRETED else getattr(torch, case.dtype)  # numpy has no bf16
 
-    def drawn() -> Tensor:
-        found = torch.empty(shape, dtype=dtype, device=case.device)
-        return found if empty else found.normal_()
+    def draw() -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=case.device)
+        return tensor if empty else tensor.normal_()
 
     torch.manual_seed(0)
-    q, k, v, grad_out = (drawn() for _ in range(4))
+    q, k, v, grad_out = (draw() for _ in range(4))
     patterns = (case.pattern,) * case.heads
     forward = plan_forward(Planner((q, k, v), patterns), SCALE)
     if case.kernel in ("forward", "closed_forward"):
@@ -402,7 +374,7 @@ def prepared(case: Case, empty: bool = False) -> Callable[[], Run]:
     gradients = tuple(torch.empty_like(t) for t in (q, k, v))
 
     def planned_backward() -> Run:
-        if not empty:  # a gradient that is not written is found out
+        if not empty:  # to detect gradients that are not written
             for gradient in gradients:
                 gradient.fill_(math.nan)
         all_inputs = (*inputs, per_query, *gradients)
@@ -412,7 +384,7 @@ def prepared(case: Case, empty: bool = False) -> Callable[[], Run]:
         choice = closed_choice(planner.candidates("closed"), patterns, case.context)
         if case.kernel.startswith("closed") and choice is not None:
             plan_closed_runs(planner, choice, tensors, None, (dq, dk, dv), SCALE)
-        else:  # of closed runs too what the present table may do without
+        else:  # also for closed runs, if the current table has no kernel for them
             if case.kernel != "dq":
                 plan_key_passes(planner, read, "all", (dk, dv), SCALE)
             if case.kernel != "dkdv":
@@ -426,7 +398,7 @@ def prepared(case: Case, empty: bool = False) -> Callable[[], Run]:
 
 @contextlib.contextmanager
 def only(trial: Trial) -> Iterator[None]:
-    """Have the trial's kernel use its configuration alone, and the general forward kernel serve closed runs as well."""
+    """Make the trial's kernel use only its configuration, and the general forward kernel also for closed runs."""
     table = launch_plan.candidates_on
 
     def candidates_on(device: torch.device, kernel: Kernel, *case: Any) -> tuple[Configuration, ...]:
@@ -440,22 +412,19 @@ def only(trial: Trial) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Compilers speak on standard error of what they cannot do; the file says it in one line."""
+    """Discard standard error, where compilers print their failures; the file has them in one line."""
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
         yield
 
 
-# What is chosen, said and written
-
-
 def fitted(group: Sequence[Trial], measured: list[dict[str, Any]]) -> tuple[Configuration, ...]:
-    """The fastest configuration of each case, with rates by which plans choose it there; of many, those that matter.
+    """Choose the fastest configurations of the cases, at most ``MOST_ROWS``, and rates by which plans choose them.
 
-    Plans take the candidate with the fewest computed pairs for its rate. Of all rates near the measured pairs a second
-    those are taken that lose least time over all cases.
+    Plans take the candidate with the fewest computed pairs for its rate. The rates are those near the measured pairs
+    per second that lose the least time over all cases.
     """
     both = list(zip(group, measured, strict=True))
-    unfit = {trial.configuration for trial, row in both if row["problem"] is not None}  # in a case that it may meet
+    unfit = {trial.configuration for trial, row in both if row["problem"] is not None}  # in any case
     seconds = {
         (trial.case, trial.configuration): row["seconds"]
         for trial, row in both
@@ -463,52 +432,52 @@ def fitted(group: Sequence[Trial], measured: list[dict[str, Any]]) -> tuple[Conf
     }
     cases = list(dict.fromkeys(case for case, _ in seconds))
     best = {case: min(s for (c, _), s in seconds.items() if c == case) for case in cases}
-    winners = list(dict.fromkeys(one for (case, one), s in seconds.items() if s == best[case]))
-    pairs = {(case, one): pairs_of(case, one) for case, one in seconds if one in winners}
-    logs: dict[Configuration, list[float]] = {one: [] for one in winners}
-    for (case, one), number in pairs.items():
-        logs[one].append(math.log(number / seconds[case, one]))
-    speeds = {one: math.exp(statistics.mean(some)) for one, some in logs.items()}
+    winners = list(dict.fromkeys(tiles for (case, tiles), s in seconds.items() if s == best[case]))
+    pairs = {(case, tiles): pairs_of(case, tiles) for case, tiles in seconds if tiles in winners}
+    speeds = {
+        tiles: statistics.geometric_mean(pairs[key] / seconds[key] for key in pairs if key[1] == tiles)
+        for tiles in winners
+    }
 
     def lost(rates: dict[Configuration, float]) -> float:
-        """Of the logarithm of the time, over all cases; infinite where none of them can serve one."""
-        found = 0.0
+        """Return the sum of log(time / best) over all cases; infinite if no configuration can run a case."""
+        total = 0.0
         for case in cases:
-            priced = [(pairs[case, one] / rate, one) for one, rate in rates.items() if (case, one) in pairs]
-            if not priced:
+            costs = {tiles: pairs[case, tiles] / rate for tiles, rate in rates.items() if (case, tiles) in pairs}
+            if not costs:
                 return math.inf
-            found += math.log(seconds[case, min(priced, key=lambda pair: pair[0])[1]] / best[case])
-        return found
+            total += math.log(seconds[case, min(costs, key=costs.__getitem__)] / best[case])
+        return total
 
     least, fitting = math.inf, dict[Configuration, float]()
     for size in range(1, min(MOST_ROWS, len(winners)) + 1):
-        steps = sorted(itertools.product(NEAR, repeat=size), key=lambda some: sum(map(abs, some)))
-        for some, near in itertools.product(itertools.combinations(winners, size), steps):
-            rates = {one: speeds[one] * 2 ** (step / 4) for one, step in zip(some, near, strict=True)}
+        steps = sorted(itertools.product(NEAR, repeat=size), key=lambda powers: sum(map(abs, powers)))
+        for chosen, powers in itertools.product(itertools.combinations(winners, size), steps):
+            rates = {tiles: speeds[tiles] * 2 ** (power / 4) for tiles, power in zip(chosen, powers, strict=True)}
             if (price := lost(rates) + ROW_COSTS * size) < least:
                 least, fitting = price, rates
     ordered = sorted(fitting.items(), key=lambda pair: -pair[1])
-    return tuple(one._replace(rate=round(rate / ordered[0][1], 3)) for one, rate in ordered)
+    return tuple(tiles._replace(rate=round(rate / ordered[0][1], 3)) for tiles, rate in ordered)
 
 
-def pairs_of(case: Case, one: Configuration) -> int:
-    """Pairs that a configuration computes."""
+def pairs_of(case: Case, tiles: Configuration) -> int:
+    """Return the pairs that a configuration computes."""
     patterns = (case.pattern,) * case.heads
     if case.kernel == "closed":
-        choice = closed_choice((one,), patterns, case.context)
+        choice = closed_choice((tiles,), patterns, case.context)
         assert choice is not None
         return choice.pairs
-    general, runs = ((), (one,)) if case.kernel == "closed_forward" else ((one,), ())
+    general, runs = ((), (tiles,)) if case.kernel == "closed_forward" else ((tiles,), ())
     rows: Side = "keys" if case.kernel == "dkdv" else "queries"
     return sum(choice.pairs for choice in choose(general, patterns, case.context, rows, "all", runs))
 
 
 def title(case: Case) -> str:
-    """One line for people."""
+    """Return the title of a case."""
     return f"{case.kernel}, {case.dtype}, width {case.width}"
 
 
-def report(group: Sequence[Trial], measured: list[dict[str, Any]], fitting: tuple[Configuration, ...]) -> None:
+def report(group: Sequence[Trial], measured: list[dict[str, Any]], candidates: tuple[Configuration, ...]) -> None:
     """Print the fastest configurations of each case, how many did not run, and the row."""
     print(f"\n{title(group[0].case)}")
     both = list(zip(group, measured, strict=True))
@@ -516,17 +485,12 @@ def report(group: Sequence[Trial], measured: list[dict[str, Any]], fitting: tupl
         ran = [(row["seconds"], trial.configuration) for trial, row in both if trial.case == case and row["seconds"]]
         dropped = sum(trial.case == case and row["problem"] is not None for trial, row in both)
         print(f"  {case.pattern} at {case.context:,}: {len(ran)} ran, {dropped} were dropped")
-        for seconds, one in sorted(ran, key=lambda pair: pair[0])[:4]:
-            print(f"    {seconds * 1e3:8.3f} ms  {shown(one)}")
-    for one in fitting:
-        print(f"  row: {one}")
+        for seconds, tiles in sorted(ran, key=lambda pair: pair[0])[:4]:
+            registers = "" if tiles.maxnreg is None else f", maxnreg {tiles.maxnreg}"
+            print(f"    {seconds * 1e3:8.3f} ms  {'×'.join(map(str, tiles[:4]))}{registers}")
+    for tiles in candidates:
+        print(f"  row: {tiles}")
     sys.stdout.flush()
-
-
-def shown(one: Configuration) -> str:
-    """Edges, warps and stages, and what is not the default."""
-    more = [f"{name} {value}" for name, value in list(one._asdict().items())[5:] if value != one._field_defaults[name]]
-    return ", ".join(["×".join(map(str, one[:4])), *more])
 
 
 if __name__ == "__main__":

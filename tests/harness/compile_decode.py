@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from benchmarks.attention.generated_code import read
+from benchmarks.attention.compiled import read
 from longstride.kernels.backends.triton.decode import MOST_SPLITS, NUM_WARPS, block_of, decode_kernel, merge_kernel
 from tests.harness.compile_triton import TABLES, TYPES, amdgcn_usage, target_of
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.attention.generated_code import CARDS, fewest_products, read, repeats
+from benchmarks.attention.compiled import CARDS, fewest_products, read, repeats
 from longstride.kernels.backends.triton.closed_forward_kernel import closed_forward_kernel
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Configuration, candidates, pipelined

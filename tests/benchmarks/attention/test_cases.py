@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.attention import cases
 from benchmarks.attention.attention import groups_of, read_options
-from benchmarks.attention.bars import CPU_BARS, GPU_BARS, Found, Measured
-from benchmarks.attention.tiles import allowed_pairs, visited_pairs
+from benchmarks.attention.bars import CPU_BARS, GPU_BARS, Measured, Results
+from benchmarks.attention.measure import allowed_pairs, visited_pairs
 
 
 def row(group: cases.Group, name: str) -> dict:
@@ -30,7 +30,7 @@ def row(group: cases.Group, name: str) -> dict:
 def measured_by(preset: list[cases.Group], device_type: str, bars: tuple) -> list[Measured | None]:
     rows = [row(group, name) for group in preset for name in group.names]
     file = {"device": "a", "device_type": device_type, "copy_bytes_per_second": 1e9, "timings": rows}
-    return [bar.measure(Found(device_type, [file])) for bar in bars]
+    return [bar.measure(Results(device_type, [file])) for bar in bars]
 
 
 def test_the_bars_preset_holds_every_case_that_a_bar_is_on() -> None:

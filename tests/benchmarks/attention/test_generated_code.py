@@ -9,7 +9,7 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from benchmarks.attention.generated_code import Code, Stretch, fewest_products, needed, repeats, stretches
+from benchmarks.attention.compiled import Code, Stretch, fewest_products, needed, repeats, stretches
 from longstride.kernels.backends.triton.configurations import Configuration
 
 PROGRAM = """
