@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from longstride.launcher.output import (
     AgreedError,
     exit_codes,
-    lasting_output,
+    nonblocking_output,
     report,
     say,
     settle_libraries,
@@ -116,7 +116,7 @@ def _run(words: list[str]) -> int:
     try:
         with ExitStack() as contexts:
             if verb.words == "train":
-                contexts.enter_context(lasting_output())
+                contexts.enter_context(nonblocking_output())
                 # The imports take seconds. A signal meanwhile is a stop of the run, with its exit code.
                 contexts.enter_context(stopped_at_once())
             settle_libraries(os.environ)

@@ -52,12 +52,12 @@ def describe_host(content: dict[str, Any] | None) -> dict[str, Any]:
         return {"backend": backend, "device": device.type, "precision": config.precision}
 
     def data() -> str:
-        from longstride.launcher.data import RunData, check_data
+        from longstride.launcher.data import TrainingData, check_data
         from longstride.launcher.ranks import Ranks
 
         config = RunConfig.model_validate(content)
         check_data(config)
-        return RunData(config, Ranks()).fingerprint
+        return TrainingData(config, Ranks()).fingerprint
 
     parts: dict[str, Any] = {"code": code, "devices": describe_devices, "mpi": mpi}
     if content is not None:

@@ -11,7 +11,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import Checkpoint
 from longstride.launcher.config import RunConfig, flattened, load_json_object
-from longstride.launcher.data import RunData
+from longstride.launcher.data import TrainingData
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
@@ -38,12 +38,12 @@ def trained_on(checkpoint: Checkpoint, data: ModelData | None = None) -> ModelDa
         identity = ModelData.from_json(kind, config.model)
         if "://" not in config.data.path:  # remote data is not downloaded for this
             with suppress(ConfigError, DataError, OSError):
-                folder = RunData(config, Ranks()).identity
+                folder = TrainingData(config, Ranks()).identity
                 identity = folder if folder.fingerprint == fingerprint else identity
     return replace(identity, separator=config.data.separator, fingerprint=fingerprint)
 
 
-def open_data(checkpoint: Checkpoint, location: str | None, ranks: Ranks) -> tuple[RunData, dict[str, str]]:
+def open_data(checkpoint: Checkpoint, location: str | None, ranks: Ranks) -> tuple[TrainingData, dict[str, str]]:
     """Open the data that a checkpoint's run was trained on, or other data that the user names.
 
     Returns:
@@ -57,7 +57,7 @@ def open_data(checkpoint: Checkpoint, location: str | None, ranks: Ranks) -> tup
     if location is None and "://" not in path and not Path(path).exists():
         rule = f"of the run {checkpoint.folder.parents[1]} is not found from here; give --data FOLDER"
         raise ConfigError.at("data.path", path, rule)
-    data = RunData(checkpoint.config, ranks, location)
+    data = TrainingData(checkpoint.config, ranks, location)
     training_data, place = trained_on(checkpoint, data.identity), "data.path" if location is None else "--data"
     differences, rule = compare_data(training_data, data.identity, f"{place}={location or path}", "run")
     if differences and location is None:

@@ -35,7 +35,7 @@ _RUNNERS = ("deepspeed", "sshd")  # in the command line of the process that star
 _MOST_LINKS = 4  # launch, a shell or two, the runner
 
 
-class StopAskedError(Exception):
+class StopRequestedError(Exception):
     """Raised on every rank at the step after which the run stops, to be resumed later."""
 
 

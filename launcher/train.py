@@ -21,10 +21,10 @@ from longstride.launcher.output import (
     AgreedError,
     exit_codes,
     exit_on_mistake,
-    lasting_output,
     mistake,
+    nonblocking_output,
+    print_if_slow,
     report,
-    said_where_slow,
     say,
     settle_libraries,
 )
@@ -49,9 +49,9 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
     """Check the setup on this rank, meet the others, and train; or replay a step. Return the exit code."""
     from longstride.kernels import ConfigError  # late, like everything that imports torch: a stop may come meanwhile
     from longstride.launcher.config import load_config
-    from longstride.launcher.ranks import Ranks, adopt_place, process_group, run_lock
+    from longstride.launcher.ranks import Ranks, adopt_launcher_variables, process_group, run_lock
 
-    adopt_place(os.environ)
+    adopt_launcher_variables(os.environ)
     is_first, replays = os.environ.get("RANK", "0") == "0", options.replay is not None
     stop.add_source(launcher_gone := LauncherGone(os.environ))
     stop_file = StopFile(options.stop_file) if options.stop_file is not None and is_first else None
@@ -64,13 +64,20 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
         stop.add_source(TimeIsUp(config.train.max_seconds, options.started))
 
     # Late: a mistake in the file should not wait for the import of DeepSpeed, which takes seconds.
-    with said_where_slow("importing torch and DeepSpeed"):
+    with print_if_slow("importing torch and DeepSpeed"):
         from longstride.launcher import training
         from longstride.launcher.checkpoints import restore
-        from longstride.launcher.data import FromOptions, Run, RunData, check_output, profile_steps, resolve_steps
+        from longstride.launcher.data import (
+            RunSetup,
+            TrainingData,
+            WeightSource,
+            check_output,
+            profile_steps,
+            resolve_steps,
+        )
         from longstride.launcher.engine import build_engine, check_engine, prepare_accelerator
 
-    source = FromOptions.of(options, options.resume)
+    source = WeightSource.of(options, options.resume)
     profiled = profile_steps(options.profile, options.replay)
     train = config.train
     ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=train.sequence_parallel or 1)
@@ -79,15 +86,15 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
     check_engine(config, ranks)
     check_output(train.output, options.resume, options.replay)  # before the data, which may take a while
 
-    data = RunData(config, ranks)
+    data = TrainingData(config, ranks)
     training.check_samples(config, data)
     config = resolve_steps(config, data, ranks)
-    run = Run(config, ranks, data, stop, options.resume, train.epochs, profiled, options.trust_checkpoint, source)
+    run = RunSetup(config, ranks, data, stop, options.resume, train.epochs, profiled, options.trust_checkpoint, source)
     if replays:
         return training.replay_step(run, int(options.replay))
     problem, initial = None, None
     try:
-        with said_where_slow("reading the data and the run folder"):
+        with print_if_slow("reading the data and the run folder"):
             initial = training.open_initial(run, *training.choose_start(run).candidates[:1])
     except (OSError, ValueError) as error:
         problem = mistake(error)
@@ -95,7 +102,7 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
             raise
         # Perhaps only this rank has the problem, and the others wait for it: it is reported once all have met.
     else:
-        with said_where_slow("compiling kernels"):
+        with print_if_slow("compiling kernels"):
             training.compile_step(run)
         stop.listen()
 
@@ -111,11 +118,11 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
                 config.check_hosts(watchdog.hosts)
             except ConfigError as error:  # on all ranks: only they know where the launcher placed them
                 raise AgreedError(str(error)) from None
-            initial = training.agreed_initial(run, initial, checkpoint, watchdog.hosts)
-            with said_where_slow("building the engine"):
-                placed = ranks.first_works(lambda: training.claim_places(config))
+            initial = training.agree_on_initial(run, initial, checkpoint, watchdog.hosts)
+            with print_if_slow("building the engine"):
+                placed = ranks.run_on_first(lambda: training.claim_folders(config))
                 engine = build_engine(placed if ranks.is_first else config, ranks, initial.fill if initial else None)
-            with said_where_slow("loading the checkpoint"):
+            with print_if_slow("loading the checkpoint"):
                 state = restore(engine, checkpoint, config, ranks) if checkpoint else None
             if initial is not None:
                 initial.check(run, engine)
@@ -142,7 +149,7 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
 
 
 if __name__ == "__main__":
-    with lasting_output():  # before anything is printed, and before a library keeps the streams
+    with nonblocking_output():  # before anything is printed, and before a library keeps the streams
         listening = StopFlag()
         listening.listen()  # the imports take seconds
         from longstride.launcher.ranks import leave

@@ -27,7 +27,7 @@ from deepspeed.comm.comm import comms_logger
 from benchmarks.scaling.counted import Counted, logged
 from benchmarks.training.planned_memory import noise
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data.run_data import together
+from longstride.launcher.data.run_data import global_batches
 from longstride.launcher.engine.build import build_engine
 from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.ranks.processes import Ranks, process_group
@@ -73,7 +73,7 @@ def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     rows = config.train.global_batch // ranks.data_world_size
     micro_batches = rows // config.train.micro_batch
     warm = -(-WARM_MICRO_BATCHES // micro_batches)
-    batches = together(lambda: noise(config, rows), rows, ranks, engine.device)
+    batches = global_batches(lambda: noise(config, rows), rows, ranks, engine.device)
     with Counted() as counted:
         for _ in range(warm + 1):
             counted.take()

@@ -216,7 +216,7 @@ def together_values(rows: int) -> int:
     state = StreamState(fingerprint="none", seed=0, epoch=0, step=0, global_batch=rows)
     batch = Batch(torch.zeros(rows, 1, dtype=torch.uint8), torch.ones(rows).long(), torch.arange(rows), state)
     with mock.patch.object(Ranks, "gather_int64", gather):
-        next(batches.together(lambda: iter([batch]), rows, Ranks(), torch.device("cpu")))
+        next(batches.global_batches(lambda: iter([batch]), rows, Ranks(), torch.device("cpu")))
     return sum(counts)
 
 

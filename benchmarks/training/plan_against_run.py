@@ -32,7 +32,7 @@ from benchmarks.report import check_output, cpu_file, new_parser, rounded, write
 from benchmarks.training.divided_memory import MAPPED_BYTES
 from benchmarks.training.planned_memory import noise
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run_data import together
+from longstride.launcher.data.run_data import global_batches
 from longstride.launcher.engine import device as engine_device
 from longstride.launcher.engine.build import build_engine, check_engine
 from longstride.launcher.models import DTYPES
@@ -175,7 +175,7 @@ def take_steps(config: RunConfig) -> dict[str, Any]:
     with process_group(ranks, train.timeout_seconds):
         before = resident_bytes("VmRSS")
         engine = build_engine(config, ranks)
-        batches = together(lambda: noise(config, train.global_batch), train.global_batch, ranks, engine.device)
+        batches = global_batches(lambda: noise(config, train.global_batch), train.global_batch, ranks, engine.device)
         seconds, guards = [], Guards(train.guards, None)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: it is that of steps
         for _ in range(STEPS):

@@ -25,7 +25,7 @@ from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run_data import together
+from longstride.launcher.data.run_data import global_batches
 from longstride.launcher.engine.build import build_engine, check_engine
 from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.planning.costs import parameter_parts, states, step_flops, work
@@ -73,7 +73,7 @@ def measure(config: RunConfig, steps: int) -> dict[str, Any]:
     check_engine(config, ranks)
     with process_group(ranks, train.timeout_seconds):
         engine = build_engine(config, ranks)
-        batches = together(lambda: noise(config, train.global_batch), train.global_batch, ranks, engine.device)
+        batches = global_batches(lambda: noise(config, train.global_batch), train.global_batch, ranks, engine.device)
         on_card = engine.device.type != "cpu"
         if on_card:
             torch.cuda.reset_peak_memory_stats()

@@ -25,18 +25,18 @@ from longstride.launcher.checkpoints.manifest import (
     MANIFEST,
     CheckpointManifest,
     Score,
+    collect_scores,
     find_damage,
     find_foreign,
-    known_scores,
-    ranked,
+    rank_scores,
     read_checkpoint_config,
     read_manifest,
 )
 from longstride.launcher.checkpoints.pickles import (
     checkpoint_files,
-    foreign_content_refused,
     read_pickle,
     refusal_line,
+    refuse_foreign_content,
     unsafe_content,
 )
 from longstride.launcher.checkpoints.probe import PROBE, Probe
@@ -161,7 +161,7 @@ class Checkpoint:
         checkpoint_files(engine).trusted = self.trusted
         self.load_tables(engine)
         with (
-            foreign_content_refused(self.folder, alone=ranks.world_size == 1),
+            refuse_foreign_content(self.folder, alone=ranks.world_size == 1),
             contextlib.redirect_stdout(io.StringIO()),  # one of the optimisers prints that it loads
         ):
             path, _ = engine.load_checkpoint(str(self.folder), tag=DEEPSPEED_TAG)
@@ -183,7 +183,7 @@ class Checkpoint:
             seed_generators(config.train.seed, self.manifest.step, ranks)
             return
         path = self.folder / random_name(ranks.data_rank)
-        with foreign_content_refused(path):
+        with refuse_foreign_content(path):
             set_random_states(read_pickle(path, trusted=self.trusted), device)
 
 
@@ -243,9 +243,9 @@ def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: b
         raise ConfigError(f"{run}: {rule} the model by `longstride evaluate {run} --data DIR`")
     checkpoints, refused = list_checkpoints(run, trusted=trusted)
     if step == "best" and checkpoints:
-        scores = known_scores(run, checkpoints[0].config.data.validation_split, manifest_scores(checkpoints))
+        scores = collect_scores(run, checkpoints[0].config.data.validation_split, manifest_scores(checkpoints))
         steps = {checkpoint.manifest.step for checkpoint in checkpoints} | {refusal.step for refusal in refused}
-        best = ranked(score for score in scores.values() if score.step in steps)
+        best = rank_scores(score for score in scores.values() if score.step in steps)
         step = best[0].step if best else step
     for checkpoint in checkpoints:
         if step in (None, checkpoint.manifest.step):
@@ -305,7 +305,7 @@ def agreed_checkpoints(run: Path, checkpoints: Sequence[Checkpoint], ranks: Rank
     return opened
 
 
-def first_whole(run: Path, checkpoints: Sequence[Checkpoint], ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
+def first_undamaged(run: Path, checkpoints: Sequence[Checkpoint], ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
     """Return the first undamaged one of the first rank's checkpoints, and the damage of those before it.
 
     The result is the same on every rank. All ranks must call.

@@ -130,7 +130,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         is_as_written = False
     if not is_as_written:
         raise ConfigError(f"{path}: damaged, not as it was written")
-    if content != sealed(content):
+    if content != add_digest(content):
         raise ConfigError(f"{path}: damaged, its SHA-256 is not its content's")
     del content[_SEAL]
     try:
@@ -147,10 +147,10 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 def write_manifest(folder: Path, manifest: StrictModel) -> None:
     """Write the manifest of a folder, including its own hash."""
-    write_json(folder / MANIFEST, sealed(manifest.model_dump(mode="json")))
+    write_json(folder / MANIFEST, add_digest(manifest.model_dump(mode="json")))
 
 
-def sealed(content: dict[str, Any]) -> dict[str, Any]:
+def add_digest(content: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest's content with the hash of all other keys."""
     unsealed = {key: value for key, value in content.items() if key != _SEAL}
     canonical = json.dumps(unsealed, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
@@ -167,13 +167,13 @@ def read_checkpoint_config(folder: Path) -> RunConfig:
         raise ConfigError(*lines) from None
 
 
-def known_scores(run: Path, split: str, repeated: Iterable[Score]) -> dict[int, Score]:
+def collect_scores(run: Path, split: str, repeated: Iterable[Score]) -> dict[int, Score]:
     """Return the scores of a run by step, from metrics.jsonl and from ``repeated``, which its manifests hold."""
     scores = {score.step: score for score in repeated if score.split == split}
     return scores | {score.step: score for score in Score.recorded(run, split)}
 
 
-def ranked(scores: Iterable[Score]) -> list[Score]:
+def rank_scores(scores: Iterable[Score]) -> list[Score]:
     """Sort scores, best first and then earlier first, without those that are not finite.
 
     Scores that do not compare with the newest one come last.
@@ -238,7 +238,7 @@ def find_foreign(folder: Path, manifest: CheckpointManifest) -> list[str]:
     return foreign
 
 
-def missized(folder: Path, manifest: CheckpointManifest) -> list[str]:
+def find_missized(folder: Path, manifest: CheckpointManifest) -> list[str]:
     """Return the files that are missing or have another size, without reading them."""
 
     def size(name: str) -> int:

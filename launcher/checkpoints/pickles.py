@@ -51,7 +51,7 @@ _UNFORESEEN = (RuntimeError, LookupError, TypeError, ValueError, AttributeError,
 
 
 @contextmanager
-def foreign_content_refused(where: Path | str, *, alone: bool = True) -> Iterator[None]:
+def refuse_foreign_content(where: Path | str, *, alone: bool = True) -> Iterator[None]:
     """Turn any exception from the content of a file or folder into a one-line ConfigError.
 
     An OSError of the disk passes, with a path. Set ``alone=False`` if the block has a collective, because a lost rank
@@ -78,7 +78,7 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
     Raises:
         ConfigError: reading it would run code and it is not ``trusted``, or it cannot be read.
     """
-    with foreign_content_refused(path):
+    with refuse_foreign_content(path):
         content = _unbounded_content(path)
         if content is None:
             try:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import DEEPSPEED_TAG, Checkpoint
-from longstride.launcher.checkpoints.pickles import foreign_content_refused, read_pickle
+from longstride.launcher.checkpoints.pickles import read_pickle, refuse_foreign_content
 from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.engine import states
 from longstride.launcher.models import AVERAGE, MAPPED_BYTES, TRAINED, Shapes
@@ -63,7 +63,7 @@ class SavedState:
         self._tables = None
         if checkpoint.config.model.ngrams is not None:
             self._tables = SavedTables(checkpoint.folder, checkpoint.manifest, checkpoint.config)
-        with foreign_content_refused(self._folder):
+        with refuse_foreign_content(self._folder):
             self._map()
             if (step := self.numbers["global_steps"]) != self._manifest.step:
                 raise self._broken(f"its manifest says step {self._manifest.step}, and its files {step}")
@@ -163,7 +163,7 @@ class SavedState:
             return self.buffers[name].clone()
         if self._remapped and self._taken > MAPPED_BYTES:
             self._map()
-        with foreign_content_refused(self._folder):
+        with refuse_foreign_content(self._folder):
             parts = []
             for rank, vector, start, stop in self._pieces[name]:
                 source = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]

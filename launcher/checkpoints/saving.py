@@ -29,11 +29,11 @@ from longstride.launcher.checkpoints.manifest import (
     CheckpointManifest,
     FileRecord,
     Score,
+    collect_scores,
+    find_missized,
     free_bytes,
     gigabytes,
-    known_scores,
-    missized,
-    ranked,
+    rank_scores,
     record_files,
     write_json,
     write_manifest,
@@ -93,7 +93,7 @@ class Saver:
         self._scores: dict[int, Score] = {}  # on the first rank, by step
         if self._config.train.keep_best and self._ranks.is_first:
             scores = manifest_scores(list_checkpoints(self._run)[0])
-            self._scores = known_scores(self._run, self._config.data.validation_split, scores)
+            self._scores = collect_scores(self._run, self._config.data.validation_split, scores)
 
     def save(self, stream: StreamState, memory: dict[str, Any]) -> None:
         """Save the engine's step, or begin to, with ``memory`` in the manifest. All ranks must call."""
@@ -152,8 +152,10 @@ class Saver:
         """Return the best scores among undamaged checkpoints and ``step``, which is or becomes one; best first."""
         count = self._config.train.keep_best
         checkpoints = list_checkpoints(self._run)[0] if count else ()
-        steps = {step} | {saved.manifest.step for saved in checkpoints if not missized(saved.folder, saved.manifest)}
-        return ranked(score for score in self._scores.values() if score.step in steps)[:count]
+        steps = {step} | {
+            saved.manifest.step for saved in checkpoints if not find_missized(saved.folder, saved.manifest)
+        }
+        return rank_scores(score for score in self._scores.values() if score.step in steps)[:count]
 
     @contextlib.contextmanager
     def _reporting(self, step: int) -> Iterator[None]:
@@ -246,7 +248,7 @@ class _Save:
         files = written | record_files(self._partial, recorded=written)
         final = {"files": dict(sorted(files.items())), "best": list(best) or None}
         manifest = CheckpointManifest.model_validate(self._manifest | final)
-        if missing := missized(self._partial, manifest):
+        if missing := find_missized(self._partial, manifest):
             rule = "is missing or incomplete on the first process's host; all processes must write to one shared folder"
             raise OSError(errno.ENOENT, rule, str(self._partial / missing[0]))
         write_manifest(self._partial, manifest)
@@ -296,7 +298,7 @@ def retire(
         if step > saved:
             continue
         if num_complete != keep_last:  # newest first
-            num_complete += not missized(checkpoint.folder, checkpoint.manifest)
+            num_complete += not find_missized(checkpoint.folder, checkpoint.manifest)
         elif (keep_every is None or step % keep_every) and step not in best:
             remove_checkpoint(checkpoint.folder)
             removed.append(step)
@@ -318,7 +320,7 @@ def remove_checkpoint(folder: Path) -> None:
         remove_tree(deleted)
 
 
-def go_back_to(run: Path, step: int) -> list[Path]:
+def rewind_to(run: Path, step: int) -> list[Path]:
     """Move all checkpoints after a step aside, without universal forms; return their new paths.
 
     `latest` then names the checkpoint of the step, or is removed if there is none. All of it is on the disk at the end.

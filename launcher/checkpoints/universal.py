@@ -34,9 +34,9 @@ from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import (
     MANIFEST,
     FileRecord,
+    add_digest,
     check_space,
     find_damage,
-    sealed,
     write_manifest,
 )
 from longstride.launcher.checkpoints.saved_state import COUNTERS, KINDS, MASTER, SCHEDULE, SavedState
@@ -109,7 +109,7 @@ def ready_universal(checkpoint: Checkpoint, ranks: Ranks) -> tuple[Universal, fl
     """
     began, is_new = time.monotonic(), False
     for attempt in range(2):
-        is_new |= ranks.first_works(lambda: _make_if_missing(checkpoint))
+        is_new |= ranks.run_on_first(lambda: _make_if_missing(checkpoint))
         # A shared file system may show other hosts a little later what the first rank has just renamed.
         form = wait_until_visible(partial(open_universal, checkpoint), time.monotonic())
         if form:
@@ -132,7 +132,7 @@ def open_universal(checkpoint: Checkpoint) -> Universal | None:
     folder = universal_folder(checkpoint.folder)
     try:
         content = load_json_object(folder / MANIFEST, follow_links=False)
-        if content != sealed(content) or content["format_version"] != UNIVERSAL_VERSION:
+        if content != add_digest(content) or content["format_version"] != UNIVERSAL_VERSION:
             return None
         del content["sha256"]
         manifest = UniversalManifest.model_validate(content)

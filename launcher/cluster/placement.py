@@ -37,7 +37,7 @@ from longstride.launcher.cluster.hosts import (
 )
 from longstride.launcher.cluster.supervisor import Launch
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data import FromOptions
+from longstride.launcher.data import WeightSource
 from longstride.launcher.output import say
 from longstride.launcher.verbs import TRUST_OPTION
 
@@ -96,7 +96,7 @@ def launcher_command(
         command += ["--num_gpus", str(processes)]  # the number of processes, on a CPU too
     command += [TRAINING_SCRIPT, "--config", str(arguments.config), "--resume", resume]
     command += [TRUST_OPTION] if arguments.trust_checkpoint else []
-    source = FromOptions.of(arguments, "auto", elsewhere=True)  # has been checked
+    source = WeightSource.of(arguments, "auto", elsewhere=True)  # has been checked
     command += [] if source is None else source.words()
     if arguments.replay is not None:
         command += ["--replay", arguments.replay]

@@ -15,7 +15,7 @@ from longstride.data_pipelines.durable import make_folders, write_new
 from longstride.kernels import ConfigError
 from longstride.launcher.cluster.placement import SLURM_WAIT_SECONDS, TRAINING_SCRIPT
 from longstride.launcher.config import RunConfig, find_config, load_config
-from longstride.launcher.data import FromOptions, check_data, check_output
+from longstride.launcher.data import WeightSource, check_data, check_output
 from longstride.launcher.output import exit_codes
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
@@ -86,7 +86,7 @@ def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str
     command = [] if arguments.cpus_per_process is None else [f"--cpus-per-task={arguments.cpus_per_process}"]
     command += [sys.executable, "-u", TRAINING_SCRIPT]
     command += ["--config", str(find_config(arguments.config).absolute()), "--resume", "auto"]
-    source = FromOptions.of(arguments, "auto")
+    source = WeightSource.of(arguments, "auto")
     command += [*([] if source is None else source.words()), *arguments.overrides]
     ranks = arguments.nodes * arguments.processes_per_node
     values = {

@@ -22,7 +22,7 @@ from longstride.launcher.cluster.hosts import find_hosts
 from longstride.launcher.cluster.placement import HostRanks, LocalRanks, NoHostAnswersError, local_accelerators
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest, orphan_seconds, supervise
 from longstride.launcher.config import RunConfig, load_config, load_json_object
-from longstride.launcher.data import FromOptions, check_data, check_output, discard_start, profile_steps
+from longstride.launcher.data import WeightSource, check_data, check_output, discard_start, profile_steps
 from longstride.launcher.output import exit_codes, file_names, metrics_file, say
 from longstride.launcher.ranks import check_unlocked
 from longstride.launcher.stops import StopFile
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--processes={arguments.processes}: must be at least 1")
     if arguments.dry_run:
         return _dry_run(config, arguments)
-    FromOptions.of(arguments, arguments.resume, elsewhere=arguments.hostfile is not None)
+    WeightSource.of(arguments, arguments.resume, elsewhere=arguments.hostfile is not None)
     ranks = _checked_ranks(config, arguments, started)
     output, timeout = Path(config.train.output).absolute(), config.train.timeout_seconds
     with closing(StopRequest()) as request:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             ended = supervise(
                 launch, request, timeout, lambda: arguments.replay is not None or is_done(output, config.train.steps)
             )
-            if ended.unbegun and request.signal is not None:
+            if ended.ended_before_first_step and request.signal is not None:
                 result = "nothing is kept" if discard_start(output) else "nothing is added to the run"
                 if steps := saved_steps(output):
                     result = f"--resume auto goes on from step {max(steps)}"
@@ -79,7 +79,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
     for option in ("replay", "profile"):
         if value := getattr(arguments, option):
             raise ConfigError(f"--{option}={value}: needs steps, and --dry-run takes none; leave out one of them")
-    source = FromOptions.of(arguments, arguments.resume)
+    source = WeightSource.of(arguments, arguments.resume)
     hosts = find_hosts(arguments)
     if hosts is not None:
         config.check_hosts(hosts.of_ranks)

@@ -49,7 +49,7 @@ class Outcome:
 
     code: int  # one of exit_codes
     description: str
-    unbegun: bool = False  # a stop came before the first step of the launch
+    ended_before_first_step: bool = False  # a stop came before the first step of the launch
 
 
 class StopRequest:
@@ -191,7 +191,7 @@ def _end_unbegun(launch: Launch, child: subprocess.Popen[bytes], file: StopFile)
     """End a launch before its first step. Imports and compilers do not react to a stop, and a kill loses nothing."""
     if launch.elsewhere:
         _end_launcher(child, file, "stopping before the first step")
-    return Outcome(exit_codes.REQUEUE, "stopped before the first step", unbegun=True)
+    return Outcome(exit_codes.REQUEUE, "stopped before the first step", ended_before_first_step=True)
 
 
 def _end_launcher(child: subprocess.Popen[bytes], file: StopFile, message: str) -> None:

@@ -38,7 +38,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.compression.coding import DamagedError, computed_crc32, decode, encode, rows_for
 from longstride.launcher.files import check_new, naming, read_file, write_new
 from longstride.launcher.generation import check_bytes
-from longstride.launcher.models import Exported, computing_numbers, load_model, usable_device
+from longstride.launcher.models import Exported, load_model, require_finite_logits, usable_device
 from longstride.launcher.output import counting
 from longstride.sparse_model import SparseTransformer
 
@@ -63,11 +63,11 @@ def run_compress(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     rows = rows_for(model.config, len(content), model.embedding.start.dtype)
     counter = counting.WorkCounter("compressing", len(content), "bytes")
-    with computing_numbers(arguments.model):
+    with require_finite_logits(arguments.model):
         computed = computed_crc32(model, len(content), rows)
         code, bits = encode(model, content, rows, counter.at)
     counter.close()
-    fingerprint = shortened(Exported(arguments.model, trust_code=arguments.trust_code).fingerprint())
+    fingerprint = shorten_fingerprint(Exported(arguments.model, trust_code=arguments.trust_code).fingerprint())
     made_by = machine_name(model.embedding.start.device)
     compressed = Compressed(fingerprint, len(content), zlib.crc32(content), rows, made_by, computed, code).to_bytes()
     write_new(arguments.output, compressed)
@@ -88,7 +88,7 @@ def run_decompress(arguments: argparse.Namespace) -> int:
     except NotReadableError as error:
         raise ConfigError(f"FILE={arguments.file}: {error}") from None
     fingerprint = Exported(arguments.model, trust_code=arguments.trust_code).fingerprint()
-    if compressed.fingerprint != shortened(fingerprint):
+    if compressed.fingerprint != shorten_fingerprint(fingerprint):
         needed = compressed.fingerprint.hex()
         rule = f"another model's file: its fingerprint begins with {needed}, and that of {arguments.model} with"
         raise ConfigError(f"FILE={arguments.file}: is {rule} {fingerprint[: len(needed)]}; name the model with --model")
@@ -226,7 +226,7 @@ class Compressed:
         return cls(fingerprint, size, crc32, rows, made_by, bits_crc32, file.read(), content[3])
 
 
-def shortened(fingerprint: str) -> bytes:
+def shorten_fingerprint(fingerprint: str) -> bytes:
     """Return the part of a hexadecimal fingerprint that files contain."""
     return bytes.fromhex(fingerprint)[:_FINGERPRINT_BYTES]
 

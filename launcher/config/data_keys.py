@@ -163,14 +163,14 @@ DATA_PATHS = {
 
 # `data.path` is relative to the folder in which a run is started. If `train.output` is relative too, that folder is the
 # run folder's path without `train.output`. So a project that is moved as a whole keeps its runs and their data.
-def lasting_path(data: str, output: str) -> str:
+def saved_path(data: str, output: str) -> str:
     """Return the path of the data as a run saves it: absolute if the run folder would not lead to it."""
     if not _is_relative(data) or _start_folder(output, Path(output).resolve()) == Path.cwd().resolve():
         return data
     return str(Path(data).absolute())
 
 
-def found_path(data: str, output: str, run: Path) -> str:
+def resolve_saved_path(data: str, output: str, run: Path) -> str:
     """Return a saved path of data as seen from the working directory; unchanged if nothing is there.
 
     ``output`` is the saved ``train.output``, ``run`` the run's folder at its present place.

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from longstride.kernels import ConfigError, Problem
-from longstride.launcher.config.data_keys import DataConfig, found_path, lasting_path
+from longstride.launcher.config.data_keys import DataConfig, resolve_saved_path, saved_path
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
 from longstride.launcher.config.train_keys import AdafactorConfig, TrainConfig, batch_problem
 from longstride.sparse_model import ModelConfig, StrictModel
@@ -195,11 +195,11 @@ class RunConfig(StrictModel):
 
     def with_lasting_data(self) -> RunConfig:
         """Return the configuration as a run saves it, so that its data is found from any working directory."""
-        return self._with_data(lasting_path(self.data.path, self.train.output))
+        return self._with_data(saved_path(self.data.path, self.train.output))
 
     def with_data_of(self, run: Path) -> RunConfig:
         """Return the configuration of a run's folder with the data's path as seen from the working directory."""
-        return self._with_data(found_path(self.data.path, self.train.output, run))
+        return self._with_data(resolve_saved_path(self.data.path, self.train.output, run))
 
     def _with_data(self, path: str) -> RunConfig:
         return self.model_copy(update={"data": self.data.model_copy(update={"path": path})})

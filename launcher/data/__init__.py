@@ -2,8 +2,8 @@
 
 from longstride.launcher.data.folders import check_location
 from longstride.launcher.data.run import (
-    FromOptions,
-    Run,
+    RunSetup,
+    WeightSource,
     check_data,
     check_output,
     discard_start,
@@ -11,4 +11,4 @@ from longstride.launcher.data.run import (
     resolve_steps,
     steps_of,
 )
-from longstride.launcher.data.run_data import GlobalBatch, RunData, together
+from longstride.launcher.data.run_data import GlobalBatch, TrainingData, global_batches

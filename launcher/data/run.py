@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
-from longstride.launcher.data.run_data import RunData
+from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
@@ -24,7 +24,7 @@ _NUMBER = re.compile("[0-9]{1,18}")  # of a step or of steps
 
 
 @dataclass(frozen=True, slots=True)
-class FromOptions:
+class WeightSource:
     """The source of a run's first weights: `--from` and its options."""
 
     path: Path  # folder of an exported model or of a run
@@ -34,7 +34,7 @@ class FromOptions:
     partly: bool = False  # whether parameters that do not fit begin anew
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace, resume: str, *, elsewhere: bool = False) -> FromOptions | None:
+    def of(cls, arguments: argparse.Namespace, resume: str, *, elsewhere: bool = False) -> WeightSource | None:
         """Return the options of a command line, or None without --from. ``resume`` is the value of --resume.
 
         If only hosts ``elsewhere`` have the folder, they check it.
@@ -73,18 +73,18 @@ class FromOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunSetup:
     """The setup of a run on this rank. Its number of steps is known: see ``resolve_steps``."""
 
     config: RunConfig
     ranks: Ranks
-    data: RunData
+    data: TrainingData
     stop: StopFlag | None = None  # None: the run cannot be stopped
     resume: str = "never"  # auto, best, never or a step
     epochs: float | None = None  # if the configuration gives them instead of steps
     profile_steps: int = 0  # recorded by torch's profiler
     trusted: bool = False  # whether checkpoints may hold more than tensors and numbers
-    source: FromOptions | None = None  # of the first weights; None: random ones
+    source: WeightSource | None = None  # of the first weights; None: random ones
     origin: dict[str, Any] | None = None  # the source as manifests of checkpoints describe it
 
     @property
@@ -93,7 +93,7 @@ class Run:
         return Path(self.config.train.output)
 
 
-def resolve_steps(config: RunConfig, data: RunData, ranks: Ranks | None = None) -> RunConfig:
+def resolve_steps(config: RunConfig, data: TrainingData, ranks: Ranks | None = None) -> RunConfig:
     """Replace ``train.epochs`` by ``train.steps``; a configuration with steps is returned unchanged.
 
     Every rank gets the same number from the manifest, and rank 0 prints it. So the saved configuration has the length
@@ -212,6 +212,6 @@ def check_data(config: RunConfig, *, elsewhere: bool = False) -> None:
     """
     if elsewhere and "://" not in config.data.path and not Path(config.data.path).exists():
         return
-    data = RunData(config, Ranks())
+    data = TrainingData(config, Ranks())
     resolve_steps(config, data)
     data.check()

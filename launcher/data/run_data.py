@@ -42,7 +42,7 @@ from longstride.launcher.config import DATA_PATHS, RunConfig
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
-from longstride.launcher.stops import StopAskedError, StopFlag
+from longstride.launcher.stops import StopFlag, StopRequestedError
 from longstride.sparse_model import Division
 
 _CONFIG_PATHS = {
@@ -70,7 +70,7 @@ class GlobalBatch(Generic[SomeBatch]):
     substitutions: tuple[Substitution, ...]  # of all ranks: replacements for damaged contexts
 
 
-def together(
+def global_batches(
     open_batches: Callable[[], Iterator[SomeBatch]],
     rows: int,
     ranks: Ranks,
@@ -84,7 +84,7 @@ def together(
 
     Raises:
         AgreedError: on every rank, if any rank cannot open its batches or take the next, or has fewer than others.
-        StopAskedError: on every rank, if any rank has to stop.
+        StopRequestedError: on every rank, if any rank has to stop.
         LostWorkerError: on every rank, if a worker that reads for any rank was killed or stopped.
     """
     batches: Iterator[SomeBatch] | None = None
@@ -126,7 +126,7 @@ def together(
             raise AgreedError("\n".join(dict.fromkeys(problems)))
         if bool(everyone[:, 3].any()):  # before lost workers, which the stop may have killed
             reasons = [text for text in ranks.gather_objects(stop and stop.reason) if text]
-            raise StopAskedError(", ".join(dict.fromkeys(reasons)))
+            raise StopRequestedError(", ".join(dict.fromkeys(reasons)))
         if batch is None or missing:
             raise LostWorkerError("; ".join(text for text in ranks.gather_objects(problem) if text))
         groups = everyone.unflatten(0, (-1, ranks.sequence_parallel))
@@ -170,7 +170,7 @@ def _with_config_paths() -> Iterator[None]:
         raise
 
 
-class RunData:
+class TrainingData:
     """The data of a run. It is opened once in a process, so that training and scoring use the same manifest.
 
     Raises:
@@ -213,7 +213,7 @@ class RunData:
         return modality_named(self.modality).document_bytes(self._folder.manifest.properties) is not None
 
     @property
-    def oddity(self) -> str | None:
+    def unusual_setting(self) -> str | None:
         """A line about an unusual setting that is rarely intended; None if there is none."""
         embedding = self._config.model.embedding
         if embedding.type not in MODALITIES or embedding.type == self.modality:
@@ -299,7 +299,7 @@ class RunData:
             return within_vocabulary(iter(opened), self._config.model.vocabulary)
 
         rows = self._config.train.global_batch // self._ranks.data_world_size
-        return together(open_batches, rows, self._ranks, device, stop)
+        return global_batches(open_batches, rows, self._ranks, device, stop)
 
     def evaluation(
         self,

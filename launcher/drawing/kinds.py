@@ -36,7 +36,7 @@ MOST_RANGES = 4
 _NUMBERS = {kind.word: number for number, kind in enumerate(KINDS)}
 _WORDS = {  # by the name of a part's class
     "Dense": "all before it",
-    "Chosen": "chosen by content",
+    "ContentChoice": "chosen by content",
     "Block": "block",
     "Window": "window",
     "EarlierSegments": "outer segments",

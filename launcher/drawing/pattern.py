@@ -56,7 +56,7 @@ class Grid(NamedTuple):
     name: str  # of a cell
 
 
-class Chosen:
+class ContentChoice:
     """The keys that a head chooses by content in one text; drawn as a pattern of one part.
 
     ``allowed`` takes queries (P,) and returns which of the text's ``length`` positions they read, (P, length) bool.
@@ -99,7 +99,7 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
     if query is not None:
         check_number("--query", query, config.context, "a position")
     patterns, chosen = users_of(config)
-    users: dict[Pattern | Chosen, list[tuple[int, int]]] = dict(patterns.items())
+    users: dict[Pattern | ContentChoice, list[tuple[int, int]]] = dict(patterns.items())
     if model is not None and text is not None:
         if not chosen:
             raise ConfigError(f"--text={text}: no head of {source} chooses its keys by content; leave it out")
@@ -112,7 +112,7 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
     grid = grid_of(config)
     position = default_query(grid, config.context) if query is None else query
     if query is None and model is not None:
-        position = min(position, max(pattern.length for pattern in users if isinstance(pattern, Chosen)) - 1)
+        position = min(position, max(pattern.length for pattern in users if isinstance(pattern, ContentChoice)) - 1)
     columns = min(COLUMNS, len(shown))
     bands = -(-len(shown) // columns)
     height = 1.0 + view_inches(grid, 3.2)
@@ -130,7 +130,7 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
         band, column = divmod(number, columns)
         draw_view(axes[2 * band, column], drawn, position, grid, config.context)
         lines = [textwrap.fill(words_of(drawn), 40), places_of(places, config.heads)]
-        if not isinstance(drawn, Chosen):
+        if not isinstance(drawn, ContentChoice):
             lines.append(f"{share_of_pairs(drawn, config.context):.3g} % of the pairs")
         axes[2 * band, column].set_title("\n".join(lines))
         draw_matrix(axes[2 * band + 1, column], drawn, size)
@@ -174,7 +174,7 @@ def share_of_pairs(pattern: Pattern, context: int) -> float:
     return 200 * num_pairs(pattern, context) / (context * (context + 1))
 
 
-def legend_of(patterns: Iterable[Pattern | Chosen]) -> list[Patch]:
+def legend_of(patterns: Iterable[Pattern | ContentChoice]) -> list[Patch]:
     """Return the legend of all colours in panels of patterns."""
     kinds = sorted({kind_of(part) for pattern in patterns for part in pattern.parts()})
     return [
@@ -222,16 +222,16 @@ def _model_of(source: Path, trusted: bool) -> SparseTransformer:
     return model.eval()
 
 
-def _choices(model: SparseTransformer, text: Path) -> list[tuple[Chosen, list[tuple[int, int]]]]:
+def _choices(model: SparseTransformer, text: Path) -> list[tuple[ContentChoice, list[tuple[int, int]]]]:
     """Return the choice of each head that chooses by content in a text, with its (layer, head)."""
     tokens = read_text(text, model.config.context, model.config.vocabulary)
-    choices: list[tuple[Chosen, list[tuple[int, int]]]] = []
+    choices: list[tuple[ContentChoice, list[tuple[int, int]]]] = []
     with ExitStack() as hooks, torch.no_grad():
         for layer, (mixer, heads) in enumerate(zip(model.mixers, model.config.layer_patterns(), strict=True)):
 
             def take(mixer: Any, inputs: tuple[Any, ...], layer: int = layer, first: int = len(heads)) -> None:
                 for head in range(first, model.config.heads):
-                    choices.append((Chosen(mixer.reads(inputs[0], head), len(tokens)), [(layer, head)]))
+                    choices.append((ContentChoice(mixer.reads(inputs[0], head), len(tokens)), [(layer, head)]))
 
             hooks.callback(mixer.register_forward_pre_hook(take).remove)
         model(tokens[None], return_nats=True)
@@ -280,7 +280,7 @@ def view_inches(grid: Grid, width: float) -> float:
     return min(width * rows / columns, 3.6) if grid.name == "pixel" else min(max(0.12 * rows, 0.8), 2.4)
 
 
-def draw_view(axis: Any, pattern: Pattern | Chosen, query: int, grid: Grid, context: int) -> None:
+def draw_view(axis: Any, pattern: Pattern | ContentChoice, query: int, grid: Grid, context: int) -> None:
     """Draw which of the cells around a query it reads."""
     cell = query // grid.channels
     axis.set_axis_on()
@@ -317,7 +317,9 @@ def window(place: int, size: int, shown: int, before: int) -> range:
     return range(start, start + shown)
 
 
-def view(pattern: Pattern | Chosen, cell: int, grid: Grid, rows: range, columns: range, context: int) -> np.ndarray:
+def view(
+    pattern: Pattern | ContentChoice, cell: int, grid: Grid, rows: range, columns: range, context: int
+) -> np.ndarray:
     """Return (rows, columns) of what a query's cell reads. A pixel reads another if any of its channels does."""
     row, column = np.meshgrid(np.array(rows), np.array(columns), indexing="ij")
     first = torch.from_numpy((row * grid.columns + column) * grid.channels)  # of each cell
@@ -334,11 +336,11 @@ def view(pattern: Pattern | Chosen, cell: int, grid: Grid, rows: range, columns:
     return picture
 
 
-def matrix_size(patterns: Sequence[Pattern | Chosen], context: int) -> int:
+def matrix_size(patterns: Sequence[Pattern | ContentChoice], context: int) -> int:
     """Return the positions of a matrix that shows the longest stride, window or segment a few times, within limits."""
     sizes = [0]
     for pattern in patterns:
-        if isinstance(pattern, Chosen):
+        if isinstance(pattern, ContentChoice):
             return min(pattern.length, MOST_POSITIONS)
         of = functools.partial(getattr, pattern)
         sizes.append(of("stride", 0) ** (of("num_factors", 2) - 1))
@@ -347,7 +349,7 @@ def matrix_size(patterns: Sequence[Pattern | Chosen], context: int) -> int:
     return min(context, MOST_POSITIONS, max(LEAST_POSITIONS, SHOWN_STRIDES * max(sizes)))
 
 
-def draw_matrix(axis: Any, pattern: Pattern | Chosen, size: int) -> None:
+def draw_matrix(axis: Any, pattern: Pattern | ContentChoice, size: int) -> None:
     """Draw the connectivity of the first ``size`` positions."""
     axis.set_axis_on()
     cell = -(-size // MATRIX_CELLS)
@@ -361,7 +363,7 @@ def draw_matrix(axis: Any, pattern: Pattern | Chosen, size: int) -> None:
     axis.locator_params(nbins=5)
 
 
-def pooled_connectivity(pattern: Pattern | Chosen, size: int, cell: int) -> np.ndarray:
+def pooled_connectivity(pattern: Pattern | ContentChoice, size: int, cell: int) -> np.ndarray:
     """Pool ``connectivity`` by squares of ``cell`` positions to the maximum of each: (cells, cells).
 
     So a column or a summary that is narrower than a cell is still visible. Rows are computed one cell at a time.
@@ -374,7 +376,7 @@ def pooled_connectivity(pattern: Pattern | Chosen, size: int, cell: int) -> np.n
     return picture
 
 
-def connectivity(pattern: Pattern | Chosen, size: int, rows: range | None = None) -> np.ndarray:
+def connectivity(pattern: Pattern | ContentChoice, size: int, rows: range | None = None) -> np.ndarray:
     """Return (rows, size): 0 if the query (row) does not read the key (column), 1 + the kind of key, or SELF."""
     rows = range(size) if rows is None else rows
     query, key = torch.tensor(rows)[:, None], torch.arange(size)

@@ -29,14 +29,14 @@ from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig, TrainConfig
-from longstride.launcher.data import Run, RunData, together
+from longstride.launcher.data import RunSetup, TrainingData, global_batches
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.evaluation.positions import bin_numbers, check_positions, position_edges, write_positions
 from longstride.launcher.identity import compare_data, open_data
 from longstride.launcher.models import DTYPES, TRAINED, Exported, ModelData, is_export
 from longstride.launcher.output import counting, exit_on_mistake, metrics_file, say
-from longstride.launcher.ranks import Ranks, adopt_place, process_group
+from longstride.launcher.ranks import Ranks, adopt_launcher_variables, process_group
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import Division, SparseTransformer
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--batch={arguments.batch}: must be from 1 to {TrainConfig.MOST_CONTEXTS:,} contexts; such as 4"
         )
-    adopt_place(os.environ)
+    adopt_launcher_variables(os.environ)
     ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=arguments.sequence_parallel)
     if arguments.positions is not None:
         check_positions(arguments.positions)
@@ -59,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
-    if data.oddity and ranks.is_first:
-        say(f"notice: {data.oddity}")
+    if data.unusual_setting and ranks.is_first:
+        say(f"notice: {data.unusual_setting}")
     if arguments.split is None and not data.has_split(split):
         rule = f"the data lacks the run's split {split!r}; name another split, such as --split "
         raise ConfigError(f"--split: {rule}{config.data.train_split}, or other data by --data")
@@ -119,7 +119,7 @@ class _Subject(NamedTuple):
     """A model to score, and the data to score it on."""
 
     config: RunConfig
-    data: RunData
+    data: TrainingData
     differences: dict[str, str]  # between the data and those of training
     precision: str
     weights: str  # ``TRAINED`` or ``AVERAGE``
@@ -162,7 +162,7 @@ def _open_export(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
     content = {"model": exported.content["model"], "data": settings, "train": train, "deepspeed": {}}
     config = RunConfig.model_validate(content)
     check_sharing(config, ranks)
-    data = RunData(config, ranks)
+    data = TrainingData(config, ranks)
     differences, rule = compare_data(trained, data.identity, f"--data={location}", "model")
     if differences and ranks.is_first:
         say(f"notice: --data={location}: {rule}")
@@ -195,7 +195,7 @@ def check_sharing(config: RunConfig, ranks: Ranks) -> None:
             raise ConfigError(*(f"{option}: {problem}" for problem in error.problems)) from None
 
 
-def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:
+def evaluate_split(engine: DeepSpeedEngine, run: RunSetup) -> dict[str, Any]:
     """Return the validation split's line for metrics.jsonl, over the configured number of contexts."""
     start, train = time.perf_counter(), run.config.train
     engine.eval()
@@ -231,7 +231,7 @@ def score(
     Args:
         threads: batches computed at a time, each by one thread, since the bits of a matrix product may depend on how
             many threads share it. 0: one after another, by all threads of torch.
-        stop: if any rank was asked to stop, every rank raises StopAskedError.
+        stop: if any rank was asked to stop, every rank raises StopRequestedError.
         scored_content: called for each batch with the number of tokens that this rank has scored, without separators.
     """
     sums = ExactSums() if edges is None else ExactSums(len(edges) - 1, squares=True)
@@ -242,7 +242,7 @@ def score(
             begins = {} if batch.begins is None else {"begins": batch.begins.to(device)}
             return model(batch.tokens.to(device), return_nats=True, **begins).float().cpu()  # (B, N)
 
-    parts = (batch.part for batch in together(contexts, batch_size, ranks, device, stop))
+    parts = (batch.part for batch in global_batches(contexts, batch_size, ranks, device, stop))
     for batch, nats in _compute_in_order(nats_of, parts, threads):
         first = ranks.sequence_rank * nats.shape[1]
         section = slice(first, first + nats.shape[1])  # this rank's positions

@@ -42,7 +42,7 @@ from longstride.launcher.models import (
     Exported,
     Fingerprint,
     Shapes,
-    streamed_model,
+    stream_model,
     usable_device,
     write_tensors,
 )
@@ -278,7 +278,7 @@ def check_losses(
     def loss(tensor: Callable[[str], Tensor], dtype: torch.dtype) -> tuple[float, ModelConfig]:
         """Return the mean nats of the context, and the configuration that computed them."""
         counter = counting.WorkCounter("checking one context", len(exported.names), "tensors")
-        model = streamed_model(exported.config, _count_calls(tensor, counter), dtype, device)
+        model = stream_model(exported.config, _count_calls(tensor, counter), dtype, device)
         with torch.no_grad():
             mean = float(model(content[None].to(device), return_nats=True).double().mean())
         counter.close()

@@ -22,7 +22,7 @@ from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.plain_files import expand_path
 from longstride.kernels import ConfigError
 from longstride.launcher.generation.likelihood import MOST_POSITIONS, Piece, batches, check_bytes, piece_nats
-from longstride.launcher.models import DTYPES, Exported, ModelData, computing_numbers, load_model, usable_device
+from longstride.launcher.models import DTYPES, Exported, ModelData, load_model, require_finite_logits, usable_device
 from longstride.launcher.output import say
 from longstride.sparse_model import generate
 
@@ -190,7 +190,7 @@ class LongstrideLM(LM):
     def _continue(self, prompts: Tensor, count: int, stops: list[bytes], settings: dict[str, Any]) -> list[bytes]:
         """Continue each row of (B, n) tokens by at most ``count`` bytes, up to the first of ``stops``."""
         texts, open_rows = [bytearray() for _ in prompts], set(range(len(prompts)))
-        with computing_numbers(self.path):
+        with require_finite_logits(self.path):
             for tokens in generate(self.model, prompts, count, slide=True, **settings):
                 values = tokens.tolist()
                 for row in tuple(open_rows):
@@ -224,7 +224,7 @@ class LongstrideLM(LM):
     def _sum(self, nats: list[float]) -> float:
         """Sum nats with one rounding; ConfigError if the sum is not finite."""
         total = math.fsum(nats)
-        with computing_numbers(self.path):
+        with require_finite_logits(self.path):
             if not math.isfinite(total):
                 raise FloatingPointError("logits that are no numbers")
         return total

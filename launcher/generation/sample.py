@@ -28,7 +28,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import TrainConfig, load_json_object
 from longstride.launcher.files import check_new, naming, read_file, write_new
 from longstride.launcher.generation.likelihood import likelihood
-from longstride.launcher.models import ModelData, computing_numbers, load_model, usable_device
+from longstride.launcher.models import ModelData, load_model, require_finite_logits, usable_device
 from longstride.launcher.output import counting, file_names, metrics_file
 from longstride.sparse_model import SparseTransformer, generate
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     request = settle(arguments, data, model.config.context)
     tokens = _generate(arguments, model, request)
-    with computing_numbers(arguments.model):
+    with require_finite_logits(arguments.model):
         if request.files:
             contents = data.modality.sample_files(_collect(request, tokens), data.file_properties, request.prompted)
             for file, content in zip(request.files, contents, strict=True):
@@ -99,7 +99,7 @@ def _print_likelihood(arguments: argparse.Namespace, model: SparseTransformer, d
             content = sample.read(0, sys.maxsize)
     else:
         content = read_file(path, "--likelihood")
-    with computing_numbers(arguments.model), naming(f"--likelihood={path}"):
+    with require_finite_logits(arguments.model), naming(f"--likelihood={path}"):
         line = likelihood(
             model,
             content if data.palette is None else data.tokens(content),

@@ -5,10 +5,10 @@ Needs no deepspeed, so that sampling and serving start quickly.
 
 from longstride.launcher.models.exported import (
     Exported,
-    computing_numbers,
     is_export,
     load_model,
-    streamed_model,
+    require_finite_logits,
+    stream_model,
     usable_device,
 )
 from longstride.launcher.models.model_data import ModelData

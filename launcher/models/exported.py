@@ -207,7 +207,7 @@ def load_model(
     return model.eval()
 
 
-def streamed_model(
+def stream_model(
     config: ModelConfig, tensor: Callable[[str], Tensor], dtype: torch.dtype, device: torch.device
 ) -> SparseTransformer:
     """Return a model in evaluation mode whose blocks hold no weights: ``tensor`` fetches them by name for each use.
@@ -269,7 +269,7 @@ def _runnable(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 
 @contextmanager
-def computing_numbers(folder: Path) -> Iterator[None]:
+def require_finite_logits(folder: Path) -> Iterator[None]:
     """Turn the FloatingPointError of logits that are not finite into a ConfigError about the exported model."""
     try:
         yield

@@ -4,13 +4,13 @@ Imports neither torch nor DeepSpeed nor NumPy: every verb starts here.
 """
 
 from longstride.launcher.output import counting, exit_codes, file_names, hub_stub, metrics_file
-from longstride.launcher.output.lasting import lasting_output, settle_output
+from longstride.launcher.output.lasting import nonblocking_output, settle_output
 from longstride.launcher.output.messages import (
     AgreedError,
     exit_on_mistake,
     mistake,
+    print_if_slow,
     report,
-    said_where_slow,
     say,
     settle_libraries,
     version_of,

@@ -199,7 +199,7 @@ def settle_output() -> None:
 
 
 @contextmanager
-def lasting_output() -> Iterator[None]:
+def nonblocking_output() -> Iterator[None]:
     """Make the block survive a closed terminal, a lost or stalled reader, and a full disk.
 
     On a full disk standard error loses its lines. On standard output, which carries a verb's result, it is an error.

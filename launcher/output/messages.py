@@ -31,7 +31,7 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def said_where_slow(what: str) -> Iterator[None]:
+def print_if_slow(what: str) -> Iterator[None]:
     """Print what the block does if it takes more than five seconds. Only rank 0 prints."""
     timer = threading.Timer(_SLOW_SECONDS, say, [f"{what} …"])
     timer.daemon = True

@@ -16,18 +16,18 @@ import torch
 
 from longstride.data_pipelines.order import StreamState
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import first_whole
+from longstride.launcher.checkpoints import first_undamaged
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data import FromOptions, Run, RunData, check_output, resolve_steps
+from longstride.launcher.data import RunSetup, TrainingData, WeightSource, check_output, resolve_steps
 from longstride.launcher.engine import build_engine, check_engine, prepare_accelerator
-from longstride.launcher.output import exit_codes, metrics_file, said_where_slow, say
+from longstride.launcher.output import exit_codes, metrics_file, print_if_slow, say
 from longstride.launcher.planning.new import free_bytes
 from longstride.launcher.planning.plan import describe, make_plan
 from longstride.launcher.ranks import FakeRanks, Ranks, check_unlocked, process_group
 from longstride.launcher.training import (
     Guards,
     InitialWeights,
-    agreed_initial,
+    agree_on_initial,
     check_samples,
     choose_start,
     compile_step,
@@ -38,7 +38,7 @@ from longstride.launcher.training import (
 _GIB = 2**30
 
 
-def start(config: RunConfig, processes: int, resume: str, source: FromOptions | None, *, trusted: bool) -> int:
+def start(config: RunConfig, processes: int, resume: str, source: WeightSource | None, *, trusted: bool) -> int:
     """Try the start of a run, and print its plan; return the exit code.
 
     Args:
@@ -56,9 +56,9 @@ def start(config: RunConfig, processes: int, resume: str, source: FromOptions | 
     check_engine(config, ranks)
     check_output(config.train.output, resume)
     check_unlocked(Path(config.train.output))
-    data = RunData(config, ranks)
+    data = TrainingData(config, ranks)
     check_samples(config, data)
-    run = Run(
+    run = RunSetup(
         config=resolve_steps(config, data, ranks),
         ranks=ranks,
         data=data,
@@ -68,8 +68,8 @@ def start(config: RunConfig, processes: int, resume: str, source: FromOptions | 
         source=source,
     )
     offered = choose_start(run)
-    with said_where_slow("verifying the checkpoint"):
-        checkpoint, damaged = first_whole(run.folder, offered.candidates, Ranks())
+    with print_if_slow("verifying the checkpoint"):
+        checkpoint, damaged = first_undamaged(run.folder, offered.candidates, Ranks())
     damaged = [*offered.refused, *damaged]
     if checkpoint is None and not offered.may_begin:
         raise ConfigError("no checkpoint is whole:", *damaged)
@@ -92,15 +92,15 @@ def start(config: RunConfig, processes: int, resume: str, source: FromOptions | 
     return _take_step(run, checkpoint.stream if checkpoint else None, initial)
 
 
-def _take_step(run: Run, state: StreamState | None, initial: InitialWeights | None) -> int:
+def _take_step(run: RunSetup, state: StreamState | None, initial: InitialWeights | None) -> int:
     """Build the engine, read the first batch after ``state``, and take a step with one micro-batch of it."""
     config, ranks, size = run.config, run.ranks, run.config.train.micro_batch
     train = config.train.model_copy(update={"global_batch": size * ranks.data_world_size})
     with process_group(ranks, config.train.timeout_seconds) as watchdog:
-        initial = agreed_initial(run, initial, None, watchdog.hosts)
-        with said_where_slow("compiling kernels"):
+        initial = agree_on_initial(run, initial, None, watchdog.hosts)
+        with print_if_slow("compiling kernels"):
             compile_step(run)
-        with said_where_slow("building the engine"):
+        with print_if_slow("building the engine"):
             fill = None if initial is None else initial.fill
             engine = build_engine(config.model_copy(update={"train": train}), ranks, fill)
         for line in initial.lines() if initial is not None else ():
@@ -117,7 +117,7 @@ def _take_step(run: Run, state: StreamState | None, initial: InitialWeights | No
         batch = replace(batch, part=first, num_tokens=tokens, content=content)
         guards, begin = Guards(config.train.guards), time.perf_counter()
         engine.train()
-        with said_where_slow("taking a step"):
+        with print_if_slow("taking a step"):
             metrics = train_step(engine, batch, size, ranks, guards, unit=run.data.unit)
         seconds = time.perf_counter() - begin
         engine.destroy()

@@ -207,10 +207,10 @@ def _contexts_of(config: RunConfig, is_full: bool) -> tuple[int | None, str, boo
     """
     data, location = config.data, config.data.path
     if Path(location).exists():
-        from longstride.launcher.data import RunData
+        from longstride.launcher.data import TrainingData
         from longstride.launcher.ranks import Ranks
 
-        run_data = RunData(config, Ranks())
+        run_data = TrainingData(config, Ranks())
         return run_data.stream().lanes.num_contexts, f"in {location}", run_data.fills_contexts
     name = location.rstrip("/").rpartition("/")[2]
     usual = (data.train_split, data.packing, data.separator, data.hop) == ("train", None, None, None)

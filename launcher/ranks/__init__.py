@@ -2,5 +2,10 @@
 
 from longstride.launcher.ranks.hangs import Watchdog
 from longstride.launcher.ranks.processes import FakeRanks, Ranks, check_unlocked, leave, process_group, run_lock
-from longstride.launcher.ranks.rank_environment import adopt_place, code_digest, is_loopback, source_address
+from longstride.launcher.ranks.rank_environment import (
+    adopt_launcher_variables,
+    code_digest,
+    is_loopback,
+    source_address,
+)
 from longstride.launcher.ranks.waiting import wait_until_visible

@@ -24,10 +24,10 @@ import torch.distributed
 
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError, Problem
-from longstride.launcher.output import AgreedError, file_names, mistake, said_where_slow, say, settle_output
+from longstride.launcher.output import AgreedError, file_names, mistake, print_if_slow, say, settle_output
 from longstride.launcher.ranks.hangs import Watchdog
 from longstride.launcher.ranks.rank_environment import choose_interface
-from longstride.launcher.ranks.waiting import Result, first_works
+from longstride.launcher.ranks.waiting import Result, run_on_first
 from longstride.sparse_model import Division
 
 _NCCL_GRACE_SECONDS = 15.0
@@ -164,7 +164,7 @@ class Ranks:
         torch.distributed.all_to_all_single(received, values.contiguous(), expected, counts)
         return received, expected
 
-    def first_works(self, work: Callable[[], Result]) -> Result:
+    def run_on_first(self, work: Callable[[], Result]) -> Result:
         """Return what the first rank's ``work`` returns, on every rank.
 
         It works in a thread, and all ranks meet in a small collective again and again until it is done. A rank that
@@ -173,9 +173,9 @@ class Ranks:
         Raises:
             AgreedError: on every rank, if the work meets a mistake of the user.
         """
-        return first_works(work if self.is_first else None, self.gather_objects)
+        return run_on_first(work if self.is_first else None, self.gather_objects)
 
-    def all_work(self, work: Callable[[], Result]) -> Result:
+    def run_on_all(self, work: Callable[[], Result]) -> Result:
         """Return the result of ``work`` once all ranks' succeeded; AgreedError on all if any meets a user's mistake."""
         try:
             result = work()
@@ -262,7 +262,7 @@ def process_group(
                 store = torch.distributed.HashStore()
                 backend = get_accelerator().communication_backend_name()
                 torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-            with said_where_slow("waiting for the other processes"):
+            with print_if_slow("waiting for the other processes"):
                 deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
                 watchdog.meet(ranks.gather_objects(watchdog.address))
             watchdog.at("starting")

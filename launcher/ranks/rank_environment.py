@@ -38,7 +38,7 @@ _ADVICE = {
 }
 
 
-def adopt_place(environment: MutableMapping[str, str]) -> None:
+def adopt_launcher_variables(environment: MutableMapping[str, str]) -> None:
     """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the variables of mpirun or srun.
 
     Changes nothing for a process that torchrun or the deepspeed launcher started, or that is alone.

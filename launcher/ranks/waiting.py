@@ -40,8 +40,8 @@ def wait_until_visible(look: Callable[[], Result | None], since: float) -> Resul
     return result
 
 
-def first_works(work: Callable[[], Result] | None, gather: Callable[[object], list]) -> Result:
-    """Implement ``Ranks.first_works``. ``work`` is None on all other ranks, and ``gather`` is their collective."""
+def run_on_first(work: Callable[[], Result] | None, gather: Callable[[object], list]) -> Result:
+    """Implement ``Ranks.run_on_first``. ``work`` is None on all other ranks, and ``gather`` is their collective."""
     if work is None:
         return _meet(_State, gather)
     future: Future[Result] = Future()

@@ -25,7 +25,7 @@ from longstride.launcher.reporting.records import (
     Answer,
     Answers,
     PageRun,
-    RunRecord,
+    RunHistory,
     ask_all,
     processes_of,
     read_positions,
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_runs(folders: list[Path]) -> list[RunRecord]:
+def read_runs(folders: list[Path]) -> list[RunHistory]:
     """Read the runs of a page.
 
     Raises:
@@ -82,7 +82,7 @@ def read_runs(folders: list[Path]) -> list[RunRecord]:
     return [read_run(folder) for folder in folders]
 
 
-def compose(records: Sequence[RunRecord], scored: list[dict[str, Any]], answers: Sequence[Answers]) -> str:
+def compose(records: Sequence[RunHistory], scored: list[dict[str, Any]], answers: Sequence[Answers]) -> str:
     """Return the page, of at most ``MOST_PAGE_BYTES``. ``scored``: losses by position from the files of --positions."""
     runs = [PageRun(*fields) for fields in zip(labels(records), range(len(records)), records, answers, strict=True)]
     style, script = (Markup((Path(__file__).parent / name).read_text()) for name in ("report.css", "report.js"))
@@ -114,7 +114,7 @@ def compose(records: Sequence[RunRecord], scored: list[dict[str, Any]], answers:
     return pieces().page(title, policy, style, script, head, {key: Markup(parts[key]) for key in parts}, updated)
 
 
-def labels(records: Sequence[RunRecord]) -> list[str]:
+def labels(records: Sequence[RunHistory]) -> list[str]:
     """Return short distinct names: the last parts of each folder's path, as many as necessary."""
     paths = [record.folder.resolve().parts for record in records]
     for count in range(1, max(map(len, paths)) + 1):
@@ -141,7 +141,7 @@ def _head(runs: Sequence[PageRun]) -> str:
     return pieces().head_of_several(runs, pieces().table(["run", *names], rows, range(1, len(names) + 1)), notices)
 
 
-def _figures(record: RunRecord) -> list[tuple[str, str, str]]:
+def _figures(record: RunHistory) -> list[tuple[str, str, str]]:
     """Return the name, value and small print of each figure; every run has the same names."""
     figures = []
     evaluated = [(float(series.values.min()), split) for split, series in record.evaluations.items()]
@@ -184,7 +184,7 @@ def _by_run(runs: Sequence[PageRun], show: Callable[[PageRun], str]) -> str:
     return "".join(f"{pieces().heading(run)}{show(run)}" for run in runs)
 
 
-def _samples(record: RunRecord, room: Room) -> str:
+def _samples(record: RunHistory, room: Room) -> str:
     """Show the samples of training, from the first to the last."""
     if not record.samples:
         return pieces().absent("no samples were made in training; train.samples_every makes them")
@@ -232,7 +232,7 @@ def _incidents(runs: Sequence[PageRun], room: Room) -> str:
     return text
 
 
-def _starts(record: RunRecord, room: Room) -> str:
+def _starts(record: RunHistory, room: Room) -> str:
     """List the starts of a run: times, machines, versions and changes."""
     if not record.starts:
         return pieces().absent("the run has no starts.jsonl: the code that trained it wrote none")
@@ -287,7 +287,7 @@ def _plan(run: PageRun) -> str:
     return text
 
 
-def _plan_rows(record: RunRecord, plan: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _plan_rows(record: RunHistory, plan: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the name, the planned and the measured value of each figure."""
     seconds, memory = record.median("seconds"), record.train.get("peak_memory_bytes")
     step, length, attention = (plan.get(part) or {} for part in ("step", "length", "attention"))

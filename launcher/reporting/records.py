@@ -47,7 +47,7 @@ class Sample:
 
 
 @dataclass
-class RunRecord(Metrics):
+class RunHistory(Metrics):
     """All data of a run folder for a report."""
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -85,13 +85,13 @@ class RunRecord(Metrics):
         return value
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path) -> RunHistory:
     """Read a run folder.
 
     Raises:
         ConfigError: there is no run, or it has no line yet.
     """
-    record = RunRecord(**vars(read_metrics(folder)))
+    record = RunHistory(**vars(read_metrics(folder)))
     try:
         record.config = load_json_object(folder / file_names.CONFIG)
     except ConfigError as error:
@@ -129,7 +129,7 @@ def read_positions(path: Path, *, follow_links: bool = True) -> dict[str, Any] |
     return {"run": run, "step": step, "split": split, "unit": name.replace("_", " "), "bins": bins}
 
 
-def _read_incidents(record: RunRecord) -> None:
+def _read_incidents(record: RunHistory) -> None:
     """Read the files of steps that a guard rejected; they replace the events from the lines of metrics.jsonl."""
     folder = record.folder / file_names.GUARDS
     outcomes: set[tuple[int, str]] = set()
@@ -149,7 +149,7 @@ def _read_incidents(record: RunRecord) -> None:
     record.events = lines + incidents
 
 
-def _read_starts(record: RunRecord) -> None:
+def _read_starts(record: RunHistory) -> None:
     path = record.folder / file_names.STARTS
     try:
         texts = read_plain(path, _MOST_RECORD_BYTES, follow_links=False).splitlines()
@@ -166,7 +166,7 @@ def _read_starts(record: RunRecord) -> None:
             record.notices.append(f"{file_names.STARTS}: a line that is no start was left out")
 
 
-def _read_samples(record: RunRecord) -> None:
+def _read_samples(record: RunHistory) -> None:
     files = [
         (int(match[1]), match[2], path)
         for path in (record.folder / file_names.SAMPLES).glob("step-*")
@@ -207,11 +207,11 @@ class PageRun:
 
     name: str
     colour: int
-    record: RunRecord
+    record: RunHistory
     answers: Answers
 
 
-def ask_all(record: RunRecord, *, by_position: bool, trusted: bool) -> Answers:
+def ask_all(record: RunHistory, *, by_position: bool, trusted: bool) -> Answers:
     """Call the verbs one after the other."""
     folder, config = record.folder, record.folder / file_names.CONFIG
     trust = [TRUST_OPTION] if trusted else []
@@ -239,7 +239,7 @@ def _ask(words: list[Any], work: Callable[[], Any]) -> Answer:
     return answer
 
 
-def plan_of(record: RunRecord) -> dict[str, Any]:
+def plan_of(record: RunHistory) -> dict[str, Any]:
     """Return the plan of a run, for its last number of processes and kind of device."""
     from longstride.launcher.planning import plan
 
@@ -285,13 +285,13 @@ def _positions_of(run: Path, trusted: bool) -> dict[str, Any] | None:
         return read_positions(picture.with_suffix(".json"))
 
 
-def processes_of(record: RunRecord) -> int:
+def processes_of(record: RunHistory) -> int:
     """Return the last number of processes of a run, as far as it is known."""
     count = record.starts[-1].get("processes") if record.starts else None
     return count if isinstance(count, int) and 0 < count < 2**20 else record.setting("train.sequence_parallel") or 1
 
 
-def _device_of(record: RunRecord) -> str | None:
+def _device_of(record: RunHistory) -> str | None:
     """Return the last kind of device of a run, as far as it is known."""
     kind = record.starts[-1].get("device_type") if record.starts else None
     return kind if kind in ("cpu", "cuda") else None

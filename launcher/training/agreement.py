@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from longstride.kernels import Problem
 from longstride.launcher.config import flattened
-from longstride.launcher.data import Run
+from longstride.launcher.data import RunSetup
 from longstride.launcher.engine import package_versions
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError
@@ -41,7 +41,7 @@ class RankSetup(NamedTuple):
     splits: dict[str, str]  # the fingerprints of its data's splits
 
 
-def check_agreement(run: Run, hosts: Sequence[str], replay: int | None = None) -> None:
+def check_agreement(run: RunSetup, hosts: Sequence[str], replay: int | None = None) -> None:
     """Check that all ranks have the same run. All ranks must call, before they build anything.
 
     Args:

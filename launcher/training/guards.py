@@ -20,7 +20,7 @@ from longstride.data_pipelines.durable import flush_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Score, write_json
 from longstride.launcher.config import GuardPolicy, GuardsConfig, load_json_object
-from longstride.launcher.data import Run
+from longstride.launcher.data import RunSetup
 from longstride.launcher.engine import Overflow
 from longstride.launcher.output import file_names, metrics_file
 from longstride.sparse_model import StrictModel
@@ -238,7 +238,7 @@ class Plateau:
     All ranks must construct it together. ``memory`` is the state in the checkpoint from which the run resumes.
     """
 
-    def __init__(self, run: Run, memory: dict[str, Any] | None = None) -> None:
+    def __init__(self, run: RunSetup, memory: dict[str, Any] | None = None) -> None:
         self._run, self._settings = run, run.config.train.stop_when
         self.recall(memory)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import Checkpoint, SavedState, open_checkpoint
 from longstride.launcher.config import flattened
-from longstride.launcher.data import FromOptions, Run
+from longstride.launcher.data import RunSetup, WeightSource
 from longstride.launcher.engine import states
 from longstride.launcher.identity import trained_on
 from longstride.launcher.models import AVERAGE, TRAINED, Exported, ModelData, Shapes
@@ -36,7 +36,7 @@ Shape = Sequence[int] | None  # of a tensor; None if there is none
 class _Export:
     """An exported model. ``place`` is its name in messages, ``digest`` the SHA-256 of its weights as it states it."""
 
-    def __init__(self, options: FromOptions, *, trusted: bool) -> None:
+    def __init__(self, options: WeightSource, *, trusted: bool) -> None:
         for option, value in (("--from-step", options.step), ("--from-weights", options.weights)):
             if value not in (None, TRAINED):
                 rule = f"only applies to runs, and {options.path} is an export; leave it out"
@@ -68,7 +68,7 @@ class _Export:
 class _Run:
     """A checkpoint of a run, with the interface of ``_Export``."""
 
-    def __init__(self, options: FromOptions, *, trusted: bool) -> None:
+    def __init__(self, options: WeightSource, *, trusted: bool) -> None:
         self.checkpoint = open_checkpoint(options.path, options.step, trusted=trusted)
         self.config = self.checkpoint.config.model
         SavedState.check_size(self.checkpoint)
@@ -107,7 +107,7 @@ class Fit:
     changed: tuple[str, ...] = ()  # a phrase for each key of the model that changes what the weights compute
 
 
-def fit(source: ModelConfig, model: ModelConfig, options: FromOptions, place: str) -> Fit:
+def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: str) -> Fit:
     """Decide which tensors of a source a model takes; ``place`` names the source in messages.
 
     Raises:
@@ -215,7 +215,7 @@ class InitialWeights:
             in the run's data.
     """
 
-    def __init__(self, options: FromOptions, model: ModelConfig, data: ModelData, *, trusted: bool) -> None:
+    def __init__(self, options: WeightSource, model: ModelConfig, data: ModelData, *, trusted: bool) -> None:
         self._options, self._model = options, model
         source_type: type[_Run] | type[_Export] = _Run if (options.path / file_names.CHECKPOINTS).is_dir() else _Export
         self._source: _Run | _Export = source_type(options, trusted=trusted)
@@ -252,10 +252,10 @@ class InitialWeights:
         if differing is not None:
             first, second = (f"{digests[n][:12]} for rank {n} on {hosts[n].split()[0]}" for n in (0, differing))
             raise AgreedError(f"--from={self._options.path}: has {first}, and {second}; give all hosts the same")
-        ranks.all_work(self._source.verify if ranks.local_rank == 0 else lambda: None)  # once per host
+        ranks.run_on_all(self._source.verify if ranks.local_rank == 0 else lambda: None)  # once per host
         if isinstance(self._source, _Run):
             self._source.checkpoint.check_trust(ranks)
-            ranks.all_work(self._source.open)
+            ranks.run_on_all(self._source.open)
 
     @torch.no_grad()
     def fill(self, model: SparseTransformer) -> None:
@@ -267,7 +267,7 @@ class InitialWeights:
             assert self._options.positions is not None
             state[name].copy_(extend_table(self._source.tensor(name), len(state[name]), self._options.positions))
 
-    def check(self, run: Run, engine: DeepSpeedEngine) -> None:
+    def check(self, run: RunSetup, engine: DeepSpeedEngine) -> None:
         """Check that the engine has the loss of an equal source model on its checkpoint's probe. All ranks must call.
 
         Raises:
@@ -302,7 +302,7 @@ class InitialWeights:
         return lines
 
 
-def open_initial(run: Run, checkpoint: Checkpoint | None = None) -> InitialWeights | None:
+def open_initial(run: RunSetup, checkpoint: Checkpoint | None = None) -> InitialWeights | None:
     """Open the source of a run's first weights; None if they are random or come from its own checkpoint.
 
     Raises:
@@ -313,8 +313,8 @@ def open_initial(run: Run, checkpoint: Checkpoint | None = None) -> InitialWeigh
     return InitialWeights(run.source, run.config.model, run.data.identity, trusted=run.trusted)
 
 
-def agreed_initial(
-    run: Run, initial: InitialWeights | None, checkpoint: Checkpoint | None, hosts: Sequence[str]
+def agree_on_initial(
+    run: RunSetup, initial: InitialWeights | None, checkpoint: Checkpoint | None, hosts: Sequence[str]
 ) -> InitialWeights | None:
     """Agree on the source among all ranks; return None if the run resumes from a checkpoint. All ranks must call.
 

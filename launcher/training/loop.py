@@ -17,12 +17,12 @@ from torch import Tensor
 
 from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.launcher.checkpoints import Checkpoint, NotSavedError, Saver, Score, error_line, write_text
-from longstride.launcher.data import GlobalBatch, Run, discard_start
+from longstride.launcher.data import GlobalBatch, RunSetup, discard_start
 from longstride.launcher.engine import EngineStep, StepPart, compile_kernels, weights_are_finite
 from longstride.launcher.evaluation import evaluate_split
 from longstride.launcher.output import AgreedError, counting, exit_codes, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, Watchdog
-from longstride.launcher.stops import StopAskedError
+from longstride.launcher.stops import StopRequestedError
 from longstride.launcher.training.guards import Guards, GuardStopError, Plateau, as_number
 from longstride.launcher.training.profile import StepProfiler, Utilization, device_seconds, peak_memory_bytes
 from longstride.launcher.training.recorder import Recorder
@@ -31,7 +31,7 @@ from longstride.launcher.training.samples import Sampler
 from longstride.sparse_model import Division, SparseTransformer
 
 
-def compile_step(run: Run) -> None:
+def compile_step(run: RunSetup) -> None:
     """Compile the kernels of a training step as this rank will call them. Needs no process group."""
     config, ranks = run.config, run.ranks
     train = config.train
@@ -57,7 +57,9 @@ class Trainer:
         watchdog: is notified of each phase.
     """
 
-    def __init__(self, run: Run, engine: DeepSpeedEngine, checkpoint: Checkpoint | None, watchdog: Watchdog) -> None:
+    def __init__(
+        self, run: RunSetup, engine: DeepSpeedEngine, checkpoint: Checkpoint | None, watchdog: Watchdog
+    ) -> None:
         self._run, self._engine, self._watchdog = run, engine, watchdog
         manifest = checkpoint.manifest if checkpoint is not None else None
         self._guards = Guards(run.config.train.guards, manifest.guards if manifest else None)
@@ -82,7 +84,7 @@ class Trainer:
 
         Raises:
             AgreedError: data cannot be read.
-            StopAskedError: any rank was asked to stop.
+            StopRequestedError: any rank was asked to stop.
             LostWorkerError: a loader worker of any rank was killed or stopped.
             NotSavedError: the last steps could not be saved.
             GuardStopError: a guard stops the run.
@@ -120,9 +122,9 @@ class Trainer:
                 raise NotSavedError(f"the run ends unsaved at step {engine.global_steps}")
             if ended_early:
                 self._report_early_end()
-        except (AgreedError, StopAskedError, LostWorkerError, GuardStopError) as ending:
+        except (AgreedError, StopRequestedError, LostWorkerError, GuardStopError) as ending:
             self._watchdog.at(f"saving step {engine.global_steps}")
-            if not self._save_step() and isinstance(ending, StopAskedError):
+            if not self._save_step() and isinstance(ending, StopRequestedError):
                 raise NotSavedError(f"stopped by {ending}, unsaved at step {engine.global_steps}") from None
             raise
         finally:
@@ -305,7 +307,7 @@ def train_step(
     return line
 
 
-class Scored(NamedTuple):
+class LossOutput(NamedTuple):
     """The loss of some contexts."""
 
     nats: Tensor  # () fp32: summed cross-entropy of the bytes that this rank computes, without padding
@@ -313,7 +315,7 @@ class Scored(NamedTuple):
     statistics: tuple[Tensor, ...]  # of the observing parts
 
 
-def score(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list[float] | None = None) -> Scored:
+def score(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list[float] | None = None) -> LossOutput:
     """Compute the loss of some contexts of a batch. ``context_nats`` gets the loss of each context."""
     tokens, device = batch.tokens[rows], engine.device
     extra_inputs = {} if batch.begins is None else {"begins": batch.begins[rows].to(device)}
@@ -326,7 +328,7 @@ def score(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list
     total = nats.sum()
     section = engine.module.division.section(tokens.shape[1])  # the positions that this rank computes
     loss = total if auxiliary is None else total + auxiliary * int(real[:, section].sum())
-    return Scored(total, loss, tuple(statistic.detach() for statistic in statistics))
+    return LossOutput(total, loss, tuple(statistic.detach() for statistic in statistics))
 
 
 def observe(model: SparseTransformer, observed: Sequence[Tensor], ranks: Ranks) -> None:
@@ -338,7 +340,7 @@ def observe(model: SparseTransformer, observed: Sequence[Tensor], ranks: Ranks) 
         part.observe(total.view(tensor.shape))
 
 
-def lacks_evaluation(step: int, run: Run) -> bool:
+def lacks_evaluation(step: int, run: RunSetup) -> bool:
     """Whether the evaluation of the step from which a run resumes was due and is not recorded. All ranks must call."""
     settings = run.config.train
     if step == 0 or not is_due(step, settings.evaluate_every, settings.last_step):
@@ -353,16 +355,16 @@ def is_due(step: int, every: int | None, last: int) -> bool:
     return every is not None and (step == last or (every > 0 and step % every == 0))
 
 
-def early_end(error: Exception, run: Run, step: int) -> tuple[int, str]:
+def early_end(error: Exception, run: RunSetup, step: int) -> tuple[int, str]:
     """Return the exit code and the report line of a run that an error has ended after a step.
 
     A run that is stopped before its first step leaves no folder behind. Unexpected errors are raised again.
     """
-    if isinstance(error, StopAskedError) and step == 0:
+    if isinstance(error, StopRequestedError) and step == 0:
         if run.ranks.is_first:
             discard_start(run.folder)
         return exit_codes.REQUEUE, f"stopped by {error} before the first step; nothing is kept"
-    if isinstance(error, StopAskedError):
+    if isinstance(error, StopRequestedError):
         return exit_codes.REQUEUE, f"stopped by {error}; --resume auto goes on"
     if isinstance(error, LostWorkerError):
         return exit_codes.HUNG, f"lost a process that reads data: {error}; --resume auto goes on"
@@ -373,7 +375,7 @@ def early_end(error: Exception, run: Run, step: int) -> tuple[int, str]:
     raise error
 
 
-def summary(run: Run, step: int, first: int, seconds: float, content_seen: int | None) -> list[str]:
+def summary(run: RunSetup, step: int, first: int, seconds: float, content_seen: int | None) -> list[str]:
     """Return the closing lines of a run whose last step is saved.
 
     Args:

@@ -30,7 +30,7 @@ _MARK = ".run"  # a file in a monitor's folder with the path of its run folder
 _MOST_MARK_BYTES = 2**14
 
 
-def claim_places(config: RunConfig) -> RunConfig:
+def claim_folders(config: RunConfig) -> RunConfig:
     """Give TensorBoard and CSV folders that no other run writes to: ``job_name``, or the next free ``job_name-2``, ….
 
     A resumed run keeps its folder. TensorBoard and CSV may share one.

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from longstride.launcher.checkpoints import error_line
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data import Run
+from longstride.launcher.data import RunSetup
 from longstride.launcher.engine import StepPart
 from longstride.launcher.models import DTYPES
 from longstride.launcher.output import file_names
@@ -56,7 +56,7 @@ class Interval:
 class StepProfiler:
     """Records ``run.profile_steps`` steps on the first rank, after a few warm-up steps; on others it does nothing."""
 
-    def __init__(self, run: Run, steps_left: int, device: torch.device, say: Callable[[str], None]) -> None:
+    def __init__(self, run: RunSetup, steps_left: int, device: torch.device, say: Callable[[str], None]) -> None:
         self._run, self._device, self._say = run, device, say
         self._profile: profile | None = None
         self._steps = min(run.profile_steps, steps_left) if run.ranks.is_first else 0

@@ -20,9 +20,9 @@ from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import Checkpoint, first_whole, list_checkpoints
+from longstride.launcher.checkpoints import Checkpoint, first_undamaged, list_checkpoints
 from longstride.launcher.config import load_json_object
-from longstride.launcher.data import GlobalBatch, Run
+from longstride.launcher.data import GlobalBatch, RunSetup
 from longstride.launcher.engine import build_engine
 from longstride.launcher.identity import check_matches
 from longstride.launcher.models import ModelData
@@ -31,7 +31,7 @@ from longstride.launcher.ranks import process_group
 from longstride.launcher.training import loop
 from longstride.launcher.training.agreement import check_agreement
 from longstride.launcher.training.guards import Guards, Incident, as_number, read_incidents
-from longstride.launcher.training.initial import agreed_initial, open_initial
+from longstride.launcher.training.initial import agree_on_initial, open_initial
 
 _COMPARED = ("loss_nats", "grad_norm", "sample_ids_crc32")
 Batches = Generator[GlobalBatch[Batch]]
@@ -46,7 +46,7 @@ class Record:
     incident: Incident | None  # None for a line of metrics.jsonl
 
 
-def replay_step(run: Run, step: int) -> int:
+def replay_step(run: RunSetup, step: int) -> int:
     """Replay a step of a run and print the outcome; return the exit code, 0 if it is as recorded.
 
     Raises:
@@ -57,9 +57,9 @@ def replay_step(run: Run, step: int) -> int:
     with process_group(ranks, config.train.timeout_seconds, run.folder) as watchdog:
         with exit_on_mistake(ranks.barrier):
             check_agreement(run, watchdog.hosts, replay=step)
-            record, candidates, has_origin = ranks.all_work(lambda: find_sources(run, step))
+            record, candidates, has_origin = ranks.run_on_all(lambda: find_sources(run, step))
         incident = record.incident if record else None
-        checkpoint, damaged = first_whole(run.folder, candidates, ranks)
+        checkpoint, damaged = first_undamaged(run.folder, candidates, ranks)
         if ranks.is_first:
             for line in damaged:
                 say(f"passed over: {line}")
@@ -72,7 +72,7 @@ def replay_step(run: Run, step: int) -> int:
             check_processes(incident, ranks.world_size, config.train.sequence_parallel)
         with exit_on_mistake(ranks.barrier):
             initial = open_initial(run, checkpoint)
-            initial = agreed_initial(run, initial, checkpoint, watchdog.hosts)
+            initial = agree_on_initial(run, initial, checkpoint, watchdog.hosts)
             engine = build_engine(config, ranks, None if initial is None else initial.fill)
             if checkpoint is not None:
                 checkpoint.load(engine, config, ranks)
@@ -96,7 +96,7 @@ def replay_step(run: Run, step: int) -> int:
     return exit_codes.UNFORESEEN if report["reproduced"] is False else exit_codes.DONE
 
 
-def find_sources(run: Run, step: int) -> tuple[Record | None, list[Checkpoint], bool]:
+def find_sources(run: RunSetup, step: int) -> tuple[Record | None, list[Checkpoint], bool]:
     """Return the record of a step, the checkpoints before it, newest first, and whether the run began with --from.
 
     Raises:
@@ -146,7 +146,7 @@ def check_processes(incident: Incident, world_size: int, sequence_parallel: int 
         raise ConfigError(f"--replay={incident.step}: {rule}")
 
 
-def way_batches(run: Run, checkpoint: Checkpoint | None, record: Record | None, device: torch.device) -> Batches:
+def way_batches(run: RunSetup, checkpoint: Checkpoint | None, record: Record | None, device: torch.device) -> Batches:
     """Yield the batches that a run took from a checkpoint to the recorded step.
 
     Rewinds between them are followed. They change only the batches, as each rewind loads weights to which the steps
@@ -189,7 +189,7 @@ def way_batches(run: Run, checkpoint: Checkpoint | None, record: Record | None, 
         batches.close()
 
 
-def _repeat(run: Run, engine: DeepSpeedEngine, step: int, batches: Batches, guards: Guards) -> dict[str, Any]:
+def _repeat(run: RunSetup, engine: DeepSpeedEngine, step: int, batches: Batches, guards: Guards) -> dict[str, Any]:
     """Take the steps up to ``step``; report that one, or an earlier one that a guard refused.
 
     Contexts are sorted by loss per byte, highest first; a loss that is not finite counts as the highest.

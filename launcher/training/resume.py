@@ -31,14 +31,14 @@ from longstride.launcher.checkpoints import (
     Checkpoint,
     Saver,
     error_line,
-    first_whole,
-    go_back_to,
+    first_undamaged,
     list_checkpoints,
     open_checkpoint,
+    rewind_to,
     write_json,
 )
 from longstride.launcher.config import flattened, load_json_object
-from longstride.launcher.data import GlobalBatch, Run, check_output
+from longstride.launcher.data import GlobalBatch, RunSetup, check_output
 from longstride.launcher.engine import package_versions
 from longstride.launcher.identity import check_matches
 from longstride.launcher.output import AgreedError, file_names, metrics_file, say, version_of
@@ -69,7 +69,7 @@ class Start:
     may_begin: bool = True  # whether it may begin anew if no candidate is intact
 
 
-def choose_start(run: Run) -> Start:
+def choose_start(run: RunSetup) -> Start:
     """Check the data and find the checkpoints of a run; write nothing.
 
     Raises:
@@ -79,12 +79,12 @@ def choose_start(run: Run) -> Start:
     run.data.stream()  # raises DataError
     if run.ranks.local_rank == 0:  # once per host
         run.data.check()
-    if run.ranks.is_first and run.data.oddity:
-        say(f"notice: {run.data.oddity}")
+    if run.ranks.is_first and run.data.unusual_setting:
+        say(f"notice: {run.data.unusual_setting}")
     return _read_start(run)
 
 
-def _read_start(run: Run) -> Start:
+def _read_start(run: RunSetup) -> Start:
     """Find the checkpoints in the run folder; see ``choose_start``."""
     check_output(run.config.train.output, run.resume)
     if run.resume == "never":
@@ -105,7 +105,7 @@ def _read_start(run: Run) -> Start:
     return start
 
 
-def _check_fits(run: Run, checkpoint: Checkpoint) -> None:
+def _check_fits(run: RunSetup, checkpoint: Checkpoint) -> None:
     """Raise ConfigError if the manifest and configuration of a checkpoint do not fit a run."""
     check_matches(checkpoint, run.config, run.data.identity)
     last_step = run.config.train.last_step
@@ -122,7 +122,7 @@ def _check_fits(run: Run, checkpoint: Checkpoint) -> None:
         raise ConfigError(*(f"{checkpoint.folder}: {line}" for line in str(error).splitlines())) from None
 
 
-def begin(run: Run) -> Checkpoint | None:
+def begin(run: RunSetup) -> Checkpoint | None:
     """Verify the checkpoints; return the first intact one, or None to begin anew. All ranks must call.
 
     The folder is read again, as the run that had its lock may have saved since ``choose_start``. The first rank decides
@@ -133,14 +133,14 @@ def begin(run: Run) -> Checkpoint | None:
             does not fit or must be trusted first.
     """
     check_shared(run.folder, run.ranks)
-    start = run.ranks.first_works(lambda: _read_start(run))
-    chosen, damaged = first_whole(run.folder, start.candidates, run.ranks)
+    start = run.ranks.run_on_first(lambda: _read_start(run))
+    chosen, damaged = first_undamaged(run.folder, start.candidates, run.ranks)
     damaged = [*start.refused, *damaged]
     if chosen is None and not start.may_begin:
         raise AgreedError("\n".join(["no checkpoint is whole:", *damaged]))
     if chosen is not None and chosen.folder != start.candidates[0].folder:  # an older one has not been checked
         older = chosen
-        run.ranks.first_works(lambda: _check_fits(run, older))
+        run.ranks.run_on_first(lambda: _check_fits(run, older))
     if run.ranks.is_first:
         for line in damaged:
             say(f"passed over: {line}")
@@ -175,7 +175,7 @@ def check_shared(run: Path, ranks: Ranks) -> None:
         raise AgreedError(str(Problem("train.output", rule, str(run))))
 
 
-def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
+def prepare_folder(run: RunSetup, chosen: Checkpoint | None) -> None:
     """Write config.json and the start, and move aside whatever is beyond the step from which the run starts.
 
     Nothing is deleted: it gets another name. All ranks must call.
@@ -186,7 +186,7 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
         (run.folder / file_names.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         # Lines are cut last, so that after a crash the newest checkpoint still has all of its lines.
         with naming(run.folder / file_names.METRICS):
-            moved = [*go_back_to(run.folder, step), metrics_file.cut_metrics(run.folder, step)]
+            moved = [*rewind_to(run.folder, step), metrics_file.cut_metrics(run.folder, step)]
         (run.folder / file_names.OVER).unlink(missing_ok=True)
         write_json(run.folder / file_names.CONFIG, run.config.to_json())
         write_json(run.folder / file_names.DATA, run.data.identity.to_json())
@@ -214,7 +214,7 @@ class GuardResponse:
 
     def __init__(
         self,
-        run: Run,
+        run: RunSetup,
         engine: DeepSpeedEngine,
         guards: Guards,
         plateau: Plateau,
@@ -242,7 +242,7 @@ class GuardResponse:
         run, step, checkpoint = self._run, line["step"], None
         moved: list[Path] = []
         if verdict.outcome == "rewind":
-            checkpoint = last_whole_checkpoint(run, step)
+            checkpoint = last_undamaged_checkpoint(run, step)
             if checkpoint is None:
                 verdict = verdict.stopping("there is no whole checkpoint to rewind to")
             else:
@@ -298,14 +298,14 @@ class GuardResponse:
         failure, folder = None, self._run.folder
         if self._run.ranks.is_first:
             try:
-                moved += go_back_to(folder, step)
+                moved += rewind_to(folder, step)
                 moved += filter(None, [self._recorder.rewind(step, line)])
             except OSError as error:
                 failure = error_line(error, folder)
         return moved, self._run.ranks.gather_objects(failure)[0]
 
 
-def last_whole_checkpoint(run: Run, before: int) -> Checkpoint | None:
+def last_undamaged_checkpoint(run: RunSetup, before: int) -> Checkpoint | None:
     """Return the newest intact checkpoint before a step that needs no conversion; None if there is none.
 
     It is the same on every rank. All ranks must call.
@@ -316,14 +316,14 @@ def last_whole_checkpoint(run: Run, before: int) -> Checkpoint | None:
     checkpoints = list_checkpoints(run.folder, trusted=run.trusted)[0] if run.ranks.is_first else []
     earlier = [checkpoint for checkpoint in checkpoints if checkpoint.manifest.step < before]
     fitting = [item for item in earlier if not item.needs_conversion(run.config, run.ranks.world_size)]
-    checkpoint, damaged = first_whole(run.folder, fitting, run.ranks)
+    checkpoint, damaged = first_undamaged(run.folder, fitting, run.ranks)
     if run.ranks.is_first:
         for line in damaged:
             say(f"passed over: {line}")
     return checkpoint
 
 
-def describe_start(run: Run, step: int | None) -> dict[str, Any]:
+def describe_start(run: RunSetup, step: int | None) -> dict[str, Any]:
     """Describe a start for starts.jsonl, before config.json is replaced. All ranks must call.
 
     ``step`` is that of the checkpoint from which the run resumes; None for a new run.

@@ -18,7 +18,7 @@ from longstride.data_pipelines.durable import naming, write_over
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import error_line
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data import Run, RunData
+from longstride.launcher.data import RunSetup, TrainingData
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import counting, file_names
 from longstride.launcher.ranks import Ranks
@@ -33,7 +33,7 @@ _SHOWN_CHARACTERS = 100  # of a text, in the progress line
 class Sampler:
     """Draws and writes the samples of ``train.samples``; all ranks must construct it."""
 
-    def __init__(self, run: Run, engine: DeepSpeedEngine, recorder: Recorder) -> None:
+    def __init__(self, run: RunSetup, engine: DeepSpeedEngine, recorder: Recorder) -> None:
         self._run, self._engine, self._recorder = run, engine, recorder
         self._data = run.data.identity
 
@@ -41,7 +41,7 @@ class Sampler:
         """Draw and write samples after a step. All ranks must call. A failure is reported and ends nothing."""
         run, engine = self._run, self._engine
         network = undivided_network(engine, run.config, run.ranks)
-        words = run.ranks.first_works(lambda: self._sampled(network, step))
+        words = run.ranks.run_on_first(lambda: self._sampled(network, step))
         self._recorder.say(f"step {step}: {words}")
 
     def _sampled(self, network: SparseTransformer | None, step: int) -> str:
@@ -120,7 +120,7 @@ def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:
     return count, settings.bytes or min(data.modality.sample_bytes or context, room)
 
 
-def check_samples(config: RunConfig, data: RunData) -> None:
+def check_samples(config: RunConfig, data: TrainingData) -> None:
     """Raise ConfigError if a run cannot draw the samples of its configuration."""
     if config.train.samples_every:
         num_sampled(config, data.identity)

@@ -22,7 +22,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, open_checkpoint, write_json
 from longstride.launcher.checkpoints.manifest import CheckpointManifest, record_files, write_manifest
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data import FromOptions, Run, RunData
+from longstride.launcher.data import RunSetup, TrainingData, WeightSource
 from longstride.launcher.drawing.attention import of_run
 from longstride.launcher.evaluation import evaluate
 from longstride.launcher.identity import check_matches, open_data, trained_on
@@ -115,7 +115,7 @@ class Made:
         self.config = RunConfig.model_validate(content)
         self.save(self.config)
         if not before:
-            write_json(self.folder / "data.json", RunData(self.config, Ranks()).identity.to_json())
+            write_json(self.folder / "data.json", TrainingData(self.config, Ranks()).identity.to_json())
 
     def save(self, config: RunConfig) -> None:
         """A checkpoint without weights, of the run's data."""
@@ -123,7 +123,7 @@ class Made:
         saved.mkdir(parents=True, exist_ok=True)
         (saved / "manifest.json").unlink(missing_ok=True)
         write_json(saved / "config.json", config.to_json())
-        stream = RunData(self.config, Ranks()).stream().state
+        stream = TrainingData(self.config, Ranks()).stream().state
         manifest = CheckpointManifest(
             format_version=2,
             step=1,
@@ -146,8 +146,8 @@ class Made:
         self.link.unlink(missing_ok=True)
         self.link.symlink_to(self._folders / name)
 
-    def source(self, **options: Any) -> FromOptions:
-        return FromOptions(self.folder, **options)
+    def source(self, **options: Any) -> WeightSource:
+        return WeightSource(self.folder, **options)
 
 
 def arguments_of(made: Made, data: str | None) -> argparse.Namespace:
@@ -160,14 +160,14 @@ def arguments_of(made: Made, data: str | None) -> argparse.Namespace:
 
 def find_way(made: Made) -> None:
     """A replay up to where it would read weights."""
-    find_sources(Run(made.config, Ranks(), RunData(made.config, Ranks())), 1)
+    find_sources(RunSetup(made.config, Ranks(), TrainingData(made.config, Ranks())), 1)
     raise ReadError
 
 
 VERBS: dict[str, Callable[[Made], object]] = {
     "evaluate": lambda made: evaluate.run(arguments_of(made, None)),
     "show attention": lambda made: of_run(made.folder, None, 0, "trained", None, None, False),
-    "resume": lambda made: check_matches(made.checkpoint, made.config, RunData(made.config, Ranks()).identity),
+    "resume": lambda made: check_matches(made.checkpoint, made.config, TrainingData(made.config, Ranks()).identity),
     "replay": find_way,
 }
 NAMED: dict[str, Callable[[Made], object]] = {
@@ -208,7 +208,7 @@ def test_a_folder_that_was_built_anew_under_its_name_is_refused(
     if not before:
         known = json.loads((made.folder / "data.json").read_text())
         whole = ModelData.from_json(known, made.config.model)
-        for clause in whole.differences(RunData(made.config, Ranks()).identity).values():
+        for clause in whole.differences(TrainingData(made.config, Ranks()).identity).values():
             assert clause in line
 
 
@@ -256,7 +256,7 @@ def test_an_export_says_what_the_run_was_trained_on(
 ) -> None:
     """And no more than can be known, where a run made before finds its data gone or built anew."""
     made = Made(tmp_path, folders, kind, before=before)
-    trained = replace(RunData(made.config, Ranks()).identity, splits={}, fingerprint=None)
+    trained = replace(TrainingData(made.config, Ranks()).identity, splits={}, fingerprint=None)
     made.put({"own": kind, "gone": "nowhere", "other": other}[left])
     said = replace(trained_on(made.checkpoint), splits={}, fingerprint=None)
     if left != "own" and not (made.folder / "data.json").exists():
@@ -264,9 +264,9 @@ def test_an_export_says_what_the_run_was_trained_on(
     assert said == trained
 
 
-def taken(source: FromOptions, made: Made, **model: Any) -> InitialWeights:
+def taken(source: WeightSource, made: Made, **model: Any) -> InitialWeights:
     config = made.config.model.model_copy(update=model)
-    return InitialWeights(source, config, RunData(made.config, Ranks()).identity, trusted=False)
+    return InitialWeights(source, config, TrainingData(made.config, Ranks()).identity, trusted=False)
 
 
 @pytest.mark.parametrize("form", ["run", "export"])
@@ -281,8 +281,8 @@ def test_weights_are_taken_where_tokens_mean_the_same_or_it_is_said(
     following.put(other)
     source = made.source()
     if form == "export":
-        data, model = RunData(made.config, Ranks()).identity.to_json(), made.config.model.model_dump(mode="json")
-        source = FromOptions(tiny_export(tmp_path / "model", data.pop("modality"), model=model, **data))
+        data, model = TrainingData(made.config, Ranks()).identity.to_json(), made.config.model.model_dump(mode="json")
+        source = WeightSource(tiny_export(tmp_path / "model", data.pop("modality"), model=model, **data))
     expected = OTHERS[kind][other] - {"data"}
     if expected & {*ModelData.MEANING}:
         way = "--palette-from" if "palette" in expected else "--from-positions fresh"
@@ -312,7 +312,7 @@ def test_another_separator_is_said_and_at_a_resume_refused(
     shown = ["none" if each is None else str(each) for each in separators]
     assert f"its separator is {shown[1]} and the model's {shown[0]}" in taken(before.source(), now).lines()[-1]
     with pytest.raises(ConfigError, match=r"^data\.separator="):
-        check_matches(before.checkpoint, now.config, RunData(now.config, Ranks()).identity)
+        check_matches(before.checkpoint, now.config, TrainingData(now.config, Ranks()).identity)
 
 
 def test_swapped_splits_are_refused_at_a_resume(folders: Path, tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_swapped_splits_are_refused_at_a_resume(folders: Path, tmp_path: Path) -
     swapped["data"] |= {"train_split": "validation", "validation_split": "train"}
     config = RunConfig.model_validate(swapped)
     with pytest.raises(ConfigError, match=r"^data\.train_split="):
-        check_matches(made.checkpoint, config, RunData(config, Ranks()).identity)
+        check_matches(made.checkpoint, config, TrainingData(config, Ranks()).identity)
 
 
 def test_a_folder_of_the_name_in_the_working_directory_is_read_only_where_it_is_the_runs(

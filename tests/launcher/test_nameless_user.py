@@ -20,7 +20,7 @@ from longstride.launcher import cli
 from longstride.launcher.cluster.hosts import Hosts
 from longstride.launcher.cluster.placement import write_hosts_environment
 from longstride.launcher.config import load_config
-from longstride.launcher.data import RunData
+from longstride.launcher.data import TrainingData
 from longstride.launcher.engine import device as device_module
 from longstride.launcher.output import settle_libraries
 from longstride.launcher.ranks import Ranks
@@ -81,7 +81,7 @@ def test_remote_data_is_read_where_a_cache_is_named(
     assert cli.main(["data", "verify", url]) == 0  # has one of its own
     cache = temporary.parent / "cache"
     config = load_config(config_file, [f"data.path={url}", f"data.remote.cache={cache}"])
-    assert RunData(config, Ranks.from_environment({})).modality == "text"
+    assert TrainingData(config, Ranks.from_environment({})).modality == "text"
     monkeypatch.setenv("XDG_CACHE_HOME", str(temporary / "xdg"))
     assert cli.main(["data", "show", url]) == 0
     assert cache.is_dir() and (temporary / "xdg/longstride").is_dir()

@@ -23,7 +23,7 @@ from longstride.launcher.identity import trained_on
 from longstride.launcher.output import metrics_file
 from longstride.launcher.ranks.processes import Ranks, check_unlocked, run_lock
 from longstride.launcher.reporting.records import (
-    RunRecord,
+    RunHistory,
     _read_incidents,
     _read_samples,
     _read_starts,
@@ -64,9 +64,9 @@ def append(run: Path) -> None:
     lines.close()
 
 
-def record(run: Path) -> RunRecord:
+def record(run: Path) -> RunHistory:
     """A record of which nothing has been read."""
-    return RunRecord(run, "run")
+    return RunHistory(run, "run")
 
 
 def read_data(run: Path) -> object:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from longstride.launcher.output import exit_codes, lasting_output  # noqa: E402  the path comes first
+from longstride.launcher.output import exit_codes, nonblocking_output  # noqa: E402  the path comes first
 from longstride.launcher.stops import LauncherGone, StopFile, StopFlag, end_now  # noqa: E402
 
 
@@ -93,5 +93,5 @@ def worker(folder: Path) -> int:
 ROLES = {"parent": parent, "runner": runner, "launch": launch, "rank": rank, "worker": worker}
 
 if __name__ == "__main__":
-    with lasting_output():
+    with nonblocking_output():
         sys.exit(ROLES[sys.argv[1]](Path(sys.argv[2])))

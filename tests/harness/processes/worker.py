@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import longstride.launcher.train as entry
 from longstride.launcher import cli
-from longstride.launcher.output import lasting_output
+from longstride.launcher.output import nonblocking_output
 from longstride.launcher.ranks.processes import Ranks, leave
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import Division
@@ -414,7 +414,7 @@ def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
     if "SIGNAL_RANK_1" in os.environ:
         number, step, where = os.environ["SIGNAL_RANK_1"].split(",")
         signal_rank_1(int(number), int(step), where)
-    with lasting_output():
+    with nonblocking_output():
         leave(run(arguments, stop))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from longstride.launcher.checkpoints.manifest import MANIFEST, json_text, read_manifest, sealed
+from longstride.launcher.checkpoints.manifest import MANIFEST, add_digest, json_text, read_manifest
 from tests.hostile.generators.files import HOSTILE_JSON, NO_FILES, replace, sparse
 from tests.hostile.generators.pickles import PICKLES, seal
 
@@ -56,7 +56,7 @@ def _text(change: Callable[[bytes], bytes]) -> Damage:
 
 def _says(**changes: Any) -> Damage:
     """Lets the manifest say something else, under a hash that agrees."""
-    return _text(lambda text: json_text(sealed(json.loads(text) | changes)).encode())
+    return _text(lambda text: json_text(add_digest(json.loads(text) | changes)).encode())
 
 
 def _names(name: str, size: int = 0) -> Damage:
@@ -65,7 +65,7 @@ def _names(name: str, size: int = 0) -> Damage:
     def change(text: bytes) -> bytes:
         content = json.loads(text)
         content["files"][name] = {"bytes": size, "sha256": "0" * 64}
-        return json_text(sealed(content)).encode()
+        return json_text(add_digest(content)).encode()
 
     return _text(change)
 
@@ -94,7 +94,7 @@ def _stranger_behind(run: Path) -> None:
     path = newest(run).with_name("step-00000004") / MANIFEST
     content = json.loads(path.read_text())
     content["stream"]["fingerprint"] = "0" * 64
-    path.write_text(json_text(sealed(content)))
+    path.write_text(json_text(add_digest(content)))
 
 
 def _folder_linked(run: Path) -> None:

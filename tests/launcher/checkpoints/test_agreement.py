@@ -18,19 +18,19 @@ from longstride.launcher.checkpoints.checkpoint import (
     Checkpoint,
     agreed_checkpoints,
     checkpoint_folder,
-    first_whole,
+    first_undamaged,
     list_checkpoints,
 )
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_json, write_manifest
 from longstride.launcher.checkpoints.saving import _Save
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run import Run
-from longstride.launcher.data.run_data import RunData
+from longstride.launcher.data.run import RunSetup
+from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks import waiting
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import resume
-from longstride.launcher.training.resume import begin, choose_start, last_whole_checkpoint
+from longstride.launcher.training.resume import begin, choose_start, last_undamaged_checkpoint
 from tests.launcher.checkpoints.test_retention import make_checkpoint
 from tests.launcher.checkpoints.test_trust import Touching, poison
 from tests.launcher.data.test_batches import Meeting
@@ -62,9 +62,9 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def asked(config: RunConfig, **rest: Any) -> Run:
+def asked(config: RunConfig, **rest: Any) -> RunSetup:
     """A run of one process."""
-    return Run(config, Ranks(), RunData(config, Ranks()), **rest)
+    return RunSetup(config, Ranks(), TrainingData(config, Ranks()), **rest)
 
 
 def test_first_ranks_list_counts(run: Path, on_ranks: OnRanks) -> None:
@@ -72,7 +72,7 @@ def test_first_ranks_list_counts(run: Path, on_ranks: OnRanks) -> None:
     found, _ = list_checkpoints(run)
     for seen_by_second in (found[1:], found[::-1], []):
         lists = (found, seen_by_second)
-        for each in on_ranks(lambda ranks, lists=lists: first_whole(run, lists[ranks.rank], ranks)):
+        for each in on_ranks(lambda ranks, lists=lists: first_undamaged(run, lists[ranks.rank], ranks)):
             chosen, damaged = each.result()
             assert chosen.manifest.step == 12 and damaged == []
 
@@ -81,7 +81,7 @@ def test_damaged_checkpoint_is_passed_over_by_all(run: Path, on_ranks: OnRanks) 
     found, _ = list_checkpoints(run)
     path = found[0].folder / WEIGHTS_FILE
     path.write_bytes(path.read_bytes()[:-1])
-    first, second = [each.result() for each in on_ranks(lambda ranks: first_whole(run, found, ranks))]
+    first, second = [each.result() for each in on_ranks(lambda ranks: first_undamaged(run, found, ranks))]
     assert first == second
     assert first[0].manifest.step == 8
     (line,) = first[1]
@@ -133,11 +133,11 @@ def test_code_in_a_checkpoint_is_refused_by_all_before_it_is_read(
     write_manifest(folder, manifest.model_copy(update={"files": record_files(folder)}))
     found, _ = list_checkpoints(run)
     what = "posix.system" if as_zip else "not a zip archive"
-    for each in on_ranks(lambda ranks: first_whole(run, found, ranks)):
+    for each in on_ranks(lambda ranks: first_undamaged(run, found, ranks)):
         with pytest.raises(AgreedError, match=rf"{WEIGHTS_FILE}: holds more than tensors and numbers \({what}"):
             each.result()
     trusted, _ = list_checkpoints(run, trusted=True)
-    for each in on_ranks(lambda ranks: first_whole(run, trusted if ranks.is_first else [], ranks)):
+    for each in on_ranks(lambda ranks: first_undamaged(run, trusted if ranks.is_first else [], ranks)):
         assert each.result()[0].manifest.step == 16
     assert not mark.exists()
 
@@ -150,8 +150,8 @@ def test_rewind_trusts_what_the_run_was_told_to_trust(
     poison(checkpoint_folder(run, 8), "deepspeed/mp_rank_00_model_states.pt", tmp_path / "made")
     config = load_config(str(config_file), [])
     with pytest.raises(AgreedError, match="holds more than tensors and numbers"):
-        last_whole_checkpoint(asked(config), 12)
-    chosen = last_whole_checkpoint(asked(config, trusted=True), 12)
+        last_undamaged_checkpoint(asked(config), 12)
+    chosen = last_undamaged_checkpoint(asked(config, trusted=True), 12)
     assert chosen is not None and chosen.manifest.step == 8 and chosen.trusted
 
 

@@ -15,8 +15,8 @@ from longstride.launcher.checkpoints.manifest import (
     MANIFEST,
     CheckpointManifest,
     FileRecord,
+    add_digest,
     read_manifest,
-    sealed,
     write_json,
     write_manifest,
 )
@@ -132,14 +132,14 @@ def test_older_format_is_read_and_a_newer_one_named(run_copy: Path) -> None:
     folder = checkpoint_folder(run_copy, STEP)
     content = read_manifest(folder).model_dump(mode="json")
     del content["probe"]
-    write_json(folder / MANIFEST, sealed(content | {"format_version": 1}))
+    write_json(folder / MANIFEST, add_digest(content | {"format_version": 1}))
     assert read_manifest(folder) == CheckpointManifest.model_validate(content | {"format_version": 1})
     assert found_whole(run_copy) == [STEP, 4]
-    write_json(folder / MANIFEST, sealed(content | {"format_version": 3, "other": 1}))
+    write_json(folder / MANIFEST, add_digest(content | {"format_version": 3, "other": 1}))
     with pytest.raises(ConfigError, match="format_version=3: this Longstride reads 1 to 2, and is older"):
         read_manifest(folder)
     for version in (0, True, "2", None):
-        write_json(folder / MANIFEST, sealed(content | {"format_version": version}))
+        write_json(folder / MANIFEST, add_digest(content | {"format_version": version}))
         with pytest.raises(ConfigError, match=r"this Longstride reads 1 to 2$"):
             read_manifest(folder)
 

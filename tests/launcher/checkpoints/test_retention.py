@@ -16,17 +16,17 @@ from longstride.launcher.checkpoints.manifest import (
     FORMAT_VERSION,
     CheckpointManifest,
     Score,
-    known_scores,
-    ranked,
+    collect_scores,
+    rank_scores,
     record_files,
     write_json,
     write_manifest,
 )
 from longstride.launcher.checkpoints.saving import (
-    go_back_to,
     point_to,
     remove_leftovers,
     retire,
+    rewind_to,
     set_aside,
     universal_folder,
 )
@@ -113,7 +113,7 @@ def test_copy_under_another_name_is_no_checkpoint(run: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{copy}: holds step 30, which its name does not say"):
         open_checkpoint(run, 99)
     assert retire(run, 50, 1, None) == [40, 30, 20, 10]
-    assert go_back_to(run, 50) == []
+    assert rewind_to(run, 50) == []
     assert copy.is_dir()
 
 
@@ -173,7 +173,7 @@ def test_best_ones_stay_wherever_a_removal_is_cut_short(
 
 def test_a_run_of_a_palettes_tokens_is_ranked_by_bits_per_pixel() -> None:
     lines = [{"step": step, "split": "validation", "tokens": 4, "bits_per_pixel": 2.0 / step} for step in (1, 2)]
-    assert [score.step for score in ranked(map(Score.of_line, lines))] == [2, 1]
+    assert [score.step for score in rank_scores(map(Score.of_line, lines))] == [2, 1]
 
 
 @pytest.mark.parametrize(("newer", "order"), [({"bytes": 64}, [1, 2, 3]), ({"bytes": 48}, [2, 3, 1])])
@@ -187,7 +187,7 @@ def test_an_older_line_compares_with_newer_ones_unless_separators_are_between(
         {"step": 2, "bits_per_byte": 2.9, **line, **newer},
         {"step": 3, "bits_per_byte": 3.1, **line, **newer},
     ]
-    assert [score.step for score in ranked(map(Score.of_line, lines))] == order
+    assert [score.step for score in rank_scores(map(Score.of_line, lines))] == order
 
 
 def test_scores_are_ranked_and_outlive_metrics(tmp_path: Path) -> None:
@@ -197,15 +197,15 @@ def test_scores_are_ranked_and_outlive_metrics(tmp_path: Path) -> None:
         return Score(step=step, split="validation", tokens=tokens, bits_per_byte=bits)
 
     known = [score(1, 0.5, 32), score(2, 2.0), score(3, None), score(4, 1.5), score(5, 2.0), score(6, 0.7, 32)]
-    assert [each.step for each in ranked([*known, score(7, 3.0)])] == [4, 2, 5, 7, 1, 6]
-    assert [each.step for each in ranked(known)] == [1, 6, 4, 2, 5]  # the newest is over 32 bytes
+    assert [each.step for each in rank_scores([*known, score(7, 3.0)])] == [4, 2, 5, 7, 1, 6]
+    assert [each.step for each in rank_scores(known)] == [1, 6, 4, 2, 5]  # the newest is over 32 bytes
     folder = make_checkpoint(tmp_path, 7, best=[score(4, 1.5), score(2, 2.0)])
     repeated = list_checkpoints(tmp_path)[0][0].manifest.best or []
-    assert known_scores(tmp_path, "validation", repeated) == {4: score(4, 1.5), 2: score(2, 2.0)}
-    assert known_scores(tmp_path, "test", repeated) == {}
+    assert collect_scores(tmp_path, "validation", repeated) == {4: score(4, 1.5), 2: score(2, 2.0)}
+    assert collect_scores(tmp_path, "test", repeated) == {}
     write_metrics(tmp_path, [evaluation_line(4, 1.25), evaluation_line(9, None)])
     recorded = {4: score(4, 1.25), 9: score(9, None)}
-    assert known_scores(tmp_path, "validation", repeated) == {2: score(2, 2.0)} | recorded
+    assert collect_scores(tmp_path, "validation", repeated) == {2: score(2, 2.0)} | recorded
     assert "best" not in (make_checkpoint(tmp_path, 8) / "manifest.json").read_text()
     assert "best" in (folder / "manifest.json").read_text()
 
@@ -237,7 +237,7 @@ def test_of_a_link_the_link_goes(run: Path, tmp_path_factory: pytest.TempPathFac
 def test_what_lies_beyond_is_set_aside_without_its_converted_form(run: Path) -> None:
     for step in (40, 50):
         (universal_folder(checkpoint_folder(run, step)) / "weights").mkdir(parents=True)
-    assert [path.name for path in go_back_to(run, 40)] == ["step-00000060.replaced-1", "step-00000050.replaced-1"]
+    assert [path.name for path in rewind_to(run, 40)] == ["step-00000060.replaced-1", "step-00000050.replaced-1"]
     assert steps(run) == [40, 30, 20, 10]
     assert [path.name for path in (run / CHECKPOINTS).glob(".*")] == [".step-00000040.universal"]
     assert (run / CHECKPOINTS / "latest").read_text() == "step-00000040\n"
@@ -262,7 +262,7 @@ def test_pointer_never_dangles_wherever_going_back_is_cut_short(
         patch.setattr("longstride.launcher.checkpoints.saving.set_aside", cut_short)
         while True:
             try:
-                go_back_to(run, step)
+                rewind_to(run, step)
                 break
             except KeyboardInterrupt:
                 pass

@@ -17,7 +17,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_manifest
-from longstride.launcher.checkpoints.pickles import foreign_content_refused, read_pickle, unsafe_content, write_pickle
+from longstride.launcher.checkpoints.pickles import read_pickle, refuse_foreign_content, unsafe_content, write_pickle
 from longstride.launcher.cluster.placement import launcher_command
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.output.file_names import LOCK
@@ -188,7 +188,7 @@ def test_file_that_only_reading_can_judge_is_refused_before_it_is_read(tmp_path:
 def test_disk_and_memory_are_told_apart_from_what_a_file_holds(
     error: Exception, kind: type[Exception], line: str
 ) -> None:
-    with pytest.raises(kind) as caught, foreign_content_refused("x.pt"):
+    with pytest.raises(kind) as caught, refuse_foreign_content("x.pt"):
         raise error
     assert line in str(caught.value) and mistake(caught.value) is not None
 

@@ -14,7 +14,7 @@ import torch
 
 from longstride.data_pipelines.building.build import build
 from longstride.launcher import cli
-from longstride.launcher.checkpoints.manifest import sealed, write_json
+from longstride.launcher.checkpoints.manifest import add_digest, write_json
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.ranks.processes import Ranks
 from tests.harness.runs import ROOT, files_under, plain_environment
@@ -207,7 +207,7 @@ def test_manifest_that_leaves_its_folder(refused: Callable[..., list[str]], conf
     path = run_copy / "checkpoints/step-00000008/manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"]["../../../escape"] = next(iter(manifest["files"].values()))
-    write_json(path, sealed(manifest))
+    write_json(path, add_digest(manifest))
     lines = refused("--config", str(config_file), "--resume", "8")
     assert lines == [f"{path}: names '../../../escape', which is no plain path within its folder"]
 
@@ -218,7 +218,7 @@ def test_state_that_the_stream_does_not_have(
     path = run_copy / "checkpoints/step-00000008/manifest.json"
     manifest = json.loads(path.read_text())
     manifest["stream"]["step"] = 10**6
-    write_json(path, sealed(manifest))
+    write_json(path, add_digest(manifest))
     (line,) = refused("--config", str(config_file), "--resume", "8")
     assert line.startswith(f"{path.parent}: state.step=1000000: epoch ")
 

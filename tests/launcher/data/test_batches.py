@@ -16,10 +16,10 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.data_pipelines.order.workers import LostWorkerError
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run_data import GlobalBatch, RunData, together, within_vocabulary
+from longstride.launcher.data.run_data import GlobalBatch, TrainingData, global_batches, within_vocabulary
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
-from longstride.launcher.stops import StopAskedError, StopFlag
+from longstride.launcher.stops import StopFlag, StopRequestedError
 
 SECONDS = 60  # a rank that waits for others that do not come breaks the meeting
 
@@ -68,7 +68,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Future[list[int
 
         def one(rank: int) -> list[int]:
             ranks = Ranks(rank, rank, world_size, sequence_parallel)
-            all_taken = together(lambda: take(ranks), rows, ranks, torch.device("cpu"), stop)
+            all_taken = global_batches(lambda: take(ranks), rows, ranks, torch.device("cpu"), stop)
             return [number for each in all_taken for number in look(each)]
 
         with ThreadPoolExecutor(world_size) as pool:
@@ -79,7 +79,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Future[list[int
 
 def evaluation(config: RunConfig, asked: dict[str, Any], ranks: Ranks) -> Iterator[EvaluationBatch]:
     """A rank's batches of the run's validation split."""
-    return RunData(config, ranks).evaluation(**asked)
+    return TrainingData(config, ranks).evaluation(**asked)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -92,7 +92,8 @@ def test_every_evaluation_ends_on_all_ranks_with_each_context_once(
         for min_context in (0, 48):
             asked: dict[str, Any] = {"limit": limit, "min_context": min_context, "batch_size": 2}
             ids = [
-                each.result() for each in taken(world_size, 2, lambda r, a=asked: RunData(config, r).evaluation(**a))
+                each.result()
+                for each in taken(world_size, 2, lambda r, a=asked: TrainingData(config, r).evaluation(**a))
             ]
             assert len({len(each) for each in ids}) == 1
             numbers = sorted(number for each in ids for number in each if number >= 0)
@@ -107,7 +108,7 @@ def test_tokens_and_content_are_those_of_all_ranks_once(
     """Whether ranks share contexts or not; the data has no line ends, so those in contexts are the separators."""
     config = load_config(str(config_file), ["train.global_batch=4", *cut])
     counts = []
-    for each in islice(RunData(config, Ranks()).stream(), 60):
+    for each in islice(TrainingData(config, Ranks()).stream(), 60):
         rows = [row[:length] for row, length in zip(each.tokens, each.lengths.tolist(), strict=True)]
         counts += [sum(map(len, rows)), sum(int((row != 10).sum()) for row in rows)]
     tokens, content = sum(counts[::2]), sum(counts[1::2])
@@ -118,7 +119,7 @@ def test_tokens_and_content_are_those_of_all_ranks_once(
         everyone = taken(
             world_size,
             4 * sharing // world_size,
-            lambda ranks: islice(RunData(config, ranks).stream(), 60),
+            lambda ranks: islice(TrainingData(config, ranks).stream(), 60),
             sharing,
             look=lambda each: [each.num_tokens, each.content],
         )
@@ -198,7 +199,7 @@ def test_lost_worker_of_a_rank_ends_all_ranks_alike(how: str, taken: Callable[..
     stop = StopFlag()
     wanted: tuple[type[Exception], str] = {
         "lost": (LostWorkerError, "^rank 1: loader worker 1 of 1 was ended by SIGKILL$"),
-        "lost in a stop": (StopAskedError, "^SIGTERM$"),
+        "lost in a stop": (StopRequestedError, "^SIGTERM$"),
         "lost beside damage": (AgreedError, "damaged"),  # a restart would meet it again
     }[how]
     for each in taken(3, 2, take, 1, stop):

@@ -13,7 +13,7 @@ from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import CheckpointManifest
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run_data import RunData
+from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.identity import check_matches, trained_on
 from longstride.launcher.models.model_data import ModelData
 from longstride.launcher.output.exit_codes import WRONG_INPUT
@@ -103,7 +103,7 @@ def test_a_streaming_configuration_is_refused_in_one_line(config_file: Path, str
     with pytest.raises(ConfigError, match=rule):
         load_config(str(config_file), ["data.order=streaming", "data.modality=text", "data.extension=txt"])
     with pytest.raises(ConfigError, match=rule):
-        RunData(streaming, Ranks())
+        TrainingData(streaming, Ranks())
 
 
 def test_a_streaming_run_is_still_exported_and_scored_on_an_index(streaming: RunConfig, tars: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_streaming_run_is_still_exported_and_scored_on_an_index(streaming: Run
     vars(checkpoint)["config"] = streaming
     assert trained_on(checkpoint) == ModelData(MODALITIES["text"], {})
     assert cli.main(["data", "index", str(tars), "--output", str(tars)]) == 0
-    assert next(RunData(streaming, Ranks(), str(tars)).evaluation()).lengths.sum() > 0
+    assert next(TrainingData(streaming, Ranks(), str(tars)).evaluation()).lengths.sum() > 0
 
 
 def test_a_streaming_run_is_not_gone_on_with(config_file: Path, streaming: RunConfig) -> None:
@@ -123,7 +123,7 @@ def test_a_streaming_run_is_not_gone_on_with(config_file: Path, streaming: RunCo
     config = load_config(str(config_file))
     saved = Saved(Path("run/checkpoints/step-00000004"), manifest)
     with pytest.raises(ConfigError) as caught:
-        check_matches(saved, config, RunData(config, Ranks()).identity)
+        check_matches(saved, config, TrainingData(config, Ranks()).identity)
     (line,) = str(caught.value).splitlines()
     assert line.startswith('data.order="exact": the checkpoint run/checkpoints/step-00000004 counts steps of the order')
     assert "index its tars with `longstride data index`, and begin a run in another folder" in line

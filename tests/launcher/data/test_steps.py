@@ -12,8 +12,8 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.config import TrainConfig, find_config, load_config
 from longstride.launcher.config.json_file import load_json_object
-from longstride.launcher.data.run import Run, resolve_steps, steps_of
-from longstride.launcher.data.run_data import RunData
+from longstride.launcher.data.run import RunSetup, resolve_steps, steps_of
+from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training.resume import choose_start
 from tests.harness.runs import metrics, spawn
@@ -46,7 +46,7 @@ def test_epochs_are_resolved_by_the_data_on_every_rank_alike(
     contexts = train_bytes(data) // 64
     wanted = int(2.5 * contexts / 8)
     for ranks in (Ranks(0, 0, 2), Ranks(1, 1, 2)):
-        assert resolve_steps(config, RunData(config, ranks), ranks).train.steps == wanted > 8
+        assert resolve_steps(config, TrainingData(config, ranks), ranks).train.steps == wanted > 8
     told = f"longstride: 2.5 epochs are {wanted:,} steps, of {contexts:,} contexts an epoch\n"
     assert capsys.readouterr().err == told  # the first of them alone
 
@@ -93,7 +93,7 @@ def test_warm_up_longer_than_the_epochs_is_refused_once_they_are_known(config_fi
     with pytest.raises(
         ConfigError, match=r"^train.warmup_steps=50: must be at most the \d+ steps that 0.01 epochs are"
     ):
-        resolve_steps(config, RunData(config, Ranks()))
+        resolve_steps(config, TrainingData(config, Ranks()))
 
 
 def test_run_of_epochs_saves_its_steps_and_goes_on_by_the_same_file(
@@ -110,8 +110,8 @@ def test_run_of_epochs_saves_its_steps_and_goes_on_by_the_same_file(
     assert (saved.train.steps, saved.train.epochs) == (steps, None)
     assert read_checkpoint_config(run / f"checkpoints/step-{steps:08d}") == saved
     config = load_config(config_file, changes)
-    data_of_run = RunData(config, Ranks())
-    start = choose_start(Run(resolve_steps(config, data_of_run), Ranks(), data_of_run, resume="auto"))
+    data_of_run = TrainingData(config, Ranks())
+    start = choose_start(RunSetup(resolve_steps(config, data_of_run), Ranks(), data_of_run, resume="auto"))
     assert [each.manifest.step for each in start.candidates] == [steps]
     short = int(0.2 * (train_bytes(data) // 64) / 8)
     for change, line in (
@@ -121,7 +121,7 @@ def test_run_of_epochs_saves_its_steps_and_goes_on_by_the_same_file(
         less = load_config(config_file, [change])
         with pytest.raises(ConfigError) as caught:
             resolved = resolve_steps(less, data_of_run)
-            choose_start(Run(resolved, Ranks(), data_of_run, resume="auto", epochs=less.train.epochs))
+            choose_start(RunSetup(resolved, Ranks(), data_of_run, resume="auto", epochs=less.train.epochs))
         assert str(caught.value) == line.format(run / f"checkpoints/step-{steps:08d}")
 
 

@@ -21,7 +21,7 @@ from longstride.launcher.drawing.pattern import (
     FUTURE,
     NOTHING,
     SELF,
-    Chosen,
+    ContentChoice,
     Grid,
     connectivity,
     default_query,
@@ -298,7 +298,7 @@ def test_what_content_decides_is_drawn_for_a_text(tmp_path: Path, capsys: pytest
 
 def test_a_choice_is_drawn_as_it_is() -> None:
     read = torch.rand(20, 20, generator=torch.Generator().manual_seed(0)).tril() > 0.4
-    found = connectivity(Chosen(lambda queries: read[queries], 20), 24)  # type: ignore[arg-type]
+    found = connectivity(ContentChoice(lambda queries: read[queries], 20), 24)  # type: ignore[arg-type]
     wanted = torch.zeros(24, 24, dtype=torch.int64)
     wanted[:20, :20] = read.long() * VALUES["chosen by content"]
     wanted[range(20), range(20)] = read.diagonal().long() * SELF

@@ -432,7 +432,7 @@ def test_data_that_is_not_found_is_asked_for_in_one_line(
     trained: Trained, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trained("alone", 1)
-    monkeypatch.setattr("longstride.launcher.config.run_config.found_path", lambda *_: "gone")
+    monkeypatch.setattr("longstride.launcher.config.run_config.resolve_saved_path", lambda *_: "gone")
     assert cli.main(["evaluate", str(run)]) == 2
     rule = f"of the run {run} is not found from here; give --data FOLDER"
     assert capsys.readouterr().err == f'longstride: error: data.path="gone": {rule}\n'

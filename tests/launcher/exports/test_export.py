@@ -27,7 +27,7 @@ from longstride.launcher.exports import export as export_module
 from longstride.launcher.exports.export import Options, export, parse_size
 from longstride.launcher.models import AVERAGE
 from longstride.launcher.models import exported as exported_module
-from longstride.launcher.models.exported import Exported, load_model, streamed_model
+from longstride.launcher.models.exported import Exported, load_model, stream_model
 from longstride.launcher.models.tensors import DTYPES
 from tests.harness.runs import ROOT, configuration, files_under, metrics, spawn
 from tests.launcher.training.test_training import RUNS, TABLES
@@ -331,7 +331,7 @@ def test_check_holds_no_more_than_a_block(run: Path, tmp_path: Path) -> None:
     """Weights are fetched as they are used, and let go."""
     checkpoint, _ = export(run, None, tmp_path / "out")
     state, config = SavedState(checkpoint), load_model(tmp_path / "out").config
-    model = streamed_model(config, state.tensor, torch.float32, torch.device("cpu"))
+    model = stream_model(config, state.tensor, torch.float32, torch.device("cpu"))
     tokens = torch.arange(64)[None]
     with torch.no_grad():
         assert torch.equal(model(tokens), load_model(tmp_path / "out")(tokens))

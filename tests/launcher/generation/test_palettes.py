@@ -21,7 +21,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints import open_checkpoint
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data import RunData
+from longstride.launcher.data import TrainingData
 from longstride.launcher.identity import trained_on
 from longstride.launcher.models import load_model
 from longstride.launcher.ranks import Ranks
@@ -183,7 +183,7 @@ def test_an_export_has_the_palette_wherever_the_data_is(
     run: Path, tmp_path: Path, gone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if gone:
-        monkeypatch.setattr("longstride.launcher.config.run_config.found_path", lambda *_: "/nowhere")
+        monkeypatch.setattr("longstride.launcher.config.run_config.resolve_saved_path", lambda *_: "/nowhere")
     found = replace(trained_on(open_checkpoint(run, None)), splits={}, fingerprint=None)
     assert found.palette is not None and len(found.palette) == 17
     assert dict(found.properties).items() >= {"height": HEIGHT, "width": WIDTH, "channels": 3}.items()
@@ -209,10 +209,10 @@ def test_a_model_that_does_not_fit_is_refused(run: Path, changes: dict[str, Any]
     content = json.loads((run / "config.json").read_text())
     content["model"] |= changes
     with pytest.raises((ConfigError, ValueError), match=message.replace("{", "\\{")):
-        RunData(RunConfig.model_validate(content), Ranks()).check()
+        TrainingData(RunConfig.model_validate(content), Ranks()).check()
 
 
 def test_a_pictures_two_position_tables_go_with_a_palette(run: Path) -> None:
     content = json.loads((run / "config.json").read_text())
     content["model"]["embedding"] = {"type": "image", "height": HEIGHT, "width": WIDTH, "channels": 1}
-    RunData(RunConfig.model_validate(content), Ranks()).check()
+    TrainingData(RunConfig.model_validate(content), Ranks()).check()

@@ -13,7 +13,7 @@ from safetensors.torch import load, load_file, save_file
 
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
-from longstride.launcher.models.exported import Exported, load_model, streamed_model
+from longstride.launcher.models.exported import Exported, load_model, stream_model
 from longstride.launcher.models.tensors import Shapes, empty_model, write_tensors
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.tiny_models import plain_config
@@ -102,7 +102,7 @@ def test_backend_that_cannot_run_there_gives_way(exported: Path, monkeypatch: py
     weights = load_file(exported / "model.safetensors")
     for backend, expected in {"triton": "auto", "reference": "reference"}.items():
         config = config.model_copy(update={"backend": backend})
-        model = streamed_model(config, weights.__getitem__, torch.float32, torch.device("cpu"))
+        model = stream_model(config, weights.__getitem__, torch.float32, torch.device("cpu"))
         assert model.config.backend == expected
 
 

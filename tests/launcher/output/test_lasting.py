@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.launcher.output import lasting, lasting_output, say
+from longstride.launcher.output import lasting, nonblocking_output, say
 from longstride.launcher.output.lasting import LastingOutput
 
 PATIENCE_SECONDS = 0.2
@@ -178,7 +178,7 @@ def test_full_disk_is_an_error_of_standard_output_alone(monkeypatch: pytest.Monk
     with Path("/dev/full").open("w") as out, Path("/dev/full").open("w", buffering=1) as err:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)
-        with pytest.raises(OSError) as caught, lasting_output():
+        with pytest.raises(OSError) as caught, nonblocking_output():
             say("lost")
             with pytest.raises(OSError):
                 print("x", flush=True)

@@ -15,11 +15,11 @@ from longstride.launcher.output import (
     AgreedError,
     exit_codes,
     exit_on_mistake,
-    lasting_output,
     messages,
     mistake,
+    nonblocking_output,
+    print_if_slow,
     report,
-    said_where_slow,
     say,
 )
 from longstride.launcher.output.lasting import LastingOutput
@@ -92,7 +92,7 @@ def test_full_disk_costs_a_log_its_lines_and_a_result_its_error(number: int, mon
 
     monkeypatch.setattr(sys, "stdout", Full())
     monkeypatch.setattr(sys, "stderr", Full())
-    with lasting_output():
+    with nonblocking_output():
         print("x", file=sys.stderr, flush=True)
         say("x")
         with pytest.raises(OSError, match="full"):
@@ -105,7 +105,7 @@ def test_what_is_slow_is_said_and_what_is_quick_is_not(
 ) -> None:
     monkeypatch.setattr(messages, "_SLOW_SECONDS", 0.1)
     monkeypatch.delenv("RANK", raising=False)
-    with said_where_slow("building"):
+    with print_if_slow("building"):
         time.sleep(seconds)
     time.sleep(0.2)
     assert capfd.readouterr().err == said

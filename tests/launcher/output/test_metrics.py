@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from longstride.data_pipelines.modalities import MODALITIES
-from longstride.launcher.checkpoints.manifest import known_scores, ranked
+from longstride.launcher.checkpoints.manifest import collect_scores, rank_scores
 from longstride.launcher.cluster.start import read_progress
 from longstride.launcher.config import load_config
 from longstride.launcher.drawing.show import draw_loss
@@ -88,8 +88,8 @@ def made_run(folder: Path, train_split: str = "train", validation_split: str = "
 
 
 def check_best(run: Any) -> None:
-    assert [score.step for score in ranked(known_scores(run.folder, run.split, ()).values())] == [2, 4]
-    assert known_scores(run.folder, "another", ()) == {}
+    assert [score.step for score in rank_scores(collect_scores(run.folder, run.split, ()).values())] == [2, 4]
+    assert collect_scores(run.folder, "another", ()) == {}
 
 
 def check_early_stopping(run: Any) -> None:

@@ -182,7 +182,7 @@ def test_watch_lets_long_work_of_the_first_rank_be(ends: list[PeerFailure], monk
     """Between two meetings the ranks sleep for longer than the time-out, and in no collective."""
     monkeypatch.setattr(Ranks, "gather_objects", lambda ranks, value: [value, None])
     with contextlib.closing(Watchdog(None, 0, 2, 0.2, orphaned=lambda: False)):
-        Ranks(0, 0, 2).first_works(lambda: time.sleep(1.5))
+        Ranks(0, 0, 2).run_on_first(lambda: time.sleep(1.5))
     assert not ends
 
 

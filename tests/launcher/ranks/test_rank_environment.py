@@ -6,7 +6,7 @@ import pytest
 
 from longstride.kernels import ConfigError
 from longstride.launcher.ranks.processes import Ranks
-from longstride.launcher.ranks.rank_environment import adopt_place, end_host, job_port
+from longstride.launcher.ranks.rank_environment import adopt_launcher_variables, end_host, job_port
 
 SRUN = {
     "SLURM_JOB_ID": "4711",
@@ -26,7 +26,7 @@ MPICH = {"PMI_RANK": "2", "MPI_LOCALRANKID": "0", "PMI_SIZE": "4", "WORLD_SIZE":
 def adopted(environment: dict[str, str]) -> dict[str, str]:
     """What is new in an environment."""
     changed = dict(environment)
-    adopt_place(changed)
+    adopt_launcher_variables(changed)
     return {name: value for name, value in changed.items() if environment.get(name) != value}
 
 
@@ -85,14 +85,14 @@ def test_process_that_is_no_rank_stays_alone(environment: dict[str, str]) -> Non
 def test_what_is_missing_or_wrong_is_one_line(environment: dict[str, str], message: str) -> None:
     changed = dict(environment)
     with pytest.raises(ConfigError, match=message) as refused:
-        adopt_place(changed)
+        adopt_launcher_variables(changed)
     assert len(str(refused.value).splitlines()) == 1
 
 
 def test_rank_that_lacks_a_meeting_place_knows_whether_it_is_to_tell() -> None:
     environment = dict(OPENMPI)
     with pytest.raises(ConfigError):
-        adopt_place(environment)
+        adopt_launcher_variables(environment)
     assert environment["RANK"] == "2"
 
 

@@ -13,15 +13,15 @@ from longstride.launcher.ranks.processes import Ranks
 
 
 def test_result_or_mistake_is_every_ranks() -> None:
-    assert Ranks().first_works(lambda: 3) == 3
+    assert Ranks().run_on_first(lambda: 3) == 3
 
     def forbidden() -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "there")
 
     with pytest.raises(AgreedError, match=r"^there: Permission denied$"):
-        Ranks().first_works(forbidden)
+        Ranks().run_on_first(forbidden)
     with pytest.raises(ZeroDivisionError):  # nobody's mistake: as it was raised
-        Ranks().first_works(lambda: 1 // 0)
+        Ranks().run_on_first(lambda: 1 // 0)
 
 
 def test_peer_that_dies_is_told_while_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_peer_that_dies_is_told_while_the_work_goes_on(monkeypatch: pytest.Monke
     began = time.monotonic()
     try:
         with pytest.raises(RuntimeError, match="Connection closed by peer"):
-            Ranks(0, 0, 2).first_works(lambda: over.wait(30.0))
+            Ranks(0, 0, 2).run_on_first(lambda: over.wait(30.0))
         assert time.monotonic() - began < 10.0
         (thread,) = [each for each in threading.enumerate() if each.name == "first works"]
         assert thread.daemon  # nor does the end of the process wait for it

@@ -19,7 +19,7 @@ from longstride.launcher.drawing import Series
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.reporting.charts import Scale, number, thin, tick_text, value_range
 from longstride.launcher.reporting.page import compose, labels
-from longstride.launcher.reporting.records import Answer, Answers, RunRecord, Sample, plan_of, read_run
+from longstride.launcher.reporting.records import Answer, Answers, RunHistory, Sample, plan_of, read_run
 from longstride.launcher.reporting.template import MOST_PAGE_BYTES
 from tests.harness.lines import evaluation_line, step_line, write_metrics
 from tests.harness.runs import ROOT, files_under
@@ -204,7 +204,7 @@ def test_runs_beside_each_other_show_what_differs(tmp_path: Path) -> None:
 
 
 def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    runs = [RunRecord(tmp_path / each) for each in ("x/one/run", "x/two/run", "y/two/run")]
+    runs = [RunHistory(tmp_path / each) for each in ("x/one/run", "x/two/run", "y/two/run")]
     assert labels(runs) == ["x/one/run", "x/two/run", "y/two/run"]
     assert labels(runs[:2]) == ["one/run", "two/run"] and labels(runs[:1]) == ["run"]
 
@@ -231,7 +231,7 @@ def test_large_runs_stay_within_two_megabytes(tmp_path: Path) -> None:
     names = ("bits", "grad_norm", "loss_scale", "tokens_per_second", "seconds", "mfu", "mfu_dense_equivalent")
     runs, answers = [], []
     for place in range(12):
-        run = RunRecord(tmp_path / f"run-{place}")
+        run = RunHistory(tmp_path / f"run-{place}")
         run.train = {name: Series(steps, generator.lognormal(size=len(steps))) for name in names}
         run.samples = [Sample(place, "png", generator.bytes(200_000)), Sample(9, "txt", b"&" * 5000)]
         run.config = {"notes": "&" * 100_000, "keys": {f"&{key}": "&" * 500 for key in range(2000)}}

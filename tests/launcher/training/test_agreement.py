@@ -12,8 +12,8 @@ import pytest
 import longstride
 from longstride.data_pipelines.shards import index_tars
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run import Run, resolve_steps
-from longstride.launcher.data.run_data import RunData
+from longstride.launcher.data.run import RunSetup, resolve_steps
+from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import agreement
@@ -35,7 +35,7 @@ def agreed(monkeypatch: pytest.MonkeyPatch) -> Agreed:
         def one(rank: int) -> None:
             ranks = Ranks(rank, rank, len(configs))
             option = resume[rank] if resume else "never"
-            asked = Run(configs[rank], ranks, RunData(configs[rank], ranks), resume=option)
+            asked = RunSetup(configs[rank], ranks, TrainingData(configs[rank], ranks), resume=option)
             check_agreement(asked, [f"host{each} 4026531836 4026531840" for each in range(len(configs))])
 
         with ThreadPoolExecutor(len(configs)) as pool:
@@ -91,7 +91,7 @@ def test_other_data_is_told_before_what_follows_from_it(agreed: Agreed, config_f
         index_tars([str(tars)], tmp_path / name)
     given = ["train.epochs=1", "train.warmup_steps=0", "model.context=16"]
     loaded = [load_config(config_file, [*given, f'data.path="{tmp_path / name}"']) for name in "abc"]
-    datas = [RunData(config, Ranks()) for config in loaded]
+    datas = [TrainingData(config, Ranks()) for config in loaded]
     a, b, c = (resolve_steps(config, data) for config, data in zip(loaded, datas, strict=True))
     assert a.train.steps != b.train.steps
     for configs, split in (((a, b), "train"), ((a, c), "validation")):

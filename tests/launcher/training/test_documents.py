@@ -18,7 +18,7 @@ from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
-from longstride.launcher.data import RunData
+from longstride.launcher.data import TrainingData
 from longstride.launcher.output.counting import amount
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
@@ -87,7 +87,7 @@ def test_a_run_keeps_documents_apart(config_file: Path, tmp_path: Path) -> None:
     assert found["bytes"] == content and found["bits_per_byte"] == pytest.approx(bits / content, rel=1e-6)
     assert found["tokens"] == sum(map(len, nats)) > content
     # Bytes seen are the documents', in each step and in all of them.
-    data = RunData(checkpoint.config, Ranks())
+    data = TrainingData(checkpoint.config, Ranks())
     steps = [[row[:n] for row, n in zip(each.tokens, each.lengths, strict=True)] for each in islice(data.stream(), 8)]
     seen = [sum(int((row != 10).sum()) for row in rows) for rows in steps]
     trained = [line for line in lines if line["split"] == "train"]

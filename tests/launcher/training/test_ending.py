@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 
 from longstride.launcher.config import load_config
-from longstride.launcher.data import Run, RunData
+from longstride.launcher.data import RunSetup, TrainingData
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.training.loop import summary
 from tests.harness.lines import evaluation_line, write_metrics
 
 
 @pytest.fixture
-def run(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSetup:
     """Eight steps of 8 contexts of 64 bytes, whose best evaluation was the first; this folder is where it was begun."""
     monkeypatch.chdir(tmp_path)
     config = load_config(config_file, ["train.output=run", "train.steps=8"])
     Path("run").mkdir()
     write_metrics(Path("run"), [evaluation_line(4, 2.5), evaluation_line(8, 3.0)])
-    return Run(config, Ranks(), RunData(config, Ranks()))
+    return RunSetup(config, Ranks(), TrainingData(config, Ranks()))
 
 
 @pytest.mark.parametrize(("first", "took"), [(0, "in 1 min 30 s"), (6, "the last 2 in 1 min 30 s")])
-def test_summary_has_what_was_done_and_what_came_of_it(run: Run, first: int, took: str) -> None:
+def test_summary_has_what_was_done_and_what_came_of_it(run: RunSetup, first: int, took: str) -> None:
     assert summary(run, 8, first, 90, 8 * 8 * 64)[0] == (
         f"done: 8 steps of 8 contexts of 64 bytes, 4.10 kB, {took}; "
         "best 2.5000 bits per byte on validation, at step 4; in run"
@@ -44,15 +44,15 @@ def test_summary_has_what_was_done_and_what_came_of_it(run: Run, first: int, too
     ],
 )
 def test_summary_counts_bytes_of_the_data(
-    run: Run, config_file: Path, overrides: tuple[str, ...], counted: int | None, words: str
+    run: RunSetup, config_file: Path, overrides: tuple[str, ...], counted: int | None, words: str
 ) -> None:
     """Neither padding nor separators; positions at most, where a checkpoint of older code did not count."""
     config = load_config(config_file, ["train.output=run", "train.steps=8", *overrides])
-    changed = replace(run, config=config, data=RunData(config, Ranks()))
+    changed = replace(run, config=config, data=TrainingData(config, Ranks()))
     assert summary(changed, 8, 0, 90, counted)[0].startswith(f"done: 8 steps of 8 contexts of {words}, in 1 min 30 s; ")
 
 
-def test_next_commands_write_over_nothing(run: Run) -> None:
+def test_next_commands_write_over_nothing(run: RunSetup) -> None:
     def export() -> str:
         evaluate, export, report = summary(run, 8, 0, 90, None)[1:]
         assert evaluate == "next: longstride evaluate run"

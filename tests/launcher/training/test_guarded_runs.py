@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longstride.launcher.checkpoints.manifest import read_manifest, sealed, write_json
+from longstride.launcher.checkpoints.manifest import add_digest, read_manifest, write_json
 from longstride.launcher.checkpoints.pickles import read_pickle
 from longstride.launcher.output import exit_codes
 from longstride.launcher.training.guards import read_incidents
@@ -250,7 +250,7 @@ def test_rewound_run_equals_one_resumed_with_the_later_batches(names: list[str],
         folder = other.run / "checkpoints/step-00000004"
         (incident,) = read_incidents(case.run).values()
         content = read_manifest(folder).model_dump(mode="json") | {"stream": incident.stream_after}
-        write_json(folder / "manifest.json", sealed(content))
+        write_json(folder / "manifest.json", add_digest(content))
     for case, other, resumed in zip(
         cases, others, spawn_series([each.start("--resume", "auto") for each in others]), strict=True
     ):

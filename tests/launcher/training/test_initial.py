@@ -15,7 +15,7 @@ import torch
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
-from longstride.launcher.data import FromOptions
+from longstride.launcher.data import WeightSource
 from longstride.launcher.models import Exported
 from longstride.launcher.training.initial import Fit, extend_table, fit
 from tests.harness.runs import metrics, spawn
@@ -34,7 +34,7 @@ TABLES = 'model.ngrams={"orders": [2, 3], "rows": 64}'
 
 def fitted(change: dict[str, Any], source: dict[str, Any] | None = None, **asked: Any) -> Fit:
     there, here = plain_config(**(source or {})), plain_config(**{**(source or {}), **change})
-    return fit(there, here, FromOptions(Path("runs/a"), **asked), "runs/a")
+    return fit(there, here, WeightSource(Path("runs/a"), **asked), "runs/a")
 
 
 def first_loss(run: Path) -> float:

@@ -16,7 +16,7 @@ from longstride.data_pipelines.modalities import MODALITIES
 from longstride.launcher.config import load_config
 from longstride.launcher.models import ModelData
 from longstride.launcher.training import monitors as module
-from longstride.launcher.training.monitors import Monitors, claim_places
+from longstride.launcher.training.monitors import Monitors, claim_folders
 from tests.harness.lines import step_line
 
 NAMED = ("tensorboard", "csv_monitor")  # whose folders are named by the run
@@ -73,7 +73,7 @@ def start_of(folder: Path, output: str, *, begun: bool, **settings: str) -> dict
     config = load_config("demo", [f"train.output={run}", "deepspeed=zero0_fp32"])
     asked = {"enabled": True, "output_path": str(folder / "boards")} | settings
     section = config.deepspeed | {"tensorboard": asked, "csv_monitor": asked | {"output_path": str(folder / "tables")}}
-    section = claim_places(config.model_copy(update={"deepspeed": section})).deepspeed
+    section = claim_folders(config.model_copy(update={"deepspeed": section})).deepspeed
     places = {name: Path(section[name]["output_path"], section[name]["job_name"]) for name in NAMED}
     for place in places.values():
         (place / "content").touch()
@@ -122,9 +122,9 @@ def test_monitors_share_a_folder_and_may_have_the_run_folder(tmp_path: Path, mon
     config = load_config("demo", ["train.output=one", "deepspeed=zero0_fp32"])
     for settings, place in (({"output_path": "logs"}, "logs/one"), ({}, "one")):
         section = config.deepspeed | dict.fromkeys(NAMED, {"enabled": True} | settings)
-        section = claim_places(config.model_copy(update={"deepspeed": section})).deepspeed
+        section = claim_folders(config.model_copy(update={"deepspeed": section})).deepspeed
         assert {str(Path(section[name]["output_path"], section[name]["job_name"])) for name in NAMED} == {place}
-    assert claim_places(config) == config and not Path("one").exists()
+    assert claim_folders(config) == config and not Path("one").exists()
 
 
 def test_a_table_has_one_heading_over_resumes_and_rewinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints, open_checkpoint
 from longstride.launcher.checkpoints.manifest import Score
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run import Run as Asked
-from longstride.launcher.data.run_data import RunData
+from longstride.launcher.data.run import RunSetup as Asked
+from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.output.metrics_file import is_step
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training.guards import Plateau
@@ -47,7 +47,7 @@ def plateau(config_file: Path) -> Callable[..., Plateau]:
     """A function (memory) -> the plateau of a run whose metrics.jsonl is at tmp_path / "run"."""
     config = load_config(config_file, [STOP])
     Path(config.train.output).mkdir()
-    return lambda memory=None: Plateau(Asked(config, Ranks(), RunData(config, Ranks())), memory)
+    return lambda memory=None: Plateau(Asked(config, Ranks(), TrainingData(config, Ranks())), memory)
 
 
 def test_run_is_over_once_no_evaluation_has_improved_enough(plateau: Callable[..., Plateau]) -> None:
@@ -89,7 +89,7 @@ def test_memory_lacks_no_evaluation_and_counts_none_twice(plateau: Callable[...,
 
 def test_without_stop_when_nothing_is_remembered_or_saved(config_file: Path) -> None:
     config = load_config(config_file)
-    judge = Plateau(Asked(config, Ranks(), RunData(config, Ranks())))
+    judge = Plateau(Asked(config, Ranks(), TrainingData(config, Ranks())))
     for step in range(1, 9):
         judge.add(score(step, 5.0))
     assert judge.memory() is None and judge.reason is None

@@ -11,8 +11,8 @@ import torch
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run import Run
-from longstride.launcher.data.run_data import GlobalBatch, RunData
+from longstride.launcher.data.run import RunSetup
+from longstride.launcher.data.run_data import GlobalBatch, TrainingData
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training.guards import Incident, Origin, write_incident
 from longstride.launcher.training.replay import check_processes, find_record, way_batches
@@ -50,15 +50,15 @@ def config(config_file: Path, tmp_path: Path) -> RunConfig:
 
 
 @pytest.fixture
-def run(config: RunConfig) -> Run:
-    return Run(config, ALONE, RunData(config, ALONE))
+def run(config: RunConfig) -> RunSetup:
+    return RunSetup(config, ALONE, TrainingData(config, ALONE))
 
 
-def batches(run: Run, count: int) -> list[GlobalBatch]:
+def batches(run: RunSetup, count: int) -> list[GlobalBatch]:
     return list(itertools.islice(run.data.batches(None, CPU), count))
 
 
-def way(run: Run, count: int) -> list[int]:
+def way(run: RunSetup, count: int) -> list[int]:
     """The check sums of the first batches of a replay from the beginning."""
     taken = way_batches(run, None, find_record(run.folder, count), CPU)
     return [batch.sample_ids_crc32 for batch in itertools.islice(taken, count)]
@@ -68,7 +68,7 @@ def write_lines(run: Path, sums: list[int]) -> None:
     write_metrics(run, (step_line(step, sample_ids_crc32=crc32) for step, crc32 in enumerate(sums, 1)))
 
 
-def test_rewinds_between_the_checkpoint_and_the_step_are_gone_through(run: Run) -> None:
+def test_rewinds_between_the_checkpoint_and_the_step_are_gone_through(run: RunSetup) -> None:
     """Rewound from step 4 to 2, from the new step 5 to 2 again, and from the newest step 6 to 4."""
     start = run.data.stream().state
     taken = batches(run, 14)
@@ -83,7 +83,7 @@ def test_rewinds_between_the_checkpoint_and_the_step_are_gone_through(run: Run) 
     assert way(run, 7) == sums
 
 
-def test_guarded_step_is_replayed_by_as_many_processes(run: Run) -> None:
+def test_guarded_step_is_replayed_by_as_many_processes(run: RunSetup) -> None:
     guarded = incident(3, None, run.data.stream().state, batches(run, 1)[0])
     check_processes(guarded, 2, None)
     shared = guarded.model_copy(update={"sequence_parallel": 2})

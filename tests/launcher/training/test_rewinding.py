@@ -23,8 +23,8 @@ from longstride.launcher.checkpoints.checkpoint import (
 )
 from longstride.launcher.checkpoints.saving import point_to, universal_folder
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run import Run
-from longstride.launcher.data.run_data import RunData
+from longstride.launcher.data.run import RunSetup
+from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.models import ModelData
 from longstride.launcher.output.file_names import CHECKPOINTS
 from longstride.launcher.ranks.processes import Ranks
@@ -55,7 +55,7 @@ class Folder:
         self.recorder = Recorder(self.run, self.engine, True, 8)
         self.state = StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=6, global_batch=1)
         guards = Guards(config.train.guards)
-        run = Run(config, Ranks(), RunData(config, Ranks()))
+        run = RunSetup(config, Ranks(), TrainingData(config, Ranks()))
         self.response = GuardResponse(run, self.engine, guards, Plateau(run), self.recorder, self.state)
         for step in range(1, 7):
             self.recorder.write(step_line(step))
