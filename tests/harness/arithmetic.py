@@ -45,15 +45,15 @@ def main(arguments: list[str]) -> int:
     default = {name: value for name, value in os.environ.items() if name not in variables}
     mkl = "with" if torch.backends.mkl.is_available() else "without"
     print(f"arithmetic: {torch.backends.cpu.get_cpu_capability()} of {_processor()}, {mkl} MKL", flush=True)
-    known, failed = {probed(default): "the default"}, []
+    digests, failed = {probed(default): "the default"}, []
     for setting in SETTINGS:
         name, value = setting.split("=")
         environment = default | {name: value}
-        found = probed(environment)
-        if found in known:
-            print(f"arithmetic: {setting} computes what {known[found]} computes here: left out", flush=True)
+        result = probed(environment)
+        if result in digests:
+            print(f"arithmetic: {setting} computes what {digests[result]} computes here: left out", flush=True)
             continue
-        known[found] = setting
+        digests[result] = setting
         print(f"arithmetic: {setting}", flush=True)
         begun = time.monotonic()
         leave_out = ["-k", "not triton"] if only_second else []
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
         failed += [setting] * (code != 0)
         if only_second:
             break
-    print(f"arithmetic: tested under {len(known) - 1} besides the default; failed: {', '.join(failed) or 'none'}")
+    print(f"arithmetic: tested under {len(digests) - 1} besides the default; failed: {', '.join(failed) or 'none'}")
     return int(bool(failed))
 
 
@@ -77,19 +77,19 @@ def digest() -> str:
     torch.set_num_threads(1)
     normal = np.random.default_rng(0).standard_normal((364, 256), dtype=np.float32)  # the same under every setting
     a, b = torch.from_numpy(normal).split([64, 300])
-    half, other = a.bfloat16(), b.bfloat16()
+    half_a, half_b = a.bfloat16(), b.bfloat16()
     chunks = torch.bmm(a.view(4, 16, 256), b[:256].view(4, 64, 256).mT)
     results = (
         a @ b.T,
         a[:1] @ b.T,
         chunks,
-        half @ other.T,
+        half_a @ half_b.T,
         a.exp(),
         a.softmax(-1),
         a.sum(-1),
         torch.nn.functional.gelu(a),
     )
-    return hashlib.sha256(b"".join(each.float().numpy().tobytes() for each in results)).hexdigest()
+    return hashlib.sha256(b"".join(result.float().numpy().tobytes() for result in results)).hexdigest()
 
 
 def _processor() -> str:

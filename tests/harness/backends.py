@@ -27,10 +27,10 @@ MIXES: tuple[list[Pattern], ...] = (
 
 def on(backend: str, *values: Any, marks: Iterable[Any] = ()) -> Any:
     """Make a test case whose first parameter is the backend, skipped if that backend cannot run."""
-    own = [WITH_TRITON] if backend == "triton" else []
+    skips = [WITH_TRITON] if backend == "triton" else []
     if backend == "triton" and torch.float64 in values:
-        own.append(IN_THE_INTERPRETER)
-    return pytest.param(backend, *values, marks=[*own, *marks])
+        skips.append(IN_THE_INTERPRETER)
+    return pytest.param(backend, *values, marks=[*skips, *marks])
 
 
 def repeats(number: int) -> list[pytest.MarkDecorator]:

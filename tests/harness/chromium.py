@@ -23,9 +23,9 @@ START_SECONDS = 60.0
 
 def browser_path() -> str:
     """Return $CHROMIUM, or the first installed browser."""
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    assert found, "no browser: apt-get install chromium, or name one in $CHROMIUM"
-    return found
+    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    assert path, "no browser: apt-get install chromium, or name one in $CHROMIUM"
+    return path
 
 
 class Page:
@@ -55,9 +55,9 @@ class Page:
 
     async def value(self, expression: str) -> Any:
         """Evaluate an expression in the page and await a promise."""
-        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     async def until(self, expression: str, seconds: float = 30.0) -> None:
         """Wait until an expression is true."""
@@ -111,7 +111,7 @@ async def browser() -> AsyncIterator[Page]:
         address = f"http://127.0.0.1:{await _port(profile, process)}"
         async with aiohttp.ClientSession() as session:
             async with session.get(f"{address}/json/list") as response:
-                pages = [each for each in await response.json() if each["type"] == "page"]
+                pages = [entry for entry in await response.json() if entry["type"] == "page"]
             async with session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 yield Page(socket)
     finally:

@@ -50,11 +50,11 @@ class Table:
         if exitstatus != pytest.ExitCode.OK or hasattr(config, "workerinput") or is_part:
             return
         text = PAGE.read_text()
-        before, _, rest = text.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        made = before + BEGIN + "\n" + table(self.rows) + END + after
-        if made != text:
-            PAGE.write_text(made)
+        before, _, tail = text.partition(BEGIN)
+        _, _, after = tail.partition(END)
+        updated = before + BEGIN + "\n" + table(self.rows) + END + after
+        if updated != text:
+            PAGE.write_text(updated)
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             print(f"\n{PAGE}: had another table than the tests make; it is written anew: look at it, and commit it")
 
@@ -64,7 +64,7 @@ def table(rows: dict[tuple[str, str, str], bool]) -> str:
     pinned = dict(re.findall(r'"(\w+)(?:\[\w+\])?==([\d.]+)"', (PAGE.parents[1] / "setup.py").read_text()))
     lines = ["| client | what | result |", "|---|---|---|"]
     last = None
-    for package, what, result in sorted(row for row, held in rows.items() if held):
+    for package, what, result in sorted(row for row, passed in rows.items() if passed):
         name = "" if package == last else f"{package} {pinned.get(package, '')}".strip()
         lines.append(f"| {name} | {what} | {result} |")
         last = package

@@ -35,7 +35,7 @@ def compile_kernel(case: str) -> dict[str, Any]:
     architecture, name, dtype, width_text, shape, *stored = case.split(":")
     width = int(width_text)
     rows, columns, bounds = zip(*SHAPES[shape], strict=True)
-    known = {
+    values = {
         "SCALE": width**-0.5,
         **dict.fromkeys(("WIDTH", "W", "VALUE_WIDTH", "WV"), width),
         "BLOCK_K": block_of(width),
@@ -49,7 +49,7 @@ def compile_kernel(case: str) -> dict[str, Any]:
         "ACCUMULATOR": tl.float32,
     }
     kernel = KERNELS[name]
-    constants = {parameter.name: known[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
+    constants = {parameter.name: values[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
         kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
@@ -61,11 +61,11 @@ def compile_kernel(case: str) -> dict[str, Any]:
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target_of(architecture), options={"num_warps": NUM_WARPS})
     specialised = [parameter.name for parameter in kernel.params if not parameter.do_not_specialize]
-    found = {"case": case, "shared": compiled.metadata.shared, "by_position": "position" in specialised}
+    usage = {"case": case, "shared": compiled.metadata.shared, "by_position": "position" in specialised}
     if "amdgcn" in compiled.asm:
-        return found | amdgcn_usage(compiled.asm["amdgcn"])
+        return usage | amdgcn_usage(compiled.asm["amdgcn"])
     code = read(compiled.asm["cubin"], compiled.metadata.shared, NUM_WARPS)
-    return found | {"registers": code.registers, "spilled_bytes": code.stack_bytes}
+    return usage | {"registers": code.registers, "spilled_bytes": code.stack_bytes}
 
 
 def _type(parameter: str, dtype: str) -> str:

@@ -72,8 +72,8 @@ def compiled_kernel(case: str) -> Callable[[], dict[str, Any]]:
     if "listed" in further:
         chosen = pipelined(chosen)
     kernel = KERNELS[name]
-    known = _constants(name, chosen, width, further)
-    constants = {parameter.name: known[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
+    values = _constants(name, chosen, width, further)
+    constants = {parameter.name: values[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
         kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
@@ -82,10 +82,10 @@ def compiled_kernel(case: str) -> Callable[[], dict[str, Any]]:
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target_of(architecture), options=chosen.options())
-    found = {"case": case, "tiles": list(chosen), "shared": compiled.metadata.shared}
+    usage = {"case": case, "tiles": list(chosen), "shared": compiled.metadata.shared}
     if "amdgcn" in compiled.asm:
-        return lambda: found | amdgcn_usage(compiled.asm["amdgcn"])
-    return lambda: found | evidence(compiled, architecture, name, chosen, width)
+        return lambda: usage | amdgcn_usage(compiled.asm["amdgcn"])
+    return lambda: usage | evidence(compiled, architecture, name, chosen, width)
 
 
 def configuration_of(text: str) -> Configuration:
@@ -97,22 +97,22 @@ def configuration_of(text: str) -> Configuration:
 def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration, width: int) -> dict[str, Any]:
     """Read an NVIDIA GPU's machine code; ``visits`` are the loops that visit tiles, in order."""
     code = read(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps)
-    found = {
+    usage = {
         "registers": code.registers,
         "spilled_bytes": code.stack_bytes,
-        "wgmma": any(one.by_groups for one in (*code.loops, code.outside)),
+        "wgmma": any(loop.by_groups for loop in (*code.loops, code.outside)),
         "programs": code.programs(architecture) if architecture in CARDS else None,
         "local_in_loops": sum(loop.local for loop in code.loops),
     }
     if name not in PLANNED:
-        return found | {"visits": []}
+        return usage | {"visits": []}
     visits = code.visits(name)
-    found["outside"] = code.outside.instructions
-    found["local_elsewhere"] = sum(one.local for one in (*code.loops, code.outside) if one not in visits)
-    said = [one._asdict() | {"repeats": round(repeats(one, name, chosen, width, width), 3)} for one in visits]
-    by_groups = any(one.by_groups for one in visits)
-    return found | {
-        "visits": said,
+    usage["outside"] = code.outside.instructions
+    usage["local_elsewhere"] = sum(loop.local for loop in (*code.loops, code.outside) if loop not in visits)
+    details = [loop._asdict() | {"repeats": round(repeats(loop, name, chosen, width, width), 3)} for loop in visits]
+    by_groups = any(loop.by_groups for loop in visits)
+    return usage | {
+        "visits": details,
         "fewest_products": fewest_products(name, chosen, width, width) if by_groups else None,
     }
 
@@ -172,5 +172,5 @@ def amdgcn_usage(assembly: str) -> dict[str, int]:
 
 if __name__ == "__main__":
     with ThreadPoolExecutor(1) as reader:  # one kernel is read while the next one is compiled
-        for found in reader.map(lambda read_code: read_code(), map(compiled_kernel, sys.argv[1:])):
-            print(json.dumps(found), flush=True)
+        for usage in reader.map(lambda read_code: read_code(), map(compiled_kernel, sys.argv[1:])):
+            print(json.dumps(usage), flush=True)

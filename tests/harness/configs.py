@@ -17,8 +17,8 @@ def types_in(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         yield from [value["type"]] if isinstance(value.get("type"), str) else []
         value = list(value.values())
-    for each in value if isinstance(value, list) else []:
-        yield from types_in(each)
+    for item in value if isinstance(value, list) else []:
+        yield from types_in(item)
 
 
 ATTENTIONS: dict[str, Any] = {

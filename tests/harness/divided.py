@@ -48,67 +48,68 @@ class Passed(NamedTuple):
     drawn: float  # what torch's generator draws next
 
 
-def one_pass(asked: Pass, division: Division | None) -> Passed:
+def one_pass(request: Pass, division: Division | None) -> Passed:
     """Run a forward and backward pass of a model in training in which every weight matters.
 
     Tokens that this process must not depend on are overwritten.
     """
     torch.manual_seed(0)
-    model = SparseTransformer(small(**asked.changes)).to(asked.dtype)
+    model = SparseTransformer(small(**request.changes)).to(request.dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     context = model.config.context
-    tokens, begins, real = torch.randint(256, (asked.batch, context), dtype=torch.uint8), None, None
-    if asked.begins:
-        begins = torch.zeros(asked.batch, context, dtype=torch.bool)
-        begins[0, list(asked.begins)] = True
-    if asked.lengths:
-        real = torch.arange(context) < torch.tensor(asked.lengths)[:, None]
+    tokens, begins, real = torch.randint(256, (request.batch, context), dtype=torch.uint8), None, None
+    if request.begins:
+        begins = torch.zeros(request.batch, context, dtype=torch.bool)
+        begins[0, list(request.begins)] = True
+    if request.lengths:
+        real = torch.arange(context) < torch.tensor(request.lengths)[:, None]
     if division is not None:
         model.divide(division)
-        own = division.section(context)
-        tokens[:, : max(0, own.start - model.embedding.reach)], tokens[:, own.stop :] = 7, 8
-    if asked.recompute is not None:
-        model.activation_checkpoint = functools.partial(checkpoint, use_reentrant=asked.recompute)
+        section = division.section(context)
+        tokens[:, : max(0, section.start - model.embedding.reach)], tokens[:, section.stop :] = 7, 8
+    if request.recompute is not None:
+        model.activation_checkpoint = functools.partial(checkpoint, use_reentrant=request.recompute)
     torch.manual_seed(1)
-    given = model(tokens, return_nats=True, return_extras=True, begins=begins, real=real)
-    loss = given.rows.sum()
-    if given.auxiliary_loss is not None:  # as in training: its mean over the processes counts
-        loss = loss + 10 * given.auxiliary_loss / (1 if division is None else division.size)
+    output = model(tokens, return_nats=True, return_extras=True, begins=begins, real=real)
+    loss = output.rows.sum()
+    if output.auxiliary_loss is not None:  # as in training: its mean over the processes counts
+        loss = loss + 10 * output.auxiliary_loss / (1 if division is None else division.size)
     loss.backward()
-    auxiliary = None if given.auxiliary_loss is None else given.auxiliary_loss.detach()
+    auxiliary = None if output.auxiliary_loss is None else output.auxiliary_loss.detach()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return Passed(given.rows.detach(), auxiliary, given.statistics, gradients, float(torch.rand(())))
+    return Passed(output.rows.detach(), auxiliary, output.statistics, gradients, float(torch.rand(())))
 
 
-def divided(asked: Pass, size: int) -> list[Passed]:
+def divided(request: Pass, size: int) -> list[Passed]:
     """Run the pass in ``size`` processes, at most ``MOST``."""
     processes = _processes()[:size]
     for process in processes:
-        process.send((asked, size))
-    found = []
+        process.send((request, size))
+    results = []
     for process in processes:
         assert process.poll(SECONDS), "a process does not answer"
-        found.append(process.recv())
-    for each in found:
-        assert not isinstance(each, str), each
-    return found
+        results.append(process.recv())
+    for result in results:
+        assert not isinstance(result, str), result
+    return results
 
 
-def joined(found: list[Passed]) -> Passed:
+def joined(results: list[Passed]) -> Passed:
     """Join the results of the processes: concatenate their rows, and add up sums."""
     gradients: dict[str, Tensor | None] = {}
-    for name in found[0].gradients:
-        shares = [each.gradients[name] for each in found]
+    for name in results[0].gradients:
+        shares = [result.gradients[name] for result in results]
         assert all(share is not None for share in shares), f"a process has no gradient of {name}"
         gradients[name] = torch.stack([share for share in shares if share is not None]).sum(0)
-    statistics = tuple(torch.stack(each).sum(0) for each in zip(*(each.statistics for each in found), strict=True))
-    for each in found:  # to the bit, so that all processes take the same steps
-        assert each.drawn == found[0].drawn
-        assert (each.auxiliary is None) == (found[0].auxiliary is None)
-        assert each.auxiliary is None or found[0].auxiliary is None or torch.equal(each.auxiliary, found[0].auxiliary)
+    statistics = tuple(torch.stack(x).sum(0) for x in zip(*(result.statistics for result in results), strict=True))
+    for result in results:  # to the bit, so that all processes take the same steps
+        assert result.drawn == results[0].drawn
+        assert (result.auxiliary is None) == (results[0].auxiliary is None)
+        if result.auxiliary is not None and results[0].auxiliary is not None:
+            assert torch.equal(result.auxiliary, results[0].auxiliary)
     return Passed(
-        torch.cat([each.nats for each in found], 1), found[0].auxiliary, statistics, gradients, found[0].drawn
+        torch.cat([result.nats for result in results], 1), results[0].auxiliary, statistics, gradients, results[0].drawn
     )
 
 
@@ -121,10 +122,10 @@ def _processes() -> list[Connection]:
     meeting_place = Path(folder.name) / "store"  # a file: a port might be taken before they meet
     connections = []
     for rank in range(MOST):
-        here, there = context.Pipe()
+        local, there = context.Pipe()
         context.Process(target=_serve, args=(there, rank, meeting_place), daemon=True).start()
         there.close()
-        connections.append(here)
+        connections.append(local)
 
     @atexit.register
     def end() -> None:
@@ -144,10 +145,10 @@ def _serve(requests: Connection, rank: int, meeting_place: Path) -> None:
     groups: list[ProcessGroup] = [torch.distributed.new_group(range(size)) for size in range(1, MOST + 1)]
     while True:
         try:
-            asked, size = requests.recv()
+            request, size = requests.recv()
         except EOFError:
             return
         try:
-            requests.send(one_pass(asked, Division(rank, size, groups[size - 1], asked.exchange)))
+            requests.send(one_pass(request, Division(rank, size, groups[size - 1], request.exchange)))
         except Exception:
             requests.send(traceback.format_exc())

@@ -94,13 +94,13 @@ def main() -> None:
     for pattern in (Local(128), Block(128), Strided(128), FIXED, STRIDED, [*STRIDED[:4], FIXED, *STRIDED[5:]]):
         launch.PLANS = BoundedCache()
         first, second = inputs_of(1, 12288), inputs_of(1, 12288)
-        held = step(first, pattern)
+        tensors = step(first, pattern)
         mark = len(launched)
-        held += step(second, pattern)  # by plans of the first: what it held is still held
+        tensors += step(second, pattern)  # by plans of the first: what it held is still held
         again, mark = launched[mark:], len(launched)
         planned = len(launch.PLANS)
         launch.PLANS = BoundedCache()
-        held += step(second, pattern)
+        tensors += step(second, pattern)
         anew = launched[mark:]
         same[str(pattern)] = planned == 2 and told(again, second) == told(anew, second)
         launched.clear()

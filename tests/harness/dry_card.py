@@ -55,15 +55,15 @@ class DryCard:
             function, packed_metadata = object(), ()
 
             def __init__(self, name: str) -> None:
-                self.run = lambda *given: card.launched.append((name, given[0], given[9:]))
+                self.run = lambda *arguments: card.launched.append((name, arguments[0], arguments[9:]))
 
-            def launch_metadata(self, *given: Any) -> None:
+            def launch_metadata(self, *arguments: Any) -> None:
                 pass
 
         def do_compile(kernel: Any, key: Any, *_: Any) -> Uncompiled:
             card.compiled.append(kernel.__name__)
-            found = kernel.device_caches[0][0][key] = Uncompiled(kernel.__name__)
-            return found
+            compiled = kernel.device_caches[0][0][key] = Uncompiled(kernel.__name__)
+            return compiled
 
         triton.JITFunction._do_compile = do_compile
 

@@ -58,13 +58,13 @@ class Installation:
     @property
     def packages(self) -> Path:
         """The path of its site-packages."""
-        (found,) = self.prefix.glob("lib/python*/site-packages")
-        return found
+        (path,) = self.prefix.glob("lib/python*/site-packages")
+        return path
 
     def environment(self) -> dict[str, str]:
         """Return the environment of its programs, with its own PATH and without the tests' PYTHONPATH."""
-        kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
-        return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{self.prefix / 'bin'}:{os.environ['PATH']}"}
+        inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
+        return inherited | {"OMP_NUM_THREADS": "1", "PATH": f"{self.prefix / 'bin'}:{os.environ['PATH']}"}
 
     def run(self, *command: object, **variables: str) -> bytes:
         """Run a program, which must succeed, and return its standard output."""
@@ -103,10 +103,10 @@ def watch(installation: Installation, folder: Path) -> Callable[[], list[Process
 def bare(prefix: Path, folder: Path) -> Installation:
     """Make a Python with the packages of the tests' Python, but Longstride only if ``folder`` is its checkout."""
     venv.create(prefix, symlinks=True)
-    made = Installation(prefix, folder)
+    installation = Installation(prefix, folder)
     others = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
-    (made.packages / "others.pth").write_text("\n".join(others) + "\n")
-    return made
+    (installation.packages / "others.pth").write_text("\n".join(others) + "\n")
+    return installation
 
 
 def copy_checkout(target: Path) -> Path:
@@ -124,8 +124,8 @@ def built(hook: str, source: Path, target: Path) -> Path:
     """Run a build hook of the project (PEP 517), and return the one file that it makes."""
     target.mkdir(exist_ok=True)
     subprocess.run([sys.executable, "-W", "ignore", "-c", BUILD, hook, str(target)], cwd=source, check=True)
-    (made,) = (path for path in target.iterdir() if path.is_file())
-    return made
+    (path_built,) = (path for path in target.iterdir() if path.is_file())
+    return path_built
 
 
 def foreign_kernels(packages: Path) -> None:

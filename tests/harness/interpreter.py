@@ -22,10 +22,10 @@ def quicken(monkeypatch: Any) -> None:
 
     @functools.cache
     def languages(function: Any) -> list[Any]:
-        return [one for one in function.__globals__.values() if inspect.ismodule(one) and one in (tl, tl.core)]
+        return [x for x in function.__globals__.values() if inspect.ismodule(x) and x in (tl, tl.core)]
 
     def once(function: Any) -> Any:
-        missing = any(tl.core.is_builtin(one.load) for one in languages(function))
+        missing = any(tl.core.is_builtin(module.load) for module in languages(function))
         return put_in_place(function) if missing else interpreter._LangPatchScope()
 
     looked_up, look_up = dict[str, Any](), interpreter._get_np_dtype

@@ -33,12 +33,12 @@ def train_through(
     Returns:
         The last weights and buffers, and the initial ones.
     """
-    wanted = losses_of(config_file, run.with_name("whole"), 2 * exact, 1, *model, "deepspeed=zero0_fp32")
-    found: list[float] = []
+    expected = losses_of(config_file, run.with_name("whole"), 2 * exact, 1, *model, "deepspeed=zero0_fp32")
+    losses: list[float] = []
     for number, (processes, layout) in enumerate(legs, 1):
-        found = losses_of(config_file, run, 2 * number, processes, *model, *layout)
-    assert len(wanted) == 2 * exact and found[: len(wanted)] == pytest.approx(wanted, rel=1e-5)
-    assert len(found) == 2 * len(legs) and all(loss < found[0] for loss in found[-2:])
+        losses = losses_of(config_file, run, 2 * number, processes, *model, *layout)
+    assert len(expected) == 2 * exact and losses[: len(expected)] == pytest.approx(expected, rel=1e-5)
+    assert len(losses) == 2 * len(legs) and all(loss < losses[0] for loss in losses[-2:])
     checkpoint = open_checkpoint(run, 2 * len(legs))
     torch.manual_seed(checkpoint.config.train.seed)
     drawn = SparseTransformer(checkpoint.config.model).state_dict()

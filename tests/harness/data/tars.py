@@ -40,7 +40,7 @@ def write_shards(folder: Path, samples=UNEVEN, prefix="train-", sizes=(1, 200), 
         path = folder / f"{prefix}{shard:03}.tar"
         # A number heads each text, so that none occurs twice.
         texts.append(
-            [b"%03d%04d" % (shard, each) + generator.randbytes(generator.randint(*sizes)) for each in range(count)]
+            [b"%03d%04d" % (shard, number) + generator.randbytes(generator.randint(*sizes)) for number in range(count)]
         )
         picture = generator.randbytes(900)
         if shard % 2:

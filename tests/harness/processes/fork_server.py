@@ -131,8 +131,8 @@ def run_rank(case: dict[str, Any], rank: int) -> NoReturn:
         faults.arm(fault["folder"], fault["kind"], fault["number"], folder / "operations")
     try:
         code = entry.main(case["arguments"])
-    except SystemExit as left:
-        code = int(left.code or 0)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
@@ -157,8 +157,8 @@ def run(case: dict[str, Any]) -> list[int]:
             if codes[pid]:
                 end = min(end, time.monotonic() + ALONE_SECONDS)
         elif time.monotonic() > end:
-            for other in set(pids) - codes.keys():
-                os.kill(other, signal.SIGKILL)
+            for pid in set(pids) - codes.keys():
+                os.kill(pid, signal.SIGKILL)
             end = time.monotonic() + 120
         else:
             time.sleep(0.01)

@@ -36,4 +36,4 @@ class ForkServer(Asked):
 
     def operations(self) -> list[str]:
         """Return what the traced rank of the last run did to files, including the operation that killed it."""
-        return [str(each) for each in self.log()]
+        return [str(operation) for operation in self.log()]

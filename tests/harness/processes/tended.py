@@ -146,8 +146,8 @@ def tended(
         yield run
     finally:
         run.process.kill()
-        while left := run.processes():
-            for pid in left:
+        while processes := run.processes():
+            for pid in processes:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:

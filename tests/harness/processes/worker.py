@@ -35,17 +35,17 @@ def dump_buffers(folder: Path) -> None:
     import longstride.launcher.training.loop as loop
 
     train_step = loop.train_step
-    kept: list[dict[str, Any]] = []
+    buffers: list[dict[str, Any]] = []
 
     def step_and_dump(engine: Any, taken: Any, micro_batch: int, ranks: Any, *args: Any) -> Any:
         def keep() -> None:
-            kept.append({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
+            buffers.append({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
 
-        if not kept:
+        if not buffers:
             keep()
         line = train_step(engine, taken, micro_batch, ranks, *args)
         keep()
-        torch.save(kept, folder / f"rank-{ranks.rank}.pt")
+        torch.save(buffers, folder / f"rank-{ranks.rank}.pt")
         return line
 
     loop.train_step = step_and_dump
@@ -214,7 +214,7 @@ def halt(where: str, step: int, how: str) -> None:
     work, swap = getattr(owner, name), Division.swap
 
     def halt_now() -> None:
-        seconds = [f"{each.total_seconds():g}" for each in timeouts()]
+        seconds = [f"{timeout.total_seconds():g}" for timeout in timeouts()]
         print("time-outs of groups and store:", *seconds, flush=True)
         if how in ("stopped", "killed"):
             os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
@@ -312,8 +312,8 @@ def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
     def score_and_spoil(engine: Any, *args: Any) -> Any:
         scored = score(engine, *args)
         is_last = (engine.micro_steps + 1) % engine.gradient_accumulation_steps() == 0
-        here = is_last and int(os.environ.get("RANK", "0")) == rank
-        if here and engine.global_steps + 1 in steps and len(done) < how_often:
+        is_here = is_last and int(os.environ.get("RANK", "0")) == rank
+        if is_here and engine.global_steps + 1 in steps and len(done) < how_often:
             done.append(engine.global_steps)
             spoilt = _SPOILS[what](scored.nats)
             scored = scored._replace(nats=spoilt, loss=spoilt)
@@ -330,10 +330,10 @@ def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
     loop.train_step = step_and_tell
 
 
-def tell_versions(told: dict[str, str]) -> None:
+def tell_versions(versions: dict[str, str]) -> None:
     """Make this rank see other versions of installed packages."""
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: told.get(name) or version(name)
+    importlib.metadata.version = lambda name: versions.get(name) or version(name)
 
 
 def spoil_after_load() -> None:
