@@ -180,20 +180,20 @@ def check_against_reference(
         The largest share of its bound for each result.
     """
     inputs = make_inputs(shape, dtype, seed=seed, grad_lse=grad_lse) if inputs is None else inputs
-    found = attention_and_gradients(
+    results = attention_and_gradients(
         lambda q, k, v: sparse_attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=True),
         inputs,
         device,
     )
-    return assert_within_precision(found, inputs, pattern, scale)
+    return assert_within_precision(results, inputs, pattern, scale)
 
 
 def assert_within_precision(
-    found: dict[str, Tensor], inputs: Inputs, reads: Reads | Mask, scale: float | None = None
+    results: dict[str, Tensor], inputs: Inputs, reads: Reads | Mask, scale: float | None = None
 ) -> dict[str, float]:
     """Assert that rounding explains how far results are from fp64; return the largest share of its bound for each."""
-    wanted = expected(inputs, reads, scale)
-    return {name: assert_explained(name, found[name], wanted[name], reads) for name in RESULTS}
+    bounds = expected(inputs, reads, scale)
+    return {name: assert_explained(name, results[name], bounds[name], reads) for name in RESULTS}
 
 
 class Expected(NamedTuple):
@@ -207,21 +207,21 @@ class Expected(NamedTuple):
         """Select some rows."""
         return self._replace(exact=self.exact[:, :, rows], bound=self.bound[:, :, rows])
 
-    def share(self, found: Tensor) -> float:
+    def share(self, result: Tensor) -> float:
         """Return the largest ratio of an error to its bound; inf for NaN or a wrong infinity."""
-        found, infinite = found.to(self.exact.device).double(), self.exact.isinf()
-        error = (found - self.exact)[~infinite].abs()
-        if error.isnan().any() or not torch.equal(found[infinite], self.exact[infinite]):
+        result, infinite = result.to(self.exact.device).double(), self.exact.isinf()
+        error = (result - self.exact)[~infinite].abs()
+        if error.isnan().any() or not torch.equal(result[infinite], self.exact[infinite]):
             return math.inf
         return float(torch.where(error == 0, 0.0, error / self.bound[~infinite]).amax()) if error.numel() else 0.0
 
 
-def assert_explained(name: str, found: Tensor, wanted: Expected, reads: Reads | Mask) -> float:
+def assert_explained(name: str, result: Tensor, expectation: Expected, reads: Reads | Mask) -> float:
     """Assert that rounding explains how far each number is from fp64; return the largest share of its bound."""
-    assert found.dtype == wanted.dtype, f"{name} is {found.dtype}, not {wanted.dtype}"
-    assert found.shape == wanted.exact.shape, f"{name} is {tuple(found.shape)}"
-    share = wanted.share(found)
-    assert share <= 1, f"{name} is off by {share:.3g} times what rounding explains: {reads} {wanted.dtype}"
+    assert result.dtype == expectation.dtype, f"{name} is {result.dtype}, not {expectation.dtype}"
+    assert result.shape == expectation.exact.shape, f"{name} is {tuple(result.shape)}"
+    share = expectation.share(result)
+    assert share <= 1, f"{name} is off by {share:.3g} times what rounding explains: {reads} {expectation.dtype}"
     return share
 
 
@@ -242,11 +242,11 @@ def expected(inputs: Inputs, reads: Reads | Mask, scale: float | None = None, ro
     for some in torch.arange(q.shape[2], device=q.device).split(rows):
         rows_of_inputs = Inputs(q[:, :, some], k, v, grad_out[:, :, some], grad_lse[:, :, some, None])
         allowed = reads(some).expand(*q.shape[:2], -1, -1)
-        found, added = _of_rows(rows_of_inputs, allowed, factor, roundings)
-        by_rows.append(found)
-        sums = [total + more for total, more in zip(sums, added, strict=True)]
-    pairs = [[torch.cat(x, 2) for x in zip(*one, strict=True)] for one in zip(*by_rows, strict=True)]
-    count, *sums = (each.unflatten(1, (shared, -1)).sum(2) for each in sums)
+        outputs, added = _of_rows(rows_of_inputs, allowed, factor, roundings)
+        by_rows.append(outputs)
+        sums = [total + term for total, term in zip(sums, added, strict=True)]
+    pairs = [[torch.cat(x, 2) for x in zip(*pair, strict=True)] for pair in zip(*by_rows, strict=True)]
+    count, *sums = (total.unflatten(1, (shared, -1)).sum(2) for total in sums)
     for total, squares, variance in (sums[:3], sums[3:]):
         pairs.append([total, variance + roundings.of_sum(count, total, squares)])
     results = {}
@@ -257,7 +257,7 @@ def expected(inputs: Inputs, reads: Reads | Mask, scale: float | None = None, ro
         else:
             results[name] = Expected(exact, bound + roundings.once(exact**2).sqrt(), dtype)
     if dtype == torch.float64:  # the exact results are rounded as well
-        results = {name: each._replace(bound=2 * each.bound) for name, each in results.items()}
+        results = {name: result._replace(bound=2 * result.bound) for name, result in results.items()}
     return results
 
 

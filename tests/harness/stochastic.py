@@ -71,7 +71,7 @@ def assert_rounding_explains(
     right = results()
     with Roundings(inputs[0].dtype):
         moved = results()
-    for number, (mine, exact, other) in enumerate(zip(found, right, moved, strict=True)):
+    for number, (mine, exact, perturbed) in enumerate(zip(found, right, moved, strict=True)):
         last = torch.finfo(mine.dtype).eps / 2 * exact / 3**0.5  # the result's own rounding
-        error, explained = ((x**2).mean().sqrt() for x in (mine.double() - exact, torch.hypot(other - exact, last)))
+        error, explained = ((x**2).mean().sqrt() for x in (mine.double() - exact, torch.hypot(perturbed - exact, last)))
         assert error <= SAFETY * explained, f"result {number} is off by {error:.3g}; rounding explains {explained:.3g}"
