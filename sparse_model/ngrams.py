@@ -63,7 +63,16 @@ class Ngrams(Part):
 
     def ids(self, before: Tensor, places: Tensor | None = None) -> Tensor:
         """Return the table row of each order at each position, (B, n, O) int64; arguments as for ``forward``."""
-        powers, columns, odd, offsets = self._numbers_on(before.device)
+        device = before.device
+        if device not in self._numbers:  # not buffers: loading into a model on the meta device only sets parameters
+            lists = (
+                [signed(self.base**place) for place in range(self.orders[-1])],
+                [order - 1 for order in self.orders],
+                [signed((2 * order + 1) * _GOLDEN) for order in self.orders],
+                [number * self.num_rows for number in range(len(self.orders))],
+            )
+            self._numbers[device] = tuple(torch.tensor(numbers, device=device) for numbers in lists)
+        powers, columns, odd, offsets = self._numbers[device]
         # Newest first, so that the key of order n is the sum of the first n.
         tokens, longest = before + 1, len(powers)
         if torch.compiler.is_exporting():  # for any length: overlapping windows would fix it
@@ -80,19 +89,6 @@ class Ngrams(Part):
         x = (x ^ (x >> 32 & _LOW_32)) * signed(_MIXER)
         rows = (x >> 33 & _LOW_31) * self.num_rows >> 31
         return torch.cat([keys[..., :exact], rows], -1) + offsets if exact else rows + offsets
-
-    def _numbers_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return (L,) powers of the base, and each order's index in them, odd number and first row: (O,) each."""
-        # Not buffers: loading into a model on the meta device only sets parameters.
-        if device not in self._numbers:
-            columns = (
-                [signed(self.base**place) for place in range(self.orders[-1])],
-                [order - 1 for order in self.orders],
-                [signed((2 * order + 1) * _GOLDEN) for order in self.orders],
-                [number * self.num_rows for number in range(len(self.orders))],
-            )
-            self._numbers[device] = tuple(torch.tensor(column, device=device) for column in columns)
-        return self._numbers[device]
 
 
 def add_rows(h: Tensor, rows: Tensor, ids: Tensor) -> Tensor:

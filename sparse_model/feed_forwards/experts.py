@@ -9,7 +9,6 @@ Letters: B batch, N positions, R rows, C width, F inner width, E experts, k of t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -150,8 +149,15 @@ class Experts(FeedForward):
         auxiliary, fits = None, None if real is None else real.reshape(-1, 1)
         if self.training and config.balance:
             first = chosen[:, :1] == torch.arange(self.count, device=h.device)
-            shares, means = self._means(fits, first.to(wide), probabilities)
-            auxiliary = config.balance * self.count * (shares * means).sum()
+            if fits is None:
+                means = torch.stack([first.to(wide).mean(0), probabilities.mean(0)])
+                share, mean = self.division.sum(means).div(self.division.size)
+            else:
+                count = fits.to(wide).sum(0).expand(self.count)
+                sums = torch.stack([*(x.where(fits, 0.0).sum(0) for x in (first.to(wide), probabilities)), count])
+                share, mean, count = self.division.sum(sums)
+                share, mean = share / count, mean / count
+            auxiliary = config.balance * self.count * (share * mean).sum()
         if self.training and config.capacity is not None:
             fits = self._within_capacity(chosen.view(len(h), -1), real)
         if fits is not None:
@@ -168,15 +174,6 @@ class Experts(FeedForward):
         expand, contract = top * expand // self.count, top * contract // self.count
         long = batch * positions * top // self.division.size > dense.LONG_ROWS
         return Work(linear=router + expand + contract, again=expand if long else 0)
-
-    def _means(self, real: Tensor | None, *several: Tensor) -> Sequence[Tensor]:
-        """Average the real rows of each of several (R, E), over all processes that share contexts: (E,) each."""
-        if real is None:
-            return self.division.sum(torch.stack([rows.mean(0) for rows in several])).div(self.division.size).unbind()
-        counts = real.to(several[0].dtype).sum(0).expand(self.count)
-        sums = torch.stack([*(rows.where(real, 0.0).sum(0) for rows in several), counts])
-        *totals, counts = self.division.sum(sums)
-        return [total / counts for total in totals]
 
     def _within_capacity(self, chosen: Tensor, real: Tensor | None) -> Tensor:
         """Find the choices (B, n·k) of each context that fit the experts' capacity: (R, k) bool, False for padding.
