@@ -59,6 +59,11 @@ def build(name: str, attention: str, pattern: Any = None, dtype: torch.dtype = t
     return model.to(dtype).eval()
 
 
+def both(name: str, *values: Any, **options: Any) -> tuple[Any, Any]:
+    """Return the same model with our attention and with sdpa."""
+    return build(name, "longstride", *values, **options), build(name, "sdpa", *values, **options)
+
+
 def tokens(*shape: int) -> Tensor:
     return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(0))
 
@@ -68,11 +73,11 @@ def mask(pattern: Pattern, heads: int = 4, length: int = LENGTH) -> Tensor:
     return torch.stack([mask_of(pattern.for_head(head), length) for head in range(heads)])[None]
 
 
-def assert_rounded(found: Tensor, wanted: Tensor) -> None:
+def assert_rounded(result: Tensor, expected: Tensor) -> None:
     """Assert that tensors are equal within rounding: 1e-12 of the largest number in fp64, 1e-6 in fp32."""
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    error = float((found - wanted).detach().abs().max())
-    assert error <= (1e-12 * float(wanted.detach().abs().max()) if found.dtype == torch.float64 else 1e-6), error
+    assert result.shape == expected.shape and result.dtype == expected.dtype
+    error = float((result - expected).detach().abs().max())
+    assert error <= (1e-12 * float(expected.detach().abs().max()) if result.dtype == torch.float64 else 1e-6), error
 
 
 # Equal to sdpa
@@ -87,7 +92,7 @@ def assert_rounded(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_dense_attention_is_sdpa(name: str, dtype: torch.dtype) -> None:
     """Compare in fp32 with transformers' initial values, and in fp64 with larger ones."""
-    ours, theirs = (build(name, each, DENSE, dtype) for each in ("longstride", "sdpa"))
+    ours, theirs = both(name, DENSE, dtype)
     if dtype == torch.float32:
         torch.manual_seed(0)
         theirs.init_weights()
@@ -112,31 +117,33 @@ def test_every_model_is_sdpa_under_a_mask(name: str) -> None:
 
 
 def check_under_mask(name: str, value: Any, pattern: Pattern) -> None:
-    ours, theirs = (build(name, each, value) for each in ("longstride", "sdpa"))
-    known = tokens(2, LENGTH)
+    ours, theirs = both(name, value)
+    inputs = tokens(2, LENGTH)
     losses = []
     for model, of_pairs in ((ours, None), (theirs, mask(pattern).expand(2, -1, -1, -1))):
-        output = model(known, attention_mask=of_pairs, labels=known)
+        output = model(inputs, attention_mask=of_pairs, labels=inputs)
         output.loss.backward()
         losses.append(output)
     assert_rounded(losses[0].logits, losses[1].logits)
-    assert_rounded(*(torch.cat([each.grad.flatten() for each in model.parameters()]) for model in (ours, theirs)))
-    single, other = ours.float(), theirs.float()
+    models = (ours, theirs)
+    gradients = [torch.cat([parameter.grad.flatten() for parameter in model.parameters()]) for model in models]
+    assert_rounded(*gradients)
+    single, reference = ours.float(), theirs.float()
     with torch.no_grad():
         torch.manual_seed(0)
-        other.init_weights()
-        single.load_state_dict(other.state_dict())
-        found = single(known).logits
-        assert_rounded(found, other(known, attention_mask=mask(pattern).expand(2, -1, -1, -1)).logits)
+        reference.init_weights()
+        single.load_state_dict(reference.state_dict())
+        result = single(inputs).logits
+        assert_rounded(result, reference(inputs, attention_mask=mask(pattern).expand(2, -1, -1, -1)).logits)
 
 
 def test_layers_take_patterns_in_turn() -> None:
     """Compare models of one layer with each pattern to one of both: the first layer's rows go into the second."""
-    ours, theirs = (build("LlamaConfig", each, IN_TURN) for each in ("longstride", "sdpa"))
-    masks = [mask(pattern_from_json(each)).expand(2, -1, -1, -1) for each in IN_TURN]
+    ours, theirs = both("LlamaConfig", IN_TURN)
+    masks = [mask(pattern_from_json(pattern)).expand(2, -1, -1, -1) for pattern in IN_TURN]
     for layer, of_layer in zip(theirs.model.layers, masks, strict=True):
         layer.register_forward_pre_hook(
-            lambda module, given, options, of_layer=of_layer: (given, {**options, "attention_mask": of_layer}),
+            lambda module, arguments, options, of_layer=of_layer: (arguments, {**options, "attention_mask": of_layer}),
             with_kwargs=True,
         )
     with torch.no_grad():
@@ -144,14 +151,14 @@ def test_layers_take_patterns_in_turn() -> None:
 
 
 def test_recomputed_layers_have_equal_gradients() -> None:
-    model, known = build("LlamaConfig", "longstride", FIXED).train(), tokens(2, LENGTH)
+    model, inputs = build("LlamaConfig", "longstride", FIXED).train(), tokens(2, LENGTH)
     padded = (torch.arange(LENGTH) >= torch.tensor([[0], [7]])).long()
     grads = []
     for recomputes in (False, True):
         if recomputes:
             model.gradient_checkpointing_enable()
         model.zero_grad()
-        model(known, attention_mask=padded, labels=known, use_cache=False).loss.backward()
+        model(inputs, attention_mask=padded, labels=inputs, use_cache=False).loss.backward()
         grads.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
@@ -165,37 +172,37 @@ def test_recomputed_layers_have_equal_gradients() -> None:
     "each text's logits and gradients as alone, within 1e-12 of the largest in fp64; sdpa's where the pattern is dense",
 )
 @pytest.mark.parametrize("pattern", [DENSE, FIXED, {"type": "strided", "stride": 8}, IN_TURN], ids=str)
-@pytest.mark.parametrize("left", [True, False])
-def test_padded_texts_are_those_alone(pattern: Any, left: bool) -> None:
-    ours, theirs = (build("LlamaConfig", each, pattern) for each in ("longstride", "sdpa"))
-    known, lengths = tokens(3, LENGTH), (LENGTH, 31, 1)
+@pytest.mark.parametrize("is_left", [True, False])
+def test_padded_texts_are_those_alone(pattern: Any, is_left: bool) -> None:
+    ours, theirs = both("LlamaConfig", pattern)
+    inputs, lengths = tokens(3, LENGTH), (LENGTH, 31, 1)
     shown = torch.zeros(3, LENGTH, dtype=torch.int64)
     for row, length in zip(shown, lengths, strict=True):
-        row[LENGTH - length if left else 0 :][:length] = 1
+        row[LENGTH - length if is_left else 0 :][:length] = 1
     positions = (shown.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        found = ours(known, attention_mask=shown, position_ids=positions).logits
+        logits = ours(inputs, attention_mask=shown, position_ids=positions).logits
         for number in range(3):
-            alone = ours(known[number, shown[number].bool()][None]).logits[0]
-            assert_rounded(found[number, shown[number].bool()], alone)
+            alone = ours(inputs[number, shown[number].bool()][None]).logits[0]
+            assert_rounded(logits[number, shown[number].bool()], alone)
         if pattern == DENSE:
-            wanted = theirs(known, attention_mask=shown, position_ids=positions).logits
-            assert_rounded(found[shown.bool()], wanted[shown.bool()])
+            expected = theirs(inputs, attention_mask=shown, position_ids=positions).logits
+            assert_rounded(logits[shown.bool()], expected[shown.bool()])
 
 
 @pytest.mark.parametrize("pattern", [DENSE, FIXED, IN_TURN], ids=str)
 def test_packed_texts_are_those_alone(pattern: Any) -> None:
-    ours, theirs = (build("LlamaConfig", each, pattern) for each in ("longstride", "sdpa"))
-    known, lengths = tokens(1, LENGTH), (13, 1, 36)
+    ours, theirs = both("LlamaConfig", pattern)
+    inputs, lengths = tokens(1, LENGTH), (13, 1, 36)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     options = {"position_ids": positions, "use_cache": False}
-    found = ours(known, **options).logits
-    alone = torch.cat([ours(text).logits for text in known.split(lengths, 1)], 1)
-    assert_rounded(found, alone)
-    grads = (torch.autograd.grad(logits.square().sum(), list(ours.parameters())) for logits in (found, alone))
-    assert_rounded(*(torch.cat([each.flatten() for each in of_logits]) for of_logits in grads))
+    packed = ours(inputs, **options).logits
+    alone = torch.cat([ours(text).logits for text in inputs.split(lengths, 1)], 1)
+    assert_rounded(packed, alone)
+    grads = (torch.autograd.grad(logits.square().sum(), list(ours.parameters())) for logits in (packed, alone))
+    assert_rounded(*(torch.cat([gradient.flatten() for gradient in of_logits]) for of_logits in grads))
     if pattern == DENSE:
-        assert_rounded(found, theirs(known, **options).logits)
+        assert_rounded(packed, theirs(inputs, **options).logits)
 
 
 # Caches
@@ -209,27 +216,27 @@ def test_packed_texts_are_those_alone(pattern: Any) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pattern", [DENSE, FIXED, IN_TURN], ids=str)
 def test_generated_tokens_are_those_without_a_cache(name: str, pattern: Any) -> None:
-    model, known = build(name, "longstride", pattern), tokens(2, 13)
+    model, inputs = build(name, "longstride", pattern), tokens(2, 13)
     options = {"max_new_tokens": 30, "do_sample": False}
-    wanted = model.generate(known, use_cache=False, **options)
-    assert torch.equal(model.generate(known, **options), wanted)
-    assert torch.equal(model.generate(known, cache_implementation="static", **options), wanted)
+    expected = model.generate(inputs, use_cache=False, **options)
+    assert torch.equal(model.generate(inputs, **options), expected)
+    assert torch.equal(model.generate(inputs, cache_implementation="static", **options), expected)
     beams = {**options, "num_beams": 3}
-    assert torch.equal(model.generate(known, **beams), model.generate(known, use_cache=False, **beams))
-    looked_up = model.generate(known[:1], prompt_lookup_num_tokens=4, **options)
-    assert torch.equal(looked_up, wanted[:1])
+    assert torch.equal(model.generate(inputs, **beams), model.generate(inputs, use_cache=False, **beams))
+    looked_up = model.generate(inputs[:1], prompt_lookup_num_tokens=4, **options)
+    assert torch.equal(looked_up, expected[:1])
     if pattern == DENSE:
-        assert torch.equal(build(name, "sdpa").generate(known, **options), wanted)
+        assert torch.equal(build(name, "sdpa").generate(inputs, **options), expected)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("pattern", [DENSE, FIXED, IN_TURN], ids=str)
 def test_padded_prompts_generate_what_they_do_alone(pattern: Any, cache: str | None) -> None:
-    model, known, lengths = build("LlamaConfig", "longstride", pattern), tokens(3, 20), (20, 9, 1)
+    model, inputs, lengths = build("LlamaConfig", "longstride", pattern), tokens(3, 20), (20, 9, 1)
     options = {"max_new_tokens": 20, "do_sample": False, "cache_implementation": cache}
     shown = (torch.arange(20) >= 20 - torch.tensor(lengths)[:, None]).long()
-    found = model.generate(known, attention_mask=shown, **options)
-    for row, length in zip(found, lengths, strict=True):
+    result = model.generate(inputs, attention_mask=shown, **options)
+    for row, length in zip(result, lengths, strict=True):
         alone = row[20 - length : 20][None]
         assert torch.equal(model.generate(alone, **options)[0], row[20 - length :])
 
@@ -245,24 +252,24 @@ def test_padded_prompts_generate_what_they_do_alone(pattern: Any, cache: str | N
 def test_a_prompt_in_chunks_is_the_prompt_at_once(pattern: Any, is_static: bool, is_padded: bool, past: str) -> None:
     from transformers import DynamicCache, StaticCache
 
-    model, known = build("LlamaConfig", "longstride", pattern), tokens(2, LENGTH)
-    shown = torch.ones_like(known)
+    model, inputs = build("LlamaConfig", "longstride", pattern), tokens(2, LENGTH)
+    shown = torch.ones_like(inputs)
     if is_padded:
         shown[1, :23] = 0  # beyond the first chunk
     positions = (shown.cumsum(1) - 1).clamp(min=0)
     cache = StaticCache(config=model.config, max_cache_len=64) if is_static else DynamicCache(config=model.config)
     with torch.no_grad():
-        wanted = model(known, attention_mask=shown, position_ids=positions).logits
-        found = [
+        expected = model(inputs, attention_mask=shown, position_ids=positions).logits
+        result = [
             model(
-                known[:, first:end],
+                inputs[:, first:end],
                 attention_mask=shown[:, :end] if is_padded else None,
                 position_ids=positions[:, first:end],
                 **{past: cache},
             ).logits
             for first, end in itertools.pairwise([0, 17, 18, 40, LENGTH])
         ]
-    assert_rounded(torch.cat(found, 1)[shown.bool()], wanted[shown.bool()])
+    assert_rounded(torch.cat(result, 1)[shown.bool()], expected[shown.bool()])
 
 
 # Windows
@@ -275,11 +282,11 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(pattern: Any, is_static: bool,
 )
 @pytest.mark.parametrize("window", [2, 7, 64])
 def test_a_sliding_window_cuts_a_dense_pattern(window: int) -> None:
-    ours, theirs = (build("MistralConfig", each, DENSE, sliding_window=window) for each in ("longstride", "sdpa"))
-    known, options = tokens(2, LENGTH), {"max_new_tokens": 20, "do_sample": False}
+    ours, theirs = both("MistralConfig", DENSE, sliding_window=window)
+    inputs, options = tokens(2, LENGTH), {"max_new_tokens": 20, "do_sample": False}
     with torch.no_grad():
-        assert_rounded(ours(known).logits, theirs(known).logits)
-    assert torch.equal(ours.generate(known[:, :5], **options), theirs.generate(known[:, :5], **options))
+        assert_rounded(ours(inputs).logits, theirs(inputs).logits)
+    assert torch.equal(ours.generate(inputs[:, :5], **options), theirs.generate(inputs[:, :5], **options))
 
 
 def test_windows_and_patterns_by_layer() -> None:
@@ -287,10 +294,10 @@ def test_windows_and_patterns_by_layer() -> None:
     options = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 6}
     model = build("Qwen2Config", "longstride", [FIXED, {"type": "local", "window": 8}], **options)
     same = build("Qwen2Config", "longstride", [FIXED, {"type": "local", "window": 6}], **options)
-    known, steps = tokens(2, LENGTH), {"max_new_tokens": 20, "do_sample": False}
+    inputs, steps = tokens(2, LENGTH), {"max_new_tokens": 20, "do_sample": False}
     with torch.no_grad():
-        assert torch.equal(model(known).logits, same(known).logits)
-    assert torch.equal(model.generate(known, **steps), model.generate(known, use_cache=False, **steps))
+        assert torch.equal(model(inputs).logits, same(inputs).logits)
+    assert torch.equal(model.generate(inputs, **steps), model.generate(inputs, use_cache=False, **steps))
 
 
 # What is refused
@@ -308,41 +315,43 @@ def refused(message: str, model: Any, *inputs: Any, **options: Any) -> None:
     "refused by name in one line",
 )
 def test_what_patterns_cannot_do_is_refused() -> None:
-    known, model = tokens(2, 20), build("LlamaConfig", "longstride", FIXED)
-    other = "give another attn_implementation"
+    inputs, model = tokens(2, 20), build("LlamaConfig", "longstride", FIXED)
+    remedy = "give another attn_implementation"
     refused(
         "attention dropout=0.1: weights are not dropped; set the model's attention dropout to 0",
         build("LlamaConfig", "longstride", FIXED, attention_dropout=0.1).train(),
-        known,
+        inputs,
     )
     refused(
-        f"softcap=50.0: scores are not capped; {other}", build("Gemma2Config", "longstride", FIXED, head_dim=16), known
+        f"softcap=50.0: scores are not capped; {remedy}",
+        build("Gemma2Config", "longstride", FIXED, head_dim=16),
+        inputs,
     )
     sinks = build("GptOssConfig", "longstride", FIXED, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
-    refused(f"s_aux: there are no attention sinks; {other}", sinks, known)
+    refused(f"s_aux: there are no attention sinks; {remedy}", sinks, inputs)
     refused(
         r"attention_mask: a mask of all pairs; give \(batch, positions\) with zeros at padding",
         model,
-        known,
+        inputs,
         attention_mask=torch.ones(2, 1, 20, 20, dtype=torch.bool),
     )
-    hole = torch.ones_like(known)
+    hole = torch.ones_like(inputs)
     hole[1, 5] = 0
-    refused("attention_mask: padding between tokens; pad prompts on the left", model, known, attention_mask=hole)
+    refused("attention_mask: padding between tokens; pad prompts on the left", model, inputs, attention_mask=hole)
     refused(
-        f"is_causal=false: queries attend to later keys; {other}",
+        f"is_causal=false: queries attend to later keys; {remedy}",
         build("LlamaConfig", "longstride", FIXED, is_causal=False),
-        known,
+        inputs,
     )
     refused(
         r"sliding_window=7: cannot be combined with Fixed\(.*\); give these layers a dense or local pattern, or .*",
         build("MistralConfig", "longstride", FIXED, sliding_window=7),
-        known,
+        inputs,
     )
     refused(
-        f"output_attentions=true: attention by blocks has no weights to return; {other}",
+        f"output_attentions=true: attention by blocks has no weights to return; {remedy}",
         model,
-        known,
+        inputs,
         output_attentions=True,
     )
 
@@ -382,15 +391,15 @@ def test_a_pattern_of_another_package_needs_trust(tmp_path: Path, monkeypatch: p
 
     (tmp_path / "foreign_pattern.py").write_text(FOREIGN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    value, known = {"type": "foreign_pattern:Halved", "window": 12}, tokens(2, LENGTH)
+    value, inputs = {"type": "foreign_pattern:Halved", "window": 12}, tokens(2, LENGTH)
     model = build("LlamaConfig", "longstride", value)
     rule = r"is from another package; call register_attention\(trust_code=True\) to run its code"
-    refused(f'config.longstride_pattern.type="foreign_pattern:Halved": {rule}', model, known)
+    refused(f'config.longstride_pattern.type="foreign_pattern:Halved": {rule}', model, inputs)
     assert "foreign_pattern" not in sys.modules
     register_attention(trust_code=True)
     same = build("LlamaConfig", "longstride", {"type": "local", "window": 6})
     with torch.no_grad():
-        assert torch.equal(model(known).logits, same(known).logits)
+        assert torch.equal(model(inputs).logits, same(inputs).logits)
 
 
 FOREIGN = """
@@ -422,22 +431,22 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_pattern_is_saved_with_the_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model, known = build("LlamaConfig", "longstride", FIXED), tokens(2, LENGTH)
+    model, inputs = build("LlamaConfig", "longstride", FIXED), tokens(2, LENGTH)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="longstride", dtype=torch.float64)
     assert again.config.longstride_pattern == FIXED
     with torch.no_grad():
-        assert torch.equal(again(known).logits, model(known).logits)
+        assert torch.equal(again(inputs).logits, model(inputs).logits)
 
 
 def test_a_model_changes_its_attention_at_any_time() -> None:
-    model, known = build("LlamaConfig", "sdpa"), tokens(2, LENGTH)
+    model, inputs = build("LlamaConfig", "sdpa"), tokens(2, LENGTH)
     dense = copy.deepcopy(model)
     model.config.longstride_pattern = FIXED
     model.set_attn_implementation("longstride")
     with torch.no_grad():
-        found = model(known).logits
-        wanted = dense(known, attention_mask=mask(pattern_from_json(FIXED)).expand(2, -1, -1, -1)).logits
-        assert_rounded(found, wanted)
+        result = model(inputs).logits
+        expected = dense(inputs, attention_mask=mask(pattern_from_json(FIXED)).expand(2, -1, -1, -1)).logits
+        assert_rounded(result, expected)
         model.set_attn_implementation("sdpa")
-        assert torch.equal(model(known).logits, dense(known).logits)
+        assert torch.equal(model(inputs).logits, dense(inputs).logits)

@@ -23,28 +23,28 @@ APPLICABLE, NOT_APPLICABLE = 39, 121
 def common(tmp_path: Path) -> Path:
     """Create the package ``transformers_tests`` from sources that pip fetches once per environment."""
     package = f"transformers-{version('transformers')}"
-    kept = Path(sys.prefix) / "share" / f"{package}-tests"
-    if not kept.is_dir():
+    package_folder = Path(sys.prefix) / "share" / f"{package}-tests"
+    if not package_folder.is_dir():
         fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
         fetch += ["--no-binary", "transformers", "--dest", str(tmp_path), package.replace("-", "==")]
         subprocess.run(fetch, check=True)
-        made = tmp_path / "made/transformers_tests"
+        sources = tmp_path / "made/transformers_tests"
         for stub, name in {
             "exporters/test_export": "ExportTesterMixin",
             "generation/test_utils": "GenerationTesterMixin",
         }.items():
             # Which the source package leaves out.
-            (made / stub).parent.mkdir(parents=True)
-            (made / f"{stub}.py").write_text(f'class {name}:\n    """None."""\n')
+            (sources / stub).parent.mkdir(parents=True)
+            (sources / f"{stub}.py").write_text(f'class {name}:\n    """None."""\n')
         with tarfile.open(tmp_path / f"{package}.tar.gz") as archive:
             for name in ("test_modeling_common.py", "test_training_mixin.py"):
-                found = archive.extractfile(f"{package}/tests/{name}")
-                assert found is not None
-                (made / name).write_bytes(found.read())
-        kept.parent.mkdir(exist_ok=True)
-        shutil.copytree(made.parent, f"{kept}.partial", dirs_exist_ok=True)
-        Path(f"{kept}.partial").rename(kept)
-    return kept
+                member = archive.extractfile(f"{package}/tests/{name}")
+                assert member is not None
+                (sources / name).write_bytes(member.read())
+        package_folder.parent.mkdir(exist_ok=True)
+        shutil.copytree(sources.parent, f"{package_folder}.partial", dirs_exist_ok=True)
+        Path(f"{package_folder}.partial").rename(package_folder)
+    return package_folder
 
 
 @client(
@@ -72,5 +72,5 @@ def test_common_tests_of_models_pass(common: Path, tmp_path: Path) -> None:
         skip = case.find("skipped")
         passed += skip is None
         skipped += [] if skip is None else [(case.get("name"), skip.get("message"))]
-    assert not [each for each in skipped if each[1] not in reasons]
+    assert not [case for case in skipped if case[1] not in reasons]
     assert (passed, len(skipped)) == (APPLICABLE, NOT_APPLICABLE)

@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Callable[..., Path]:
+def make_data(tmp_path: Path) -> Callable[..., Path]:
     """Makes a data folder of a few small documents and several shards."""
 
     def make(kind: str, **options: Any) -> Path:
@@ -71,33 +71,33 @@ def trained_on(folder: Path, split: str) -> bytes:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_texts(made: Callable[..., Path], streaming: bool) -> None:
-    folder = made("text")
+def test_texts(make_data: Callable[..., Path], streaming: bool) -> None:
+    folder = make_data("text")
     for split in ("train", "validation"):
-        found = load(folder, split, streaming)
-        assert "".join(row["txt"] for row in found).encode() == trained_on(folder, split)
+        loaded = load(folder, split, streaming)
+        assert "".join(row["txt"] for row in loaded).encode() == trained_on(folder, split)
 
 
 @client("datasets", "`load_dataset(FOLDER)` of texts, of pictures", "both splits by their names, `string` and `Image`")
-def test_a_folder_is_found_by_its_name(made: Callable[..., Path]) -> None:
+def test_a_folder_is_found_by_its_name(make_data: Callable[..., Path]) -> None:
     from datasets import load_dataset
 
     contents = {"text": ("txt", str.encode), "image": ("ppm", lambda picture: np.asarray(picture).tobytes())}
     for kind, (name, content) in contents.items():
-        folder = made(kind)
-        found = load_dataset(str(folder))
-        assert {split: b"".join(map(content, rows[name])) for split, rows in found.items()} == {
+        folder = make_data(kind)
+        splits = load_dataset(str(folder))
+        assert {split: b"".join(map(content, rows[name])) for split, rows in splits.items()} == {
             split: trained_on(folder, split) for split in ("train", "validation")
         }
 
 
 @client("datasets", '`load_dataset("webdataset", data_files=…)` of pictures', "`Image`, and the bytes of each pixel")
 @pytest.mark.parametrize("streaming", [False, True])
-def test_pictures(made: Callable[..., Path], streaming: bool) -> None:
-    folder = made("image")
-    found = load(folder, "train", streaming)
-    assert type(found.features["ppm"]).__name__ == "Image"
-    assert b"".join(np.asarray(row["ppm"]).tobytes() for row in found) == trained_on(folder, "train")
+def test_pictures(make_data: Callable[..., Path], streaming: bool) -> None:
+    folder = make_data("image")
+    loaded = load(folder, "train", streaming)
+    assert type(loaded.features["ppm"]).__name__ == "Image"
+    assert b"".join(np.asarray(row["ppm"]).tobytes() for row in loaded) == trained_on(folder, "train")
 
 
 @client(
@@ -106,13 +106,13 @@ def test_pictures(made: Callable[..., Path], streaming: bool) -> None:
     "WAV files, whose mu-law is the bytes",
 )
 @pytest.mark.parametrize("properties", [{}, {"pcm_bits": 16}], ids=["mulaw", "pcm"])
-def test_sounds(made: Callable[..., Path], properties: dict[str, int]) -> None:
+def test_sounds(make_data: Callable[..., Path], properties: dict[str, int]) -> None:
     from datasets import Features, Value
 
-    folder = made("audio", properties=properties)
+    folder = make_data("audio", properties=properties)
     features = Features({name: Value(kind) for name, kind in ARRAYS.items()})
-    found = load(folder, "train", True, features=features)
-    sounds = [soundfile.read(io.BytesIO(row["wav"]), dtype="int16")[0] for row in found]
+    loaded = load(folder, "train", True, features=features)
+    sounds = [soundfile.read(io.BytesIO(row["wav"]), dtype="int16")[0] for row in loaded]
     if properties:
         assert mulaw_encode(np.concatenate(sounds)).tobytes() == trained_on(folder, "train")
     else:  # soundfile makes one of mu-law's two zeros
@@ -125,21 +125,21 @@ def test_sounds(made: Callable[..., Path], properties: dict[str, int]) -> None:
     '`load_dataset("webdataset", data_files=…)` of sounds as `Audio`, without torchcodec',
     "its own ImportError",
 )
-def test_sounds_as_audio_ask_for_torchcodec(made: Callable[..., Path]) -> None:
-    found = load(made("audio", properties={"pcm_bits": 16}), "train", True)
-    assert type(found.features["wav"]).__name__ == "Audio"
+def test_sounds_as_audio_ask_for_torchcodec(make_data: Callable[..., Path]) -> None:
+    loaded = load(make_data("audio", properties={"pcm_bits": 16}), "train", True)
+    assert type(loaded.features["wav"]).__name__ == "Audio"
     with pytest.raises(ImportError, match="please install 'torchcodec'"):
-        next(iter(found))
+        next(iter(loaded))
 
 
 @client("datasets", "`split_dataset_by_node`, two nodes", "each shard to one node, none twice")
-def test_nodes_share_shards(made: Callable[..., Path]) -> None:
+def test_nodes_share_shards(make_data: Callable[..., Path]) -> None:
     from datasets.distributed import split_dataset_by_node
 
-    folder = made("text")
-    found = load(folder, "train", True)
-    keys = [[row["__key__"] for row in split_dataset_by_node(found, rank, 2)] for rank in range(2)]
-    assert keys[0] and keys[1] and sorted(keys[0] + keys[1]) == [row["__key__"] for row in found]
+    folder = make_data("text")
+    loaded = load(folder, "train", True)
+    keys = [[row["__key__"] for row in split_dataset_by_node(loaded, rank, 2)] for rank in range(2)]
+    assert keys[0] and keys[1] and sorted(keys[0] + keys[1]) == [row["__key__"] for row in loaded]
     assert not {key[:11] for key in keys[0]} & {key[:11] for key in keys[1]}
 
 
@@ -148,19 +148,19 @@ def test_nodes_share_shards(made: Callable[..., Path]) -> None:
     '`load_dataset("webdataset", data_dir=…)`',
     "its own ReadError: it takes the indexes for tars; name `data_files`",
 )
-def test_a_whole_folder_takes_indexes_for_tars(made: Callable[..., Path]) -> None:
+def test_a_whole_folder_takes_indexes_for_tars(make_data: Callable[..., Path]) -> None:
     from datasets import load_dataset
 
     with pytest.raises(Exception, match="truncated header"):
-        load_dataset("webdataset", data_dir=str(made("text")))
+        load_dataset("webdataset", data_dir=str(make_data("text")))
 
 
-def test_readers_of_wav_files(made: Callable[..., Path]) -> None:
+def test_readers_of_wav_files(make_data: Callable[..., Path]) -> None:
     """Test the table of docs/data/audio.md."""
     from scipy.io import wavfile
 
     for properties in ({}, {"pcm_bits": 16}):
-        folder = made("audio", properties=properties)
+        folder = make_data("audio", properties=properties)
         with tarfile.open(folder / "train-00000.tar") as archive:
             sound = archive.extractfile(archive.next()).read()  # type: ignore[union-attr,arg-type]
         numbers, rate = soundfile.read(io.BytesIO(sound), dtype="int16")

@@ -29,13 +29,13 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def loaded(folder: Path, **asked: Any) -> list[dict[str, Any]]:
+def loaded(folder: Path, **options: Any) -> list[dict[str, Any]]:
     """Load the samples of a data folder by `datasets`."""
     import datasets
 
     files = {"train": f"{folder}/train-*.tar"}
-    found = datasets.load_dataset("webdataset", data_files=files, cache_dir=str(folder.parent / "cache"), **asked)
-    return list(found["train"])
+    splits = datasets.load_dataset("webdataset", data_files=files, cache_dir=str(folder.parent / "cache"), **options)
+    return list(splits["train"])
 
 
 def check_texts(folder: Path, samples: list[dict[str, Any]]) -> None:
@@ -84,10 +84,10 @@ def test_datasets_reads_other_bytes_beside_texts(tmp_path: Path, streaming: bool
     kinds = {"txt": "string", "bin": "binary", "__key__": "string", "__url__": "string"}
     features = datasets.Features({name: datasets.Value(kind) for name, kind in kinds.items()})
     samples = loaded(tmp_path / "data", streaming=streaming, features=features)
-    found = [sample["bin"] if sample["txt"] is None else sample["txt"].encode() for sample in samples]
-    assert sorted(found) == sorted(texts.values()) and sum(sample["txt"] is None for sample in samples) == 10
+    contents = [sample["bin"] if sample["txt"] is None else sample["txt"].encode() for sample in samples]
+    assert sorted(contents) == sorted(texts.values()) and sum(sample["txt"] is None for sample in samples) == 10
     in_order = {sample.key: sample.content.tobytes() for sample in sample_documents(tmp_path / "data", "train", 40)}
-    assert dict(zip((sample["__key__"] for sample in samples), found, strict=True)) == in_order
+    assert dict(zip((sample["__key__"] for sample in samples), contents, strict=True)) == in_order
 
 
 @client(

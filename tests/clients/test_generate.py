@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.clients.conftest import END, PADDING, START, assert_rounded, tokens
 from tests.harness.clients import client
 from tests.harness.tiny_models import add_hub_files, tiny_export
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
-START, END, PADDING = 256, 257, 258
 
 
 @pytest.fixture
@@ -25,10 +25,6 @@ def hub(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).double()
-
-
-def tokens(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(256, shape, generator=torch.Generator().manual_seed(seed))
 
 
 PROMPTS = [tokens(length, seed=length) for length in (12, 1, 7)] + [torch.tensor([START]), tokens(7, seed=9)]
@@ -63,14 +59,14 @@ def test_every_mode_is_that_without_a_cache(hub: Any, folder: Path, mode: str) -
         from transformers import AutoTokenizer
 
         options["tokenizer"] = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    found = []
+    sequences = []
     for use_cache in (True, False):
         torch.manual_seed(0)
-        found.append(hub.generate(**padded(), **options, use_cache=use_cache))
+        sequences.append(hub.generate(**padded(), **options, use_cache=use_cache))
         options.pop("prefill_chunk_size", None)  # which asks for a cache
-    assert torch.equal(*found)
+    assert torch.equal(*sequences)
     if mode == "stopped":  # some rows earlier than others
-        assert len({int((row[12:] < START).sum()) for row in found[0]}) > 2
+        assert len({int((row[12:] < START).sum()) for row in sequences[0]}) > 2
 
 
 @client("transformers", "`generate` for prompts of 0 to 12 bytes, padded on either side", "each prompt's tokens alone")
@@ -84,17 +80,17 @@ def test_padded_prompts_go_on_as_alone(hub: Any, options: dict[str, Any]) -> Non
 
 def test_a_model_in_training_generates_without_a_cache(hub: Any) -> None:
     hub.train()
-    found = hub.generate(tokens(2, 5), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-    assert found.past_key_values is None and found.sequences.shape == (2, 10)
+    output = hub.generate(tokens(2, 5), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    assert output.past_key_values is None and output.sequences.shape == (2, 10)
 
 
 def test_no_prompt_is_an_empty_one(hub: Any) -> None:
     options = {"max_new_tokens": 64, "do_sample": False}
-    begun = hub.generate(**options)
-    assert begun[0, 0] == START and bool((begun[0, 1:] < START).all())
+    sequence = hub.generate(**options)
+    assert sequence[0, 0] == START and bool((sequence[0, 1:] < START).all())
     with torch.no_grad():
-        assert torch.equal(hub(begun).logits[0, :64].argmax(-1), begun[0, 1:])
-    assert torch.equal(hub.generate(tokens(2, 0), attention_mask=torch.ones(2, 0), **options), begun.repeat(2, 1))
+        assert torch.equal(hub(sequence).logits[0, :64].argmax(-1), sequence[0, 1:])
+    assert torch.equal(hub.generate(tokens(2, 0), attention_mask=torch.ones(2, 0), **options), sequence.repeat(2, 1))
 
 
 @client(
@@ -108,48 +104,42 @@ def test_speculation_changes_no_token(hub: Any, tmp_path: Path, kind: str) -> No
 
     prompt = tokens(1, 6).repeat(1, 3)
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
-    wanted = hub.generate(prompt, **options)
+    expected = hub.generate(prompt, **options)
     taken = counted_steps(hub)
     if kind == "lookup":
         # What greedy repeats is looked up, so that some is taken and some is taken back.
-        prompt = torch.cat([prompt[:, :0], wanted.sequences[:, 18:30], prompt], 1)
+        prompt = torch.cat([prompt[:, :0], expected.sequences[:, 18:30], prompt], 1)
         options["max_new_tokens"], options["output_logits"] = 30, True
-        wanted = hub.generate(prompt, **options)
+        expected = hub.generate(prompt, **options)
         taken.clear()
         options["prompt_lookup_num_tokens"] = 3
     elif kind == "assistant":
-        other = tiny_export(tmp_path / "other", "text", steps=2)
-        add_hub_files(other)
-        options["assistant_model"] = AutoModelForCausalLM.from_pretrained(other, trust_remote_code=True)
+        assistant = tiny_export(tmp_path / "other", "text", steps=2)
+        add_hub_files(assistant)
+        options["assistant_model"] = AutoModelForCausalLM.from_pretrained(assistant, trust_remote_code=True)
     else:  # its own twin, whose every token is taken
         options["assistant_model"] = copy.deepcopy(hub)
         options["assistant_model"].generation_config.assistant_confidence_threshold = 0.0
         options |= {"do_sample": True, "temperature": 1e-4}
-    found = hub.generate(prompt, **options)
-    assert torch.equal(found.sequences, wanted.sequences)
+    output = hub.generate(prompt, **options)
+    assert torch.equal(output.sequences, expected.sequences)
     assert any(count > 1 for count in taken[1:])
     if "output_logits" in options:
-        assert_close(torch.stack(found.logits), torch.stack(wanted.logits))
+        assert_rounded(torch.stack(output.logits), torch.stack(expected.logits), torch.float32)
     # What it leaves is what plain steps leave.
-    follows = [hub(found.sequences[:, -1:], cache=each.past_key_values).logits for each in (found, wanted)]
-    assert_close(*follows)
+    follows = [hub(output.sequences[:, -1:], cache=result.past_key_values).logits for result in (output, expected)]
+    assert_rounded(*follows)
 
 
 def counted_steps(hub: Any) -> list[int]:
     """Return a list that collects the number of tokens of each call."""
     counts: list[int] = []
 
-    def count(_: Any, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
-        counts.append((given[0] if given else named["input_ids"]).shape[1])
+    def count(_: Any, positional: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        counts.append((positional[0] if positional else named["input_ids"]).shape[1])
 
     hub.register_forward_pre_hook(count, with_kwargs=True)
     return counts
-
-
-def assert_close(found: Tensor, wanted: Tensor) -> None:
-    """Assert equality up to rounding in fp64."""
-    assert found.shape == wanted.shape
-    assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
 
 
 @client("transformers", "`generate` from the cache that it returned, or from a deep copy", "the same as at once")
@@ -157,65 +147,65 @@ def test_a_returned_cache_goes_on(hub: Any, past: str) -> None:
     options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True}
     for prompt in (tokens(1, 9), tokens(3, 9)):
         at_once = hub.generate(prompt, max_new_tokens=30, **options).sequences
-        begun = hub.generate(prompt, max_new_tokens=10, **options)
-        kept = begun[past]
-        for cache in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept)), kept):
+        first = hub.generate(prompt, max_new_tokens=10, **options)
+        returned = first[past]
+        for cache in (copy.deepcopy(returned), pickle.loads(pickle.dumps(returned)), returned):
             assert cache.get_seq_length() == 18
-            went_on = hub.generate(begun.sequences, **{past: cache}, max_new_tokens=20, **options)
-            assert torch.equal(went_on.sequences, at_once)
+            second = hub.generate(first.sequences, **{past: cache}, max_new_tokens=20, **options)
+            assert torch.equal(second.sequences, at_once)
         # Several new tokens, as of a next turn; by themselves, as the mask says.
-        more = torch.cat([at_once, tokens(len(prompt), 4, seed=1)], 1)
-        wanted = hub.generate(more, max_new_tokens=10, use_cache=False, **options).sequences
-        for given in (more, more[:, went_on[past].get_seq_length() :]):
-            cache = copy.deepcopy(went_on[past])
-            mask = torch.ones_like(more)
-            found = hub.generate(given, attention_mask=mask, past_key_values=cache, max_new_tokens=10, **options)
-            assert torch.equal(found.sequences[:, -14:], wanted[:, -14:])
+        longer = torch.cat([at_once, tokens(len(prompt), 4, seed=1)], 1)
+        expected = hub.generate(longer, max_new_tokens=10, use_cache=False, **options).sequences
+        for inputs in (longer, longer[:, second[past].get_seq_length() :]):
+            cache = copy.deepcopy(second[past])
+            mask = torch.ones_like(longer)
+            output = hub.generate(inputs, attention_mask=mask, past_key_values=cache, max_new_tokens=10, **options)
+            assert torch.equal(output.sequences[:, -14:], expected[:, -14:])
 
 
 def test_one_prompt_serves_several_endings(hub: Any) -> None:
     """Follow transformers' recipe for a shared prompt."""
     with torch.no_grad():
-        begun = hub(tokens(1, 20), use_cache=True).past_key_values
-    cache = copy.deepcopy(begun)
+        shared = hub(tokens(1, 20), use_cache=True).past_key_values
+    cache = copy.deepcopy(shared)
     cache.batch_repeat_interleave(3)
     endings = torch.cat([tokens(1, 20).repeat(3, 1), tokens(3, 5, seed=2)], 1)
-    found = hub.generate(endings, past_key_values=cache, max_new_tokens=15, do_sample=False)
-    assert torch.equal(found, hub.generate(endings, max_new_tokens=15, do_sample=False))
-    cache = copy.deepcopy(begun)
+    output = hub.generate(endings, past_key_values=cache, max_new_tokens=15, do_sample=False)
+    assert torch.equal(output, hub.generate(endings, max_new_tokens=15, do_sample=False))
+    cache = copy.deepcopy(shared)
     cache.crop(-8)
     cut = torch.cat([tokens(1, 20)[:, :12], tokens(1, 5, seed=3)], 1)
-    found = hub.generate(cut, past_key_values=cache, max_new_tokens=15, do_sample=False)
-    assert torch.equal(found, hub.generate(cut, max_new_tokens=15, do_sample=False))
+    output = hub.generate(cut, past_key_values=cache, max_new_tokens=15, do_sample=False)
+    assert torch.equal(output, hub.generate(cut, max_new_tokens=15, do_sample=False))
 
 
 @torch.no_grad()
 def test_contexts_of_several_lengths_are_cropped_and_selected(hub: Any) -> None:
-    batch, more = padded(), tokens(len(PROMPTS), 6, seed=4)
-    more[2, 4:] = PADDING  # done before the others
-    whole = torch.cat([batch["input_ids"], more], 1)
-    mask = (whole != PADDING).long()
+    batch, appended = padded(), tokens(len(PROMPTS), 6, seed=4)
+    appended[2, 4:] = PADDING  # done before the others
+    texts = torch.cat([batch["input_ids"], appended], 1)
+    mask = (texts != PADDING).long()
     cache = hub(**batch, use_cache=True).past_key_values
     for place in range(12, 18):
-        logits = hub(whole[:, place : place + 1], attention_mask=mask[:, : place + 1], cache=cache).logits
-        wanted = hub(whole[:, : place + 1], attention_mask=mask[:, : place + 1], logits_to_keep=1).logits
-        assert_close(logits, wanted)
+        logits = hub(texts[:, place : place + 1], attention_mask=mask[:, : place + 1], cache=cache).logits
+        expected = hub(texts[:, : place + 1], attention_mask=mask[:, : place + 1], logits_to_keep=1).logits
+        assert_rounded(logits, expected)
     order = torch.tensor([2, 0, 0, 4, 1, 2])
     chosen = copy.deepcopy(cache)
     chosen.batch_select_indices(order)
     for removed in (0, 3, 4, 9):
-        left = copy.deepcopy(chosen)
-        left.crop(-removed)
-        kept = left.get_seq_length()
-        assert kept == 18 - removed
-        next_tokens, masks = tokens(6, 2, seed=5), torch.cat([mask[order, :kept], torch.ones(6, 2).long()], 1)
+        cropped = copy.deepcopy(chosen)
+        cropped.crop(-removed)
+        size = cropped.get_seq_length()
+        assert size == 18 - removed
+        next_tokens, masks = tokens(6, 2, seed=5), torch.cat([mask[order, :size], torch.ones(6, 2).long()], 1)
         for row, (number, length) in enumerate(zip(order.tolist(), masks.sum(1).tolist(), strict=True)):
             del length
-            known = whole[number, :kept][mask[number, :kept].bool()]
-            known = torch.cat([known[known < START], next_tokens[row]])[None]
+            prompt = texts[number, :size][mask[number, :size].bool()]
+            prompt = torch.cat([prompt[prompt < START], next_tokens[row]])[None]
             if row == 0:
-                found = hub(next_tokens, attention_mask=masks, cache=left).logits
-            assert_close(found[row], hub(known, logits_to_keep=2).logits[0])
+                output = hub(next_tokens, attention_mask=masks, cache=cropped).logits
+            assert_rounded(output[row], hub(prompt, logits_to_keep=2).logits[0])
 
 
 @torch.no_grad()
@@ -223,17 +213,17 @@ def test_contexts_of_several_lengths_are_cropped_and_selected(hub: Any) -> None:
 def test_many_tokens_behind_others_are_taken_at_once(hub: Any, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
     from longstride.sparse_model import Session
 
-    known, mask = tokens(2, 40), torch.ones(2, 40)
+    prompt, mask = tokens(2, 40), torch.ones(2, 40)
     mask[0, :4] = 0  # two lengths
-    cache = hub(known[:, :10], attention_mask=mask[:, :10], use_cache=True).past_key_values
+    cache = hub(prompt[:, :10], attention_mask=mask[:, :10], use_cache=True).past_key_values
     monkeypatch.setattr(Session, "append", None)
     options = {"attention_mask": mask, "logits_to_keep": keep}
-    assert_close(hub(known[:, 10:], cache=cache, **options).logits, hub(known, **options).logits[:, -keep or 10 :])
+    assert_rounded(hub(prompt[:, 10:], cache=cache, **options).logits, hub(prompt, **options).logits[:, -keep or 10 :])
     monkeypatch.undo()
-    more = torch.cat([known, tokens(2, 1, seed=1)], 1)
+    longer = torch.cat([prompt, tokens(2, 1, seed=1)], 1)
     masks = torch.cat([mask, torch.ones(2, 1)], 1)
-    found = hub(more[:, 40:], attention_mask=masks, cache=cache).logits
-    assert_close(found, hub(more, attention_mask=masks, logits_to_keep=1).logits)
+    output = hub(longer[:, 40:], attention_mask=masks, cache=cache).logits
+    assert_rounded(output, hub(longer, attention_mask=masks, logits_to_keep=1).logits)
 
 
 def test_streams_are_the_tokens(hub: Any, folder: Path) -> None:
@@ -253,9 +243,9 @@ def test_processors_choose_among_the_bytes(hub: Any) -> None:
     """Scores are those of V tokens, and a grammar's choice is kept to."""
     digits = list(range(48, 58))
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "return_dict_in_generate": True}
-    found = hub.generate(**padded(), prefix_allowed_tokens_fn=lambda *_: digits, output_scores=True, **options)
-    assert found.scores[0].shape == (len(PROMPTS), 256)
-    assert bool(torch.isin(found.sequences[:, 12:], torch.tensor(digits)).all())
+    output = hub.generate(**padded(), prefix_allowed_tokens_fn=lambda *_: digits, output_scores=True, **options)
+    assert output.scores[0].shape == (len(PROMPTS), 256)
+    assert bool(torch.isin(output.sequences[:, 12:], torch.tensor(digits)).all())
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -267,18 +257,18 @@ def test_scores_of_what_was_generated_are_those_of_the_logits(hub: Any, beams: i
         "num_beams": beams,
         "eos_token_id": [*range(40)],
     }
-    found = hub.generate(tokens(3, 9), **options, output_scores=True, return_dict_in_generate=True)
+    output = hub.generate(tokens(3, 9), **options, output_scores=True, return_dict_in_generate=True)
     scores = hub.compute_transition_scores(
-        found.sequences, found.scores, getattr(found, "beam_indices", None), normalize_logits=beams == 1
+        output.sequences, output.scores, getattr(output, "beam_indices", None), normalize_logits=beams == 1
     )
     with torch.no_grad():
-        nats = hub(found.sequences).logits[:, 8:-1].log_softmax(-1)
-    chosen = found.sequences[:, 9:]
+        nats = hub(output.sequences).logits[:, 8:-1].log_softmax(-1)
+    chosen = output.sequences[:, 9:]
     assert bool((chosen == PADDING).any())
-    wanted = nats.gather(2, chosen.clamp(max=255)[..., None])[..., 0].masked_fill(chosen == PADDING, 0)
+    expected = nats.gather(2, chosen.clamp(max=255)[..., None])[..., 0].masked_fill(chosen == PADDING, 0)
     if beams > 1:  # of a beam, what its tokens have together
-        scores, wanted = scores.sum(1), wanted.sum(1)
-    torch.testing.assert_close(scores, wanted.float())  # transformers keeps scores in fp32
+        scores, expected = scores.sum(1), expected.sum(1)
+    torch.testing.assert_close(scores, expected.float())  # transformers keeps scores in fp32
 
 
 @client(
@@ -299,22 +289,22 @@ def test_what_does_not_fit_is_refused_before_the_first_step(hub: Any) -> None:
         hub.generate(tokens(2, 64), max_new_tokens=1)
     assert not taken
     # By default 20, or as many as fit: padding and a start take no room.
-    for given, length in (
+    for inputs, length in (
         (tokens(1, 10), 30),
         (tokens(1, 60), 64),
         (torch.cat([torch.tensor([[START]]), tokens(1, 60)], 1), 65),
     ):
-        assert hub.generate(given, do_sample=False).shape == (1, length)
+        assert hub.generate(inputs, do_sample=False).shape == (1, length)
     short = torch.cat([torch.full((1, 30), PADDING), tokens(1, 40)], 1)
     assert hub.generate(short, attention_mask=(short != PADDING).long(), max_new_tokens=24).shape == (1, 94)
     # What is held counts too.
-    kept = hub.generate(tokens(1, 50), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    first = hub.generate(tokens(1, 50), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
     with pytest.raises(ValueError, match=r"55 tokens and 10 new ones .* give max_new_tokens=9 at most"):
-        hub.generate(kept.sequences, past_key_values=kept.past_key_values, max_new_tokens=10)
+        hub.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=10)
     with pytest.raises(ValueError, match=r"55 tokens and 10 new ones .* give max_new_tokens=9 at most"):
-        mask = torch.ones_like(kept.sequences)
+        mask = torch.ones_like(first.sequences)
         hub.generate(
-            kept.sequences[:, -1:], attention_mask=mask, past_key_values=kept.past_key_values, max_new_tokens=10
+            first.sequences[:, -1:], attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=10
         )
 
 
@@ -354,8 +344,8 @@ def test_what_generate_cannot_do_is_told(hub: Any, past: str) -> None:
     other = copy.deepcopy(hub)  # whose weights are the same until they are trained
     assert torch.isfinite(other(tokens(2, 1), cache=copy.deepcopy(cache)).logits).all()
     other.logits.weight.data.mul_(2)
-    for held in (cache, pickle.loads(pickle.dumps(cache))):
-        cases.append((lambda held=held: other(tokens(2, 1), cache=held), f"^{past}: of another model"))
+    for stored in (cache, pickle.loads(pickle.dumps(cache))):
+        cases.append((lambda stored=stored: other(tokens(2, 1), cache=stored), f"^{past}: of another model"))
     for call, line in cases:
         with pytest.raises(ValueError, match=line):
             call()
@@ -368,8 +358,8 @@ def test_generation_in_16_bits(hub: Any, kind: str) -> None:
     hub.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-        found = hub.generate(tokens(2, 20), max_new_tokens=30, **options)
-        wanted = hub(found.sequences[:, :-1]).logits[:, 19:]
-    logits = torch.stack(found.logits, 1)
+        output = hub.generate(tokens(2, 20), max_new_tokens=30, **options)
+        expected = hub(output.sequences[:, :-1]).logits[:, 19:]
+    logits = torch.stack(output.logits, 1)
     # As tests/sparse_model/test_cache.py has it of steps in 16 bits.
-    assert (logits - wanted).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * wanted.abs().max()
+    assert (logits - expected).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * expected.abs().max()

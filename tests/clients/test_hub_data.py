@@ -13,16 +13,15 @@ from urllib.parse import unquote, urlsplit
 
 from longstride.data_pipelines.building.build import build
 from tests.harness.clients import client
+from tests.harness.data.builds import write_files
 from tests.hostile.generators.http_servers import serving
 
 
 @client("huggingface_hub", "`longstride data verify hf://…` of a data folder, from a local hub", "whole, by ranges")
 def test_data_folder_on_a_hub_is_verified(tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    for number in range(20):
-        (tmp_path / "texts" / f"{number}.txt").write_text(f"text {number}\n" * 200)
+    texts = write_files(tmp_path / "texts", {f"{n}.txt": f"text {n}\n".encode() * 200 for n in range(20)})
     hub = tmp_path / "hub"
-    build([tmp_path / "texts"], hub / "mine", validation_fraction=0.2, shard_bytes=10_000)
+    build([texts], hub / "mine", validation_fraction=0.2, shard_bytes=10_000)
     parts: list[str] = []  # of shards that were asked for
 
     class Hub(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B beside a run: what they show is what metrics.jsonl has, every number of every line."""
+"""TensorBoard and W&B show what metrics.jsonl has, every number of every line, and the samples of a run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.modalities import MODALITIES
+from longstride.launcher.models import ModelData
+from longstride.launcher.training.monitors import Monitors
 from tests.harness.clients import client
+from tests.harness.data.builds import write_files
 from tests.harness.runs import configuration, spawn
+from tests.launcher.training.test_monitors import Engine
 
 BATCH = 8  # contexts of a step
 History = dict[tuple[str, int], float]  # by name, and by the number of contexts until then
@@ -42,10 +48,8 @@ def start(folder: Path, *arguments: str, spoil: str | None = None) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a run that was rewound from step 6 to 4, ended at 8, was moved back to 4 by hand, and ended again."""
     folder = tmp_path_factory.mktemp("monitored")
-    (folder / "source").mkdir()
-    for number in range(4):
-        (folder / f"source/{number}.txt").write_text(f"a stride of {number} bytes " * 150)
-    build([folder / "source"], folder / "data", validation_fraction=0.3)
+    texts = {f"{number}.txt": f"a stride of {number} bytes ".encode() * 150 for number in range(4)}
+    build([write_files(folder / "source", texts)], folder / "data", validation_fraction=0.3)
     (folder / "run.json").write_text(json.dumps(configuration(folder / "data", folder / "run")))
     start(folder, spoil="loss,1,6,6,1")
     shutil.copy(folder / "run/metrics.jsonl", folder / "first.jsonl")
@@ -57,11 +61,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def history_of(given: list[dict[str, Any]]) -> History:
+def history_of(records: list[dict[str, Any]]) -> History:
     """Return every number of every line at its place in a monitor."""
     return {
         (f"{line['split']}/{key}", BATCH * line["step"]): value
-        for line in given
+        for line in records
         for key, value in line.items()
         if isinstance(value, int | float)
     }
@@ -75,10 +79,10 @@ def own(history: History) -> History:
 def board(folder: Path) -> Iterator[tuple[str, int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    found.Reload()
-    for name in found.Tags()["scalars"]:
-        yield from ((name, event.step, event.value) for event in found.Scalars(name))
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    for name in accumulator.Tags()["scalars"]:
+        yield from ((name, event.step, event.value) for event in accumulator.Scalars(name))
 
 
 def offline_run(folder: Path) -> History:
@@ -120,11 +124,11 @@ def logged(data: bytes) -> Iterator[bytes]:
 )
 def test_tensorboard_shows_what_metrics_jsonl_has(run: Path) -> None:
     points = list(board(run / "board"))
-    found = {(name, step): value for name, step, value in points}
-    assert len(found) == len(points)
+    shown = {(name, step): value for name, step, value in points}
+    assert len(shown) == len(points)
     expected = history_of(lines(run / "run/metrics.jsonl"))
-    assert own(found) == {place: np.float32(value) for place, value in expected.items()}
-    assert {step for name, step in found if name == "Train/Samples/lr"} == set(range(BATCH, 9 * BATCH, BATCH))
+    assert own(shown) == {place: np.float32(value) for place, value in expected.items()}
+    assert {step for name, step in shown if name == "Train/Samples/lr"} == set(range(BATCH, 9 * BATCH, BATCH))
 
 
 @client(
@@ -133,15 +137,15 @@ def test_tensorboard_shows_what_metrics_jsonl_has(run: Path) -> None:
     "the same to the last bit; a rewind and a resume each begin a run, whose first row is the step after",
 )
 def test_wandb_has_what_metrics_jsonl_has(run: Path) -> None:
-    found = [offline_run(folder) for folder in sorted((run / "wandb").glob("offline-run-*"))]
+    histories = [offline_run(folder) for folder in sorted((run / "wandb").glob("offline-run-*"))]
     before, first, last = (
         lines(run / name) for name in ("run/metrics.before-rewind-1.jsonl", "first.jsonl", "run/metrics.jsonl")
     )
     assert before[-1]["guard"] == "rewind: the loss is nan"
-    behind = [[line for line in given if line["step"] > 4] for given in (first, last)]
+    behind = [[line for line in records if line["step"] > 4] for records in (first, last)]
     expected = [history_of(before), *map(history_of, behind)]
-    assert sorted(map(sorted, map(own, found))) == sorted(map(sorted, expected))
-    for history in found:
+    assert sorted(map(sorted, map(own, histories))) == sorted(map(sorted, expected))
+    for history in histories:
         assert own(history) in expected
         assert {step for name, step in history if name == "Train/Samples/lr"} == {
             step for name, step in history if name.startswith("train/")
@@ -156,3 +160,43 @@ def test_csv_files_go_on_in_the_order_of_writing(run: Path) -> None:
     heading, *points = rows["train_loss_nats.csv"]
     steps = [int(step) // BATCH for step, _ in points]
     assert heading == ["step", "loss_nats"] and steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 5, 6, 7, 8]
+
+
+def logged_samples(folder: Path, data: ModelData, drawn: np.ndarray) -> dict[str, Any]:
+    """Return what TensorBoard reads of samples at step 5, by kind and tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    engine, messages = Engine(), list[str]()
+    monitors = Monitors(engine, messages.append)
+    engine.monitor.tb_monitor = SimpleNamespace(summary_writer=SummaryWriter(folder))
+    monitors.samples(5, data, drawn, [Path("runs/mine/samples/step-00000005.txt")])
+    assert messages == []
+    assert engine.events == [[("samples/file", "runs/mine/samples/step-00000005.txt", 40)]]  # as CSV has it
+    read = EventAccumulator(str(folder)).Reload()
+    tags = read.Tags()
+    events_by_tag = {f"image {tag}": read.Images(tag) for tag in tags["images"]}
+    events_by_tag |= {f"audio {tag}": read.Audio(tag) for tag in tags["audio"]}
+    return events_by_tag | {f"text {tag}": read.Tensors(tag) for tag in tags["tensors"]}
+
+
+@client("tensorboard", "samples on the way: texts", "the text as it is, no part of it taken for Markdown")
+def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:
+    drawn = np.frombuffer(b"# no *heading*\nx = 1", dtype=np.uint8)[None]
+    ((tag, events),) = logged_samples(tmp_path, ModelData(MODALITIES["text"], {}), drawn).items()
+    assert tag == "text samples/1/text_summary" and events[0].step == 40
+    assert events[0].tensor_proto.string_val == [b"    # no *heading*\n    x = 1"]
+
+
+@client(
+    "tensorboard", "samples on the way: pictures and sounds", "a strip of pictures; sounds that play, at their rate"
+)
+def test_pictures_are_shown_and_sounds_played(tmp_path: Path) -> None:
+    pictures = np.arange(2 * 48, dtype=np.uint8).reshape(2, 48)
+    size = {"height": 4, "width": 4, "channels": 3}
+    ((tag, events),) = logged_samples(tmp_path / "pictures", ModelData(MODALITIES["image"], size), pictures).items()
+    assert tag == "image samples" and (events[0].step, events[0].height, events[0].width) == (40, 4, 8)
+    sounds = np.full((1, 400), 128, dtype=np.uint8)
+    data = ModelData(MODALITIES["audio"], {"rate": 8000})
+    ((tag, events),) = logged_samples(tmp_path / "sounds", data, sounds).items()
+    assert tag == "audio samples/1" and (events[0].sample_rate, events[0].length_frames) == (8000, 400)

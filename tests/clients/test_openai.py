@@ -47,15 +47,15 @@ def test_bytes_are_those_of_the_command_line(openai: Any, folder: Path, capfdbin
     assert cli.main(["sample", str(folder), *options]) == 0
     expected = capfdbinary.readouterr().out.removeprefix("hä".encode())
     assert len(expected) == 40
-    asked = {"prompt": "hä", "max_tokens": 40, "temperature": 0.8, "top_p": 0.9, "seed": 5, "model": "model"}
-    whole = openai.completions.create(**asked)
-    assert content(whole.choices[0]) == expected
-    assert whole.choices[0].text == expected.decode(errors="replace")
-    assert (whole.choices[0].finish_reason, whole.usage.total_tokens) == ("length", 43)
-    *chunks, last = openai.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    fields = {"prompt": "hä", "max_tokens": 40, "temperature": 0.8, "top_p": 0.9, "seed": 5, "model": "model"}
+    completion = openai.completions.create(**fields)
+    assert content(completion.choices[0]) == expected
+    assert completion.choices[0].text == expected.decode(errors="replace")
+    assert (completion.choices[0].finish_reason, completion.usage.total_tokens) == ("length", 43)
+    *chunks, last = openai.completions.create(**fields, stream=True, stream_options={"include_usage": True})
     assert b"".join(content(chunk.choices[0]) for chunk in chunks) == expected
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
-    assert last.usage == whole.usage
+    assert "".join(chunk.choices[0].text for chunk in chunks) == completion.choices[0].text
+    assert last.usage == completion.usage
 
 
 @client("openai", "8 requests at once by AsyncOpenAI, each with n=2", "each choice has the bytes that it has alone")
@@ -71,8 +71,8 @@ def test_requests_at_once_have_their_own_bytes(url: str, folder: Path) -> None:
             return await asyncio.gather(*calls)
 
     model = load_model(folder)
-    for number, found in enumerate(asyncio.run(ask())):
-        for choice in found.choices:
+    for number, completion in enumerate(asyncio.run(ask())):
+        for choice in completion.choices:
             generator = torch.Generator().manual_seed(number + choice.index)
             expected = generate(model, torch.tensor([[7, number]]), 30, generator=generator)
             assert content(choice) == bytes(map(int, expected))
@@ -80,11 +80,11 @@ def test_requests_at_once_have_their_own_bytes(url: str, folder: Path) -> None:
 
 @client("openai", "logprobs and echo", "the model's log-probabilities; none of the first byte, as OpenAI has it")
 def test_scores_are_the_models(openai: Any, folder: Path) -> None:
-    found = openai.completions.create(model="model", prompt="a stride", logprobs=2, echo=True, max_tokens=0)
+    completion = openai.completions.create(model="model", prompt="a stride", logprobs=2, echo=True, max_tokens=0)
     with torch.no_grad():
         expected = load_model(folder)(torch.tensor([list(b"a stride")])).double().log_softmax(-1)[0]
-    logprobs = found.choices[0].logprobs
-    assert found.choices[0].text == "a stride" and logprobs.tokens == list("a stride")
+    logprobs = completion.choices[0].logprobs
+    assert completion.choices[0].text == "a stride" and logprobs.tokens == list("a stride")
     assert logprobs.token_logprobs[0] is None
     for row, byte, value in zip(expected[1:], b" stride", logprobs.token_logprobs[1:], strict=True):
         assert math.isclose(value, row[byte], rel_tol=1e-6)
@@ -93,14 +93,14 @@ def test_scores_are_the_models(openai: Any, folder: Path) -> None:
 @client("openai", "stop, n, logit_bias, penalties, user", "as OpenAI has them; stops of any characters")
 def test_settings_are_openais(openai: Any) -> None:
     only = {str(byte): -100 for byte in range(256) if byte not in "ä€ab".encode()}
-    asked = {"model": "model", "prompt": "", "logit_bias": only, "max_tokens": 50, "seed": 2, "temperature": 9}
-    asked["user"] = "u"
-    whole = openai.completions.create(**asked, n=3, presence_penalty=0.5, frequency_penalty=-0.5)
-    assert len({choice.text for choice in whole.choices}) == 3
-    text = openai.completions.create(**asked).choices[0].text
-    stop = next((each for each in ("ä", "€") if each in text), text[-2:])
-    found = openai.completions.create(**asked, stop=[stop, "never"]).choices[0]
-    assert (found.text, found.finish_reason) == (text.partition(stop)[0], "stop")
+    fields = {"model": "model", "prompt": "", "logit_bias": only, "max_tokens": 50, "seed": 2, "temperature": 9}
+    fields["user"] = "u"
+    several = openai.completions.create(**fields, n=3, presence_penalty=0.5, frequency_penalty=-0.5)
+    assert len({choice.text for choice in several.choices}) == 3
+    text = openai.completions.create(**fields).choices[0].text
+    stop = next((character for character in ("ä", "€") if character in text), text[-2:])
+    stopped = openai.completions.create(**fields, stop=[stop, "never"]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (text.partition(stop)[0], "stop")
 
 
 @client("openai", "models.list, models.retrieve", "the served model, with `max_model_len`")
@@ -162,10 +162,10 @@ def test_lm_eval_scores_by_the_server(tmp_path: Path) -> None:
             model="model", base_url=f"{url}v1/completions", tokenizer=str(export), trust_remote_code=True,
             tokenizer_backend="huggingface", max_length=context,
         )  # fmt: skip
-        (found,) = harness.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+        (score,) = harness.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
         until = {"until": ["e"], "max_gen_toks": 40, "temperature": 0}
-        (said,) = harness.generate_until([Instance("generate_until", {}, ("sparse den", until), 0)])
+        (continuation,) = harness.generate_until([Instance("generate_until", {}, ("sparse den", until), 0)])
     scored = likelihood(load_model(export), text.encode())
-    assert math.isclose(-found, scored["loss_nats"] * scored["tokens"], rel_tol=1e-6)
+    assert math.isclose(-score, scored["loss_nats"] * scored["tokens"], rel_tol=1e-6)
     greedy = bytes(map(int, generate(load_model(export), torch.tensor([list(b"sparse den")]), 40, temperature=0)))
-    assert said == greedy.decode(errors="replace").partition("e")[0]
+    assert continuation == greedy.decode(errors="replace").partition("e")[0]

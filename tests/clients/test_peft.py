@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from longstride.sparse_model.feed_forwards import dense
+from tests.clients.conftest import tokens
 from tests.harness.clients import client
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
 
+TOKENS = tokens(2, 40)
 LINEAR = ["query_key_value", "projection", "expand", "contract"]  # of each block
 
 
@@ -31,23 +33,19 @@ def adapted(folder: Path, targets: Any = "all-linear", **options: Any) -> Any:
     return get_peft_model(loaded(folder), LoraConfig(target_modules=targets, **options))
 
 
-def tokens() -> Tensor:
-    return torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
-
-
 def logits_of(model: Any) -> Tensor:
     with torch.no_grad():
-        return model(input_ids=tokens()).logits
+        return model(input_ids=TOKENS).logits
 
 
 def test_all_linear_layers_are_those_of_the_blocks(folder: Path) -> None:
     for targets in ("all-linear", LINEAR):
-        found = {
+        names = {
             name.split(".")[-3]
             for name, _ in adapted(folder, targets).named_modules()
             if name.endswith("lora_A.default")
         }
-        assert found == set(LINEAR)
+        assert names == set(LINEAR)
 
 
 @client(
@@ -64,23 +62,23 @@ def test_adapters_are_trained_saved_and_merged(folder: Path, tmp_path: Path, tar
     from longstride.launcher.models import load_model
 
     model, before = adapted(folder, targets, modules_to_save=saved).train(), logits_of(loaded(folder))
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert trained and all(parameter.grad is not None for parameter in trained)
     torch.optim.SGD(trained, 0.1).step()
     after = logits_of(model.eval())
     assert (after - before).abs().max() > 0.1
     greedy = {"max_new_tokens": 10, "do_sample": False}
-    known = tokens()[:, :20]
-    sampled = model.generate(input_ids=known, **greedy)
-    assert torch.equal(sampled, model.generate(input_ids=known, use_cache=False, **greedy))
+    prompt = TOKENS[:, :20]
+    sampled = model.generate(input_ids=prompt, **greedy)
+    assert torch.equal(sampled, model.generate(input_ids=prompt, use_cache=False, **greedy))
     model.save_pretrained(tmp_path / "adapter")
     torch.testing.assert_close(logits_of(PeftModel.from_pretrained(loaded(folder), tmp_path / "adapter")), after)
     merged = model.merge_and_unload()
     torch.testing.assert_close(logits_of(merged), after)
     merged.float().save_pretrained(tmp_path / "merged")
     with torch.no_grad():
-        exported = load_model(tmp_path / "merged")(torch.nn.functional.pad(tokens(), (0, 1)))[:, 1:]
+        exported = load_model(tmp_path / "merged")(torch.nn.functional.pad(TOKENS, (0, 1)))[:, 1:]
     torch.testing.assert_close(exported, after.float(), atol=1e-4, rtol=1e-4)
 
 
@@ -94,14 +92,14 @@ def test_an_adapter_reaches_what_is_computed_in_chunks(folder: Path, monkeypatch
 @client("peft", "LoRA with gradient checkpointing, both kinds", "the gradients without it")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_gradients_reach_adapters(folder: Path, reentrant: bool) -> None:
-    model, found = adapted(folder).train(), []
+    model, gradients = adapted(folder).train(), []
     for recomputed in (False, True):
         if recomputed:
             model.base_model.model.activation_checkpointing_enable({"use_reentrant": reentrant})
         model.zero_grad()
-        model(input_ids=tokens(), labels=tokens()).loss.backward()
-        found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad])
+    assert all(torch.equal(stored, recomputed) for stored, recomputed in zip(*gradients, strict=True))
 
 
 @client(
@@ -114,12 +112,12 @@ def test_prompts_are_tuned(folder: Path, past: str) -> None:
 
     sizes = {"num_virtual_tokens": 4, "token_dim": 32, "num_layers": 1, "num_attention_heads": 2}
     model = get_peft_model(loaded(folder).float(), PromptTuningConfig(task_type="CAUSAL_LM", **sizes))
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters() if parameter.requires_grad)
-    known = tokens()[:, :20]
+    prompt = TOKENS[:, :20]
     for use_cache in (True, False):
-        found = model.eval().generate(
-            input_ids=known,
+        output = model.eval().generate(
+            input_ids=prompt,
             max_new_tokens=6,
             do_sample=False,
             use_cache=use_cache,
@@ -127,8 +125,8 @@ def test_prompts_are_tuned(folder: Path, past: str) -> None:
             output_logits=True,
         )
         with torch.no_grad():
-            wanted = model(input_ids=found.sequences[:, :-1]).logits[:, -6:]
-        torch.testing.assert_close(torch.stack(found.logits, 1), wanted)  # behind what was tuned
+            expected = model(input_ids=output.sequences[:, :-1]).logits[:, -6:]
+        torch.testing.assert_close(torch.stack(output.logits, 1), expected)  # behind what was tuned
     model = get_peft_model(loaded(folder).float(), PrefixTuningConfig(task_type="CAUSAL_LM", **sizes))
     with pytest.raises(ValueError, match=f"^{past}: a DynamicCache: this model keeps a session; leave it out"):
-        model(input_ids=tokens(), labels=tokens())
+        model(input_ids=TOKENS, labels=TOKENS)

@@ -11,19 +11,10 @@ import torch
 from longstride.launcher.models import load_model
 from longstride.sparse_model import generate
 from tests.harness.clients import client
-from tests.harness.tiny_models import add_hub_files, tiny_export
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
 PROMPTS = ["sparse tr", "", "byte", "dense stride byte tränen "]
 OPTIONS = {"do_sample": False, "max_new_tokens": 30}
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export a model with a context of 192 that writes words, "tränen" among them."""
-    folder = tiny_export(tmp_path_factory.mktemp("words") / "model", "text", steps=200)
-    add_hub_files(folder)
-    return folder
 
 
 @pytest.fixture
@@ -35,8 +26,8 @@ def pipe(words: Path) -> Any:
 
 def ours(folder: Path, prompt: str) -> str:
     """Run `longstride sample --temperature 0 --bytes 30`, after the prompt."""
-    known = torch.tensor([list(prompt.encode())], dtype=torch.int64)
-    sampled = generate(load_model(folder), known, 30, temperature=0)
+    inputs = torch.tensor([list(prompt.encode())], dtype=torch.int64)
+    sampled = generate(load_model(folder), inputs, 30, temperature=0)
     return bytes(int(token) for token in sampled).decode("utf-8", "replace")
 
 
@@ -46,7 +37,7 @@ def test_pipeline_continues_prompts_as_sample_does(words: Path, pipe: Any) -> No
     alone = [pipe(prompt, **OPTIONS)[0]["generated_text"] for prompt in PROMPTS]
     assert alone == expected
     pipe.tokenizer.add_bos_token = True  # transformers cannot pad what has no token at all
-    batched = [found["generated_text"] for (found,) in pipe(PROMPTS, batch_size=3, **OPTIONS)]
+    batched = [continuation["generated_text"] for (continuation,) in pipe(PROMPTS, batch_size=3, **OPTIONS)]
     assert batched == expected
     (new,) = pipe(PROMPTS[0], return_full_text=False, **OPTIONS)
     assert new["generated_text"] == expected[0].removeprefix(PROMPTS[0])
@@ -55,10 +46,10 @@ def test_pipeline_continues_prompts_as_sample_does(words: Path, pipe: Any) -> No
 @client("transformers", "`stop_strings` of any characters", "generation ends behind the string's last byte")
 @pytest.mark.parametrize("stop", ["ä", "n", "en s", "än"])
 def test_stop_strings_are_bytes(words: Path, pipe: Any, stop: str) -> None:
-    whole = ours(words, "sparse tr")
-    assert stop in whole
-    (found,) = pipe("sparse tr", stop_sequence=stop, return_full_text=False, **OPTIONS)
-    assert found["generated_text"] == whole.partition(stop)[0] + stop
+    text = ours(words, "sparse tr")
+    assert stop in text
+    (continuation,) = pipe("sparse tr", stop_sequence=stop, return_full_text=False, **OPTIONS)
+    assert continuation["generated_text"] == text.partition(stop)[0] + stop
 
 
 def test_rows_that_have_stopped_are_padded(words: Path, pipe: Any) -> None:
@@ -66,7 +57,7 @@ def test_rows_that_have_stopped_are_padded(words: Path, pipe: Any) -> None:
     inputs = tokenizer(batch, padding=True, return_tensors="pt")
     rows = pipe.model.generate(**inputs, stop_strings=["ä", "。"], tokenizer=tokenizer, **OPTIONS)
     expected = [
-        prompt + (whole.partition("ä")[0] + "ä" if "ä" in (whole := ours(words, prompt)) else whole) for prompt in batch
+        prompt + (text.partition("ä")[0] + "ä" if "ä" in (text := ours(words, prompt)) else text) for prompt in batch
     ]
     assert tokenizer.decode(rows, skip_special_tokens=True) == expected
     assert rows[0, -1] == tokenizer.pad_token_id

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 from longstride.kernels import ConfigError
 from longstride.launcher.models import Exported, load_model
 from longstride.sparse_model import SparseTransformer
+from tests.clients.conftest import run_python
 from tests.harness.clients import client
 from tests.harness.configs import SYSTEMS, model_json, small
 from tests.harness.runs import ROOT
@@ -27,8 +25,8 @@ pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its
 def told_of_a_run(folder: Path) -> str:
     """Gives an export a fingerprint and an origin; returns the first."""
     path, fingerprint = folder / "config.json", Exported(folder).fingerprint()
-    told = {"fingerprint": fingerprint, "origin": {"run": "mine", "step": 3}, "data": {"modality": "text"}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | told))
+    fields = {"fingerprint": fingerprint, "origin": {"run": "mine", "step": 3}, "data": {"modality": "text"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     return fingerprint
 
 
@@ -71,9 +69,9 @@ def test_what_is_saved_is_an_export(hub: Any, folder: Path, tmp_path: Path, spli
         AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True),
         load_model(tmp_path / "again"),
     ):
-        found = model.state_dict()
-        assert found.keys() == hub.state_dict().keys()
-        assert all(torch.equal(tensor, found[name]) for name, tensor in hub.state_dict().items())
+        weights = model.state_dict()
+        assert weights.keys() == hub.state_dict().keys()
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in hub.state_dict().items())
 
 
 def test_other_weights_in_the_same_folder_take_the_place_of_the_first(hub: Any, tmp_path: Path) -> None:
@@ -97,7 +95,7 @@ def test_a_missing_longstride_is_told_as_by_an_export(hub: Any, tmp_path: Path) 
         "from transformers import AutoModelForCausalLM\n"
         f"AutoModelForCausalLM.from_pretrained({str(tmp_path / 'again')!r}, trust_remote_code=True)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], env=dict(os.environ), capture_output=True, text=True)
+    ended = run_python("-c", script)
     assert ended.returncode and "ImportError: this model needs Longstride" in ended.stderr
     assert "pip install" not in ended.stderr
 
@@ -124,19 +122,19 @@ def test_new_weights_are_those_of_a_new_network(changes: dict[str, Any], tmp_pat
     torch.manual_seed(1)
     expected = SparseTransformer(small(**changes)).state_dict()
     torch.manual_seed(1)
-    made = LongstrideForCausalLM(config)
-    assert made.state_dict().keys() == expected.keys()
-    assert all(torch.equal(made.state_dict()[name], tensor) for name, tensor in expected.items())
-    assert not made._first_values
+    model = LongstrideForCausalLM(config)
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in expected.items())
+    assert not model._first_values
     left_out = [name for name in expected if "blocks.0" in name]
     with torch.no_grad():
-        for tensor in [*made.parameters(), *made.buffers()]:
+        for tensor in [*model.parameters(), *model.buffers()]:
             tensor.copy_(torch.randn_like(tensor))
-    known = {name: tensor for name, tensor in made.state_dict().items() if name not in left_out}
+    stored = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     torch.manual_seed(1)
-    found = LongstrideForCausalLM.from_pretrained(None, config=config, state_dict=known).state_dict()
-    for name, tensor in found.items():
-        assert torch.equal(tensor, expected[name] if name in left_out else known[name]), name
+    weights = LongstrideForCausalLM.from_pretrained(None, config=config, state_dict=stored).state_dict()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, expected[name] if name in left_out else stored[name]), name
 
 
 def test_buffers_stay_in_fp32_in_a_model_of_16_bits(tmp_path: Path) -> None:
@@ -153,10 +151,10 @@ def test_buffers_stay_in_fp32_in_a_model_of_16_bits(tmp_path: Path) -> None:
         assert all(torch.equal(model.get_buffer(name), tensor) for name, tensor in buffers.items())
     cast.save_pretrained(tmp_path / "again")
     assert load_model(tmp_path / "again").embedding.start.dtype == torch.bfloat16
-    known = torch.arange(20)[None]
+    inputs = torch.arange(20)[None]
     expected = load_model(folder, dtype=torch.bfloat16)
     with torch.no_grad():
-        assert torch.equal(loaded(known[:, :-1]).logits, expected(known)[:, 1:].float())
+        assert torch.equal(loaded(inputs[:, :-1]).logits, expected(inputs)[:, 1:].float())
 
 
 @client("transformers", "`resize_token_embeddings(len(tokenizer))`", "nothing changes: special tokens need no weights")
@@ -170,17 +168,17 @@ def test_embeddings_are_wide_enough_for_the_tokenizer(hub: Any) -> None:
             hub.resize_token_embeddings(number, pad_to_multiple_of=rounded)
     embedding = torch.nn.Embedding.from_pretrained(hub.get_input_embeddings().weight.flip(0))
     output = torch.nn.Linear(32, 256, bias=False)
-    known = torch.arange(30)[None]
+    inputs = torch.arange(30)[None]
     with torch.no_grad():
         hub.set_input_embeddings(embedding)
-        mirrored = hub(255 - known).logits
+        mirrored = hub(255 - inputs).logits
         hub.set_output_embeddings(output)
         assert torch.equal(
-            hub(255 - known, output_hidden_states=True).hidden_states[-1] @ output.weight.T, hub(255 - known).logits
+            hub(255 - inputs, output_hidden_states=True).hidden_states[-1] @ output.weight.T, hub(255 - inputs).logits
         )
         from longstride.launcher.hub import LongstrideForCausalLM
 
-        assert torch.equal(mirrored, LongstrideForCausalLM.from_pretrained(hub.name_or_path)(known).logits)
+        assert torch.equal(mirrored, LongstrideForCausalLM.from_pretrained(hub.name_or_path)(inputs).logits)
 
 
 @client("accelerate", "`device_map` with blocks on the disk; `copy.deepcopy`", "equal logits and samples, bit for bit")
@@ -189,7 +187,7 @@ def test_offloaded_blocks_and_copies_compute_the_same(tmp_path: Path) -> None:
 
     folder = random_export(tmp_path / "model", **model_json())
     add_hub_files(folder)
-    model, known = LongstrideForCausalLM.from_pretrained(folder), torch.randint(256, (2, 20))
+    model, inputs = LongstrideForCausalLM.from_pretrained(folder), torch.randint(256, (2, 20))
     places = {
         "embedding": "cpu",
         "blocks.0": "cpu",
@@ -201,13 +199,13 @@ def test_offloaded_blocks_and_copies_compute_the_same(tmp_path: Path) -> None:
     offloaded = LongstrideForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "disk")
     assert offloaded.blocks[1].attention.query_key_value.weight.is_meta
     with torch.no_grad():
-        copied, expected = copy.deepcopy(model), model(known).logits
+        copied, expected = copy.deepcopy(model), model(inputs).logits
         copied.logits.weight.zero_()
-        assert not copied(known).logits.any()
-        assert torch.equal(model(known).logits, expected)
-        assert torch.equal(offloaded(known).logits, expected)
+        assert not copied(inputs).logits.any()
+        assert torch.equal(model(inputs).logits, expected)
+        assert torch.equal(offloaded(inputs).logits, expected)
     options = {"max_new_tokens": 5, "do_sample": False}
-    assert torch.equal(offloaded.generate(known, **options), model.generate(known, **options))
+    assert torch.equal(offloaded.generate(inputs, **options), model.generate(inputs, **options))
 
 
 @client("transformers", "an export with parts of another package", "loads with trust_code=True alone")
@@ -222,13 +220,13 @@ def test_code_of_other_packages_is_trusted_first(tmp_path: Path, monkeypatch: py
     ):
         LongstrideForCausalLM(config)
     config.trust_code = True
-    made = LongstrideForCausalLM(config)
-    made.save_pretrained(tmp_path)
+    hub = LongstrideForCausalLM(config)
+    hub.save_pretrained(tmp_path)
     assert "trust_code" not in json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(ConfigError, match="trust_code=True"):
         LongstrideForCausalLM.from_pretrained(tmp_path)
     loaded = LongstrideForCausalLM.from_pretrained(tmp_path, trust_code=True).eval()
     rows = torch.randint(256, (2, 9))
-    torch.testing.assert_close(loaded(rows).logits, made.eval()(rows).logits)
+    torch.testing.assert_close(loaded(rows).logits, hub.eval()(rows).logits)
     cached = loaded.generate(rows, max_new_tokens=5, do_sample=False)
     assert cached.equal(loaded.generate(rows, max_new_tokens=5, do_sample=False, use_cache=False))

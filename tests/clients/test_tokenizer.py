@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.clients.conftest import END, PADDING, START
 from tests.harness.clients import client
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
-START, END, PADDING = 256, 257, 258
 
 
 def loaded(folder: Path, **options: Any) -> Any:
@@ -35,10 +35,10 @@ def tokenizer(folder: Path) -> Any:
 def test_tokens_are_bytes_and_specials_are_no_text(tokenizer: Any) -> None:
     written = "".join(map(tokenizer.decode, (START, END, PADDING)))
     text = f"  hä,\n\0<s></s><pad> ▁ €\t𝄞 don't {written} "
-    for known in (text, ""):
-        assert tokenizer(known).input_ids == list(known.encode())
+    for content in (text, ""):
+        assert tokenizer(content).input_ids == list(content.encode())
         for skipped in (False, True):
-            assert tokenizer.decode(list(known.encode()), skip_special_tokens=skipped) == known
+            assert tokenizer.decode(list(content.encode()), skip_special_tokens=skipped) == content
     assert tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)) == list(text.encode())
     assert tokenizer.decode([0x68, 0xC3]) == "h\ufffd"
     assert (len(tokenizer), tokenizer.vocab_size) == (259, 256)

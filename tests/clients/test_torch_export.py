@@ -17,6 +17,7 @@ from longstride.data_pipelines.building.build import build
 from longstride.launcher import cli
 from tests.harness.clients import client
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS
+from tests.harness.data.builds import write_files
 from tests.harness.runs import configuration, spawn
 from tests.harness.tiny_models import assert_next_logits, random_export
 
@@ -80,9 +81,9 @@ def test_onnx_has_the_models_logits(recipe: Path) -> None:
     path = program_of(recipe, "onnx")
     onnx.checker.check_model(str(path), full_check=True)
     session = session_of(path)
-    faces = [(each.name, each.shape[:2], each.type) for each in (*session.get_inputs(), *session.get_outputs())]
+    tensors = [(value.name, value.shape[:2], value.type) for value in (*session.get_inputs(), *session.get_outputs())]
     sizes = ["batch", "length"]
-    assert faces == [("input_ids", sizes, "tensor(int64)"), ("logits", sizes, "tensor(float)")]
+    assert tensors == [("input_ids", sizes, "tensor(int64)"), ("logits", sizes, "tensor(float)")]
     assert_next_logits(recipe, partial(logits_of, session), *LENGTHS)
     for name in (Path(__file__).parents[2], recipe.parent):
         assert str(name).encode() not in path.read_bytes()
@@ -113,10 +114,8 @@ def test_beyond_the_context_onnx_gives_no_numbers(folder: Path) -> None:
 def test_card_is_read_by_the_hub(tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 
-    (tmp_path / "source").mkdir()
-    for number in range(4):
-        (tmp_path / f"source/{number}.txt").write_text(f"a stride of {number} bytes " * 150)
-    build([tmp_path / "source"], tmp_path / "data", validation_fraction=0.3)
+    texts = {f"{number}.txt": f"a stride of {number} bytes ".encode() * 150 for number in range(4)}
+    build([write_files(tmp_path / "source", texts)], tmp_path / "data", validation_fraction=0.3)
     (tmp_path / "run.json").write_text(json.dumps(configuration(tmp_path / "data", tmp_path / "run")))
     ended = spawn(["--config", str(tmp_path / "run.json"), "train.steps=2"], 1)
     assert ended.codes == [0], ended.stderr

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from longstride.launcher.models import Exported, load_model
 from longstride.sparse_model.feed_forwards.experts import Experts
+from tests.clients.conftest import PADDING, new_model
 from tests.harness.clients import client
-from tests.harness.configs import SYSTEMS, small
+from tests.harness.configs import SYSTEMS
 from tests.harness.runs import ROOT, free_port
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
 
-PADDING = 258
 ROUNDING = 2.0**-23  # of fp32
 
 
@@ -62,9 +62,9 @@ def losses(trained: Any) -> list[float]:
     return [line["loss"] for line in trained.state.log_history if "loss" in line]
 
 
-def difference(one: Any, other: Any) -> float:
+def difference(model: Any, reference: Any) -> float:
     """Return the largest difference between parameters, relative to the largest parameter."""
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
     return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
 
 
@@ -74,13 +74,13 @@ def difference(one: Any, other: Any) -> float:
     "losses and weights of one batch of 4, to rounding",
 )
 def test_accumulated_gradients_are_those_of_one_batch(folder: Path, tmp_path: Path) -> None:
-    whole, parts = trainer(folder, tmp_path, 4, 1), trainer(folder, tmp_path, 1, 4)
-    for each in (whole, parts):
-        each.train()
-    assert losses(parts) == pytest.approx(losses(whole), rel=8 * ROUNDING)
+    full, parts = trainer(folder, tmp_path, 4, 1), trainer(folder, tmp_path, 1, 4)
+    for training in (full, parts):
+        training.train()
+    assert losses(parts) == pytest.approx(losses(full), rel=8 * ROUNDING)
     # Sums in another order, through three steps.
-    assert 0 < difference(parts.model, whole.model) <= 64 * ROUNDING
-    assert difference(whole.model, load_model(folder)) > 1e-4
+    assert 0 < difference(parts.model, full.model) <= 64 * ROUNDING
+    assert difference(full.model, load_model(folder)) > 1e-4
 
 
 @client(
@@ -89,12 +89,12 @@ def test_accumulated_gradients_are_those_of_one_batch(folder: Path, tmp_path: Pa
     "eval_loss is that of `longstride evaluate` without the first byte of a text",
 )
 def test_evaluation_is_ours(folder: Path, tmp_path: Path) -> None:
-    found = trainer(folder, tmp_path, per_device_eval_batch_size=4).evaluate()["eval_loss"]
+    output = trainer(folder, tmp_path, per_device_eval_batch_size=4).evaluate()["eval_loss"]
     model, nats = load_model(folder), []
     with torch.no_grad():
         for row in texts()[:4]:
             nats.append(model(row["input_ids"][None], return_nats=True)[0, 1:])
-    assert found == pytest.approx(float(torch.cat(nats).mean()), rel=8 * ROUNDING)
+    assert output == pytest.approx(float(torch.cat(nats).mean()), rel=8 * ROUNDING)
 
 
 @client("transformers", "Trainer, resumed from its checkpoint", "the weights of one that went on, bit for bit")
@@ -128,8 +128,8 @@ def test_smoothed_labels_stand_behind_their_logits(folder: Path, tmp_path: Path)
 @client("transformers", "Trainer with `bf16`", "the losses of fp32 within 1%, and weights in fp32")
 def test_autocast_trains(folder: Path, tmp_path: Path) -> None:
     exact, cast = trainer(folder, tmp_path), trainer(folder, tmp_path, bf16=True)
-    for each in (exact, cast):
-        each.train()
+    for training in (exact, cast):
+        training.train()
     assert losses(cast) == pytest.approx(losses(exact), rel=0.01)
     assert losses(cast) != losses(exact)
     assert {parameter.dtype for parameter in cast.model.parameters()} == {torch.float32}
@@ -147,25 +147,25 @@ def test_collated_texts_train(folder: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         for row in rows[:4]:
             nats.append(model(torch.tensor([row["input_ids"][1:]]), return_nats=True)[0])
-    found = trained.model(**trained.data_collator(rows[:4])).loss
-    assert float(found.detach()) == pytest.approx(float(torch.cat(nats).mean()), rel=8 * ROUNDING)
+    output = trained.model(**trained.data_collator(rows[:4])).loss
+    assert float(output.detach()) == pytest.approx(float(torch.cat(nats).mean()), rel=8 * ROUNDING)
     trained.train()
     assert all(bool(parameter.isfinite().all()) for parameter in trained.model.parameters())
 
 
 def saved_bytes(model: Any, rows: Tensor) -> int:
     """Measure the bytes of activations that the forward pass of a loss saves for the backward pass."""
-    weights, kept = {parameter.data_ptr() for parameter in model.parameters()}, {}
+    weights, storages = {parameter.data_ptr() for parameter in model.parameters()}, {}
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(rows, labels=rows).loss
     loss.backward()
-    return sum(kept.values())
+    return sum(storages.values())
 
 
 @client(
@@ -175,31 +175,25 @@ def saved_bytes(model: Any, rows: Tensor) -> int:
 )
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_gradients_are_equal(reentrant: bool) -> None:
-    from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM
-
-    torch.manual_seed(0)
-    model = LongstrideForCausalLM(LongstrideConfig(model=small(layers=8, dropout=0.1).model_dump(mode="json")))
+    model = new_model(layers=8, dropout=0.1)
     torch.nn.init.normal_(model.logits.weight)
-    rows, found, kept = torch.randint(256, (2, model.config.max_position_embeddings)), [], []
+    rows, gradients, sizes = torch.randint(256, (2, model.config.max_position_embeddings)), [], []
     for every in (0, 1, 4):
         if every:
             model.activation_checkpointing_enable({"use_reentrant": reentrant}, every_n_layers=every)
         model.train().zero_grad()
         torch.manual_seed(1)
-        kept.append(saved_bytes(model, rows))
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    assert kept[1] < kept[0] / 3 and kept[1] < kept[2] < kept[0]
+        sizes.append(saved_bytes(model, rows))
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for recomputed in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], recomputed, strict=True))
+    assert sizes[1] < sizes[0] / 3 and sizes[1] < sizes[2] < sizes[0]
 
 
 def test_auxiliary_losses_count_once() -> None:
     """Check that the losses of a step's parts add up to the step's, if each part's loss is a sum over its rows."""
-    from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM
-
     changes = next(changes for changes in SYSTEMS.values() if "experts" in str(changes))
-    torch.manual_seed(0)
-    model = LongstrideForCausalLM(LongstrideConfig(model=small(**changes).model_dump(mode="json"))).train()
+    model = new_model(**changes).train()
     row = torch.randint(256, (1, 20))
     alone = model(row, labels=row).loss
     assert alone > model.eval()(row, labels=row).loss
@@ -212,11 +206,7 @@ def test_auxiliary_losses_count_once() -> None:
 @pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
 def test_padding_changes_no_gradient(changes: dict[str, Any]) -> None:
     """Check that the amount of padding does not matter either; the first batch has the least possible."""
-    from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM
-
-    torch.manual_seed(0)
-    config = LongstrideConfig(model=small(**changes).model_dump(mode="json"))
-    model = LongstrideForCausalLM(config).double().train()
+    model = new_model(**changes).double().train()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     for part in model.network.modules():
@@ -224,22 +214,22 @@ def test_padding_changes_no_gradient(changes: dict[str, Any]) -> None:
             part.config = part.config.model_copy(update={"balance": 3.0})
     texts = [torch.randint(256, (length,)) for length in (30, 8, 1)]
     results = []
-    for left, width, byte in ((0, 30, PADDING), (0, 39, PADDING), (9, 39, PADDING), (4, 40, 7), (0, 40, 250)):
+    for start, width, byte in ((0, 30, PADDING), (0, 39, PADDING), (9, 39, PADDING), (4, 40, 7), (0, 40, 250)):
         tokens, mask = torch.full((3, width), byte), torch.zeros(3, width, dtype=torch.long)
         for row, shown, text in zip(tokens, mask, texts, strict=True):
-            row[left : left + len(text)], shown[left : left + len(text)] = text, 1
+            row[start : start + len(text)], shown[start : start + len(text)] = text, 1
         labels = tokens.where(mask.bool(), -100)
-        labels[:, left] = -100  # which a row with padding before it would count
+        labels[:, start] = -100  # which a row with padding before it would count
         model.zero_grad()
-        found = model(tokens, attention_mask=mask, labels=labels)
-        found.loss.backward()
+        output = model(tokens, attention_mask=mask, labels=labels)
+        output.loss.backward()
         gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-        results.append({"loss": found.loss.detach(), **gradients})
+        results.append({"loss": output.loss.detach(), **gradients})
     for result in results[1:]:
         assert result.keys() == results[0].keys()
         for name, gradient in result.items():
-            wanted = results[0][name]
-            assert (gradient - wanted).abs().max() <= 2.0**-40 * wanted.abs().max(), name
+            expected = results[0][name]
+            assert (gradient - expected).abs().max() <= 2.0**-40 * expected.abs().max(), name
 
 
 def test_labels_of_tokens_that_no_model_predicts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,8 +248,8 @@ def test_labels_of_tokens_that_no_model_predicts(folder: Path, monkeypatch: pyte
     torch.testing.assert_close(model(**specials, num_items_in_batch=2 * counted).loss, expected / 2)
     assert warned[0].startswith("labels: 258: num_items_in_batch counts it, and no model predicts it")
     shifted = torch.nn.functional.pad(rows["labels"], (0, 1), value=-100)[:, 1:]
-    found = model(rows["input_ids"], shift_labels=shifted).loss
-    torch.testing.assert_close(found, expected)
+    output = model(rows["input_ids"], shift_labels=shifted).loss
+    torch.testing.assert_close(output, expected)
 
 
 @client(
@@ -282,11 +272,11 @@ def test_zero_three_trains_as_zero_zero(folder: Path, tmp_path: Path, processes:
         )
         for rank in range(processes)
     ]  # fmt: skip
-    told = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert not any(rank.returncode for rank in ranks), told[-1][-3000:]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert not any(rank.returncode for rank in ranks), outputs[-1][-3000:]
     before = load_file(folder / "model.safetensors")
     for weights in ("loaded", "new"):
-        one, other = (load_file(tmp_path / f"{weights}-{stage}/model.safetensors") for stage in "03")
-        assert any(not torch.equal(tensor, before[name]) for name, tensor in other.items())
-        for name, tensor in one.items():
-            assert (other[name] - tensor).abs().max() <= 64 * ROUNDING * max(float(tensor.abs().max()), 1.0), name
+        expected, weights_3 = (load_file(tmp_path / f"{weights}-{stage}/model.safetensors") for stage in "03")
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in weights_3.items())
+        for name, tensor in expected.items():
+            assert (weights_3[name] - tensor).abs().max() <= 64 * ROUNDING * max(float(tensor.abs().max()), 1.0), name

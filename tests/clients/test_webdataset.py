@@ -19,6 +19,7 @@ from longstride.data_pipelines.order.evaluation import split_bytes
 from longstride.data_pipelines.shards import DataManifest, index_tars
 from longstride.data_pipelines.stores import open_store
 from tests.harness.clients import client
+from tests.harness.data.builds import write_files
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
 
@@ -26,10 +27,8 @@ pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Create a data folder of twenty texts in several shards."""
-    (tmp_path / "source").mkdir()
-    for number in range(20):
-        (tmp_path / "source" / f"{number:02}.txt").write_text(f"text {number}, für alle: " + "€" * 10 * number)
-    build([tmp_path / "source"], tmp_path / "data", validation_fraction=0, shard_bytes=1500)
+    texts = {f"{n:02}.txt": f"text {n}, für alle: {'€' * 10 * n}".encode() for n in range(20)}
+    build([write_files(tmp_path / "source", texts)], tmp_path / "data", validation_fraction=0, shard_bytes=1500)
     return tmp_path / "data"
 
 
@@ -43,12 +42,12 @@ def samples(folder: Path, *decoders: Any) -> list[dict[str, Any]]:
 
 @client("webdataset", "`WebDataset(…)` in a `DataLoader` of two workers", "each sample once")
 def test_texts(folder: Path) -> None:
-    found = samples(folder)
-    assert "".join(each["txt"] for each in found).encode() == b"".join(split_bytes(folder, "train"))
+    loaded = samples(folder)
+    assert "".join(sample["txt"] for sample in loaded).encode() == b"".join(split_bytes(folder, "train"))
     loader = torch.utils.data.DataLoader(
         wds.WebDataset(urls(folder), shardshuffle=False).decode(), batch_size=None, num_workers=2
     )
-    assert sorted(each["__key__"] for each in loader) == sorted(each["__key__"] for each in found)
+    assert sorted(sample["__key__"] for sample in loader) == sorted(sample["__key__"] for sample in loaded)
 
 
 @client("webdataset", '`.decode("pil")`, `.decode("rgb8")` of pictures', "the bytes of each pixel")
@@ -60,8 +59,8 @@ def test_pictures(tmp_path: Path) -> None:
         Image.fromarray(pixels).save(tmp_path / "source" / f"{number}.png")
     build([tmp_path / "source"], tmp_path / "data", modality="image", validation_fraction=0)
     for decoder in ("pil", "rgb8"):
-        found = samples(tmp_path / "data", decoder)
-        assert b"".join(np.asarray(each["ppm"]).tobytes() for each in found) == b"".join(
+        loaded = samples(tmp_path / "data", decoder)
+        assert b"".join(np.asarray(sample["ppm"]).tobytes() for sample in loaded) == b"".join(
             split_bytes(tmp_path / "data", "train")
         )
 
@@ -90,13 +89,13 @@ def test_samples_at_random(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
         patched.setattr("sys.argv", ["widsindex", "create", "--output", "wids.json", *shards])
         patched.setattr(wids_index.wids_dl, "download_file", lambda url, _: url)  # it copies each to /tmp/shard.tar
         wids_index.main()
-    found = wids.ShardListDataset(str(folder / "wids.json"), cache_dir=str(tmp_path / "cache"), keep=True)
+    loaded = wids.ShardListDataset(str(folder / "wids.json"), cache_dir=str(tmp_path / "cache"), keep=True)
     expected = list(split_bytes(folder, "train"))
-    texts = [each["txt"] for each in samples(folder)]
-    assert len(found) == len(texts) and json.loads((folder / "wids.json").read_text())["wids_version"] == 1
+    texts = [sample["txt"] for sample in samples(folder)]
+    assert len(loaded) == len(texts) and json.loads((folder / "wids.json").read_text())["wids_version"] == 1
     for number in (7, 0, len(texts) - 1, 3):
-        assert found[number][".txt"] == texts[number]
-    assert "".join(found[number][".txt"] for number in range(len(found))).encode() == b"".join(expected)
+        assert loaded[number][".txt"] == texts[number]
+    assert "".join(loaded[number][".txt"] for number in range(len(loaded))).encode() == b"".join(expected)
 
 
 @client("torchdata", "`StatefulDataLoader` of a `ByteStream`, stopped and begun anew", "goes on at the very batch")
@@ -113,5 +112,5 @@ def test_a_stateful_loader_goes_on_at_the_very_batch(folder: Path, num_workers: 
     running = iter(stopped)
     assert len(list(itertools.islice(running, 7))) == 7
     again.load_state_dict(stopped.state_dict())
-    for expected, found in zip(batches[7:], itertools.islice(iter(again), 13), strict=True):
-        assert torch.equal(expected.tokens, found.tokens) and expected.state == found.state
+    for expected, loaded in zip(batches[7:], itertools.islice(iter(again), 13), strict=True):
+        assert torch.equal(expected.tokens, loaded.tokens) and expected.state == loaded.state
