@@ -104,7 +104,7 @@ class Commands(Asked):
             "environment": dict(environment or {}),
             "limits": list(limits),
             "stdout": stdout,
-            "fault": [str(each) if isinstance(each, Path) else each for each in fault] if fault else None,
+            "fault": [str(value) if isinstance(value, Path) else value for value in fault] if fault else None,
         }
         answer = self.ask(case)
         out, err = ((self._folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))

@@ -133,7 +133,7 @@ def test_faked_checkpoint_is_refused_or_computes_the_same(place: Place, run: Pat
             assert metrics(run) == place.metrics
         elif verb == "evaluate":
             same = ("step", "split", "tokens", "loss_nats")
-            line, expected = (json.loads(each.out.splitlines()[-1]) for each in (outcome, place.intact(verb)))
+            line, expected = (json.loads(result.out.splitlines()[-1]) for result in (outcome, place.intact(verb)))
             assert {name: line[name] for name in same} == {name: expected[name] for name in same}
 
 

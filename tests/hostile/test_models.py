@@ -91,7 +91,7 @@ class Place:
         if outcome.code == 0:
             outcome.check_bounded(intact)
             assert verb != "serve", outcome
-            results = [re.sub(r'"seconds": [0-9.e-]+', "", each.out) for each in (outcome, intact)]
+            results = [re.sub(r'"seconds": [0-9.e-]+', "", run.out) for run in (outcome, intact)]
             assert may_compute_otherwise or (results[0] == results[1] and files == expected_files), outcome
         else:
             outcome.check_refused(intact, most_lines=MOST_LINES)

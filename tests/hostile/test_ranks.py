@@ -22,7 +22,7 @@ class Differs(NamedTuple):
     """A difference of the last rank."""
 
     changes: dict[str, object]  # of the configuration, by dotted path; the ellipsis takes a key away
-    told: str  # how the line begins
+    message: str  # how the line begins
     data: str = "data"  # the folder
     versions: dict[str, str] = {}  # noqa: RUF012
 
@@ -63,14 +63,14 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_ranks(places: Path, output: Path, differs: Differs, world_size: int, stage: int, *words: str) -> Ended:
+def run_ranks(places: Path, output: Path, difference: Differs, world_size: int, stage: int, *words: str) -> Ended:
     """Run ranks of which the last differs."""
     port, ranks = free_port(), []
     for rank in range(world_size):
         is_other = rank == world_size - 1
-        content = configuration(places / (differs.data if is_other else "data"), output)
+        content = configuration(places / (difference.data if is_other else "data"), output)
         content["deepspeed"] = f"zero{stage}_fp32"
-        for path, value in differs.changes.items() if is_other else ():
+        for path, value in difference.changes.items() if is_other else ():
             *parents, key = path.split(".")
             section = content
             for parent in parents:
@@ -84,23 +84,25 @@ def run_ranks(places: Path, output: Path, differs: Differs, world_size: int, sta
         file = output.parent / f"rank-{rank}.json"
         file.write_text(json.dumps(content))
         environment = plain_environment() | rank_environment(rank, world_size, port)
-        environment["VERSIONS"] = json.dumps(differs.versions if is_other else {})
+        environment["VERSIONS"] = json.dumps(difference.versions if is_other else {})
         ranks.append(Rank(["--config", str(file), *words], environment))
     try:
-        for each in ranks:
-            each.wait(SECONDS)
+        for rank in ranks:
+            rank.wait(SECONDS)
     finally:
-        texts = [each.end() for each in ranks]
-    return Ended([each.returncode for each in ranks], [out for out, _ in texts], [error for _, error in texts])
+        texts = [rank.end() for rank in ranks]
+    return Ended([rank.returncode for rank in ranks], [out for out, _ in texts], [error for _, error in texts])
 
 
-def check_told(places: Path, tmp_path: Path, differs: Differs, world_size: int, stage: int, *words: str) -> None:
+def check_refused_start(
+    places: Path, tmp_path: Path, difference: Differs, world_size: int, stage: int, *words: str
+) -> None:
     """Check that all ranks end by 2 before anything is written, and that the first gives the reason in one line."""
-    ended = run_ranks(places, tmp_path / "run", differs, world_size, stage, *words)
+    ended = run_ranks(places, tmp_path / "run", difference, world_size, stage, *words)
     assert ended.codes == [exit_codes.WRONG_INPUT] * world_size, ended.stderr
     lines = [line for text in ended.stderr for line in text.splitlines() if line.startswith("longstride: ")]
     (line,) = lines
-    assert line in ended.stderr[0] and line.startswith(f"longstride: error: {differs.told}"), line
+    assert line in ended.stderr[0] and line.startswith(f"longstride: error: {difference.message}"), line
     assert f" for rank {world_size - 1} on {socket.gethostname()}; " in line and len(line) < 1000, line
     assert not any("Traceback" in text for text in ended.stderr), ended.stderr
     assert not list(tmp_path.glob("run/*")) or "--resume" in words
@@ -108,7 +110,7 @@ def check_told(places: Path, tmp_path: Path, differs: Differs, world_size: int, 
 
 @pytest.mark.parametrize("what", SAMPLE)
 def test_ranks_that_were_given_other_runs_say_so(places: Path, tmp_path: Path, what: str) -> None:
-    check_told(places, tmp_path, DIFFERENCES[what], 2, 0)
+    check_refused_start(places, tmp_path, DIFFERENCES[what], 2, 0)
 
 
 @pytest.mark.campaign
@@ -118,7 +120,7 @@ def test_ranks_that_were_given_other_runs_say_so(places: Path, tmp_path: Path, w
 def test_every_number_of_ranks_under_every_stage(
     places: Path, tmp_path: Path, what: str, stage: int, world_size: int
 ) -> None:
-    check_told(places, tmp_path, DIFFERENCES[what], world_size, stage)
+    check_refused_start(places, tmp_path, DIFFERENCES[what], world_size, stage)
 
 
 def test_equal_data_elsewhere_goes_on_and_a_resume_is_held_too(places: Path, tmp_path: Path) -> None:
@@ -128,5 +130,5 @@ def test_equal_data_elsewhere_goes_on_and_a_resume_is_held_too(places: Path, tmp
     assert ended.codes == [exit_codes.DONE] * 2, ended.stderr
     lines = metrics(tmp_path / "run")
     changed = Differs({"train.learning_rate": 0.03}, "train.learning_rate=0.003: is so")
-    check_told(places, tmp_path, changed, 2, 1, "--resume", "4")
+    check_refused_start(places, tmp_path, changed, 2, 1, "--resume", "4")
     assert metrics(tmp_path / "run") == lines

@@ -140,7 +140,7 @@ def test_ranks_go_on_and_a_stop_saves(data: Path, tmp_path: Path, case: Case) ->
 @pytest.mark.campaign
 @pytest.mark.parametrize("streams", STREAMS)
 def test_second_stop_ends_a_rank_that_waits(data: Path, tmp_path: Path, streams: str) -> None:
-    """Stop its peer, so that it never reaches its next step."""
+    """Stop the peer by SIGSTOP, so that the rank never reaches its next step."""
     case = Case("pipe", streams, 2, signal.SIGTERM)
     with started(["--config", str(config_file(data, tmp_path))], case, tmp_path) as (first, second):
         wait_for_steps(tmp_path, 3)
@@ -235,7 +235,7 @@ def check_stop(going: Tended, number: signal.Signals, folder: Path) -> None:
 
 @pytest.mark.campaign
 def test_stop_of_the_deepspeed_launcher(data: Path, tmp_path: Path) -> None:
-    """Kill it by the signal; its ranks notice, save and end. Read standard output, to which it writes."""
+    """Send the launcher a signal, of which it dies: its ranks notice, save and end. Its standard output is read."""
     with stalled("pipe") as file:
         command = deepspeed(["--config", str(config_file(data, tmp_path))])
         with tended(command, tmp_path, stderr=file) as going:

@@ -61,7 +61,7 @@ def check_gone(note: Path) -> None:
     """Check that the rank that lost a worker has none left."""
     workers = [psutil.Process(pid) for pid in map(int, note.read_text().split()) if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(workers, timeout=10)
-    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize(("what", "when", "ranks"), sampled(ALL, SAMPLE))

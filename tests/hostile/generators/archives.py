@@ -25,10 +25,8 @@ def member(name: str, payload: bytes = b"text\n", **fields: object) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT) + payload + bytes(-len(payload) % 512)
 
 
-def _pax(content: bytes, kind: bytes = tarfile.XHDTYPE, size: int | None = None) -> bytes:
-    header = tarfile.TarInfo("pax")
-    header.type, header.size = kind, len(content) if size is None else size
-    return header.tobuf(tarfile.GNU_FORMAT) + content + bytes(-len(content) % 512)
+def _pax(content: bytes, kind: bytes = tarfile.XHDTYPE, **fields: object) -> bytes:
+    return member("pax", content, type=kind, **fields)
 
 
 def _record(name: str, value: str) -> bytes:
@@ -58,8 +56,8 @@ TARS: dict[str, Callable[[], bytes]] = {
     "a size of 38 digits": lambda: _pax(_record("size", "9" * 38)) + _HONEST + _END,
     "a size of 5,000 digits": lambda: _pax(_record("size", "9" * 5000)) + _HONEST + _END,
     "a size below zero": lambda: _HONEST + member("b.txt", b"", size=-512) + _END,
-    "a member of 12 GB": lambda: _HONEST + tarfile_header("b.txt", 12 * 2**30) + _END,
-    "a member that is cut": lambda: _HONEST + tarfile_header("b.txt", 4096) + b"short",
+    "a member of 12 GB": lambda: _HONEST + member("b.txt", b"", size=12 * 2**30) + _END,
+    "a member that is cut": lambda: _HONEST + member("b.txt", b"", size=4096) + b"short",
     "a sparse member": lambda: _HONEST + member("b.txt", b"", type=tarfile.GNUTYPE_SPARSE) + _END,
     "a sparse member by pax": lambda: (
         _pax(_record("GNU.sparse.map", "0,4") + _record("GNU.sparse.size", "4")) + member("b.txt", b"text") + _END
@@ -81,21 +79,14 @@ TARS: dict[str, Callable[[], bytes]] = {
 NAMES = ("../../b.txt", "/etc/b.txt", "a/../../../b.txt", "C:\\b.txt", "\x1b[2J.txt", "\u202eb.txt")
 BOMBS: dict[str, Callable[[Path], object]] = {
     "a terabyte of zeros behind the end": lambda path: (path.write_bytes(_HONEST + _END), sparse(path, 2**40)),
-    "a member of 2 TB": lambda path: (path.write_bytes(tarfile_header("b.txt", 2**41)), sparse(path, 2**28)),
+    "a member of 2 TB": lambda path: (path.write_bytes(member("b.txt", b"", size=2**41)), sparse(path, 2**28)),
 }
-
-
-def tarfile_header(name: str, size: int) -> bytes:
-    """Build the header of a member of so many bytes, without the bytes."""
-    info = tarfile.TarInfo(name)
-    info.size = size
-    return info.tobuf(tarfile.GNU_FORMAT)
 
 
 def gzip_bomb(size: int) -> bytes:
     """Build a member of so many zeros, compressed a thousand times."""
     zeros = gzip.compress(bytes(2**26))
-    return gzip.compress(tarfile_header("b.txt", size)) + zeros * (size // 2**26)
+    return gzip.compress(member("b.txt", b"", size=size)) + zeros * (size // 2**26)
 
 
 def zstd_bomb(size: int) -> bytes:
@@ -103,7 +94,7 @@ def zstd_bomb(size: int) -> bytes:
     import zstandard
 
     zeros = zstandard.compress(bytes(2**26))
-    return zstandard.compress(tarfile_header("b.txt", size)) + zeros * (size // 2**26)
+    return zstandard.compress(member("b.txt", b"", size=size)) + zeros * (size // 2**26)
 
 
 def _pickled(opcodes: bytes) -> bytes:

@@ -37,21 +37,21 @@ def _file(name: str, spoil: Damage) -> Damage:
 def _resealed(name: str, spoil: Damage) -> Damage:
     """Build a function that damages a file of the newest checkpoint and adapts its manifest."""
 
-    def done(run: Path) -> None:
+    def damage(run: Path) -> None:
         spoil(newest(run) / name)
         seal(newest(run))
 
-    return done
+    return damage
 
 
 def _text(change: Callable[[bytes], bytes]) -> Damage:
     """Changes the bytes of the manifest."""
 
-    def done(run: Path) -> None:
+    def damage(run: Path) -> None:
         path = newest(run) / MANIFEST
         path.write_bytes(change(path.read_bytes()))
 
-    return done
+    return damage
 
 
 def _says(**changes: Any) -> Damage:
@@ -70,8 +70,9 @@ def _names(name: str, size: int = 0) -> Damage:
     return _text(change)
 
 
-def _probe(**changes: Any) -> Damage:
-    return lambda run: _says(probe=read_manifest(newest(run)).model_dump(mode="json")["probe"] | changes)(run)
+def _inside(field: str, **changes: Any) -> Damage:
+    """Change keys of a field of the manifest, under a valid hash."""
+    return lambda run: _says(**{field: read_manifest(newest(run)).model_dump(mode="json")[field] | changes})(run)
 
 
 def _copied(name: str) -> Damage:
@@ -160,12 +161,12 @@ DAMAGED: dict[str, Damage] = {
     "says: something unknown": _says(more=1),
     "says: probe empty": _says(probe={}),
     "says: probe a list": _says(probe=[1]),
-    "says: probe's loss a text": _probe(loss_nats="5"),
-    "says: probe's loss below nothing": _probe(loss_nats=-1.0),
-    "says: probe's check sum a text": _probe(crc32="1"),
-    "says: probe's check sum of 38 digits": _probe(crc32=10**37),
-    "says: probe's precision a list": _probe(precision=[]),
-    "says: probe in fp8": _probe(precision="fp8"),
+    "says: probe's loss a text": _inside("probe", loss_nats="5"),
+    "says: probe's loss below nothing": _inside("probe", loss_nats=-1.0),
+    "says: probe's check sum a text": _inside("probe", crc32="1"),
+    "says: probe's check sum of 38 digits": _inside("probe", crc32=10**37),
+    "says: probe's precision a list": _inside("probe", precision=[]),
+    "says: probe in fp8": _inside("probe", precision="fp8"),
     "names: /etc/passwd": _names("/etc/passwd"),
     "names: a parent's file": _names("../x"),
     "names: a file with a line end": _names("a\nb"),
@@ -197,22 +198,16 @@ FAKED: dict[str, Damage] = {
     "a stranger behind a damaged one": _stranger_behind,
     "manifest: in another order": _text(lambda text: json_text(dict(reversed(json.loads(text).items()))).encode()),
     "says: stream empty": _says(stream={}),
-    "says: stream a step of text": lambda run: _says(
-        stream=read_manifest(newest(run)).stream | {"step": "8"},
-    )(run),
-    "says: stream of other data": lambda run: _says(
-        stream=read_manifest(newest(run)).stream | {"fingerprint": "0" * 64},
-    )(run),
-    "says: stream of a step of 38 digits": lambda run: _says(
-        stream=read_manifest(newest(run)).stream | {"step": 10**37},
-    )(run),
+    "says: stream a step of text": _inside("stream", step="8"),
+    "says: stream of other data": _inside("stream", fingerprint="0" * 64),
+    "says: stream of a step of 38 digits": _inside("stream", step=10**37),
     "says: guards of text": _says(guards={"losses": "all"}),
     "says: plateau below nothing": _says(plateau={"step": -1}),
     "says: zero_stage 3": _says(zero_stage=3),
     "says: two processes": _says(world_size=2),
     "says: as many processes as there may be": _says(world_size=2**14),
     "says: no parameters": _says(parameter_groups=[]),
-    "says: another probe's loss": _probe(loss_nats=1.0),
+    "says: another probe's loss": _inside("probe", loss_nats=1.0),
     "config.json: empty": _resealed("config.json", lambda path: path.write_text("{}")),
     "config.json: a list": _resealed("config.json", lambda path: path.write_text("[]")),
     "probe: as long as 2**60": _array(b"(1152921504606846976,)"),
@@ -230,11 +225,11 @@ FAKED: dict[str, Damage] = {
 def _line(text: bytes) -> Damage:
     """Append a line to metrics.jsonl."""
 
-    def done(run: Path) -> None:
+    def damage(run: Path) -> None:
         with (run / "metrics.jsonl").open("ab") as file:
             file.write(text + b"\n")
 
-    return done
+    return damage
 
 
 # In the run folder, where a resume looks or writes: it goes on from the newest, and says the same.
@@ -249,7 +244,7 @@ AROUND: dict[str, Damage] = {
     "metrics: no text": _line(b"\xff\xfe\x00"),
     "metrics: ten megabytes of a line": _line(b"x" * 10_000_000),
     "metrics: a list": _line(b"[1]"),
-    "metrics: torn": lambda run: _line(b'{"split": "train", "ste')(run),
+    "metrics: torn": _line(b'{"split": "train", "ste'),
     "metrics: a terabyte": lambda run: sparse(run / "metrics.jsonl", 2**40),
     "metrics: a pipe in the place of its next content": lambda run: os.mkfifo(run / ".metrics.jsonl.partial"),
     **{

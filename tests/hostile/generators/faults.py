@@ -58,7 +58,7 @@ def disarm() -> None:
 
 def spread(count: int, most: int) -> list[int]:
     """Numbers from 1 to ``count``, all of them or at ``most`` so many from the first to the last."""
-    return sorted({1 + round(each * (count - 1) / max(1, most - 1)) for each in range(most)})
+    return sorted({1 + round(index * (count - 1) / max(1, most - 1)) for index in range(most)})
 
 
 class Operation(NamedTuple):
@@ -166,7 +166,7 @@ class Disk:
     def _take_in(self, path: Path) -> _Folder | _File:
         node: _Folder | _File
         if path.is_dir():
-            node = _Folder({each.name: self._take_in(each) for each in path.iterdir()})
+            node = _Folder({entry.name: self._take_in(entry) for entry in path.iterdir()})
         else:
             node = _File(bytearray(path.read_bytes()))
         self._now[str(path)] = self._by_number[path.stat().st_ino] = node
@@ -184,9 +184,9 @@ class Disk:
             self._change({path: self._by_number[number]})
         elif name == "rename":
             below = f"{operation.origin}/"
-            inside = {each: self._now.pop(each) for each in list(self._now) if each.startswith(below)}
+            inside = {child: self._now.pop(child) for child in list(self._now) if child.startswith(below)}
             self._change({operation.origin: None, path: self._now[operation.origin]})
-            self._now |= {f"{path}/{each.removeprefix(below)}": node for each, node in inside.items()}
+            self._now |= {f"{path}/{child.removeprefix(below)}": node for child, node in inside.items()}
         else:
             node = self._by_number[number]
             if isinstance(node, _Folder):
@@ -213,7 +213,7 @@ class Disk:
         self._changes.append(_Change(folder, names))
 
     def _flush(self, folder: _Folder) -> None:
-        for change in [each for each in self._changes if each.folder is folder]:
+        for change in [entry for entry in self._changes if entry.folder is folder]:
             at = self._changes.index(change)
             for earlier in self._changes[:at]:  # what a later change has settled they no longer say
                 for name in change.names.keys() & earlier.names.keys():

@@ -32,10 +32,6 @@ HALVES = {
 }
 
 
-def _sample(body: bytes) -> bytes:
-    return request(body)
-
-
 def _headed(*lines: str, body: bytes = b"") -> bytes:
     """Build a request for a sample with these lines in its head."""
     return "\r\n".join(("POST /sample HTTP/1.1", "Host: localhost", JSON, *lines, "", "")).encode() + body
@@ -76,16 +72,16 @@ MALFORMED: dict[str, tuple[bytes, set[int]]] = {
     "a host that is none": (b"GET /health HTTP/1.1\r\nHost: [::1\r\n\r\n", {400, 403}),
     "a foreign host": (request(method="GET", path="/health", host="evil.example"), {403}),
     "a body too large": (_headed("Content-Length: 2000000"), {413}),
-    "a body that is no text": (_sample(b"\xff\xfe{}"), {400}),
-    "half a JSON": (_sample(b'{"prompt": "a'), {400}),
-    "a list": (_sample(b"[]"), {400}),
-    "a key twice": (_sample(b'{"seed": 1, "seed": 2}'), {400}),
-    "NaN": (_sample(b'{"temperature": NaN}'), {400}),
-    "a number beyond the largest": (_sample(b'{"temperature": 1e999}'), {400}),
-    "an integer of 5,000 digits": (_sample(b'{"seed": ' + b"9" * 5000 + b"}"), {400}),
-    "an integer of 39 digits": (_sample(b'{"seed": ' + b"9" * 39 + b"}"), {422}),
-    "lists 10,000 deep": (_sample(b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"), {400}),
-    "a surrogate": (_sample(b'{"prompt": "\\ud800"}'), {422}),
+    "a body that is no text": (request(b"\xff\xfe{}"), {400}),
+    "half a JSON": (request(b'{"prompt": "a'), {400}),
+    "a list": (request(b"[]"), {400}),
+    "a key twice": (request(b'{"seed": 1, "seed": 2}'), {400}),
+    "NaN": (request(b'{"temperature": NaN}'), {400}),
+    "a number beyond the largest": (request(b'{"temperature": 1e999}'), {400}),
+    "an integer of 5,000 digits": (request(b'{"seed": ' + b"9" * 5000 + b"}"), {400}),
+    "an integer of 39 digits": (request(b'{"seed": ' + b"9" * 39 + b"}"), {422}),
+    "lists 10,000 deep": (request(b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"), {400}),
+    "a surrogate": (request(b'{"prompt": "\\ud800"}'), {422}),
     "3,000 biases": (
         request(
             json.dumps({"model": "model", "logit_bias": {f"{n:05d}": 1 for n in range(3000)}}).encode(),

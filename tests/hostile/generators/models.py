@@ -170,7 +170,7 @@ def _overlapping(header: dict[str, Any]) -> None:
 
 def _doubled(path: Path) -> None:
     header, content = header_of(path)
-    name = min(each for each in header if each != "__metadata__")
+    name = min(key for key in header if key != "__metadata__")
     text = json.dumps(header).encode()
     with_header(path, text[:-1] + b", " + json.dumps({name: header[name]}).encode()[1:], content)
 
@@ -179,10 +179,6 @@ def _long(path: Path) -> None:
     header, content = header_of(path)
     entries = b"".join(b', "%d": {"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(1_700_000))
     with_header(path, json.dumps(header).encode()[:-1] + entries + b"}", content)
-
-
-def _cut(share: float) -> Damage:
-    return lambda path: path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
 
 # Of a file of weights, in place.
@@ -206,7 +202,7 @@ WEIGHTS: dict[str, Damage] = {
     "nothing": lambda path: path.write_bytes(b""),
     "seven bytes": lambda path: path.write_bytes(bytes(7)),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "half of it": _cut(0.5),
+    "half of it": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "all but its last byte": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "a byte more": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "offsets that overlap": _changed_header(_overlapping),
