@@ -79,8 +79,8 @@ def calls_of(part: str, options: argparse.Namespace) -> Iterator[Callable[[], ob
     elif part in groups:
         for group in groups[part]:
             shape = group.batch, group.heads, group.context, group.head_width
-            for pattern in group.patterns().values():
-                yield partial(passes, pattern, shape, getattr(torch, group.dtype))
+            for heads in group.patterns().values():
+                yield partial(passes, heads, shape, getattr(torch, group.dtype))
     elif part == "steps":  # of training_step.py, with q, k and v cut from one product
         for batch, context, stride in ((4, 12_288, 128), (1, 12_288, 128), (1, 1_048_576, 1_024)):
             others = (Strided(stride), Dense()) if stride == 128 else ()

@@ -183,10 +183,10 @@ def cases_of(kernel: Kernel, dtype: str, width: int, options: argparse.Namespace
         yield Case(kernel, Block(16) if kernel.startswith("closed") else Local(32), 64, dtype, width, 1, "cpu")
     elif kernel.startswith("closed"):
         if dtype != "float32":  # closed runs in fp32 use the other kernels
-            for pattern in (Block(128), Column(128), Block(64), Block(32)):
-                yield Case(kernel, pattern, 12_288, dtype, width, 64, "cuda")
+            for run in (Block(128), Column(128), Block(64), Block(32)):
+                yield Case(kernel, run, 12_288, dtype, width, 64, "cuda")
     else:
-        cases = (
+        cases: tuple[tuple[Pattern, int, int], ...] = (
             *((Local(1_024), 32_768, 16), (Column(256), 65_536, 16), (Block(128), 12_288, 64)),
             *((Column(128), 12_288, 64), (Summary(128, 8), 12_288, 64), (Column(128), 3_072, 256)),
         )
