@@ -44,7 +44,7 @@ def _flushed_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def whole_folder(output: Path) -> Iterator[Path]:
+def complete_folder(output: Path) -> Iterator[Path]:
     """Create a folder that appears as ``output``, flushed to the disk, only if the block ends without an error.
 
     Until then it is ``.NAME.partial`` next to it. Raises OSError; FileExistsError or ENOTEMPTY if the name is taken.

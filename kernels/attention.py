@@ -85,13 +85,13 @@ def sparse_attention(
         ConfigError: the backend is unknown or cannot run here.
     """
     if first_query is None:
-        check_whole(q, k, v)
+        check_inputs(q, k, v)
     else:
         _check_queries(q, k, v, first_query)
         if q.shape[2] == k.shape[2]:
             first_query = None
     patterns = head_patterns(pattern, q.shape[1])
-    scale = checked_scale(q, scale)
+    scale = resolve_scale(q, scale)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     module = load(backend)
     if hasattr(module, "attend"):
@@ -171,7 +171,7 @@ def _require_pattern(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a Pattern (pattern_from_json makes one), not {kind}")
 
 
-def check_whole(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check that q is (B, H, N, D), k (B, K, N, D) and v (B, K, N, Dv), of one dtype and device, else ValueError."""
     check_tensors({"q": (q, "BHND"), "k": (k, "BHND"), "v": (v, "BHND")})
     if k.shape != q.shape and (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
@@ -202,7 +202,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k and v have {k.shape[1]} heads: their number must divide the {q.shape[1]} heads of q")
 
 
-def checked_scale(q: Tensor, scale: float | None) -> float:
+def resolve_scale(q: Tensor, scale: float | None) -> float:
     """Return the factor of the scores, by default 1/sqrt(D); ValueError if it is not finite."""
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):

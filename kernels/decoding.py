@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from longstride.kernels.attention import check_heads, check_tensors, checked_scale, choose_backend, head_patterns, load
+from longstride.kernels.attention import check_heads, check_tensors, choose_backend, head_patterns, load, resolve_scale
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import query_views, reads
 
@@ -77,7 +77,7 @@ def attend_one(
     _check(q, k, v)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     position = _checked_position(position, k, backend)
-    prepared = load(backend).prepare(k, v, head_patterns(pattern, q.shape[1]), checked_scale(k, scale), True)
+    prepared = load(backend).prepare(k, v, head_patterns(pattern, q.shape[1]), resolve_scale(k, scale), True)
     out, lse = prepared(q, position, return_lse)
     if return_lse:
         assert lse is not None
@@ -138,7 +138,7 @@ class CachedAttention:
         """Drop copies of rows. Call this after changing rows that earlier calls may have read."""
         patterns = head_patterns(self.pattern, self.heads)
         prepare = load(self.backend).prepare
-        self._prepared: Prepared = prepare(self.k, self.v, patterns, checked_scale(self.k, self.scale), False)
+        self._prepared: Prepared = prepare(self.k, self.v, patterns, resolve_scale(self.k, self.scale), False)
 
 
 def empty_cache(

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from longstride.kernels.attention import check_heads, check_whole, checked_scale, choose_backend, load
+from longstride.kernels.attention import check_heads, check_inputs, choose_backend, load, resolve_scale
 from longstride.kernels.backends import accumulator_dtype
 from longstride.kernels.op import attention_op
 from longstride.kernels.selections import Part, Selection
@@ -67,9 +67,9 @@ def selected_attention(
         ValueError: shapes, dtypes or devices do not match, or the scale is not finite.
         ConfigError: the backend is unknown or cannot run here.
     """
-    check_whole(q, k, v)
+    check_inputs(q, k, v)
     _check_parts(selection, q)
-    scale = checked_scale(q, scale)
+    scale = resolve_scale(q, scale)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     module = load(backend)
     if hasattr(module, "attend_selected"):
@@ -98,7 +98,7 @@ def attend_listed(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: 
     """
     check_heads(q, k, v)
     wide = accumulator_dtype(q.dtype)
-    scale = checked_scale(q, scale)
+    scale = resolve_scale(q, scale)
     missing = (positions < 0)[..., None, :]
     rows = positions.clamp_min(0).long()[..., None].unflatten(1, (k.shape[1], -1))  # grouped by head of k
     with torch.no_grad():

@@ -92,7 +92,7 @@ class Division:
         """Whether several processes can divide rows by columns of a stride, and sections evenly into them."""
         return self.size > 1 and stride > 0 and stride % self.size == 0 and context % (self.size * stride) == 0
 
-    def divided_anew(self, rows: Tensor, before: int, after: int) -> Tensor:
+    def redistribute(self, rows: Tensor, before: int, after: int) -> Tensor:
         """Exchange rows (B, n, ·) in columns of stride ``before`` for rows in columns of stride ``after``.
 
         A stride of 0 means sections.

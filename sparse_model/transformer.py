@@ -159,13 +159,13 @@ class SparseTransformer(Part):
         )
         if return_nats:  # exchange targets and nats, which are smaller than rows
             rows = self.norm(output.rows)
-            targets = self.division.divided_anew(tokens[:, section, None], 0, columns)[..., 0].long()
+            targets = self.division.redistribute(tokens[:, section, None], 0, columns)[..., 0].long()
             nats = self.logits(rows, targets)
-            scored = self.division.divided_anew(nats[..., None], columns, 0)[..., 0]
+            scored = self.division.redistribute(nats[..., None], columns, 0)[..., 0]
             if real is not None:
                 scored = scored.where(real[:, section], 0.0)
         else:
-            scored = self.logits(self.norm(self.division.divided_anew(output.rows, columns, 0)))
+            scored = self.logits(self.norm(self.division.redistribute(output.rows, columns, 0)))
         return output._replace(rows=scored) if return_extras else scored
 
     def residual(
@@ -190,7 +190,7 @@ class SparseTransformer(Part):
         if self.config.reversible:
             output = MixerOutput(opened(output.rows))
         for block, context in zip(self.blocks, contexts, strict=True):
-            rows, columns = self.division.divided_anew(output.rows, columns, context.columns), context.columns
+            rows, columns = self.division.redistribute(output.rows, columns, context.columns), context.columns
             returned = block(rows, context) if recompute is None else recompute(block, rows, context)
             output = MixerOutput(*returned).after(output)
         if self.config.reversible:

@@ -2,4 +2,4 @@
 
 from longstride.data_pipelines.building.build import build, build_dataset
 from longstride.data_pipelines.building.crew import Crew, join_crew
-from longstride.data_pipelines.building.folders import kept_folder
+from longstride.data_pipelines.building.folders import unfinished_folder

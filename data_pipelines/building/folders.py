@@ -214,7 +214,7 @@ class UnfinishedFolder:
         return self.data.is_dir() and self.records.is_dir() and any(self.records.iterdir())
 
 
-def kept_folder(output: Path) -> Path | None:
+def unfinished_folder(output: Path) -> Path | None:
     """Return the folder of an unfinished build of ``output`` with finished shards; None if there is none."""
     place = UnfinishedFolder(_unfinished_folder(real_path(output)))
     try:

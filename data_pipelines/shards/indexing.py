@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from longstride.data_pipelines.durable import durable_file, flush_folder, make_folders, whole_folder, working_folder
+from longstride.data_pipelines.durable import complete_folder, durable_file, flush_folder, make_folders, working_folder
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.formats import HEAD_BYTES, decompress, file_format
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
@@ -94,7 +94,7 @@ def index_tars(
     if dealt is not None:
         dealt({name: [tar.source for tar in members] for name, members in by_split.items()})
     is_new = not output.exists()
-    target = whole_folder(output) if is_new else working_folder(aside)
+    target = complete_folder(output) if is_new else working_folder(aside)
     marker = _keep_marker(aside) if was_killed else nullcontext()
     with closing(reader.store), as_data_error(output, None), marker, target as folder:
         records = reader.read_splits(by_split, folder, progress)

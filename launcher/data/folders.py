@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longstride.data_pipelines.building import Crew, build, build_dataset, join_crew, kept_folder
+from longstride.data_pipelines.building import Crew, build, build_dataset, join_crew, unfinished_folder
 from longstride.data_pipelines.datasets import DATASETS
 from longstride.data_pipelines.documents import FOLDERS, LeftOut
 from longstride.data_pipelines.errors import DataError
@@ -66,7 +66,7 @@ def run_build(arguments: argparse.Namespace) -> int:
         crew.meet()  # the launcher ends all ranks after the first failure: rank 0 must have reported before
         return code
     except KeyboardInterrupt:
-        folder = kept_folder(Path(arguments.output))
+        folder = unfinished_folder(Path(arguments.output))
         if folder is None:
             raise
         raise KeyboardInterrupt(

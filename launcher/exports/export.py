@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from longstride.data_pipelines.durable import whole_folder
+from longstride.data_pipelines.durable import complete_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
@@ -147,7 +147,7 @@ def export(
     kind, shapes = state.kind_of(options.kind), state.model
     needed = DTYPES[options.dtype].itemsize * shapes.parameters
     check_space(output, needed, f"--output={output}", "the weights take")
-    with whole_folder(output) as folder:
+    with complete_folder(output) as folder:
         _write(folder, run_folder, checkpoint, partial(state.tensor, kind=kind), shapes, options, licensed)
         line = "probe: not checked, as --no-check asks"
         if options.check:

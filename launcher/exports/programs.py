@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
 
-from longstride.data_pipelines.durable import naming, whole_folder
+from longstride.data_pipelines.durable import complete_folder, naming
 from longstride.kernels import ConfigError
 from longstride.launcher.files import check_free
 from longstride.launcher.models import Exported, load_model
@@ -100,7 +100,7 @@ def export_program(model: Path, output: Path, format: str, check: bool = True, *
                 rule = f"needs the package {package}, which is not installed"
                 raise ConfigError(f'--format=onnx: {rule}; pip install "longstride[onnx]"')
     traced = traced_program(model, format, trust_code=trust_code)
-    with whole_folder(output) as folder:
+    with complete_folder(output) as folder:
         path = folder / f"model.{format}"
         with naming(path):
             if format == "onnx":

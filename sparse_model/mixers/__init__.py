@@ -185,7 +185,7 @@ def _pattern_and_combination(
     if combine not in COMBINATIONS:
         raise ConfigError.at("combine", combine, f"must be one of {', '.join(COMBINATIONS)}")
     pattern_keys = {key: value for key, value in entry.items() if key != "combine"}
-    pattern = pattern_from_json(pattern_keys, beside=["combine", *extra_keys], others=alternatives)
+    pattern = pattern_from_json(pattern_keys, sibling_keys=["combine", *extra_keys], alternatives=alternatives)
     for key in RESOLVED_BY_HEAD:
         if key in entry:
             raise ConfigError.at(key, entry[key], "must be left out: it follows from the number of the head")

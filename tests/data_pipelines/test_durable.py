@@ -6,34 +6,34 @@ from pathlib import Path
 import pytest
 
 from longstride.data_pipelines import durable
-from longstride.data_pipelines.durable import make_folders, naming, whole_folder, working_folder, write_new
+from longstride.data_pipelines.durable import complete_folder, make_folders, naming, working_folder, write_new
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
-def test_whole_folder_appears_once_it_is_full_and_without_what_a_killed_process_left(tmp_path):
+def test_complete_folder_appears_once_it_is_full_and_without_what_a_killed_process_left(tmp_path):
     (tmp_path / ".made.partial" / "sub").mkdir(parents=True)
     (tmp_path / ".made.partial" / "sub" / "old").write_bytes(b"half")
     (tmp_path / ".made.partial" / "link").symlink_to(tmp_path)
-    with whole_folder(tmp_path / "made") as folder:
+    with complete_folder(tmp_path / "made") as folder:
         assert not (tmp_path / "made").exists() and not list(folder.iterdir())
         (folder / "new").write_bytes(b"whole")
     assert names(tmp_path) == ["made", "made/new"]
 
 
-def test_whole_folder_that_fails_leaves_nothing_and_no_folder_above_it(tmp_path):
-    with pytest.raises(KeyError), whole_folder(tmp_path / "a" / "b" / "made") as folder:
+def test_complete_folder_that_fails_leaves_nothing_and_no_folder_above_it(tmp_path):
+    with pytest.raises(KeyError), complete_folder(tmp_path / "a" / "b" / "made") as folder:
         (folder / "file").write_bytes(b"half")
         raise KeyError
     assert names(tmp_path) == []
 
 
-def test_whole_folder_is_flushed_before_it_has_its_name_and_then_the_names_above_it(tmp_path, monkeypatch):
+def test_complete_folder_is_flushed_before_it_has_its_name_and_then_the_names_above_it(tmp_path, monkeypatch):
     flushed = []
     monkeypatch.setattr(durable, "flush_folder", lambda folder: flushed.append(folder.relative_to(tmp_path).as_posix()))
-    with whole_folder(tmp_path / "a" / "made") as folder:
+    with complete_folder(tmp_path / "a" / "made") as folder:
         (folder / "sub").mkdir()
         (folder / "sub" / "file").write_bytes(b"whole")
         del flushed[:]
@@ -41,10 +41,10 @@ def test_whole_folder_is_flushed_before_it_has_its_name_and_then_the_names_above
 
 
 def test_folder_that_another_process_fills_is_left_to_it(tmp_path):
-    with whole_folder(tmp_path / "made") as folder:
+    with complete_folder(tmp_path / "made") as folder:
         (folder / "file").write_bytes(b"mine")
         refused = pytest.raises(OSError, match="another process works in it; wait for its end")
-        with refused as caught, whole_folder(tmp_path / "made"):
+        with refused as caught, complete_folder(tmp_path / "made"):
             pass
         assert caught.value.errno == errno.EBUSY and caught.value.filename == str(folder)
     assert names(tmp_path) == ["made", "made/file"]
@@ -53,7 +53,7 @@ def test_folder_that_another_process_fills_is_left_to_it(tmp_path):
 def test_folder_that_is_there_is_not_replaced(tmp_path):
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "mine").write_bytes(b"mine")
-    with pytest.raises(OSError), whole_folder(tmp_path / "made") as folder:
+    with pytest.raises(OSError), complete_folder(tmp_path / "made") as folder:
         (folder / "file").write_bytes(b"new")
     assert names(tmp_path) == ["made", "made/mine"]
 
