@@ -23,7 +23,7 @@ from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json, pa
 from longstride.kernels.selections import Selection, queries_behind
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
-ALL_QUERIES = -1  # as ``first_query`` of the op: there is a query for each key
+ALL_QUERIES = -1  # sentinel for the op's ``first_query``: queries and keys have the same length
 ADVICE = 'backend="reference" runs everywhere, with memory that grows with N^2'
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -55,13 +55,12 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax attention where each query reads the keys its pattern allows (Child et al. 2019, section 4.2).
 
-    A query without keys has output 0, logsumexp -inf and zero gradients. NaN in q, k, v and gradients reaches the rows
-    that read it. It may reach other rows of the same context, as tiles are multiplied in full, but no other context of
-    the batch. The same holds for inf.
+    A query without keys has output 0, logsumexp -inf and zero gradients. NaN or inf propagates to every row that reads
+    it. It may also affect other rows of the same context, as tiles are multiplied in full. It never crosses contexts.
 
-    With ``first_query``, there are M queries behind a cache of N keys, such as a chunk of a prompt. The result is rows
-    ``first_query`` to ``first_query + M - 1`` of the attention of all N queries, and is differentiable. Keys that these
-    queries do not read may be uninitialised: with a causal pattern, all keys after the last query. The cpu and triton
+    With ``first_query``, there are M queries and a cache of N keys, such as for a chunk of a prompt. The result is rows
+    ``first_query`` to ``first_query + M - 1`` of the attention of all N queries, and is differentiable. Keys that no
+    query reads may be uninitialised. With a causal pattern, these are all keys after the last query. The cpu and triton
     backends list the keys that are read for each position and length: O(N) integers, cached for the next layers.
 
     Args:
@@ -70,7 +69,7 @@ def sparse_attention(
         k: (B, K, N, D). K divides H, and head h of q reads head h // (H / K) of k and v: grouped-query attention
             (Ainslie et al. 2023, section 2.2; Shazeer 2019, section 3, for K = 1).
         v: (B, K, N, Dv); Dv may differ from D.
-        pattern: one pattern, or one per head of q. A pattern with different heads (``num_summaries``) is resolved.
+        pattern: one pattern, or one per head of q. A pattern that varies by head (``num_summaries``) is expanded.
         scale: factor of the scores. Default: 1/sqrt(D).
         backend: auto, triton, cpu, reference or flex. A named backend that cannot run here raises.
         return_lse: also return the logsumexp of each query's scaled scores, (B, H, N) fp32 (fp64 for fp64).
@@ -125,22 +124,22 @@ def check_backend(
         choose_backend(name, BACKENDS, (q, k, v), ADVICE)
 
 
-def num_pairs(pattern: Pattern, context: int, visited_by: Tensor | None = None, backend: str = "auto") -> int:
+def num_pairs(pattern: Pattern, context: int, like: Tensor | None = None, backend: str = "auto") -> int:
     """Return the number of query-key pairs that a pattern allows: (N + 1) N / 2 if it is dense.
 
     Args:
         pattern: pattern of one head (``for_head``).
         context: N.
-        visited_by: count the pairs whose scores a forward pass computes instead, including masked ones. An empty
-            tensor with the head width as its last size, of the inputs' dtype and device.
+        like: an empty tensor with the inputs' dtype, device and head width. If given, count all pairs whose scores a
+            forward pass computes, including masked ones.
         backend: backend that computes them, as in ``sparse_attention``.
 
     Raises:
         ConfigError: the backend is unknown or cannot run there.
     """
-    if visited_by is None:
+    if like is None:
         return plan.num_pairs(pattern, context)
-    rows = visited_by.new_empty(0, 1, context, visited_by.shape[-1])
+    rows = like.new_empty(0, 1, context, like.shape[-1])
     module = load(choose_backend(backend, BACKENDS, (rows, rows, rows), ADVICE))
     # Reference and flex compute and mask every pair.
     visited: int = module.visited_pairs(rows, pattern) if hasattr(module, "visited_pairs") else context**2
@@ -162,9 +161,8 @@ def head_patterns(pattern: Pattern | Sequence[Pattern], heads: int) -> tuple[Pat
 
 
 def _require_pattern(name: str, value: object) -> None:
-    if type(value) in tuple(
-        PATTERNS.values()
-    ):  # faster than checking every method, and torch 2.11 cannot trace a dict view
+    # Faster than checking every method. torch 2.11 cannot trace a view of a dict.
+    if type(value) in tuple(PATTERNS.values()):
         return
     if isinstance(value, type) or not isinstance(value, Pattern):
         kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
@@ -211,7 +209,7 @@ def resolve_scale(q: Tensor, scale: float | None) -> float:
 
 
 def check_tensors(named: dict[str, tuple[Tensor, str]]) -> None:
-    """Check that tensors have their axes, of size 0 for the batch only, and share the dtype and device of the first.
+    """Check the axes, dtype and device of each tensor. Only the batch may be empty.
 
     Args:
         named: each tensor by name, with its axes as one letter per axis.

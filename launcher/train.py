@@ -1,6 +1,7 @@
 """`deepspeed launcher/train.py --config X.json [--resume auto|best|never|STEP] [--profile N] [path.to.key=value …]`.
 
-`longstride train` starts this script. Every mistake of the user is found before a process group or a file is created.
+`longstride train` starts this script. Mistakes that one rank can detect are reported before it joins the process group.
+The others, such as a damaged checkpoint, are reported by all ranks afterwards.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
     stop.add_source(launcher_gone := LauncherGone(os.environ))
     stop_file = StopFile(options.stop_file) if options.stop_file is not None and is_first else None
     if stop_file is not None:
-        stop.add_source(stop_file, handled_only=not replays)  # a replay handles no stop
-    # `longstride train` has printed the changes already.
+        stop.add_source(stop_file, handled_only=not replays)  # a replay never enters stop.handled
+    # `longstride train` has already printed the notices.
     notify = say if options.started is None and is_first else None
     config = load_config(options.config, options.overrides, notify).with_lasting_data()
     if config.train.max_seconds is not None:
@@ -79,17 +80,19 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
 
     source = WeightSource.of(options, options.resume)
     profiled = profile_steps(options.profile, options.replay)
-    train = config.train
-    ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=train.sequence_parallel or 1)
+    settings = config.train
+    ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=settings.sequence_parallel or 1)
     config.check_world_size(ranks.world_size)
     prepare_accelerator(config)
     check_engine(config, ranks)
-    check_output(train.output, options.resume, options.replay)  # before the data, which may take a while
+    check_output(settings.output, options.resume, options.replay)  # before the data, which may take a while
 
     data = TrainingData(config, ranks)
     training.check_samples(config, data)
     config = resolve_steps(config, data, ranks)
-    run = RunSetup(config, ranks, data, stop, options.resume, train.epochs, profiled, options.trust_checkpoint, source)
+    run = RunSetup(
+        config, ranks, data, stop, options.resume, settings.epochs, profiled, options.trust_checkpoint, source
+    )
     if replays:
         return training.replay_step(run, int(options.replay))
     problem, initial = None, None
@@ -106,8 +109,8 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
             training.compile_step(run)
         stop.listen()
 
-    group = process_group(ranks, train.timeout_seconds, run.folder, lambda: launcher_gone() is not None)
-    # A lost rank is reported while stops are handled, because its launcher sends the other ranks SIGTERM.
+    group = process_group(ranks, settings.timeout_seconds, run.folder, lambda: launcher_gone() is not None)
+    # `stop.handled` is outside `reporting`: after a rank dies, its launcher sends SIGTERM to the others.
     with group as watchdog, stop.handled(), watchdog.reporting(), run_lock(run.folder, ranks):
         with exit_on_mistake(ranks.barrier):
             training.check_agreement(run, watchdog.hosts)  # first: it names the rank that differs

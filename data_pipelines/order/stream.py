@@ -1,7 +1,7 @@
 """Batches of contexts for training, in an order that does not depend on the number of ranks or workers.
 
-Letters: N positions of a context, of which P are read, G contexts of a global batch, W ranks, L lanes of a reader, S
-contexts of a block.
+Letters: N positions of a context, of which P are read, G contexts of a global batch, W data ranks (groups of ranks that
+share contexts), L lanes of a reader, S contexts of a loaded block.
 
 Each block of a lane has its own order. Workers divide the lanes, not the steps: one process reads each lane in
 sequence, and every step takes a share from each worker. So the contexts are the same for any number of workers.
@@ -41,8 +41,8 @@ class StreamSettings:
     context: int  # N
     global_batch: int  # G, contexts per step over all ranks
     seed: int = 0  # of the order
-    rank: int = 0
-    world_size: int = 1
+    rank: int = 0  # data rank
+    world_size: int = 1  # W
     cut: Cut = Cut()  # noqa: RUF009 - frozen
     span: Span | None = None  # positions of every context that this rank needs; None: all. Does not affect the order
     shuffle_bytes: int = SHUFFLE_BYTES  # size of the blocks in which lanes are shuffled; 0: read in sequence
@@ -66,7 +66,7 @@ class StreamSettings:
 
     @property
     def block_contexts(self) -> int:
-        """Contexts of a block, S; 1 if lanes are read in sequence."""
+        """Contexts of a shuffle block; 1 disables shuffling."""
         return max(1, self.shuffle_bytes // self.context)
 
 
@@ -123,7 +123,7 @@ def _join(parts: Sequence[Batch]) -> Batch:
 
 
 class LanesReader:
-    """Reads some lanes, steps ascending. Their blocks end at the same steps, and are read together."""
+    """Reads blocks of several lanes in lockstep. Steps are taken in ascending order."""
 
     def __init__(
         self, contexts: Contexts, lanes: Lanes, numbers: Sequence[int], settings: StreamSettings, fingerprint: str
@@ -228,8 +228,9 @@ class ByteStream(IterableDataset[Batch]):
     """An endless stream of one rank's batches; each ``iter()`` begins again at ``state``.
 
     ``location`` is a folder, a URL or an open DataFolder. ``state`` (None: the beginning) may come from a run with
-    another world size, workers, prefetch or span. A block of each lane is held in memory. With ``settings.span``, only
-    tokens change: those outside the span are 0. Only the span is read, except with ``substitute`` (see above).
+    another world size, workers, prefetch or span. A block of each lane is held in memory. ``settings.span``
+    sets tokens outside the span to 0 and leaves the order unchanged. Only the span is read, except with ``substitute``
+    (see the module's docstring).
 
     A torch ``DataLoader`` takes the stream with ``batch_size=None`` and at most one worker; use ``settings.workers``
     for more. torchdata's ``StatefulDataLoader`` resumes by ``state_dict``.

@@ -289,7 +289,7 @@ class TrainingData:
     def batches(
         self, stream: ByteStream | StreamState | None, device: torch.device, stop: StopFlag | None = None
     ) -> Generator[GlobalBatch[Batch]]:
-        """Yield the global batches of a stream, or of one that is opened at a state; see ``together``.
+        """Yield the global batches of a stream, or of one that is opened at a state; see ``global_batches``.
 
         All ranks must call.
         """

@@ -70,17 +70,17 @@ class Trainer:
         self._utilization = Utilization(run.config, run.ranks, engine.device)
         self._sampler = Sampler(run, engine, self._recorder)
         self._saver = Saver(engine, run.config, run.ranks, self._recorder.say, self._recorder.flush)
-        self._state: StreamState  # the next batch
+        self._state: StreamState  # position of the next batch
         self._batches: Generator[GlobalBatch[Batch]]
 
     def train(self, state: StreamState | None) -> None:
         """Train to the last step, or until the validation loss stops falling. All ranks must call.
 
-        The loop evaluates, records and saves on the way. Every error is raised on all ranks. The steps before it are
-        saved.
+        The loop evaluates, records and saves on the way. The errors below are raised on all ranks, after an attempt to
+        save the last step. Other exceptions propagate without saving.
 
         Args:
-            state: the position of the next batch; None for the first.
+            state: position of the next batch in the data; None for the first.
 
         Raises:
             AgreedError: data cannot be read.
@@ -135,7 +135,10 @@ class Trainer:
                 say(line)
 
     def _step(self) -> None:
-        """Take one step and whatever is due after it, or rewind to a checkpoint if a guard requires it."""
+        """Take one step and whatever is due after it. If a guard requires it, reload an earlier checkpoint instead.
+
+        Data is not rewound: training continues with the next batch.
+        """
         settings, engine = self._run.config.train, self._engine
         start = time.perf_counter()
         self._watchdog.at(f"step {engine.global_steps + 1}")
@@ -206,7 +209,9 @@ class Trainer:
     def _report_early_end(self) -> None:
         """Say why the run ends before its last step, and write the file that informs `longstride train`."""
         step = self._engine.global_steps
-        way = "--resume auto with more train.stop_when.evaluations goes on, with train.stop_when=null to the last step"
+        way = (
+            "--resume auto continues with a larger train.stop_when.evaluations; train.stop_when=null trains to the end"
+        )
         self._recorder.say(f"step {step}: the run is over, as {self._plateau.reason}; {way}")
         if self._run.ranks.is_first:
             try:
@@ -251,8 +256,8 @@ def train_step(
 ) -> dict[str, Any]:
     """Take one optimiser step over a global batch; return its line for metrics.jsonl.
 
-    Afterwards ``guards.verdict`` says whether the step was taken. To skip, the engine has dropped the step. To stop or
-    rewind, the engine is as it was before.
+    Afterwards ``guards.verdict`` says whether the step was taken. If it is skipped, the optimizer step is dropped but
+    counted. On a stop or rewind, the engine has its earlier state again.
 
     Args:
         engine: the engine of this rank.
@@ -286,7 +291,7 @@ def train_step(
     verdict = refused or guards.judge_gradients(number, loss_nats, step.overflow(), step.loss_scale)
     if verdict and verdict.outcome != "skip":
         step.undo()
-    elif verdict and verdict.guard != "loss_scale_floor":  # there the scale must remember the step
+    elif verdict and verdict.guard != "loss_scale_floor":  # loss_scale_floor needs the scaler's history of overflows
         step.undo_scale()
     if observed and grad_norm is not None and not verdict:
         observe(engine.module, observed, ranks)

@@ -61,7 +61,7 @@ class AttentionConfig(MixerConfig):
 
 @dataclass(frozen=True)
 class HeadPatterns(AttentionConfig):
-    """Attention as the configuration asks for it: a pattern for each head."""
+    """Configuration of attention with one fixed pattern per head."""
 
     patterns: tuple[Pattern, ...]
     key_value_heads: int | None = None
@@ -69,7 +69,7 @@ class HeadPatterns(AttentionConfig):
     supports: ClassVar = AttentionConfig.supports | {"documents", "keys"}
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError unless all patterns divide the context evenly, and heads of keys those of queries."""
+        """Raise ConfigError if a pattern does not fit the context, or key/value heads do not divide query heads."""
         super().check(network, context)
         for pattern in dict.fromkeys(self.patterns):
             pattern.check(context)
@@ -106,8 +106,7 @@ class Attention(Mixer):
     Optionally a convolution over positions comes first, and queries and keys are normalised (Henry et al. 2020;
     Dehghani et al. 2023: a root mean square of 1, without weights) and rotated by their positions.
 
-    Another attention overrides ``attend``, ``new_cache``, ``num_pairs``, ``allowed``, ``weigh`` and ``compared``, or
-    some of them.
+    Subclasses may override ``attend``, ``new_cache``, ``num_pairs``, ``allowed``, ``weigh`` and ``compared``.
     """
 
     part = "attention"
@@ -207,22 +206,22 @@ class Attention(Mixer):
 
     @property
     def copies(self) -> int:
-        """How often each head of keys and values is sent, so that the processes divide their number."""
+        """How many times each key/value head is repeated, so that processes share heads evenly."""
         return math.lcm(self.key_value_heads, self.division.size) // self.key_value_heads
 
     def traffic(self, division: Division, context: int, apart: bool = False) -> Traffic:
         """Count what the attention sends in a forward pass over one context.
 
-        Keys can be exchanged only if patterns alone decide who reads them, which documents do not allow (``apart``:
-        they are kept apart), and only by backends that attend over selections.
+        Keys can be exchanged only if fixed patterns determine all reads, which separated documents (``apart``) rule
+        out, and only by backends that attend over selections.
         """
-        is_told = type(self) is Attention and self.backend != "flex" and not apart
+        can_exchange_keys = type(self) is Attention and self.backend != "flex" and not apart
         widths = self.network.query_key_width // self.heads, self.network.width // self.heads
-        patterns = self.patterns if is_told else None
+        patterns = self.patterns if can_exchange_keys else None
         return division.traffic(context, self.heads, self.key_value_heads, widths, patterns)
 
     def columns(self, context: int) -> int:
-        """Return the stride of the columns by which rows are best divided; 0: by sections.
+        """Return the stride by which rows are best divided into columns, or 0 for contiguous sections.
 
         Divided by columns, nothing is exchanged. All heads must stay in columns of one stride, and redistributing the
         rows before and after must not send more than the other exchanges.
@@ -274,7 +273,7 @@ class Attention(Mixer):
         return sum(count * num_pairs(pattern, positions, rows, self.backend) for pattern, count in counts.items())
 
     def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
-        """Return a function from queries (P,) int64 to the positions (P, N) bool that a head reads in one context.
+        """Return a function that maps P query positions (P,) int64 to a mask (P, N) of the keys that a head reads.
 
         q and k are those of ``heads_of``.
         """
@@ -306,7 +305,7 @@ class Attention(Mixer):
     def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int) -> AttentionState:
         """Make an empty state with room for ``length`` positions; a CPU takes memory only as it is written.
 
-        ``back``: how many positions may be forgotten again without forgetting all.
+        ``back``: the most positions that ``truncate`` can remove without clearing the state.
 
         Raises:
             ConfigError: the backend cannot run here.
