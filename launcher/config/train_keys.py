@@ -85,7 +85,7 @@ class SpikeConfig(StrictModel):
 
 
 class GuardsConfig(StrictModel):
-    """The policies for steps that would spoil the weights."""
+    """Policies for steps that would corrupt the weights."""
 
     non_finite: GuardPolicy = Field(
         default="stop", description="policy for a loss, or in bf16 and fp32 a gradient, that is not finite"

@@ -218,7 +218,7 @@ def test_damage_is_found_by_verify_and_content_before_it_is_read(tars, tmp_path,
         found = documents(tmp_path / "index")
     except DataError as error:
         assert f"{path}: " in str(error)
-    else:  # it lies in a member that is none of ours
+    else:  # it lies in a foreign member
         assert found == list(itertools.chain(*texts))
 
 
