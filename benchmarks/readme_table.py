@@ -1,8 +1,8 @@
 """The tables of attention in README.md and docs/kernels.md, made from the files in benchmarks/results/.
 
 `python benchmarks/readme_table.py` writes both; a test checks that they agree. The README has one table with a column
-for each result file, for its first head width. docs/kernels.md has all, and tables of selections, of a CPU's time, and
-of the compiled kernels.
+for each result file, for its first head width. docs/kernels.md has more columns for GPUs, and tables of selections and
+of a CPU's time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from benchmarks.report import RESULTS, markdown, replaced
 ROOT = Path(__file__).resolve().parents[1]
 README, DETAILS = ROOT / "README.md", ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- made by benchmarks/readme_table.py: begin -->", "<!-- end -->"
-COMPILED = "<!-- made by benchmarks/readme_table.py from compiled.json: begin -->"
 SHOWN_CONTEXT = 12_288
 PHASES = ("forward", "backward", "both")
 GPU_COLUMNS = ("× FlexAttention forward", "× FlexAttention both", "of ideal forward", "of ideal backward")
-PLAN_COLUMN = "plan for 1,048,576 positions"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,14 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
 def with_tables(page: Path) -> str:
     """Return a page's text with its tables made from the result files."""
     files = [json.loads(path.read_text()) for path in attention_files()]
-    tables = [summary(files)] if page == README else [table for result in files for table in tables_of(result)]
+    gpus = [result for result in files if on_gpu(result)]
+    tables = [summary(files)] if page == README else [table for result in gpus for table in tables_of(result)]
     if page == DETAILS:
         tables += [selections_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("selections-*.json"))]
         tables += [cpu_time_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("cpu-time-*.json"))]
-    text = replaced(page.read_text(), BEGIN, "\n".join(tables), END)
-    if page == DETAILS:
-        text = replaced(text, COMPILED, compiled_table(json.loads((RESULTS / "compiled.json").read_text())), END)
-    return text
+    return replaced(page.read_text(), BEGIN, "\n".join(tables), END)
 
 
 def attention_files() -> list[Path]:
@@ -55,7 +51,7 @@ def attention_files() -> list[Path]:
 
 
 def tables_of(result: dict[str, Any]) -> list[str]:
-    """Format one device's tables at the shown context, one for each measured head width and dtype."""
+    """Format one GPU's tables at the shown context, one for each measured head width and dtype."""
     cases: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for row in result["timings"]:
         if row["context"] == SHOWN_CONTEXT:
@@ -85,26 +81,20 @@ def summary(results: list[dict[str, Any]]) -> str:
 
 
 def table(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Format one device's attention in one head width and dtype, against torch's dense causal attention in the same
-    run.
-    """
+    """Format one GPU's attention in one head width and dtype, against torch's dense causal attention."""
     first = rows[0]
     title = (
-        f"{result['device']}, {result['threads']} threads, torch {result['torch']}, {result['date']}. "
+        f"{result['device']}, torch {result['torch']}, {result['date']}. "
         f"Context {SHOWN_CONTEXT:,}, stride {first['stride']}, summary {first['summary']}, {first['heads']} heads of "
         f"width {first['head_width']}, {first['dtype']}. "
         f"How many times faster than torch's dense causal attention{kernels_of(first)} in the same run:\n\n"
     )
-    plans = {row["pattern"]: row for row in result["plans"] if row["context"] == 1_048_576}
-    columns = ["pattern", "density", *PHASES, *(GPU_COLUMNS if on_gpu(result) else ()), PLAN_COLUMN]
+    columns = ["pattern", "density", *PHASES, *GPU_COLUMNS]
     lines = []
     for row in rows:
         cells = [row["pattern"], f"{row['density']:.1%}", *(shown(row["ratio_to_dense"][phase]) for phase in PHASES)]
-        if on_gpu(result):
-            cells += [shown(row["ratio_to_flex"][phase]) for phase in ("forward", "both")]
-            cells += [shown(row["fraction_of_ideal"][phase], "{:.0%}") for phase in ("forward", "backward")]
-        plan = plans.get(row["pattern"])
-        cells.append(f"{plan['plan_seconds'] * 1e3:.1f} ms, {plan['plan_bytes'] / 2**10:.1f} KiB" if plan else "–")
+        cells += [shown(row["ratio_to_flex"][phase]) for phase in ("forward", "both")]
+        cells += [shown(row["fraction_of_ideal"][phase], "{:.0%}") for phase in ("forward", "backward")]
         lines.append(cells)
     return title + markdown(columns, lines)
 
@@ -132,53 +122,22 @@ def selections_table(result: dict[str, Any]) -> str:
 
 
 def cpu_time_table(result: dict[str, Any]) -> str:
-    """Format where one CPU's time goes in each pattern, and the time of other chunk and slab sizes relative to the
-    default.
-    """
-    names, variants = [row["pattern"] for row in result["shares"]], result["sizes"][1:]
+    """Format where one CPU's time goes in each pattern."""
     kinds = list(result["shares"][0]["shares"])
     shipped = result["sizes"][0]["ratio_to_dense"]
-    columns = ["pattern", "limit", "measured", "pairs computed", *kinds, *(row["sizes"] for row in variants)]
+    columns = ["pattern", "limit", "measured", "pairs computed", *kinds]
     title = (
         f"{result['device']}, torch {result['torch']}, {result['date']}. Context {result['context']:,}, stride "
         f"{result['stride']}, {result['heads']} heads of width {result['head_width']}, {result['dtype']}, both passes. "
         "Limit: one over the density. Measured: times faster than dense attention, on "
-        f"{result['threads']} threads. Pairs computed: for each one that the pattern allows. Shares of the time of one "
-        "thread. Other sizes: seconds over those of the shipped sizes, in the same run.\n\n"
+        f"{result['threads']} threads. Pairs computed: for each one that the pattern allows. The last columns are "
+        "shares of the time of one thread.\n\n"
     )
     lines = []
-    for name, row in zip(names, result["shares"], strict=True):
-        cells = [name, f"{row['limit']:.0f}×", shown(shipped[name]), f"{row['computed']:.2f}"]
-        cells += [f"{row['shares'][kind]:.0%}" for kind in kinds]
-        cells += [f"{row['seconds_over_shipped'][name]:.2f}" for row in variants]
-        lines.append(cells)
+    for row in result["shares"]:
+        cells = [row["pattern"], f"{row['limit']:.0f}×", shown(shipped[row["pattern"]]), f"{row['computed']:.2f}"]
+        lines.append([*cells, *(f"{row['shares'][kind]:.0%}" for kind in kinds)])
     return title + markdown(columns, lines)
-
-
-def compiled_table(result: dict[str, Any]) -> str:
-    """Format the compiler's output for each 16-bit configuration for sm_90."""
-    columns = ["kernel", "width", "tile, queries × keys", "warps, stages", "products a visit", "least"]
-    columns += ["instructions a visit, unmasked", "registers", "spilled in a visit", "programs"]
-    lines = []
-    for row in result["found"]:
-        architecture, kernel, dtype, width, *further = row["case"].split(":")
-        if architecture != "sm_90" or dtype == "float32" or "," not in row["case"]:
-            continue
-        block_q, block_k, warps, stages, most = further[-1].split(",")
-        cells = [
-            kernel,
-            width,
-            f"{block_q} × {block_k}",
-            f"{warps}, {stages}",
-            max(sum(visit["products"].values()) for visit in row["visits"]),
-            row["fewest_products"] or "mma",
-            row["visits"][0]["instructions"],
-            f"{row['registers']}{' (bound)' if int(most) else ''}",
-            max(visit["local"] for visit in row["visits"]),
-            row["programs"],
-        ]
-        lines.append(cells)
-    return f"sm_90, Triton {result['triton']}.\n\n{markdown(columns, lines)}"
 
 
 def on_gpu(result: dict[str, Any]) -> bool:

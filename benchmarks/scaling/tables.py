@@ -19,7 +19,8 @@ from benchmarks.report import RESULTS, markdown, replaced
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
 BEGIN, END = (f"<!-- made by benchmarks/scaling/tables.py: {word} -->" for word in ("begin", "end"))
 MEMORY_BEGIN, MEMORY_END = (mark.replace("tables.py", "tables.py, memory") for mark in (BEGIN, END))
-SHOWN_CARDS = (1, 8, 64, 512, 4096)
+SHOWN_CARDS = (8, 4096)
+SHOWN_SHARES = (1, 4, 16)
 SHOWN_RANKS = (1, 8, 64, 512, 4096)
 
 
@@ -44,7 +45,7 @@ def with_tables(page: str, result: dict[str, Any], picture: str) -> str:
     """Return the page's text with its tables made from the result file."""
     parts = [zero_table(result), f"![bytes and memory by cards](../benchmarks/results/{picture})\n"]
     parts += [accumulated_line(result), divided_table(result), limits_table(result)]
-    parts += [checks_lines(result), order_table(result)]
+    parts += [checks_lines(result), order_line(result)]
     return replaced(page, BEGIN, "\n".join(parts), END)
 
 
@@ -93,6 +94,8 @@ def divided_table(result: dict[str, Any]) -> str:
     lines = []
     for run in result["runs"]:
         for row in run["divided"]:
+            if row["ranks"] not in SHOWN_SHARES:
+                continue
             cells = [_title(run), f"{row['ranks']}", *(f"{row[name] / 1e6:,.0f}" for name in ("heads_sent", "sent"))]
             lines.append([*cells, f"{row['calls']:,}", f"{row['activations']['peak'] / 2**30:.2f}"])
     return markdown([*titles, "activations of a card, GiB"], lines)
@@ -114,24 +117,21 @@ def limits_table(result: dict[str, Any]) -> str:
 def memory_table(result: dict[str, Any]) -> str:
     """Format the memory of processes that share a context, with the planned memory."""
 
-    def most(row: dict[str, Any], name: str) -> int:
-        return max(process[name] for process in row["found"])
+    def most(row: dict[str, Any]) -> int:
+        return max(process["tensors"] for process in row["found"])
 
     (single,) = (row for row in result["rows"] if row["processes"] == 1)
     title = (
         f"{result['device']}, torch {result['torch']}, {result['date']}: {result['layers']} layers of "
-        f"{result['width']}, {result['context']:,} positions, fp32, every activation kept; the largest of the "
-        "processes, MiB.\n"
+        f"{result['width']}, {result['context']:,} positions, fp32, every activation kept. Tensors of the "
+        "largest process, MiB:\n"
     )
-    titles = ["processes", "exchange", "planned", "tensors at the worst moment", "of 1/U"]
-    titles += ["given by the system beyond the resting model", "of 1/U"]
+    titles = ["processes", "exchange", "planned", "measured", "measured × processes / measured of one"]
     lines = []
     for row in result["rows"]:
         cells = [f"{row['processes']}", row["exchange"], f"{row['planned']['peak'] / 2**20:,.1f}"]
-        for name in ("tensors", "beyond"):
-            share = most(row, name) * row["processes"] / most(single, name)
-            cells += [f"{most(row, name) / 2**20:,.1f}", f"{share:.3f}"]
-        lines.append(cells)
+        share = most(row) * row["processes"] / most(single)
+        lines.append([*cells, f"{most(row) / 2**20:,.1f}", f"{share:.3f}"])
     return f"{title}\n{markdown(titles, lines)}"
 
 
@@ -150,28 +150,22 @@ def checks_lines(result: dict[str, Any]) -> str:
     )
 
 
-def order_table(result: dict[str, Any]) -> str:
-    """Format the cost of the order of a set of many shards."""
+def order_line(result: dict[str, Any]) -> str:
+    """Describe the cost of the order of a set of many shards."""
     order = result["order"]
-    title = (
+    rows = [row for row in order["ranks"] if row["ranks"] in SHOWN_RANKS]
+    times = ", ".join(f"{row['seconds_per_rank'] * 1e3:,.1f}" for row in rows)
+    ranks = ", ".join(f"{row['ranks']:,}" for row in rows)
+    differing = sum(not row["equal"] for row in rows)
+    return (
         f"**The data order** of {order['shards']:,} shards ({order['content_bytes'] / 1e12:.1f} TB on paper, "
         f"a manifest of {order['manifest_bytes'] / 1e6:.0f} MB): opened in {order['opened_seconds']:.1f} s and "
         f"{order['memory_bytes'] / 1e6:.0f} MB by every process; an epoch's permutation takes "
         f"{order['permuted_seconds'] * 1e3:.0f} ms. A rank then finds its contexts of {len(order['steps_compared'])} "
-        f"steps, {order['global_batch']:,} contexts a step:\n\n"
+        f"steps, {order['global_batch']:,} contexts a step, in {times} ms with "
+        f"{ranks} ranks. Their contexts together are those of one process "
+        f"({differing} differ).\n"
     )
-    lines = [
-        [
-            f"{row['ranks']:,}",
-            f"{row['lanes_per_rank']:,}",
-            f"{row['seconds_per_rank'] * 1e3:,.1f}",
-            "yes" if row["equal"] else "NO",
-        ]
-        for row in order["ranks"]
-        if row["ranks"] in SHOWN_RANKS
-    ]
-    titles = ["ranks", "lanes a rank", "ms a rank", "the ranks' together are those of one process"]
-    return title + markdown(titles, lines)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -195,7 +189,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         panels[1][column].set_xlabel("cards")
         for axes in panels[:, column]:
             axes.set_xscale("log", base=2)
-            axes.set_xticks(SHOWN_CARDS, [f"{cards:,}" for cards in SHOWN_CARDS])
+            axes.set_xticks(SHOWN_RANKS, [f"{cards:,}" for cards in SHOWN_RANKS])
             axes.set_ylim(bottom=0)
             axes.grid(True, alpha=0.3)
     panels[0][0].set_ylabel("MB that a rank sends in a step")
