@@ -111,12 +111,12 @@ def selections_table(result: dict[str, Any]) -> str:
         "causal attention, and than our own under a dense pattern, in the same run. Exponents of growth in the "
         f"context: {grows}.\n\n"
     )
-    columns = ["selection", "context", "window", "selecting", *PHASES, "× torch", "× dense pattern"]
+    columns = ["selection", "context", "selecting", *PHASES, "× torch", "× dense pattern"]
     lines = []
     for row in result["timings"]:
         times = [row["selecting_seconds"], *(row["seconds"][phase] for phase in PHASES)]
         ratios = [shown(row["ratio_to_dense"][name]["both"]) for name in ("torch", "dense pattern")]
-        cells = [row["selection"], f"{row['context']:,}", str(row["window"])]
+        cells = [row["selection"], f"{row['context']:,}"]
         lines.append([*cells, *(form.format(x * 1e3) for x in times), *ratios])
     return title + markdown(columns, lines)
 

@@ -236,16 +236,16 @@ def table(result: dict[str, Any]) -> str:
     )
     lines: list[list[str]] = []
     for comparison, rows in result["comparisons"].items():
-        lines.append([f"**{comparison}**", "", "", ""])
+        lines.append([f"**{comparison}**", "", ""])
         for name, row in rows.items():
             bits, seconds = ([run[key] for run in row["runs"]] for key in ("bits_per_byte", "seconds"))
             cells = [f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f})"]
             for what, text in (("mean_span", "mean span {:.0f}"), ("mean_excess", "mean α 1 + {:.2f}")):
                 if what in row["runs"][0]:
                     name += "; " + text.format(statistics.fmean(run[what] for run in row["runs"]))
-            cells += [f"{statistics.fmean(seconds):.0f}", f"{row['parameters']:,}"]
+            cells += [f"{statistics.fmean(seconds):.0f}"]
             lines.append([name, *cells])
-    return title + markdown(["", "bits per byte", "seconds", "parameters"], lines)
+    return title + markdown(["", "bits per byte", "seconds"], lines)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ PAPER_KEYS = (  # of the paper's network; all other keys of `model` came later
     *("context", "layers", "heads", "width", "attention", "embedding", "vocabulary", "feed_forward_ratio"),
     *("query_key_ratio", "dropout", "initialization", "backend"),
 )
+LARGEST_SHOWN = 100_000  # larger limits only bound memory: docs/hostile.md
 SHARED_PATTERN_KEYS = ("type", "combine", "key_value_heads")
 
 
@@ -79,25 +80,28 @@ def table(schema: dict[str, Any], name: str) -> str:
 
 
 def pattern_table(schema: dict[str, Any]) -> str:
-    """Return the table of all patterns' keys; keys that all patterns share come last, once."""
-    rows = ["| type | key | default | meaning |", "|---|---|---|---|"]
+    """Return the table of all patterns' keys. Equal keys share a row; keys of all patterns come last."""
+    kinds: dict[str, list[str]] = {}  # those that have a row, in order
     shared: dict[str, Any] = {}
     for choice in schema["$defs"]["ModelConfig"]["properties"]["attention"]["anyOf"]:
         properties = choice.get("properties", {})
         kind = properties.get("type", {}).get("const")
         if kind in PATTERNS:
-            rows += [f"| `{kind}` {row(k, entry)}" for k, entry in properties.items() if k not in SHARED_PATTERN_KEYS]
+            for key, entry in properties.items():
+                if key not in SHARED_PATTERN_KEYS:
+                    kinds.setdefault(row(key, entry), []).append(f"`{kind}`")
             shared = {key: properties[key] for key in SHARED_PATTERN_KEYS[1:]}
+    rows = [f"| {', '.join(names)} {text}" for text, names in kinds.items()]
     rows += [f"| all {row(key, entry)}" for key, entry in shared.items()]
-    return "\n".join(rows) + "\n"
+    return "\n".join(["| type | key | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
 
 
 def row(key: str, entry: dict[str, Any], note: str | None = None) -> str:
-    """Return a key's row: its default, its description with the largest value and the choices, and a note."""
+    """Return a key's row: its default, its description with the choices and the largest value, and a note."""
     meaning = entry["description"].replace("|", "\\|")
     integers = [choice for choice in (entry, *entry.get("anyOf", ())) if choice.get("type") == "integer"]
     maximum = next((choice["maximum"] for choice in integers if "maximum" in choice), None)
-    if maximum is not None and "at most" not in meaning:
+    if maximum is not None and maximum <= LARGEST_SHOWN and "at most" not in meaning:
         meaning += f"; at most {maximum:,}"
     if "enum" in entry:
         meaning += f"; {', '.join(f'`{json.dumps(value)}`' for value in entry['enum'])}"

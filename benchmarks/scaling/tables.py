@@ -19,7 +19,7 @@ from benchmarks.report import RESULTS, markdown, replaced
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
 BEGIN, END = (f"<!-- made by benchmarks/scaling/tables.py: {word} -->" for word in ("begin", "end"))
 MEMORY_BEGIN, MEMORY_END = (mark.replace("tables.py", "tables.py, memory") for mark in (BEGIN, END))
-SHOWN_CARDS = (8, 4096)
+SHOWN_CARDS = (64,)
 SHOWN_SHARES = (1, 4, 16)
 SHOWN_RANKS = (1, 8, 64, 512, 4096)
 

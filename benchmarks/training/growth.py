@@ -177,12 +177,12 @@ def tables(result: dict[str, Any]) -> str:
     lines = []
     for first in (row for row in result["experts"] if row["dtype"] == DTYPES[0]):
         name = {0: "dense", 1: "1 expert"}.get(first["experts"], f"{first['experts']} experts")
-        cells = [name, f"{first['parameters']:,}", f"{first['operations']:,}"]
+        cells = [name, f"{first['parameters']:,}"]
         for row in (row for row in result["experts"] if row["experts"] == first["experts"]):
             cells += [f"{1e3 * row['seconds']:.0f}", f"{row['seconds'] / dense[row['dtype']]:.2f}"]
         lines.append(cells)
     columns = [column for dtype in DTYPES for column in (f"{dtype}: ms", "× dense")]
-    mixtures = markdown(["feed-forward", "parameters", "operations a row", *columns], lines)
+    mixtures = markdown(["feed-forward", "parameters", *columns], lines)
     subtitle = f"One expert a row, {result['rows']:,} rows of {result['width']} channels:\n"
     return "\n".join([title, attentions, subtitle, mixtures])
 
