@@ -1,8 +1,7 @@
 """The tables of attention in README.md and docs/kernels.md, made from the files in benchmarks/results/.
 
 `python benchmarks/readme_table.py` writes both; a test checks that they agree. The README has one table with a column
-for each result file, for its first head width. docs/kernels.md has more columns for GPUs, and tables of selections and
-of a CPU's time.
+for each result file, for its first head width. docs/kernels.md has more columns for GPUs, and tables of selections.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ def with_tables(page: Path) -> str:
     tables = [summary(files)] if page == README else [table for result in gpus for table in tables_of(result)]
     if page == DETAILS:
         tables += [selections_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("selections-*.json"))]
-        tables += [cpu_time_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("cpu-time-*.json"))]
     return replaced(page.read_text(), BEGIN, "\n".join(tables), END)
 
 
@@ -87,7 +85,7 @@ def table(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"{result['device']}, torch {result['torch']}, {result['date']}. "
         f"Context {SHOWN_CONTEXT:,}, stride {first['stride']}, summary {first['summary']}, {first['heads']} heads of "
         f"width {first['head_width']}, {first['dtype']}. "
-        f"How many times faster than torch's dense causal attention{kernels_of(first)} in the same run:\n\n"
+        f"Speed-up over torch's dense causal attention{kernels_of(first)} in the same run:\n\n"
     )
     columns = ["pattern", "density", *PHASES, *GPU_COLUMNS]
     lines = []
@@ -107,9 +105,9 @@ def selections_table(result: dict[str, Any]) -> str:
     title = (
         f"{result['device']}, {clock}, torch {result['torch']}, {result['date']}. {first['heads']} heads "
         f"of width {first['head_width']}, {first['dtype']}; the window and the number of clusters near the root of the "
-        "context. Milliseconds, what selects included, and how many times faster both passes are than torch's dense "
-        "causal attention, and than our own under a dense pattern, in the same run. Exponents of growth in the "
-        f"context: {grows}.\n\n"
+        "context. Milliseconds, with the time of selecting in forward and both; speed-up of both passes over torch's "
+        "dense causal attention and over our own dense pattern in the same run. Exponents of growth in the context: "
+        f"{grows}.\n\n"
     )
     columns = ["selection", "context", "selecting", *PHASES, "× torch", "× dense pattern"]
     lines = []
@@ -118,25 +116,6 @@ def selections_table(result: dict[str, Any]) -> str:
         ratios = [shown(row["ratio_to_dense"][name]["both"]) for name in ("torch", "dense pattern")]
         cells = [row["selection"], f"{row['context']:,}"]
         lines.append([*cells, *(form.format(x * 1e3) for x in times), *ratios])
-    return title + markdown(columns, lines)
-
-
-def cpu_time_table(result: dict[str, Any]) -> str:
-    """Format where one CPU's time goes in each pattern."""
-    kinds = list(result["shares"][0]["shares"])
-    shipped = result["sizes"][0]["ratio_to_dense"]
-    columns = ["pattern", "limit", "measured", "pairs computed", *kinds]
-    title = (
-        f"{result['device']}, torch {result['torch']}, {result['date']}. Context {result['context']:,}, stride "
-        f"{result['stride']}, {result['heads']} heads of width {result['head_width']}, {result['dtype']}, both passes. "
-        "Limit: one over the density. Measured: times faster than dense attention, on "
-        f"{result['threads']} threads. Pairs computed: for each one that the pattern allows. The last columns are "
-        "shares of the time of one thread.\n\n"
-    )
-    lines = []
-    for row in result["shares"]:
-        cells = [row["pattern"], f"{row['limit']:.0f}×", shown(shipped[row["pattern"]]), f"{row['computed']:.2f}"]
-        lines.append([*cells, *(f"{row['shares'][kind]:.0%}" for kind in kinds)])
     return title + markdown(columns, lines)
 
 

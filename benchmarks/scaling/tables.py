@@ -19,8 +19,8 @@ from benchmarks.report import RESULTS, markdown, replaced
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
 BEGIN, END = (f"<!-- made by benchmarks/scaling/tables.py: {word} -->" for word in ("begin", "end"))
 MEMORY_BEGIN, MEMORY_END = (mark.replace("tables.py", "tables.py, memory") for mark in (BEGIN, END))
-SHOWN_CARDS = (64,)
-SHOWN_SHARES = (1, 4, 16)
+SHOWN_CARDS = 64
+SHOWN_SHARES = (1, 4)
 SHOWN_RANKS = (1, 8, 64, 512, 4096)
 
 
@@ -44,8 +44,7 @@ def results() -> tuple[Path, Path]:
 def with_tables(page: str, result: dict[str, Any], picture: str) -> str:
     """Return the page's text with its tables made from the result file."""
     parts = [zero_table(result), f"![bytes and memory by cards](../benchmarks/results/{picture})\n"]
-    parts += [accumulated_line(result), divided_table(result), limits_table(result)]
-    parts += [checks_lines(result), order_line(result)]
+    parts += [divided_table(result), checks_lines(result), order_line(result)]
     return replaced(page, BEGIN, "\n".join(parts), END)
 
 
@@ -55,37 +54,21 @@ def with_memory(page: str, result: dict[str, Any]) -> str:
 
 
 def zero_table(result: dict[str, Any]) -> str:
-    """Format megabytes sent, collectives and memory, by run, GPUs and stage."""
+    """Format megabytes sent, collectives and memory, by run and stage."""
     lines = []
     for run in result["runs"]:
-        for cards in SHOWN_CARDS:
-            cells = [_title(run), f"{cards:,}"]
-            for row in sorted((row for row in run["cards"] if row["cards"] == cards), key=lambda row: row["stage"]):
-                sent = sum(row["sent"].values()) / 1e6
-                cells.append(f"{sent:,.0f} / {row['calls']:,} / {row['peak_bytes'] / 2**30:,.1f}")
-            lines.append(cells)
-    return markdown(["run", "cards", *(f"ZeRO {stage}: MB sent / calls / GiB" for stage in range(4))], lines)
+        cells = [_title(run)]
+        for row in sorted((row for row in run["cards"] if row["cards"] == SHOWN_CARDS), key=lambda row: row["stage"]):
+            sent = sum(row["sent"].values()) / 1e6
+            cells.append(f"{sent:,.0f} / {row['calls']:,} / {row['peak_bytes'] / 2**30:,.1f}")
+        lines.append(cells)
+    title = f"On {SHOWN_CARDS} cards, MB that a rank sends in a step / calls / GiB of a card:\n\n"
+    return title + markdown(["run", *(f"ZeRO {stage}" for stage in range(4))], lines)
 
 
 def _title(run: dict[str, Any]) -> str:
     count = run["parameters"]
     return f"{run['name']}, " + (f"{count / 1e9:.1f} G" if count >= 1e9 else f"{count / 1e6:.0f} M")
-
-
-def accumulated_line(result: dict[str, Any]) -> str:
-    """Describe the bytes of several micro-batches, as a multiple of one's."""
-    parts = []
-    for run in result["runs"]:
-        times = []
-        for row in run["accumulated"]:
-            (single,) = (x for x in run["cards"] if (x["cards"], x["stage"]) == (row["cards"], row["stage"]))
-            times.append(f"{row['sent'] / sum(single['sent'].values()):.2f}")
-        parts.append(f"{run['name']} {' / '.join(times)}")
-    count, cards = (result["runs"][0]["accumulated"][0][name] for name in ("micro_batches", "cards"))
-    return (
-        f"A step of {count} micro-batches sends so many times the bytes of a step of one, under ZeRO 0 / 1 / 2 / 3 on "
-        f"{cards:,} cards: {'; '.join(parts)}.\n"
-    )
 
 
 def divided_table(result: dict[str, Any]) -> str:
@@ -99,19 +82,6 @@ def divided_table(result: dict[str, Any]) -> str:
             cells = [_title(run), f"{row['ranks']}", *(f"{row[name] / 1e6:,.0f}" for name in ("heads_sent", "sent"))]
             lines.append([*cells, f"{row['calls']:,}", f"{row['activations']['peak'] / 2**30:.2f}"])
     return markdown([*titles, "activations of a card, GiB"], lines)
-
-
-def limits_table(result: dict[str, Any]) -> str:
-    """Format how many GPUs the runs' batches keep busy."""
-    titles = ["run", "contexts a step", "cards", "cards that share contexts"]
-    lines = []
-    for run in result["runs"]:
-        limits = run["largest"]
-        shared = limits["least_global_batch_of_4096"] * run["context"]
-        numbers = [limits["global_batch"], limits["cards_of_one_context"], limits["cards_divided"]]
-        numbers += [limits["bytes_of_a_step_on_4096"], shared]
-        lines.append([run["name"], *(f"{number:,}" for number in numbers)])
-    return markdown([*titles, "4,096 cards: bytes a step", "sharing contexts"], lines)
 
 
 def memory_table(result: dict[str, Any]) -> str:
@@ -138,15 +108,14 @@ def memory_table(result: dict[str, Any]) -> str:
 def checks_lines(result: dict[str, Any]) -> str:
     """Describe the measurements that the predictions were compared with."""
     real, fake = (
-        ", ".join(f"{x['ranks']:,} ({len(x['cases'])} cases)" for x in result["checks"] if x["fake"] == is_fake)
-        for is_fake in (False, True)
+        ", ".join(f"{x['ranks']:,}" for x in result["checks"] if x["fake"] == is_fake) for is_fake in (False, True)
     )
-    differing = sum(len(check["differences"]) for check in result["checks"])
+    count, differing = (sum(len(check[key]) for check in result["checks"]) for key in ("cases", "differences"))
     return (
         f"**Checked** on {result['device']}, torch {result['torch']}, DeepSpeed "
         f"{result['deepspeed']}, {result['date']}: at {real} real processes over gloo, and as the first of "
-        f"{fake} on a process group that sends nothing, {differing} cases differ from the prediction by a byte "
-        "or a call.\n"
+        f"{fake} on a process group that sends nothing. Of {count} cases, {differing} cases differ from the "
+        "prediction by a byte or a call.\n"
     )
 
 
@@ -156,15 +125,15 @@ def order_line(result: dict[str, Any]) -> str:
     rows = [row for row in order["ranks"] if row["ranks"] in SHOWN_RANKS]
     times = ", ".join(f"{row['seconds_per_rank'] * 1e3:,.1f}" for row in rows)
     ranks = ", ".join(f"{row['ranks']:,}" for row in rows)
-    differing = sum(not row["equal"] for row in rows)
+    verb = "are" if all(row["equal"] for row in rows) else "are NOT"
     return (
         f"**The data order** of {order['shards']:,} shards ({order['content_bytes'] / 1e12:.1f} TB on paper, "
         f"a manifest of {order['manifest_bytes'] / 1e6:.0f} MB): opened in {order['opened_seconds']:.1f} s and "
         f"{order['memory_bytes'] / 1e6:.0f} MB by every process; an epoch's permutation takes "
         f"{order['permuted_seconds'] * 1e3:.0f} ms. A rank then finds its contexts of {len(order['steps_compared'])} "
         f"steps, {order['global_batch']:,} contexts a step, in {times} ms with "
-        f"{ranks} ranks. Their contexts together are those of one process "
-        f"({differing} differ).\n"
+        f"{ranks} ranks. Their contexts together {verb} those of one "
+        "process.\n"
     )
 
 

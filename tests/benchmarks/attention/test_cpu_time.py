@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attention import cpu_time
-from benchmarks.readme_table import cpu_time_table
 from longstride.kernels.backends.cpu import attention, chunks, slabs
 
 
@@ -25,5 +24,4 @@ def test_one_command_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureF
         assert row["shares"]["products"] > 0.02 and row["computed"] >= 1 and row["limit"] > 1
     assert [row["sizes"] for row in found["sizes"]] == list(cpu_time.SIZES)
     assert set(found["sizes"][0]["seconds_over_shipped"].values()) == {1.0}
-    assert len({line.count("|") for line in cpu_time_table(found).splitlines()[2:]}) == 1
     assert "products" in capsys.readouterr().out
