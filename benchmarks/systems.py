@@ -244,7 +244,7 @@ def table(result: dict[str, Any]) -> str:
                 if what in row["runs"][0]:
                     name += "; " + text.format(statistics.fmean(run[what] for run in row["runs"]))
             cells += [f"{statistics.fmean(seconds):.0f}"]
-            lines.append([name, *cells])
+            lines.append([name.removeprefix("on copies: "), *cells])
     return title + markdown(["", "bits per byte", "seconds"], lines)
 
 

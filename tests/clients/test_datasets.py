@@ -78,7 +78,7 @@ def test_texts(make_data: Callable[..., Path], streaming: bool) -> None:
         assert "".join(row["txt"] for row in loaded).encode() == trained_on(folder, split)
 
 
-@client("datasets", "`load_dataset(FOLDER)` of texts, of pictures", "both splits by their names, `string` and `Image`")
+@client("datasets", "`load_dataset(FOLDER)` of texts, of pictures", "both splits, as `string` and `Image`")
 def test_a_folder_is_found_by_its_name(make_data: Callable[..., Path]) -> None:
     from datasets import load_dataset
 
@@ -91,7 +91,7 @@ def test_a_folder_is_found_by_its_name(make_data: Callable[..., Path]) -> None:
         }
 
 
-@client("datasets", '`load_dataset("webdataset", data_files=…)` of pictures', "`Image`, and the bytes of each pixel")
+@client("datasets", '`load_dataset("webdataset", data_files=…)` of pictures', "`Image`, equal pixels")
 @pytest.mark.parametrize("streaming", [False, True])
 def test_pictures(make_data: Callable[..., Path], streaming: bool) -> None:
     folder = make_data("image")
@@ -103,7 +103,7 @@ def test_pictures(make_data: Callable[..., Path], streaming: bool) -> None:
 @client(
     "datasets",
     '`load_dataset("webdataset", data_files=…)` of sounds, PCM or mu-law, `features=` with `Value("binary")`',
-    "WAV files, whose mu-law is the bytes",
+    "WAV files with the same bytes",
 )
 @pytest.mark.parametrize("properties", [{}, {"pcm_bits": 16}], ids=["mulaw", "pcm"])
 def test_sounds(make_data: Callable[..., Path], properties: dict[str, int]) -> None:
@@ -132,7 +132,7 @@ def test_sounds_as_audio_ask_for_torchcodec(make_data: Callable[..., Path]) -> N
         next(iter(loaded))
 
 
-@client("datasets", "`split_dataset_by_node`, two nodes", "each shard to one node, none twice")
+@client("datasets", "`split_dataset_by_node`, two nodes", "each shard on one node")
 def test_nodes_share_shards(make_data: Callable[..., Path]) -> None:
     from datasets.distributed import split_dataset_by_node
 
@@ -146,7 +146,7 @@ def test_nodes_share_shards(make_data: Callable[..., Path]) -> None:
 @client(
     "datasets",
     '`load_dataset("webdataset", data_dir=…)`',
-    "its own ReadError: it takes the indexes for tars; name `data_files`",
+    "ReadError, as it reads the indexes as tars: name `data_files`",
 )
 def test_a_whole_folder_takes_indexes_for_tars(make_data: Callable[..., Path]) -> None:
     from datasets import load_dataset

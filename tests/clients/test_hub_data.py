@@ -17,7 +17,9 @@ from tests.harness.data.builds import write_files
 from tests.hostile.generators.http_servers import serving
 
 
-@client("huggingface_hub", "`longstride data verify hf://…` of a data folder, from a local hub", "whole, by ranges")
+@client(
+    "huggingface_hub", "`longstride data verify hf://…` of a data folder, from a local hub", "complete, read by ranges"
+)
 def test_data_folder_on_a_hub_is_verified(tmp_path: Path) -> None:
     texts = write_files(tmp_path / "texts", {f"{n}.txt": f"text {n}\n".encode() * 200 for n in range(20)})
     hub = tmp_path / "hub"

@@ -122,7 +122,7 @@ def test_rows_in_a_batch_are_those_alone(hub: Any) -> None:
                 torch.testing.assert_close(hub(padded, labels=labels).loss, mean)
 
 
-@client("transformers", "a loss behind the start token", "that of `longstride evaluate`: the first byte counts")
+@client("transformers", "a loss behind the start token", "that of `longstride evaluate`")
 def test_loss_behind_a_start_counts_the_first_token(hub: Any, model: SparseTransformer) -> None:
     inputs = tokens(2, 64)
     texts = torch.cat([torch.full((2, 1), START), inputs], 1)
@@ -179,7 +179,7 @@ def test_what_it_cannot_do_is_told(hub: Any, past: str) -> None:
 @client(
     "transformers",
     "`output_hidden_states`, `inputs_embeds`, `logits_to_keep`, default `position_ids`",
-    "as transformers has them: of the start of each block, and of its last, normalised",
+    "as in transformers",
 )
 def test_states_and_embeddings_are_those_of_the_network(hub: Any, model: SparseTransformer) -> None:
     inputs, entered = tokens(2, 30), []

@@ -27,22 +27,22 @@ def states(count: int) -> list[dict[str, Any]]:
     return [next(batches).state.to_json() for _ in range(count)]
 
 
-@client("torchdata", "docs/library.md: `StatefulDataLoader` of a `ByteStream`", "goes on at the very batch")
+@client("torchdata", "docs/library.md: `StatefulDataLoader` of a `ByteStream`", "the same next batch")
 def test_torchdata(folder: Path) -> None:
     (names,) = library_namespaces(LIBRARY, needs="torchdata")
     assert [batch.state.to_json() for batch in (*names["before"], names["after"])] == states(6)
 
 
-@client(
-    "lightning", "docs/library.md: `Trainer` with the model and a `ByteStream`, resumed", "goes on at the very batch"
-)
+@client("lightning", "docs/library.md: `Trainer` with the model and a `ByteStream`, resumed", "the same next batch")
 def test_lightning(folder: Path) -> None:
     (names,) = library_namespaces(LIBRARY, needs="lightning")
     assert [*names["begun"].states, *names["resumed"].states] == states(7)
 
 
 @client(
-    "accelerate", "docs/library.md: `prepare` of the model; `save_state` of a `ByteStream`", "learns; the very batch"
+    "accelerate",
+    "docs/library.md: `prepare` of the model; `save_state` of a `ByteStream`",
+    "the loss falls; the same next batch",
 )
 def test_accelerate(folder: Path) -> None:
     loop, order = library_namespaces(LIBRARY, needs="accelerate")

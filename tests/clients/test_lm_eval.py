@@ -143,7 +143,7 @@ def sums(folder: Path, text: str, answer: str) -> tuple[float, bool]:
     return -float(F.cross_entropy(logits, targets, reduction="sum")), bool((logits.argmax(-1) == targets).all())
 
 
-@client("lm_eval", "multiple choice, behind texts longer than the context too", "sums of the network's own log-softmax")
+@client("lm_eval", "multiple choice, behind texts longer than the context too", "sums of the model's log-softmax")
 def test_answers_cost_what_the_network_says(words: Path, tasks: Tasks) -> None:
     choices = ["sparse", "trän", "bytes", "long"]
     questions = [{"question": text_of(size, size)} for size in (0, 30, 400)]
@@ -245,7 +245,9 @@ def plain(folder: Path) -> dict[str, Any]:
     return {"pretrained": str(folder), "trust_remote_code": True, "dtype": "float32", "device": "cpu"}
 
 
-@client("lm_eval", "`--model hf`: documents below the context, answers, continuations", "the same figures to rounding")
+@client(
+    "lm_eval", "`--model hf`: documents below the context, answers, continuations", "the same figures up to rounding"
+)
 def test_plain_path_has_the_same_figures(words: Path, tasks: Tasks) -> None:
     documents = [text_of(size, size) for size in (1, 77, 191)]
     tasks.add_bits("short", documents)
@@ -267,7 +269,7 @@ def test_plain_path_has_the_same_figures(words: Path, tasks: Tasks) -> None:
         assert theirs == pytest.approx(mine, rel=1e-6)
 
 
-@client("lm_eval", "`--model hf`: longer documents", "a number, of windows that have no start but the first")
+@client("lm_eval", "`--model hf`: longer documents", "a number; only the first window has a start token")
 def test_plain_path_has_a_figure_of_longer_documents(words: Path, tasks: Tasks) -> None:
     text = text_of(600, 1).encode()[: 191 * 3].decode("utf-8")
     tasks.add_bits("long", [text])

@@ -120,7 +120,7 @@ def logged(data: bytes) -> Iterator[bytes]:
 @client(
     "tensorboard",
     "DeepSpeed's monitor under ZeRO 2, two processes to a context; rewound and resumed on the way",
-    "every number of every line of metrics.jsonl, in fp32, at the contexts trained on; nothing twice",
+    "every number of metrics.jsonl once, in fp32, over the contexts trained on",
 )
 def test_tensorboard_shows_what_metrics_jsonl_has(run: Path) -> None:
     points = list(board(run / "board"))
@@ -134,7 +134,7 @@ def test_tensorboard_shows_what_metrics_jsonl_has(run: Path) -> None:
 @client(
     "wandb",
     "DeepSpeed's monitor, offline, the same run",
-    "the same to the last bit; a rewind and a resume each begin a run, whose first row is the step after",
+    "equal bits; a rewind or resume begins a new run",
 )
 def test_wandb_has_what_metrics_jsonl_has(run: Path) -> None:
     histories = [offline_run(folder) for folder in sorted((run / "wandb").glob("offline-run-*"))]
@@ -180,7 +180,7 @@ def logged_samples(folder: Path, data: ModelData, drawn: np.ndarray) -> dict[str
     return events_by_tag | {f"text {tag}": read.Tensors(tag) for tag in tags["tensors"]}
 
 
-@client("tensorboard", "samples on the way: texts", "the text as it is, no part of it taken for Markdown")
+@client("tensorboard", "samples on the way: texts", "the exact text, not as Markdown")
 def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:
     drawn = np.frombuffer(b"# no *heading*\nx = 1", dtype=np.uint8)[None]
     ((tag, events),) = logged_samples(tmp_path, ModelData(MODALITIES["text"], {}), drawn).items()

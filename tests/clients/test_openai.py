@@ -58,7 +58,7 @@ def test_bytes_are_those_of_the_command_line(openai: Any, folder: Path, capfdbin
     assert last.usage == completion.usage
 
 
-@client("openai", "8 requests at once by AsyncOpenAI, each with n=2", "each choice has the bytes that it has alone")
+@client("openai", "8 requests at once by AsyncOpenAI, each with n=2", "each choice as alone")
 def test_requests_at_once_have_their_own_bytes(url: str, folder: Path) -> None:
     from openai import AsyncOpenAI
 
@@ -78,7 +78,7 @@ def test_requests_at_once_have_their_own_bytes(url: str, folder: Path) -> None:
             assert content(choice) == bytes(map(int, expected))
 
 
-@client("openai", "logprobs and echo", "the model's log-probabilities; none of the first byte, as OpenAI has it")
+@client("openai", "logprobs and echo", "the model's log-probabilities; null for the first byte")
 def test_scores_are_the_models(openai: Any, folder: Path) -> None:
     completion = openai.completions.create(model="model", prompt="a stride", logprobs=2, echo=True, max_tokens=0)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_scores_are_the_models(openai: Any, folder: Path) -> None:
         assert math.isclose(value, row[byte], rel_tol=1e-6)
 
 
-@client("openai", "stop, n, logit_bias, penalties, user", "as OpenAI has them; stops of any characters")
+@client("openai", "stop, n, logit_bias, penalties, user", "as at OpenAI; stops of any characters")
 def test_settings_are_openais(openai: Any) -> None:
     only = {str(byte): -100 for byte in range(256) if byte not in "ä€ab".encode()}
     fields = {"model": "model", "prompt": "", "logit_bias": only, "max_tokens": 50, "seed": 2, "temperature": 9}

@@ -43,7 +43,7 @@ def test_pipeline_continues_prompts_as_sample_does(words: Path, pipe: Any) -> No
     assert new["generated_text"] == expected[0].removeprefix(PROMPTS[0])
 
 
-@client("transformers", "`stop_strings` of any characters", "generation ends behind the string's last byte")
+@client("transformers", "`stop_strings` of any characters", "generation ends after the string's last byte")
 @pytest.mark.parametrize("stop", ["ä", "n", "en s", "än"])
 def test_stop_strings_are_bytes(words: Path, pipe: Any, stop: str) -> None:
     text = ours(words, "sparse tr")

@@ -45,7 +45,7 @@ def hub(request: pytest.FixtureRequest, folder: Path) -> Any:
 @client(
     "transformers",
     "`save_pretrained` after training",
-    "an export: the fingerprint of its weights, without the old run and step; split by `max_shard_size` too",
+    "an export with its own fingerprint; `max_shard_size` too",
 )
 @pytest.mark.parametrize("split", ["50GB", "20KB"])
 def test_what_is_saved_is_an_export(hub: Any, folder: Path, tmp_path: Path, split: str) -> None:
@@ -157,7 +157,7 @@ def test_buffers_stay_in_fp32_in_a_model_of_16_bits(tmp_path: Path) -> None:
         assert torch.equal(loaded(inputs[:, :-1]).logits, expected(inputs)[:, 1:].float())
 
 
-@client("transformers", "`resize_token_embeddings(len(tokenizer))`", "nothing changes: special tokens need no weights")
+@client("transformers", "`resize_token_embeddings(len(tokenizer))`", "no change")
 def test_embeddings_are_wide_enough_for_the_tokenizer(hub: Any) -> None:
     for number in (None, 256, 259):
         assert hub.resize_token_embeddings(number) is hub.get_input_embeddings()

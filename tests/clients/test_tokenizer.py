@@ -29,9 +29,7 @@ def tokenizer(folder: Path) -> Any:
     return loaded(folder)
 
 
-@client(
-    "transformers", "`AutoTokenizer`", "bytes are the tokens; 256, 257, 258 start, end and pad, and no text holds them"
-)
+@client("transformers", "`AutoTokenizer`", "tokens are bytes; 256, 257, 258 are start, end and padding")
 def test_tokens_are_bytes_and_specials_are_no_text(tokenizer: Any) -> None:
     written = "".join(map(tokenizer.decode, (START, END, PADDING)))
     text = f"  hä,\n\0<s></s><pad> ▁ €\t𝄞 don't {written} "

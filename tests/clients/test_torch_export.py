@@ -43,7 +43,7 @@ def program_of(model: Path, format: str) -> Path:
 @client(
     "torch",
     "`longstride export --format pt2`, loaded by `torch.export.load` where Longstride is not installed",
-    "the model's logits in fp32, batch and length free, from 1 token to context - 1",
+    "the model's logits in fp32, for any batch and 1 to context - 1 tokens",
 )
 def test_program_runs_without_longstride(recipe: Path, tmp_path: Path) -> None:
     path = program_of(recipe, "pt2")
@@ -73,7 +73,7 @@ def logits_of(session: Any, tokens: Tensor) -> Tensor:
 @client(
     "onnxruntime",
     "`longstride export --format onnx`: patterns, rotary positions, convolutions, n-gram tables",
-    "the model's logits in fp32, batch and length free; `input_ids` to `logits`",
+    "the model's logits in fp32, for any batch and length",
 )
 def test_onnx_has_the_models_logits(recipe: Path) -> None:
     import onnx
@@ -109,7 +109,7 @@ def test_beyond_the_context_onnx_gives_no_numbers(folder: Path) -> None:
 @client(
     "huggingface_hub",
     "the card of `longstride export --license other:NAME`, read by `ModelCard.load`",
-    "license, library, task and tags as its fields",
+    "licence, library, task and tags",
 )
 def test_card_is_read_by_the_hub(tmp_path: Path) -> None:
     from huggingface_hub import ModelCard

@@ -71,7 +71,7 @@ def difference(model: Any, reference: Any) -> float:
 @client(
     "transformers",
     "Trainer, 4 batches of 1 accumulated, texts of unequal lengths",
-    "losses and weights of one batch of 4, to rounding",
+    "those of one batch of 4, up to rounding",
 )
 def test_accumulated_gradients_are_those_of_one_batch(folder: Path, tmp_path: Path) -> None:
     full, parts = trainer(folder, tmp_path, 4, 1), trainer(folder, tmp_path, 1, 4)
@@ -86,7 +86,7 @@ def test_accumulated_gradients_are_those_of_one_batch(folder: Path, tmp_path: Pa
 @client(
     "transformers",
     "Trainer's `evaluate`",
-    "eval_loss is that of `longstride evaluate` without the first byte of a text",
+    "the loss of `longstride evaluate` without first bytes",
 )
 def test_evaluation_is_ours(folder: Path, tmp_path: Path) -> None:
     output = trainer(folder, tmp_path, per_device_eval_batch_size=4).evaluate()["eval_loss"]
@@ -97,7 +97,7 @@ def test_evaluation_is_ours(folder: Path, tmp_path: Path) -> None:
     assert output == pytest.approx(float(torch.cat(nats).mean()), rel=8 * ROUNDING)
 
 
-@client("transformers", "Trainer, resumed from its checkpoint", "the weights of one that went on, bit for bit")
+@client("transformers", "Trainer, resumed from its checkpoint", "an uninterrupted run's weights, bit for bit")
 def test_a_resumed_training_is_one_that_went_on(folder: Path, tmp_path: Path) -> None:
     options = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2}
     straight = trainer(folder, tmp_path / "run", **options)
@@ -135,7 +135,7 @@ def test_autocast_trains(folder: Path, tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in cast.model.parameters()} == {torch.float32}
 
 
-@client("transformers", "DataCollatorForLanguageModeling, texts of unequal lengths", "padding on the left of no loss")
+@client("transformers", "DataCollatorForLanguageModeling, texts of unequal lengths", "padding on the left without loss")
 def test_collated_texts_train(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
@@ -171,7 +171,7 @@ def saved_bytes(model: Any, rows: Tensor) -> int:
 @client(
     "transformers",
     "`gradient_checkpointing_enable`, 8 layers",
-    "equal gradients bit for bit, and less than a third of the kept activations",
+    "equal gradients, bit for bit; under a third of the activations",
 )
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_gradients_are_equal(reentrant: bool) -> None:

@@ -98,7 +98,7 @@ def test_samples_at_random(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "".join(loaded[number][".txt"] for number in range(len(loaded))).encode() == b"".join(expected)
 
 
-@client("torchdata", "`StatefulDataLoader` of a `ByteStream`, stopped and begun anew", "goes on at the very batch")
+@client("torchdata", "`StatefulDataLoader` of a `ByteStream`, stopped and begun anew", "the same next batch")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_stateful_loader_goes_on_at_the_very_batch(folder: Path, num_workers: int) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
