@@ -356,7 +356,7 @@ def table(result: dict[str, Any]) -> str:
         shape = "{layers} layers of {width}, context {context}, rate {learning_rate}".format(**result["plain"]["shape"])
         name = f"plain dense transformer, torch alone, best of {len(PLAIN_SHAPES)}: {shape}"
         rows.append([name, summary(result["plain"]["runs"])])
-    for kind, begin in (("ladder", "… "), ("without", f"{RECIPE}, but with ")):
+    for kind, begin in (("ladder", "… "), ("without", "demo, but with ")):
         for number, (name, runs) in enumerate(result[kind].items()):
             is_complete = kind == "ladder" and (number == 0 or name == RECIPE)
             rows.append([f"{'' if is_complete else begin}{name}", summary(runs)])

@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
 BEGIN, END = (f"<!-- made by benchmarks/scaling/tables.py: {word} -->" for word in ("begin", "end"))
 MEMORY_BEGIN, MEMORY_END = (mark.replace("tables.py", "tables.py, memory") for mark in (BEGIN, END))
 SHOWN_CARDS = 64
-SHOWN_SHARES = (1, 4)
+SHOWN_SHARE = 4
 SHOWN_RANKS = (1, 8, 64, 512, 4096)
 
 
@@ -73,15 +73,20 @@ def _title(run: dict[str, Any]) -> str:
 
 def divided_table(result: dict[str, Any]) -> str:
     """Format what sharing a context costs in bytes and saves in activations."""
-    titles = ["run", "cards a context", "MB sent a rank and step: heads", "what sends least", "calls"]
     lines = []
     for run in result["runs"]:
-        for row in run["divided"]:
-            if row["ranks"] not in SHOWN_SHARES:
-                continue
-            cells = [_title(run), f"{row['ranks']}", *(f"{row[name] / 1e6:,.0f}" for name in ("heads_sent", "sent"))]
-            lines.append([*cells, f"{row['calls']:,}", f"{row['activations']['peak'] / 2**30:.2f}"])
-    return markdown([*titles, "activations of a card, GiB"], lines)
+        alone, shared = (next(row for row in run["divided"] if row["ranks"] == ranks) for ranks in (1, SHOWN_SHARE))
+        cells = [
+            _title(run),
+            *(f"{shared[name] / 1e6:,.0f}" for name in ("heads_sent", "sent")),
+            f"{shared['calls']:,}",
+        ]
+        lines.append([*cells, *(f"{row['activations']['peak'] / 2**30:.2f}" for row in (alone, shared))])
+    title = (
+        f"If {SHOWN_SHARE} cards share each context: MB that a rank sends in a step, GiB of a card's activations:\n\n"
+    )
+    titles = ["run", "MB by heads", "MB by what sends least", "calls", "GiB alone", "GiB shared"]
+    return title + markdown(titles, lines)
 
 
 def memory_table(result: dict[str, Any]) -> str:
