@@ -42,7 +42,9 @@ class NetworkConfig(StrictModel):
 
     context: Annotated[int, POSITIVE] = Field(description="positions that the model reads and predicts at once")
     layers: int = Field(
-        gt=0, le=MOST_LAYERS, description="number of mixers, such as attention; in the usual order, of residual blocks"
+        gt=0,
+        le=MOST_LAYERS,
+        description="number of mixers (attention or others); one per residual block, unless order differs",
     )
     heads: int = Field(
         gt=0, le=MOST_HEADS, description=f"heads of each attention; up to {MOST_HEADS_IN_ALL:,} in all layers"

@@ -82,9 +82,7 @@ def divided_table(result: dict[str, Any]) -> str:
             f"{shared['calls']:,}",
         ]
         lines.append([*cells, *(f"{row['activations']['peak'] / 2**30:.2f}" for row in (alone, shared))])
-    title = (
-        f"If {SHOWN_SHARE} cards share each context: MB that a rank sends in a step, GiB of a card's activations:\n\n"
-    )
+    title = f"If {SHOWN_SHARE} cards share each context: MB that a rank sends in a step, GiB of its activations:\n\n"
     titles = ["run", "MB by heads", "MB by what sends least", "calls", "GiB alone", "GiB shared"]
     return title + markdown(titles, lines)
 
@@ -119,7 +117,7 @@ def checks_lines(result: dict[str, Any]) -> str:
     return (
         f"**Checked** on {result['device']}, torch {result['torch']}, DeepSpeed "
         f"{result['deepspeed']}, {result['date']}: at {real} real processes over gloo, and as the first of "
-        f"{fake} on a process group that sends nothing. Of {count} cases, {differing} cases differ from the "
+        f"{fake} on a process group that sends nothing. Of {count} cases, {differing} differ from the "
         "prediction by a byte or a call.\n"
     )
 
@@ -132,13 +130,10 @@ def order_line(result: dict[str, Any]) -> str:
     ranks = ", ".join(f"{row['ranks']:,}" for row in rows)
     verb = "are" if all(row["equal"] for row in rows) else "are NOT"
     return (
-        f"**The data order** of {order['shards']:,} shards ({order['content_bytes'] / 1e12:.1f} TB on paper, "
-        f"a manifest of {order['manifest_bytes'] / 1e6:.0f} MB): opened in {order['opened_seconds']:.1f} s and "
-        f"{order['memory_bytes'] / 1e6:.0f} MB by every process; an epoch's permutation takes "
+        f"**The data order** of {order['shards']:,} shards: an epoch's permutation takes "
         f"{order['permuted_seconds'] * 1e3:.0f} ms. A rank then finds its contexts of {len(order['steps_compared'])} "
-        f"steps, {order['global_batch']:,} contexts a step, in {times} ms with "
-        f"{ranks} ranks. Their contexts together {verb} those of one "
-        "process.\n"
+        f"steps, {order['global_batch']:,} contexts a step, in {times} ms with {ranks} ranks. Their contexts together "
+        f"{verb} those of one process. See also the [start](data/order.md#loader-speed).\n"
     )
 
 

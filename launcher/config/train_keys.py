@@ -172,7 +172,7 @@ class TrainConfig(StrictModel):
         default=None, gt=0, description="processes that share each context; null: none share"
     )
     sequence_exchange: Literal["heads", "keys", "auto"] = Field(
-        default="auto", description="what attention exchanges between them; auto: per layer, what sends fewer bytes"
+        default="auto", description="what these processes exchange for attention; auto: per layer, what sends least"
     )
     log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")
     evaluate_every: int | None = Field(

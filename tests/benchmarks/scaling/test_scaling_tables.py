@@ -45,10 +45,10 @@ def test_what_was_predicted_was_counted(found: dict[str, Any]) -> None:
 
 
 def test_a_difference_would_be_told(found: dict[str, Any]) -> None:
-    assert " 0 cases differ" in checks_lines(found)
+    assert " 0 differ" in checks_lines(found)
     first, *others = found["checks"]
     changed = {**found, "checks": [{**first, "differences": ["one"]}, *others]}
-    assert " 1 cases differ" in checks_lines(changed)
+    assert " 1 differ" in checks_lines(changed)
 
 
 def test_shared_contexts_were_counted(found: dict[str, Any]) -> None:
