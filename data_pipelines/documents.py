@@ -303,22 +303,22 @@ def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], modality: 
     counts |= {f"links to {what}": count for what, count in left_out.links.items()}
     counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items()}
     is_empty = left_out.empty or any((left_out.records or {}).values())
-    rule = "name files that hold something" if is_empty else "name other suffixes or folders"
+    rule = "name files that are not empty" if is_empty else "name other suffixes or folders"
     if NOTHING in left_out.links:
-        rule = "fetch or copy again the files that links name"
+        rule = "fetch or copy again the files that the links point to"
     elif FOLDERS in left_out.links:
-        rule = "name the folders that links lead to"
+        rule = "name the folders that the links point to"
     if present:
-        rule = "name those to take by --suffix" if present != {"names without a suffix"} else "take all by --all-files"
+        rule = "select files with --suffix" if present != {"names without a suffix"} else "take all with --all-files"
         for name, kind in MODALITIES.items():
             if name != modality and present & set(kind.suffixes):
-                rule = f"take {kind.words} by --modality {name}, or name those to take by --suffix"
+                rule = f"take {kind.words} with --modality {name}, or select files with --suffix"
         if left_out.records is None and present & set(RECORD_SUFFIXES):
-            rule = "name what holds the text of their records by --field, or those to take as they are by --suffix"
+            rule = "name the field that holds the text with --field, or take files as they are with --suffix"
         rule = f"there are {', '.join(sorted(present)[:9])}: {rule}"
     counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     return DataError(
-        f"{', '.join(map(str, inputs))}: no file to take (suffixes: {' '.join(suffixes) or 'any'}"
+        f"{', '.join(map(str, inputs))}: no matching file (suffixes: {' '.join(suffixes) or 'any'}"
         f"{'; left out: ' if counted else ''}{counted}); {rule}"
     )
 
@@ -361,7 +361,9 @@ def _files_of(
     try:
         is_file, is_folder = root.is_file(), root.is_dir()
     except OSError as error:
-        raise DataError(f"{root}: cannot be accessed ({error.strerror}); allow reading the folders above") from error
+        raise DataError(
+            f"{root}: cannot be accessed ({error.strerror}); allow access to the folders above it"
+        ) from error
     if is_file:
         names = [os.fsencode(root.name)]
         return str(root.parent), names, set(names) if root.is_symlink() else set()

@@ -68,7 +68,7 @@ def decompress(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[
                 size += len(block)
                 if size > _FREE_BYTES + _MOST_RATIO * packed.count:
                     raise DataError(
-                        f"{path}: is {kind.name}, and holds more than {_MOST_RATIO} times its own bytes; unpack it "
+                        f"{path}: is {kind.name}, and unpacks to more than {_MOST_RATIO} times its size; unpack it "
                         f"first, such as with `{kind.program} FILE`, if there is room"
                     )
                 yield block
@@ -76,8 +76,8 @@ def decompress(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[
         module = error.name or "a module"
         missing = f"pip install {module}" if module == "zstandard" else f"take a Python that has {module}"
         raise DataError(
-            f"{path}: is {kind.name}, and {module}, which reads it, cannot be imported ({error}); {missing}, or unpack "
-            f"the file first, such as with `{kind.program} FILE`"
+            f"{path}: is {kind.name}, and {module}, which reads such files, cannot be imported ({error}); {missing}, "
+            f"or unpack the file first, such as with `{kind.program} FILE`"
         ) from error
 
 

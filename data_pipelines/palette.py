@@ -37,7 +37,7 @@ class Palette:
         self.colours = np.ascontiguousarray(colours, dtype=np.uint8)
         check_count(len(self))
         if len(np.unique(self.colours, axis=0)) != len(self):
-            raise DataError(f"a palette of {len(self)} colours has one of them twice")
+            raise DataError(f"a palette of {len(self)} colours contains a colour twice")
         self.dtype = np.dtype(np.uint8 if len(self) <= 2**8 else np.int16 if len(self) <= 2**15 else np.int32)
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class Palette:
         """Read a palette from a file that ``to_ppm`` wrote. Raises DataError for any other file."""
         head = re.match(rb"P6\n(\d{1,5}) 1\n255\n", content)
         if head is None or len(content) != head.end() + CHANNELS * int(head[1]):
-            raise DataError("is no PPM picture of one row")
+            raise DataError("is not a PPM picture of one row")
         return cls(np.frombuffer(content, dtype=np.uint8, offset=head.end()).reshape(-1, CHANNELS))
 
     def to_text(self) -> str:

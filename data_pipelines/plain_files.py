@@ -60,7 +60,7 @@ def expand_path(text: str) -> str:
             expanded = str(Path(text).expanduser())
         except RuntimeError:
             if not os.path.lexists(text.partition("/")[0]):
-                rule = f"there is no such home folder; for a name that begins so write ./{text}"
+                rule = f"there is no such home folder; for a file name that begins with ~, write ./{text}"
                 raise ValueError(rule) from None
     if (variable := _VARIABLE.search(expanded)) is None:
         return expanded
@@ -123,7 +123,7 @@ def read_plain(path: Path, at_most: int, *, follow_links: bool = True) -> bytes:
             content = file.read(at_most + 1)  # the file may grow, and files in /proc report a size of 0
             size = len(content)
         if size > at_most:
-            raise OSError(errno.EFBIG, f"has {size:,} bytes, where {at_most:,} are the most", str(path))
+            raise OSError(errno.EFBIG, f"has {size:,} bytes; at most {at_most:,} are allowed", str(path))
         return content
 
 
@@ -140,7 +140,7 @@ def parse_json(text: str | bytes, *, keys_once: bool = False) -> Any:
         try:
             text = text.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise JSONError(f"must be UTF-8; byte {error.start} is not") from None
+            raise JSONError(f"must be UTF-8; byte {error.start} is not valid") from None
     if sum(map(text.count, ",:[{")) > _MOST_JSON_VALUES:
         raise JSONError(f"has more than {_MOST_JSON_VALUES:,} values")
     try:
@@ -191,13 +191,13 @@ def _refuse_constant(name: str) -> NoReturn:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise RepeatedKeyError("a key stands twice in one object")
+        raise RepeatedKeyError("a key occurs twice in one object")
     return content
 
 
 def _integer(digits: str) -> int:
     if len(digits.lstrip("-")) > _MOST_DIGITS:
-        raise JSONError(f"an integer of {len(digits.lstrip('-')):,} digits; {_MOST_DIGITS} are the most")
+        raise JSONError(f"an integer of {len(digits.lstrip('-')):,} digits; at most {_MOST_DIGITS} are allowed")
     return int(digits)
 
 

@@ -109,7 +109,9 @@ def _measure_lines(
 ) -> Iterator[tuple[int, int, int, int | None]]:
     """Yield (number, start, length, content bytes) of each line that is not blank."""
     if kind is not None and kind.unpack is None:
-        raise DataError(f"{path}: is {kind.name}; --field reads JSON Lines and Parquet: leave it out, or unpack it")
+        raise DataError(
+            f"{path}: is {kind.name}; --field reads only JSON Lines and Parquet; leave it out, or unpack the file"
+        )
     blocks = iter(lambda: file.read(_BLOCK_BYTES), b"") if kind is None else decompress(path, file, kind)
     start = 0
     for number, line in enumerate(_lines(path, blocks), 1):
@@ -146,13 +148,13 @@ def _line_content(where: str, line: bytes, field: str) -> bytes | None:
     except (RecursionError, ValueError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise DataError(
-            f"{where}: is no JSON ({' '.join(reason.split())}); --field reads Parquet and JSON Lines, an object a "
-            "line, as `jq -c` writes them"
+            f"{where}: is not JSON ({' '.join(reason.split())}); --field reads Parquet and JSON Lines, one "
+            "object per line, as `jq -c` writes them"
         ) from error
     if not isinstance(record, dict):
         what = "text" if isinstance(record, str) else _KINDS.get(type(record), "null")
-        rule = "--field reads an object a line, as `jq -c '.[]'` makes them of a list"
-        raise DataError(f"{where}: is {what}, and no object; {rule}")
+        rule = "--field reads one object per line, as `jq -c '.[]'` writes a list"
+        raise DataError(f"{where}: is {what}, not an object; {rule}")
     value: Any = record
     for name in [field] if field in record else field.split("."):
         if value is None:
@@ -167,8 +169,8 @@ def _line_content(where: str, line: bytes, field: str) -> bytes | None:
         return None
     if not isinstance(value, str):
         texts = [name for name, item in record.items() if isinstance(item, str)]
-        good = f"; its texts are {', '.join(texts[:9])}" if texts else ""
-        raise DataError(f"{where}: field {field!r} is {_KINDS[type(value)]}, and must be text{good}")
+        good = f"; its fields of text are {', '.join(texts[:9])}" if texts else ""
+        raise DataError(f"{where}: field {field!r} is {_KINDS[type(value)]}; must be text{good}")
     try:
         return value.encode()
     except UnicodeEncodeError:
@@ -216,8 +218,8 @@ def _parquet_errors(path: Path) -> AbstractContextManager[None]:
         from pyarrow import ArrowException
     except ImportError as error:
         raise DataError(
-            f"{path}: is a Parquet file, and pyarrow, which reads it, cannot be imported ({error}); pip install "
-            "pyarrow, or write JSON Lines"
+            f"{path}: is a Parquet file, and pyarrow, which reads such files, cannot be imported ({error}); pip "
+            "install pyarrow, or write JSON Lines"
         ) from error
     return as_data_error(path, damage=(ArrowException,), damaged="is a Parquet file that is damaged or cut short")
 
@@ -270,9 +272,9 @@ def _measure_rows(path: Path, file: BinaryIO, field: str) -> Iterator[tuple[int,
 
         fields = _columns(table.schema_arrow)
         if fields.count(field) != 1:
-            rule = "holds neither text nor bytes" if field in table.schema_arrow.names else "is no column of it"
+            rule = "holds neither text nor bytes" if field in table.schema_arrow.names else "is not one of its columns"
             rule = "is the name of several columns" if field in fields else rule
-            good = f"; those of text are {', '.join(fields)}" if fields else "; it has none of text"
+            good = f"; its columns of text are {', '.join(fields)}" if fields else "; it has no columns of text"
             raise DataError(f"{path}: field {field!r} {rule}{good}")
         row = 0
         for group in range(table.num_row_groups):

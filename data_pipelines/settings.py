@@ -35,7 +35,7 @@ class RemoteSettings:
         for name in ("cache_bytes", "attempts", "parallel", "most_bytes"):
             value, good = getattr(self, name), defaults[name]
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise DataError(f"{name}={value!r}: must be a whole number of at least 1, such as {good}")
+                raise DataError(f"{name}={value!r}: must be an integer of at least 1, such as {good}")
         for name in ("timeout_seconds", "least_bytes_per_second", "window_seconds"):
             value, good = getattr(self, name), defaults[name]
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MOST_SECONDS:
@@ -55,7 +55,7 @@ class RemoteSettings:
             return Path(f"{base}/longstride" if self.cache is None else self.cache).expanduser()
         except RuntimeError:
             shown = "null" if self.cache is None else self.cache
-            rule = "there is no such home folder; name a folder by its whole path"
+            rule = "there is no such home folder; name a folder by its full path"
             if self.cache is None:
-                rule = "this user has no home folder for it; name another folder, or set XDG_CACHE_HOME"
+                rule = "this user has no home folder; name another folder, or set XDG_CACHE_HOME"
             raise DataError(f"cache={shown}: {rule}") from None

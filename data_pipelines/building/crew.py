@@ -116,13 +116,13 @@ def join_crew(environment: Mapping[str, str] = os.environ) -> Crew:
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI library
         cause = str(error).splitlines()[0]
         raise DataError(
-            f"{who}: started as one of several processes, yet mpi4py cannot be imported ({cause}); "
+            f"{who}: started as one of several processes, but mpi4py cannot be imported ({cause}); "
             "install mpi4py and an MPI library, or start one process without a launcher"
         ) from error
     if MPI.COMM_WORLD.Get_size() == 1 and (size is not None or rank):
         library = MPI.Get_library_version().split(",")[0].strip()
         raise DataError(
-            f"{who}: started as one of several processes, yet mpi4py sees one alone: it works with {library}; "
+            f"{who}: started as one of several processes, but mpi4py sees only one, because it uses {library}; "
             "start with the mpirun of that library"
         )
     return Crew(MPI.COMM_WORLD)

@@ -34,7 +34,7 @@ from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, parse_json, p
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, verify
 from longstride.data_pipelines.stores import open_store
 
-_NOT_OVERWRITTEN = "nothing is overwritten: name another output, or remove this one first"
+_NOT_OVERWRITTEN = "it is not overwritten; name another output, or remove this one first"
 
 _log = logging.getLogger(__name__)
 
@@ -54,17 +54,17 @@ def check_apart(inputs: Sequence[Path], output: Path) -> None:
         place = real_path(path)
         if place in names:
             alias = f" (as {names[place]})" if names[place] != path else ""
-            raise DataError(f"{path}: is given twice{alias}; name every input once")
+            raise DataError(f"{path}: is named twice{alias}; name every input once")
         names[place] = path
     for place, path in names.items():
         outer = next((names[folder] for folder in place.parents if folder in names), None)
         if outer is not None:
-            raise DataError(f"{path}: lies inside {outer}, and no file is taken twice; name one of the two")
+            raise DataError(f"{path}: lies inside {outer}, so its files would be read twice; name only one of the two")
         for written in (output, _unfinished_folder(output)):
             if written.is_relative_to(place):
-                raise DataError(f"{output}: lies inside the input {path}; name an output beside it")
+                raise DataError(f"{output}: lies inside the input {path}; name an output outside it")
             if place.is_relative_to(written):
-                raise DataError(f"{path}: lies inside the output, {written}; name an output beside the input")
+                raise DataError(f"{path}: lies inside the output, {written}; name an output outside the input")
 
 
 def is_occupied(output: Path) -> bool:
@@ -76,17 +76,19 @@ def check_output(output: Path, settings: BuildSettings) -> None:
     """Raise DataError for an output that cannot become an identical build, before files are searched."""
     try:
         if not output.name or output.is_mount():
-            raise DataError(f"{output}: a whole file system, which no rename can make appear; name a folder in it")
+            raise DataError(f"{output}: is a mount point, which cannot be replaced by a rename; name a folder in it")
         if not is_occupied(output):
             # Checked before a long search. Other failures are reported when the folder is created.
             above = next(folder for folder in output.parents if folder.exists())
             if not above.is_dir():
-                raise _cannot_be_made(output, f"{above} is no folder")
+                raise _cannot_be_made(output, f"{above} is not a folder")
             if not os.access(above, os.W_OK | os.X_OK):
                 raise _cannot_be_made(output, f"{above} cannot be written to")
             return
         if not (output / DataManifest.FILE_NAME).is_file():
-            raise DataError(f"{output}: there already, and no data folder; nothing is overwritten: name another output")
+            raise DataError(
+                f"{output}: already exists, is not a data folder, and is not overwritten; name another output"
+            )
         present = _load_present(output)
         if present.modality != settings.modality.name or dict(present.made["settings"]) != settings.to_json():
             raise DataError(f"{output}: holds a data set made with other settings; {_NOT_OVERWRITTEN}")
@@ -99,8 +101,8 @@ def check_room(output: Path, content_bytes: int) -> None:
     with as_data_error(output, None):
         room = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).total
     if content_bytes > room > 0:  # some file systems do not say
-        rule = f"the input says {content_bytes:,} bytes of content, and the disk has {room:,} in all"
-        raise DataError(f"{output}: {rule}; exclude what is that long, or name an output on a larger disk")
+        rule = f"the input declares {content_bytes:,} bytes of content, but the disk holds only {room:,}"
+        raise DataError(f"{output}: {rule}; exclude the largest files, or name an output on a larger disk")
 
 
 def open_output(output: Path, plan: BuildPlan) -> "PresentOutput | UnfinishedBuild":
@@ -326,7 +328,7 @@ def _unfinished_folder(output: Path) -> Path:
 
 
 def _cannot_be_made(output: Path, reason: str) -> DataError:
-    return DataError(f"{output}: cannot be made ({reason}); name an output where you may write, such as data/mine")
+    return DataError(f"{output}: cannot be created ({reason}); name an output where you may write, such as data/mine")
 
 
 def _lock(folder: Path, output: Path) -> int:
@@ -346,12 +348,14 @@ def _lock(folder: Path, output: Path) -> int:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                rule = "another build into the same output is under way; wait for its end"
+                rule = "another build into the same output is running; wait until it has finished"
                 raise DataError(f"{folder}: {rule}") from error
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise DataError(f"{path}: cannot be locked ({error.strerror})") from error
-                _log.warning("%s: the file system has no locks; start no second build into the same output", path)
+                _log.warning(
+                    "%s: the file system does not support locks; do not start a second build into the same output", path
+                )
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     return descriptor

@@ -109,20 +109,20 @@ class FileSettings(BuildSettings):
                     f"field={self.field}: only applies to text, and this is {self.modality.name}; take modality text"
                 )
             if self.requested.get("raw"):
-                raise DataError(f"field={self.field}: reads what a file holds, and raw takes its bytes; leave one out")
+                raise DataError(f"field={self.field}: reads the records of a file, and raw its bytes; leave one out")
             if not self.field:
-                raise DataError("field='': must be the name that the texts have, such as text")
+                raise DataError("field='': must be the name of the field that holds the text, such as text")
         names = (*self.modality.asks, *self.modality.may_ask)
         for name in self.requested:
             if name not in names:
                 good = ", ".join(names) or "none"
-                raise DataError(f"{name}: no property of {self.modality.name}; it asks for {good}")
+                raise DataError(f"{name}: is not a property of {self.modality.name}; its properties: {good}")
         if not 0 <= self.validation_fraction < 1:
             raise DataError(
                 f"validation_fraction={self.validation_fraction}: must be at least 0 and less than 1, such as 0.05"
             )
         if self.hold_out_end and not self.validation_fraction:
-            rule = "must be more than 0 where the end is held out, such as 0.05"
+            rule = "must be more than 0 when the end is held out, such as 0.05"
             raise DataError(f"validation_fraction={self.validation_fraction}: {rule}")
         if not 0 <= self.seed <= MOST_SEED:
             raise DataError(f"seed={self.seed}: must be from 0 to 2**63 - 1, such as 0")
@@ -137,7 +137,7 @@ class FileSettings(BuildSettings):
             if not suffix.startswith("."):
                 raise DataError(f"suffixes={suffix}: must begin with a dot, such as .{end}{packed}")
             if suffix != f".{end}{packed}":
-                rule = "must be what a name ends in from its last dot (or the one before .gz, .bz2, .xz, .zst)"
+                rule = "must be the ending of a file name, from its last dot (or the one before .gz, .bz2, .xz, .zst)"
                 raise DataError(f"suffixes={suffix}: {rule}, such as .{end}{packed}")
 
     def to_json(self) -> dict[str, Any]:

@@ -17,5 +17,5 @@ DATASETS = {dataset.name: dataset for dataset in (*registered("longstride.datase
 def dataset_named(name: str) -> Dataset:
     """Return the registered dataset of a name. Raises DataError for a name that is not registered."""
     if name not in DATASETS:
-        raise DataError(f"dataset={name}: not a dataset that is known; take one of {', '.join(sorted(DATASETS))}")
+        raise DataError(f"dataset={name}: is not a known dataset; take one of {', '.join(sorted(DATASETS))}")
     return DATASETS[name]

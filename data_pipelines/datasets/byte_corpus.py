@@ -57,7 +57,7 @@ class ByteCorpus(Dataset):
             if len(candidates) == 1:
                 return candidates[0]
             names = ", ".join(member.name for member in members[:3]) + (" …" if len(members) > 3 else "")
-            raise DataError(f"{path}: holds {names or 'nothing'} instead of {self.name} alone; {self.where}")
+            raise DataError(f"{path}: holds {names or 'nothing'} instead of only {self.name}; {self.where}")
         for files in files_in(path):
             for file in files:
                 if file.name in self.file_names:

@@ -153,8 +153,8 @@ def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
         return Stretch(batch, 0, len(batch.rows(open_input, 0, None)), _PICTURE_BYTES)
     if not member.size or member.size % _ROW_BYTES:
         raise DataError(
-            f"{member.shown}: {member.size:,} bytes are no rows of {_ROW_BYTES:,} (a label and 32 x 32 x 3 bytes); "
-            "fetch it again"
+            f"{member.shown}: {member.size:,} bytes are not a multiple of {_ROW_BYTES:,} (a label and 32 x 32 x 3 "
+            "bytes); fetch it again"
         )
     return Stretch(PlaneRows(member, _EDGE, 0, labels=_CLASSES), 0, member.size // _ROW_BYTES, _PICTURE_BYTES)
 
@@ -171,14 +171,14 @@ class PickledBatch(Planes):
 
         def load(_: ExitStack) -> np.ndarray:
             if self.member.size > _MOST_BYTES:
-                rule = f"{self.member.size:,} bytes, where a batch has {_MOST_BYTES:,} at most"
+                rule = f"{self.member.size:,} bytes; a batch has at most {_MOST_BYTES:,}"
                 raise DataError(f"{self.member.shown}: {rule}; fetch it again")
             with OpenInput() as open_file:  # `open_input` holds the array
                 content = self.member.read(open_file, 0, self.member.size)
             try:
                 return batch_rows(content, _PICTURE_BYTES)
             except RefusedPickleError as error:
-                raise DataError(f"{self.member.shown}: {error}; nothing of it was run: fetch it again") from error
+                raise DataError(f"{self.member.shown}: {error}; none of its code was run; fetch it again") from error
 
         return open_input.get(self, load)[first:stop]
 
@@ -194,13 +194,13 @@ def batch_rows(content: bytes, row_bytes: int) -> np.ndarray:
         raise RefusedPickleError(f"cannot be read as a pickle ({words})") from error
     data = batch.get(b"data", batch.get("data")) if isinstance(batch, dict) else None
     if not isinstance(data, _Array):
-        raise RefusedPickleError('is no batch: a dictionary with an array of bytes as "data"')
+        raise RefusedPickleError('is not a batch: a dictionary whose "data" is an array of bytes')
     match data.state:  # version, shape, type, whether by columns, content
         case int(), (int(count), int(width)), _Type(kind), int(0), bytes(raw):
             is_bytes = kind in ("u1", b"u1", "|u1", b"|u1", "uint8", b"uint8")
             if is_bytes and width == row_bytes and len(raw) == count * width:
                 return np.frombuffer(raw, dtype=np.uint8).reshape(count, width)
-    raise RefusedPickleError(f'its "data" is no array of bytes in rows of {row_bytes}')
+    raise RefusedPickleError(f'its "data" is not an array of bytes in rows of {row_bytes}')
 
 
 class _Name(NamedTuple):
@@ -236,7 +236,7 @@ def _interpret(content: bytes) -> Any:
     text: Any
     for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
         if number > _MOST_STEPS:
-            raise RefusedPickleError(f"has more than {_MOST_STEPS:,} steps, which no batch has")
+            raise RefusedPickleError(f"has more than {_MOST_STEPS:,} operations, more than any batch")
         operands = list(operation.stack_before)
         if pickletools.markobject in operands:
             items = _pop(stack, marks.pop())
@@ -288,7 +288,7 @@ def _interpret(content: bytes) -> Any:
                 module, name = operands or argument.split(" ", 1)
                 if (module, name) not in _KNOWN_NAMES:
                     shown = f"{f'{module}.{name}':.{_MOST_SHOWN}}"
-                    raise RefusedPickleError(f"asks for {shown}, which no batch of CIFAR-10 does")
+                    raise RefusedPickleError(f"imports {shown}, which no batch of CIFAR-10 needs")
                 value = _Name(name)
             case "REDUCE", [_Name("_reconstruct"), tuple()]:
                 value = _Array()
@@ -297,18 +297,18 @@ def _interpret(content: bytes) -> Any:
             case "REDUCE", [_Name("encode"), (str(text), "latin1" | b"latin1")]:  # bytes of Python 3 in protocol 2
                 encodable -= len(text)
                 if encodable < 0:
-                    raise RefusedPickleError("encodes one text again and again, which no batch does")
+                    raise RefusedPickleError("encodes the same text repeatedly, which no batch does")
                 value = text.encode("latin1")
             case "REDUCE", _:
-                raise RefusedPickleError("calls a name that no batch calls")
+                raise RefusedPickleError("calls a function that no batch calls")
             case "BUILD", [_Array() as value, state]:
                 value.state = state
             case "BUILD", [_Type() as value, _]:  # the state has the byte order and the like
                 pass
             case "BUILD", _:
-                raise RefusedPickleError("gives a name a state, which no batch does")
+                raise RefusedPickleError("sets the state of an object that is not an array, which no batch does")
             case name, _:
-                raise RefusedPickleError(f"has the operation {name}, which no batch has")
+                raise RefusedPickleError(f"uses the operation {name}, which no batch uses")
         stack.append(value)
     raise AssertionError("the last operation is STOP")
 

@@ -21,7 +21,7 @@ from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import Progress
 from longstride.data_pipelines.stores import StoredFile
 
-WAY_OUT = "fetch it again, or take it as it is with --unpublished"
+WAY_OUT = "fetch it again, or accept it as it is with --unpublished"
 DOWNLOADS = Path("downloads")
 _ATTEMPTS = 4  # attempts in a row without a byte: the user is waiting, and a few seconds suffice
 
@@ -38,12 +38,14 @@ class PublishedFile:
         """Raise DataError for a member that differs from the published file."""
         if member.size != self.size:
             raise DataError(
-                f"{member.shown}: {member.size:,} bytes, and the published file has {self.size:,}; {WAY_OUT}"
+                f"{member.shown}: {member.size:,} bytes, but the published file has {self.size:,}; {WAY_OUT}"
             )
         digest = member.digest(open_input, self.algorithm)
         if digest != self.digest:
             name = self.algorithm.upper()
-            raise DataError(f"{member.shown}: its {name} is {digest}, and the published one {self.digest}; {WAY_OUT}")
+            raise DataError(
+                f"{member.shown}: its {name} is {digest}, but the published one is {self.digest}; {WAY_OUT}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def fetch_input(dataset: Dataset, place: Path, is_given: bool, download: bool, p
     if not download:
         raise DataError(f"--input={place}: no such file or folder; {how}")
     if archive is None:
-        raise DataError(f"--download: no program may fetch {dataset.name}; {dataset.where} as --input")
+        raise DataError(f"--download: {dataset.name} may not be fetched by a program; {dataset.where} as --input")
     target = place / archive.name if place.is_dir() or not _is_archive(place) else place
     from longstride.data_pipelines.stores import remote  # only a download needs it
 
@@ -297,7 +299,7 @@ class PlaneRows(Planes):
         if not self.labels:
             return rows
         if rows[:, 0].max() >= self.labels:
-            raise DataError(f"{self.member.shown}: a label is {rows[:, 0].max()}, not under {self.labels}")
+            raise DataError(f"{self.member.shown}: a label is {rows[:, 0].max()}; must be less than {self.labels}")
         return rows[:, 1:]
 
 

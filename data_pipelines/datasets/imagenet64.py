@@ -83,8 +83,8 @@ class ImageNet64(Dataset):
         if not unpublished and counts not in self.counts:
             published = " or ".join(f"{train:,} and {validation:,}" for train, validation in self.counts)
             raise DataError(
-                f"{path}: {counts[0]:,} pictures to train on and {counts[1]:,} to validate with, and published are "
-                f"{published}; {WAY_OUT}"
+                f"{path}: {counts[0]:,} pictures to train on and {counts[1]:,} to validate with, but the published set "
+                f"has {published}; {WAY_OUT}"
             )
         return content
 
@@ -98,7 +98,7 @@ class ImageNet64(Dataset):
                 published = {file.size: file for file in self.archives.values()}
                 if archive.size not in published:
                     sizes = ", ".join(f"{size:,}" for size in published)
-                    rule = f"{archive.size:,} bytes, and the published archives have {sizes}"
+                    rule = f"{archive.size:,} bytes, but the published archives have {sizes}"
                     raise DataError(f"{archive.path}: {rule}; {WAY_OUT}")
                 published[archive.size].check(archive, open_input)
             stretches = {name: _stretch_of(member, open_input) for name, member in batches.items()}
@@ -127,8 +127,8 @@ class ImageNet64(Dataset):
             documents, properties, left_out_here = find_documents([folder], image.suffixes, (), image, {})
             if dict(properties) != picture_properties(_EDGE):
                 raise DataError(
-                    f"{folder}: its pictures are {properties['height']}x{properties['width']} pixels, and those of "
-                    f"{self.name} {_EDGE}x{_EDGE}; resize them by a build without --dataset and with --image-size"
+                    f"{folder}: its pictures are {properties['height']}x{properties['width']} pixels, but "
+                    f"{self.name} has {_EDGE}x{_EDGE}; build without --dataset and with --image-size to resize them"
                 )
             mix(documents, 0)
             splits[split] = documents
@@ -161,7 +161,7 @@ class ImageNet64(Dataset):
             archives.check_all_readable()
             if pickled is not None:
                 raise DataError(
-                    f"{pickled}: holds pickled batches, which are not read; fetch the archives of npz files"
+                    f"{pickled}: holds pickled batches, which are not supported; fetch the archives of npz files"
                 )
         return batches
 

@@ -118,7 +118,7 @@ class _ModestFile(io.BufferedReader):
         remaining = max(0, os.fstat(self.fileno()).st_size - self.tell())
         size = remaining if size is None or size < 0 else min(size, remaining)
         if size > _MOST_AT_ONCE:
-            raise ValueError(f"claims that {size:,} bytes belong together, where {_MOST_AT_ONCE:,} are the most")
+            raise ValueError(f"claims that {size:,} bytes belong together; at most {_MOST_AT_ONCE:,} are allowed")
         return super().read(size)
 
 

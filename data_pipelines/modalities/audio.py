@@ -81,7 +81,10 @@ class Audio(Modality):
         if "rate" not in requested:
             rate = _form(path, file).rate
             if rate > _MOST_RATE:
-                raise DataError(f"{path}: has {rate} Hz, and {_MOST_RATE} are the most; name a --rate such as 12000")
+                raise DataError(
+                    f"{path}: has {rate} Hz; at most {_MOST_RATE} Hz are allowed; resample it with a --rate such as "
+                    "12000"
+                )
             return {"rate": rate, **members}
         if not 1 <= requested["rate"] <= _MOST_RATE:
             raise DataError(f"rate={requested['rate']}: must be from 1 to 2**31 - 1 Hz; such as 12000")
@@ -139,7 +142,7 @@ class Audio(Modality):
         """Parse a rate in Hz, or the encoding of members."""
         if option.attribute == "wav":
             if value not in ("mulaw", "pcm"):
-                raise DataError(f"--wav={value}: must be mulaw or pcm; pcm for readers that know no mu-law")
+                raise DataError(f"--wav={value}: must be mulaw or pcm; pcm is for readers without mu-law")
             return {"pcm_bits": _PCM_BITS} if value == "pcm" else {}
         rate = whole_number(value)
         if rate is None:
@@ -168,7 +171,7 @@ class Audio(Modality):
         prompt = content.read(0, size)
         if len(prompt) < size:
             seconds = f"{len(prompt) / properties['rate']:.6g}"
-            raise DataError(f"--keep-seconds={keep:g}: the sound has {seconds} seconds; name no more")
+            raise DataError(f"--keep-seconds={keep:g}: the sound has {seconds} seconds; name at most that")
         return prompt
 
     def shown(self, content: np.ndarray, properties: Properties) -> np.ndarray:
@@ -258,7 +261,8 @@ def _form_of_set(path: Path, file: BinaryIO, properties: Properties) -> Form:
     form, rate = _form(path, file), properties["rate"]
     if form.rate != rate and not properties.get("resampled"):
         raise DataError(
-            f"{path}: has {form.rate} Hz, and the set's first file {rate}; bring all to one rate with --rate {rate}"
+            f"{path}: has {form.rate} Hz, but the set's first file has {rate}; resample all files to one rate with "
+            f"--rate {rate}"
         )
     return form
 

@@ -60,7 +60,7 @@ def decode(path: Path, file: BinaryIO, block_frames: int) -> Iterator[np.ndarray
         frames = min(block_frames, max(1, _BLOCK_SAMPLES // sound.channels))
         while len(block := sound.read(frames, dtype="float64", always_2d=True)):
             if np.isnan(block).any():
-                raise DataError(f"{path}: holds samples that are no numbers (NaN); write it anew or exclude it")
+                raise DataError(f"{path}: holds samples that are not numbers (NaN); repair or exclude it")
             # Lossy formats may decode beyond full scale.
             yield np.clip(np.rint(block * _FULL_SCALE), -_FULL_SCALE, _FULL_SCALE - 1).astype(np.int64)
 
@@ -76,7 +76,7 @@ def _opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
     except (ImportError, OSError) as error:  # OSError: the package is there, and libsndfile is not
         cause = " ".join(str(error).split())
         raise DataError(
-            f"{path}: is no WAV file of PCM or mu-law, and soundfile, which reads other sounds, cannot be imported "
+            f"{path}: is not a WAV file of PCM or mu-law, and soundfile, which reads other sounds, cannot be imported "
             f'({cause}); pip install "longstride[audio]", or convert the file, such as with `ffmpeg -i IN OUT.wav`'
         ) from error
     sound = None
@@ -89,7 +89,7 @@ def _opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
             raise
         # soundfile infers raw samples from a name in .raw, and then needs more arguments.
         raise DataError(
-            f"{path}: does not say what sound it holds ({error}); convert it, such as with "
+            f"{path}: does not declare its sound format ({error}); convert it, such as with "
             "`sox -r 44100 -c 2 -b 16 -e signed IN.raw OUT.wav`, or exclude it"
         ) from error
     except soundfile.LibsndfileError as error:
@@ -113,7 +113,7 @@ def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> N
     """
     if frames >= _UNKNOWN_FRAMES:
         raise DataError(
-            f"{path}: does not say how long it is; write it anew, such as with `ffmpeg -i IN OUT.flac`, or exclude it"
+            f"{path}: does not declare its length; write it again, such as with `ffmpeg -i IN OUT.flac`, or exclude it"
         )
     has_several = False
     if kind == "MP3":
@@ -124,7 +124,7 @@ def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> N
         # A decoder that reads the header returns its frames; otherwise, as for other layers, it guesses.
         if info is None or not info.frames - _TRIMMED <= frames <= info.frames:
             raise DataError(
-                f"{path}: does not say how long it is (an MP3 file without an Info header); write it anew, such as "
+                f"{path}: does not declare its length (an MP3 file without an Info header); write it again, such as "
                 "with `ffmpeg -i IN -c copy OUT.mp3`, or exclude it"
             )
         if info.end:
@@ -144,8 +144,8 @@ def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> N
         has_several = last_page >= 0 and tail[last_page:][14:18] not in serials
     if has_several:
         raise DataError(
-            f"{path}: several sounds laid end to end, of which only the first would be read; split it, write it anew, "
-            "such as with `ffmpeg -i IN OUT.flac`, or exclude it"
+            f"{path}: holds several sounds one after another, and only the first would be read; split it, write it "
+            "again, such as with `ffmpeg -i IN OUT.flac`, or exclude it"
         )
 
 

@@ -130,12 +130,12 @@ class Image(Modality):
         """Select the size of pictures, which must match the context."""
         names = ("height", "width", "channels")
         if not all(type(fields.get(name)) is int and fields[name] > 0 for name in names):
-            raise DataError("tells no picture's size")
+            raise DataError("does not say how large its pictures are")
         properties = {name: fields[name] for name in names}
         height, width, channels = _shape(properties)
-        size = f"tells pictures of {height} x {width} x {channels}"
+        size = f"says pictures of {height} x {width} x {channels}"
         if self.document_bytes(properties) != context:
-            raise DataError(f"{size}, and the context is {context}")
+            raise DataError(f"{size}, but the context is {context}")
         if channels not in _DRAWN_CHANNELS:
             raise DataError(f"{size}; pictures of {channels} channels cannot be drawn")
         return properties
@@ -149,7 +149,7 @@ class Image(Modality):
             raise DataError(f"{path}: the model's pictures have one channel; take --prompt-file with their bytes")
         pixels = picture_pixels(path, file, None)
         if pixels.shape[:2] != (height, width):
-            rule = f"is {_size_words(*pixels.shape[:2])}, and the model's pictures {height}x{width}"
+            rule = f"is {_size_words(*pixels.shape[:2])}, but the model's pictures are {height}x{width}"
             raise DataError(f"{path}: {rule}; scale it, such as with `convert IN -resize {width}x{height}! OUT.png`")
         return FileContent(BytesIO(pixels.tobytes()))
 
@@ -159,7 +159,7 @@ class Image(Modality):
         rows = height // 2 if keep is None else int(keep)
         if not 0 <= rows < height:
             nearest = min(max(rows, 0), height - 1)
-            rule = f"must be from 0 to {height - 1}, less than a picture; nearest {nearest}"
+            rule = f"must be from 0 to {height - 1}, fewer than a picture has; nearest {nearest}"
             raise DataError(f"--keep-rows={rows}: {rule}")
         return content.read(0, rows * width * channels)
 
@@ -230,8 +230,8 @@ def _check_size(path: Path, size: tuple[int, ...], properties: Properties) -> No
     height, width, _ = _shape(properties)
     if size != (height, width):
         raise DataError(
-            f"{path}: is {_size_words(*size)} pixels, and the set's first picture is {_size_words(height, width)}; "
-            f"bring all to one size with --image-size {height}x{width}"
+            f"{path}: is {_size_words(*size)} pixels, but the set's first picture is {_size_words(height, width)}; "
+            f"scale all pictures to one size with --image-size {height}x{width}"
         )
 
 

@@ -169,7 +169,7 @@ class Modality(ABC):
 
     def bytes_in(self, seconds: float, option: str, properties: Properties) -> int:
         """Convert seconds to content bytes; ``option`` is for messages. Raises DataError if time does not apply."""
-        raise DataError(f"{option}={seconds:g}: only applies to sound, and the model writes {self.words}; give --bytes")
+        raise DataError(f"{option}={seconds:g}: only applies to sound, but the model writes {self.words}; give --bytes")
 
     def open_sample(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
         """Return the content of a file in the form of a model's samples. Raises DataError if it does not fit."""
@@ -218,10 +218,10 @@ def registered(group: str, kind: type) -> list[Any]:
         except Exception as error:  # the other package may raise anything
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise DataError(
-                f"{group}: {entry.value} cannot be imported ({why}); mend or uninstall its package"
+                f"{group}: {entry.value} cannot be imported ({why}); repair or uninstall its package"
             ) from None
         if not isinstance(instance, kind):
-            raise DataError(f"{group}: {entry.value} must be a {kind.__name__}; mend or uninstall its package")
+            raise DataError(f"{group}: {entry.value} must be a {kind.__name__}; repair or uninstall its package")
         instances.append(instance)
     return instances
 

@@ -96,15 +96,15 @@ def _open_picture(file: BinaryIO) -> ImageFile.ImageFile:
     """Open a picture by its header, without decoding it."""
     size = file.seek(0, 2)
     if size > _MOST_FILE_BYTES:
-        raise ValueError(f"has {size:,} bytes, where {_MOST_FILE_BYTES:,} are the most")
+        raise ValueError(f"has {size:,} bytes; at most {_MOST_FILE_BYTES:,} are allowed")
     counted = _CountedReads(file, _MOST_HEAD_READS)
     picture = Image.open(cast("BinaryIO", counted), formats=_FORMATS)
     if picture.width * picture.height > MAX_PIXELS:
         raise Image.DecompressionBombError
     if any(tile[0] in _SLOW for tile in picture.tile) and picture.width * picture.height > _MOST_SLOW_PIXELS:
         raise ValueError(
-            f"of more than {_MOST_SLOW_PIXELS:,} pixels, a PPM must be binary and have values up to 255, and a BMP not "
-            "be compressed"
+            f"of more than {_MOST_SLOW_PIXELS:,} pixels, a PPM must be binary with values up to 255, and a BMP must be "
+            "uncompressed"
         )
     counted.remaining = _MOST_READS
     return picture
@@ -232,7 +232,7 @@ def _check_png(file: BinaryIO) -> None:
             checksum = zlib.crc32(block, checksum)
             remaining -= len(block)
         if remaining or file.read(4) != checksum.to_bytes(4, "big"):
-            raise ValueError(f"it is damaged or cut short: the check sum of its chunk {name!r} is another")
+            raise ValueError(f"it is damaged or cut short: the checksum of its chunk {name!r} does not match")
         if name == b"IEND":
             return
     raise ValueError(f"it has more than {_MOST_CHUNKS:,} chunks")
@@ -271,7 +271,7 @@ def _check_webp(content: bytes) -> None:
         name, size = content[place : place + 4], int.from_bytes(content[place + 4 : place + 8], "little")
         start, place = place + 8, place + 8 + size + size % 2
         if start + size > min(end, len(content)):
-            raise ValueError(f"it is damaged or cut short: its chunk {name!r} ends after the file")
+            raise ValueError(f"it is damaged or cut short: its chunk {name!r} extends beyond the end of the file")
         if name in (b"VP8 ", b"VP8L") and size > _TRIMMED_BYTES:
             trimmed = content[start : start + size - _TRIMMED_BYTES]
             padded = name + len(trimmed).to_bytes(4, "little") + trimmed + bytes(len(trimmed) % 2)
@@ -280,5 +280,5 @@ def _check_webp(content: bytes) -> None:
                 Image.open(BytesIO(riff), formats=("WEBP",)).load()
             except (OSError, ValueError):
                 continue
-            raise ValueError("it is damaged: its rows are full before its data end")
+            raise ValueError("it is damaged: it has more data than its rows can hold")
     raise ValueError(f"it has more than {_MOST_CHUNKS:,} chunks")

@@ -38,10 +38,10 @@ class Text(Modality):
     def check_head(self, where: str, head: bytes, properties: Properties) -> None:
         kind = None if properties.get("raw") else file_format(head)
         if kind is not None:
-            rule = "name the member that holds the text by --extension"
+            rule = "name the member that holds the text with --extension"
             if kind.unpack is not None:
-                rule = "unpack the tars, and make a data folder by `longstride data build`"
-            raise DataError(f"{where} is {kind.name}, and no text; {rule}, {_AS_IT_IS}")
+                rule = "unpack the tars, and make a data folder with `longstride data build`"
+            raise DataError(f"{where} is {kind.name}, not text; {rule}, {_AS_IT_IS}")
 
     def measure(self, path: Path, properties: Properties) -> int:
         """Count the file's bytes; a compressed file is decompressed once, as its end does not state the size."""
@@ -59,7 +59,7 @@ class Text(Modality):
                 size += len(block)
         inside = file_format(head)
         if inside is not None:
-            what = f"is {kind.name}, and what it holds is {inside.name}"
+            what = f"is {kind.name} that holds {inside.name}"
             raise DataError(f"{path}: {what}; unpack it first, such as with `{kind.program} FILE`, {_AS_IT_IS}")
         return size
 
@@ -85,7 +85,7 @@ class Text(Modality):
         return self.extension
 
 
-_AS_IT_IS = "or take its bytes as they are by --raw"
+_AS_IT_IS = "or take its bytes as they are with --raw"
 
 
 def _compression(path: Path, file: BinaryIO) -> FileFormat | None:
@@ -95,15 +95,15 @@ def _compression(path: Path, file: BinaryIO) -> FileFormat | None:
     file.seek(0)
     if kind is None or kind.unpack is not None:
         return kind
-    which, rule = "", "leave it out, such as by --exclude"
+    which, rule = "", "leave it out, such as with --exclude"
     if kind.name == PARQUET:
         fields = parquet_fields(path, file)  # None: unknown
         if fields:
             which = f" with the columns of text {', '.join(fields)}"
         if fields != []:
-            rule = f"name the one to take by --field, such as --field {fields[0] if fields else 'text'}"
+            rule = f"name the text's field with --field, such as --field {fields[0] if fields else 'text'}"
     elif kind.modality:
-        rule = f"take it by --modality {kind.modality}, {rule}"
+        rule = f"take it with --modality {kind.modality}, {rule}"
     elif kind.program:
         rule = f"unpack it first, such as with `{kind.program} FILE`"
-    raise DataError(f"{path}: is {kind.name}{which}, and no text; {rule}, {_AS_IT_IS}")
+    raise DataError(f"{path}: is {kind.name}{which}, not text; {rule}, {_AS_IT_IS}")

@@ -72,7 +72,7 @@ def read_format(path: Path, file: BinaryIO) -> WavFormat | None:
     """
     file.seek(0)
     if file.read(12)[8:] != b"WAVE":
-        raise DataError(f"{path}: is no WAV file (it begins with no RIFF WAVE header); {_CONVERT}")
+        raise DataError(f"{path}: is not a WAV file (it does not begin with a RIFF WAVE header); {_CONVERT}")
     chunks = find_chunks(path, file)
     if b"data" not in chunks:
         raise DataError(f"{path}: is a WAV file without sound (cut short before its data); fetch it again")
@@ -88,7 +88,7 @@ def read_format(path: Path, file: BinaryIO) -> WavFormat | None:
         (tag,) = struct.unpack("<H", content[24:26])
     if (tag == PCM and bits not in (8, 16, 24, 32)) or (tag == MULAW and bits != 8):
         raise DataError(
-            f"{path}: is of WAV format {tag} with {bits} bits; must be PCM (1) of 8, 16, 24 or 32 bits or mu-law (7); "
+            f"{path}: has WAV format {tag} with {bits} bits; must be PCM (1) of 8, 16, 24 or 32 bits or mu-law (7); "
             f"{_CONVERT}"
         )
     is_one_width = tag in (PCM, _FLOAT, _ALAW, MULAW)
@@ -99,7 +99,9 @@ def read_format(path: Path, file: BinaryIO) -> WavFormat | None:
         )
     offset, size = chunks[b"data"]
     if size % frame_bytes:  # of an encoded block, for a decoder
-        raise DataError(f"{path}: {size} bytes of sound are no whole frames of {frame_bytes}; {_CONVERT}")
+        raise DataError(
+            f"{path}: {size} bytes of sound are not a multiple of the frame size, {frame_bytes}; {_CONVERT}"
+        )
     if tag not in (PCM, MULAW):
         return None
     return WavFormat(tag, channels, rate, frame_bytes // channels, offset, size // frame_bytes)
@@ -179,9 +181,9 @@ _LAYOUTS = (
     _Layout(b"riff.\x91\xcf\x11", 40, (b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0O\x8e\xdb\x8a",), "little", 8, 8, True),
 )
 _LAYOUT_MAGICS = tuple(layout.magic for layout in _LAYOUTS)
-_REPAIR = "write it anew or exclude it"
+_REPAIR = "write it again or exclude it"
 _REPAIR_WAV = (
-    "write it anew: `ffmpeg -ignore_length 1 -i IN.wav -c copy -rf64 auto OUT.wav` takes all to its end as sound, and "
+    "write it again: `ffmpeg -ignore_length 1 -i IN.wav -c copy -rf64 auto OUT.wav` takes all to its end as sound, and "
     "without `-ignore_length 1` what it says"
 )
 
@@ -228,14 +230,14 @@ def find_chunks(path: Path, file: BinaryIO, start: int = 0) -> dict[bytes, tuple
             chunks.setdefault(name, (offset, size))
         elif name in layout.sound or name.startswith(_LAYOUT_MAGICS):
             raise DataError(
-                f"{path}: several sounds laid end to end, of which only the first would be read; split it at byte "
+                f"{path}: holds several sounds one after another, and only the first would be read; split it at byte "
                 f"{place}, or exclude it"
             )
         elif offset + size > file_bytes or (name_bytes == 4 and not all(0x20 <= byte < 0x7F for byte in name)):
             break
         place = offset + size + -size % layout.multiple
     else:
-        raise DataError(f"{path}: has more than {_MOST_CHUNKS:,} chunks; write it anew or exclude it")
+        raise DataError(f"{path}: has more than {_MOST_CHUNKS:,} chunks; write it again or exclude it")
     if sound_bytes is not None:
         _check_end(path, file, sound_bytes, place, repair)
     return chunks
@@ -245,8 +247,8 @@ def _check_size(path: Path, size: int, present: int, repair: str) -> None:
     """Raise DataError if a file holds less sound than it states."""
     if size > present:
         raise DataError(
-            f"{path}: says {size} bytes of sound and holds {max(0, present)}: it is cut short, or written to a pipe; "
-            f"fetch it again, or {repair}"
+            f"{path}: says {size} bytes of sound and holds {max(0, present)}: it is cut short, or written to a "
+            f"pipe; fetch it again, or {repair}"
         )
 
 
@@ -255,8 +257,8 @@ def _check_end(path: Path, file: BinaryIO, size: int, end: int, repair: str) -> 
     extra_bytes = file.seek(0, 2) - end
     if extra_bytes >= _HEAD_BYTES or read_at(file, end, _HEAD_BYTES).strip(b"\0"):
         raise DataError(
-            f"{path}: says {size} bytes of sound, and {extra_bytes} bytes follow that are no chunk: they may be sound, "
-            f"of a recorder that was stopped or a file of more than 4 GiB; {repair}"
+            f"{path}: says {size} bytes of sound, and {extra_bytes} bytes follow that are not a chunk: they may "
+            f"be sound, if a recorder was stopped or the file exceeds 4 GiB;  {repair}"
         )
 
 

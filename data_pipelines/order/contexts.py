@@ -71,17 +71,19 @@ def settle_cut(
         raise DataError(f"context={context}: must be at least 1")
     if modality.packing if cut.packing is None else cut.packing:
         if palette is not None:
-            raise DataError("packing=true: each picture of a palette has a context of its own; set packing=false")
+            raise DataError(
+                "packing=true: pictures of a palette are not packed, each fills one context; set packing=false"
+            )
         if cut.hop is not None:
             raise DataError(f"hop={cut.hop}: packed documents are cut every {context} bytes; set packing=false")
         if cut.separator is not None and not 0 <= cut.separator <= 255:
             raise DataError(f"separator={cut.separator}: must be a byte, 0 to 255, or null")
         return Cut(packing=True, separator=cut.separator, apart=cut.apart)
     if cut.separator is not None:
-        raise DataError(f"separator={cut.separator}: only packed documents meet in a context; set packing=true")
+        raise DataError(f"separator={cut.separator}: only applies to packed documents; set packing=true")
     hop = context if cut.hop is None else cut.hop
     if not 1 <= hop <= context:
-        raise DataError(f"hop={hop}: must be from 1 to the context {context}, or bytes would never be read")
+        raise DataError(f"hop={hop}: must be from 1 to the context {context}, or some bytes would never be read")
     size, what = modality.document_bytes(properties), "bytes"
     if size is not None and palette is not None:
         size, what = size // CHANNELS, f"{palette.unit}s"

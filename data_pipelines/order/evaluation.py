@@ -145,7 +145,7 @@ class _Windows:
                 f"nearest {nearest}"
             )
         if min_context and modality.document_bytes(properties) is not None:
-            rule = f"every {modality.name} of this set is a context of its own, with nothing before it; must be 0"
+            rule = f"must be 0, because every {modality.name} of this set fills one context, with nothing before it"
             raise DataError(f"min_context={min_context}: {rule}")
         self.split, self._shared, self._hop = split, min_context, context - min_context
         self._contexts: PackedContexts | DocumentContexts

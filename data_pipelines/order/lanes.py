@@ -60,7 +60,7 @@ class StreamState:
             value, expected = getattr(self, name), getattr(stream, name)
             if value != expected:
                 raise DataError(
-                    f"state.{name}={value!r}: this stream's is {expected!r}: {rule}; resume with the run's own"
+                    f"state.{name}={value!r}: this stream has {expected!r}: {rule}; resume with the run's value"
                 )
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Lanes:
                 raise DataError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.total_units < self.context_units:
             raise DataError(
-                f"context={self.context_units}: longer than the whole split of {self.total_units} bytes; "
+                f"context={self.context_units}: is longer than the split of {self.total_units} bytes; "
                 "add data or shorten the context"
             )
 
@@ -141,7 +141,7 @@ class Lanes:
                 f"nearest {nearest}"
             )
         if not 0 <= rank < world_size:
-            raise DataError(f"rank={rank}: must be from 0 to {world_size - 1}, the world size being {world_size}")
+            raise DataError(f"rank={rank}: must be from 0 to {world_size - 1}, less than the world size {world_size}")
         share = self.global_batch // world_size
         return range(rank * share, (rank + 1) * share)
 

@@ -212,7 +212,9 @@ class LanesReader:
                     self._read(candidate, place, slice(number, number + 1))
                     break
             else:
-                rule = f"so are all {len(candidates)} contexts that could stand in for it: too much is lost"
+                rule = (
+                    f"all {len(candidates)} contexts that could replace it are damaged too; repair or rebuild the data"
+                )
                 raise DataError(f"{damage}; {rule}")
             self._ids[place, number] = candidate
             substitution = Substitution(candidate, context, damage.removesuffix(f"; {REPAIR}"))
@@ -250,7 +252,7 @@ class ByteStream(IterableDataset[Batch]):
     ) -> None:
         for name, value, kind in (("settings", settings, StreamSettings), ("split", split, str)):
             if not isinstance(value, kind):
-                rule = f"{type(value).__name__} is no {kind.__name__}; give ByteStream(location, settings, split)"
+                rule = f"{type(value).__name__} is not a {kind.__name__}; give ByteStream(location, settings, split)"
                 raise DataError(f"{name}: {rule}")
         self.settings = settings
         folder = DataFolder.at(location, remote)

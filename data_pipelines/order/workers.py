@@ -123,7 +123,7 @@ class _Worker(Generic[Share]):
             elif code < 0:
                 name = next((name for name in signal.Signals if name == -code), None)  # some have no name
                 end = f"was ended by {name.name if name else f'signal {-code}'}"
-                end += "; the system does so where memory runs out" if code == -signal.SIGKILL else ""
+                end += "; the system does so when memory runs out" if code == -signal.SIGKILL else ""
             raise LostWorkerError(f"{self._name} {end}")
         if isinstance(item, _Failure):
             if isinstance(item.error, DataError):
@@ -154,7 +154,7 @@ class _Worker(Generic[Share]):
                 return item
             waited = 0.0
         rule = "is stopped, or its disk or store does not answer; data.worker_timeout_seconds says how long to wait"
-        raise LostWorkerError(f"{self._name} has brought nothing for {self._timeout:g} s: it {rule}")
+        raise LostWorkerError(f"{self._name} has delivered nothing for {self._timeout:g} s: it {rule}")
 
     def _receive(self) -> None:
         """Receive messages until the connection ends; a thread runs this."""

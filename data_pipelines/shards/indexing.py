@@ -37,7 +37,7 @@ _NAME = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)")
 _META = re.compile(r"__[^/]*__(\n?\Z|/)")  # names that WebDataset reserves
 _OTHER_MEMBERS = "members_of_other_extensions"
 _ASIDE = ".index.partial"  # files that are being written for an existing folder
-_UNPACK = "copy the set with its tars uncompressed by --unpack into another folder, with room for them"
+_UNPACK = "use --unpack to write uncompressed copies of the tars into another folder"
 
 
 def index_tars(
@@ -197,8 +197,8 @@ class _Reader:
                 if self.left_out["meta_members"] and not self.extensions:
                     members, rule = "named __…__/", "rename them, as WebDataset skips such names"
                 raise DataError(
-                    f"{self.store.location}: no sample of split {split!r} ({len(dealt[split])} tars) has content in a "
-                    f"member .{self.extension}; members are {members}; {rule}"
+                    f"{self.store.location}: no sample of split {split!r} ({len(dealt[split])} tars) has a "
+                    f"member .{self.extension} with content; members are {members}; {rule}"
                 )
         return {
             split: SplitRecord(sum(shard.documents for shard in shards), tuple(shards))
@@ -228,12 +228,12 @@ class _Reader:
                     continue
                 where = f"{tar}: member {shown(member.name)}"
                 if not member.isreg():
-                    rule = "is a link or no plain file, and has no bytes of its own; store the file itself"
+                    rule = "is a link or a special file, and has no content; store the file itself"
                     raise DataError(f"{where} {rule}")
                 if member.issparse():
-                    raise DataError(f"{where} is sparse, and lies in pieces; write the tar without --sparse")
+                    raise DataError(f"{where} is a sparse file, stored in pieces; write the tar without --sparse")
                 if keys.get(key):
-                    raise DataError(f"{where} stands twice in this tar; give every sample a name of its own")
+                    raise DataError(f"{where} occurs twice in this tar; give every sample a unique name")
                 keys[key] = True
                 pieces = -(-member.size // PIECE_BYTES) if self.modality.divisible else 1
                 if len(rows) + pieces > MOST_SAMPLES:  # checked before it is read
@@ -318,8 +318,8 @@ class _Reader:
         ):
             alike = ", ".join(f"{name} {value}" for name, value in self.properties.items())
             raise DataError(
-                f"{where} is not a .{modality.extension} file that can be read as it lies, as `longstride data build` "
-                f"writes them ({alike}); unpack the tars, and make a data folder by "
+                f"{where} is not a .{modality.extension} file in the form that `longstride data build` "
+                f"writes ({alike}); unpack the tars, and make a data folder with "
                 f"`longstride data build --modality {modality.name}`"
             )
         return header
@@ -364,7 +364,7 @@ def _check_output(output: Path, names: Sequence[str], copied: Collection[str], w
     if "://" in str(output) or not str(output):
         raise DataError(f"--output={output}: must be a folder on this machine, such as data/mine; index, then upload")
     if os.path.lexists(output) and not output.is_dir():
-        raise DataError(f"{output}: there already, and no folder; name another output")
+        raise DataError(f"{output}: already exists and is not a folder; name another output")
     indexes = (name.removesuffix(".tar") + ".index.npy" for name in names)
     for name in (DataManifest.FILE_NAME, *(() if was_killed else (*indexes, *sorted(copied)))):
         if os.path.lexists(output / name):
@@ -372,4 +372,4 @@ def _check_output(output: Path, names: Sequence[str], copied: Collection[str], w
 
 
 def _taken_error(path: Path) -> DataError:
-    return DataError(f"{path}: there already; nothing is overwritten: name another output")
+    return DataError(f"{path}: already exists and is not overwritten; name another output")

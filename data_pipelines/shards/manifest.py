@@ -132,7 +132,7 @@ class ShardRecord:
         except TypeError:
             raise ValueError(f"a shard must have {', '.join(cls.__slots__)}") from None
         if type(record.name) is not str:
-            raise ValueError(f"name={record.name!r:.99}: must be a text")
+            raise ValueError(f"name={record.name!r:.99}: must be a string")
         for count in (record.samples, record.documents, record.content_bytes, record.file_bytes):
             if type(count) is not int or not 0 <= count < _LARGEST:
                 names = ("samples", "documents", "content_bytes", "file_bytes")
@@ -141,7 +141,7 @@ class ShardRecord:
             raise ValueError(f"{record.name}: samples={record.samples}: must be from 1 to {MOST_SAMPLES:,}")
         for digest in (record.sha256, record.index_sha256):
             if type(digest) is not str or not _SHA256.fullmatch(digest):
-                raise ValueError(f"{record.name}: {digest!r:.99} is no SHA-256")
+                raise ValueError(f"{record.name}: {digest!r:.99} is not a SHA-256")
         return record
 
     def load_index(self, store: Store) -> np.ndarray:
@@ -154,7 +154,7 @@ class ShardRecord:
         index = np.frombuffer(content, dtype=INDEX_DTYPE, offset=len(content) - self.samples * INDEX_DTYPE.itemsize)
         totals = int(index["length"].sum(dtype=np.int64)), int(index["ends"].sum(dtype=np.int64))
         if totals != (self.content_bytes, self.documents):
-            raise DataError(f"{path}: does not hold the {self.samples} samples that the manifest says; {REBUILD}")
+            raise DataError(f"{path}: does not hold the {self.samples} samples that the manifest declares; {REBUILD}")
         return index
 
     def line(self) -> str:
@@ -233,7 +233,7 @@ class DataManifest:
         version = fields.get("format_version")
         if type(version) is not int or not cls.FORMAT_VERSION <= version <= cls.WIDE_VERSION:
             raise DataError(
-                f"{path}: format_version={version!r:.99}, and this version reads {cls.FORMAT_VERSION} to "
+                f"{path}: format_version={version!r:.99}, but this version reads {cls.FORMAT_VERSION} to "
                 f"{cls.WIDE_VERSION}; update Longstride or rebuild"
             )
         try:
@@ -247,7 +247,7 @@ class DataManifest:
             if not all(isinstance(part, dict) for part in (fields["splits"], properties, made)):
                 raise ValueError("splits, properties and made must be objects")
             if type(modality) is not str:
-                raise ValueError(f"modality={modality!r:.99}: must be a text")
+                raise ValueError(f"modality={modality!r:.99}: must be a string")
             _check_counts("properties", properties)
             splits = {}
             for name, split in fields["splits"].items():
@@ -269,12 +269,12 @@ class DataManifest:
             raise DataError(f"{path}: edited since it was built (its content does not give its fingerprint); {REBUILD}")
         if tars is not None and (not isinstance(tars, str) or not tars):
             raise DataError(
-                f"{path}: tars={tars!r:.99}: must say where the tars lie: a path or a URL, such as ../shards"
+                f"{path}: tars={tars!r:.99}: must be the location of the tars, a path or a URL, such as ../shards"
             )
         modality_named(modality)
         for shard in manifest.shards():
             if not (_BUILT_NAME.fullmatch(shard.name) if tars is None else is_tar_name(shard.name)):
-                raise DataError(f"{path}: {shard.name!r} is no shard name; {REBUILD}")
+                raise DataError(f"{path}: {shard.name!r} is not a shard name; {REBUILD}")
         manifest._check_bytes(path, content)
         return manifest
 
@@ -285,7 +285,7 @@ class DataManifest:
             pairs = enumerate(zip_longest(content.splitlines(True), written.splitlines(True)), 1)
             line = next(number for number, (present, expected) in pairs if present != expected)
             raise DataError(
-                f"{path}: edited since it was built (line {line} has the same values and other bytes, such as line "
+                f"{path}: edited since it was built (line {line} has the same values but other bytes, such as line "
                 f"ends); {REBUILD}"
             )
 
@@ -346,7 +346,7 @@ def _check_counts(where: str, counts: Mapping[str, Any]) -> None:
     """Raise ValueError for counts that are not integers from 0 to the largest size of a file."""
     for name, count in counts.items():
         if type(count) is not int or not 0 <= count < _LARGEST:
-            raise ValueError(f"{where}: {name}={count!r:.99}: must be a whole number from 0 on")
+            raise ValueError(f"{where}: {name}={count!r:.99}: must be a non-negative integer")
 
 
 def _parse_file(content: Any, name: str, most_bytes: int) -> StoredFile:

@@ -117,8 +117,8 @@ class DataFolder:
         """Return the split of a name. Raises DataError if there is none."""
         if name not in self.manifest.splits:
             raise DataError(
-                f"{self.store.path_for_messages(DataManifest.FILE_NAME)}: no split {name!r}; "
-                f"it holds {', '.join(self.manifest.splits)}"
+                f"{self.store.path_for_messages(DataManifest.FILE_NAME)}: has no split {name!r}; "
+                f"it has {', '.join(self.manifest.splits)}"
             )
         if name not in self._splits:
             self._splits[name] = Split(self, name)

@@ -56,7 +56,7 @@ class TarStream:
             except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
                 reason = " ".join(str(error).split())
                 raise DataError(
-                    f"{self._name}: invalid header of a tar after {last}, at byte {start} ({reason}); {_REPAIR}"
+                    f"{self._name}: has an invalid tar header after {last}, at byte {start} ({reason}); {_REPAIR}"
                 ) from error
             headers = archive.pax_headers
             if (
@@ -77,8 +77,8 @@ class TarStream:
                 )
             if bytes(block).strip(b"\0"):
                 raise DataError(
-                    f"{self._name}: continues after {last} with no header of a member (damage, or tars laid end to "
-                    f"end); {_REPAIR}"
+                    f"{self._name}: continues after {last} without a member header (damage, or concatenated "
+                    f"tars); {_REPAIR}"
                 )
 
     def read(self, size: int) -> bytes:
@@ -110,7 +110,7 @@ class TarStream:
         for _ in self._take(size):
             pass
         if self.offset - begin < size:
-            raise DataError(f"{self._name}: cut short at byte {self.offset}, in the midst of a member; {_REPAIR}")
+            raise DataError(f"{self._name}: cut short at byte {self.offset}, in the middle of a member; {_REPAIR}")
 
     def _damaged_header(self, place: int) -> DataError:
         return DataError(

@@ -66,20 +66,20 @@ def find_tars(places: Sequence[str], remote: RemoteSettings | None) -> tuple[str
     if not all(spelled) or not spelled:
         raise DataError("DIR|URL|TAR='': must be a folder, a tar or a URL, such as shards")
     if spelled[0].startswith("pipe:"):
-        raise DataError(f"{spelled[0]}: a pipe runs a command, and is not run here; name the URL that it reads")
+        raise DataError(f"{spelled[0]}: pipes are not run, because they run a command; name the URL that it reads")
     if len({place.partition("://")[0] if "://" in place else "" for place in spelled}) > 1:
-        raise DataError(f"{', '.join(places)}: lie in more than one kind of place; index each kind by itself")
+        raise DataError(f"{', '.join(places)}: are partly local and partly remote; index each kind separately")
     base, sizes, links = _find_remote(spelled, remote) if "://" in spelled[0] else _find_local(spelled)
     if not sizes:
         rule = "name a folder that holds some" if not links else f"name a folder that one of the {links} links leads to"
-        raise DataError(f"{', '.join(places)}: no tar there (*.tar, *.tar.gz ...); {rule}")
+        raise DataError(f"{', '.join(places)}: contains no tar (*.tar, *.tar.gz ...); {rule}")
     tars: dict[str, FoundTar] = {}
     for source, size in sizes.items():
         tar = FoundTar(source, size)
         if not is_tar_name(tar.name):
             raise DataError(f"{source}: must be the name of a tar, such as train-000.tar; rename it")
         if tar.name in tars:
-            rule = "are one tar twice, as far as their names say; name one of them"
+            rule = "are the same tar by their names; name one of them"
             raise DataError(f"{tars[tar.name].source} and {source}: {rule}")
         tars[tar.name] = tar
     return base, [tars[name] for name in sorted(tars)], links
@@ -104,7 +104,7 @@ def _find_local(places: list[str]) -> tuple[str, dict[str, int], int]:
     for tar in dict.fromkeys(tars):
         name, file = os.path.relpath(tar, base), os.path.realpath(tar)
         if file in names:
-            raise DataError(f"{names[file]} and {name}: are one tar twice, by links; name one of them, or its folder")
+            raise DataError(f"{names[file]} and {name}: are links to the same tar; name one of them, or its folder")
         names[file] = name
     with as_data_error(what=None):
         return base, {name: Path(base, name).stat().st_size for name in names.values()}, links
@@ -119,7 +119,7 @@ def _find_remote(places: list[str], remote: RemoteSettings | None) -> tuple[str,
         if "@" in path.partition("/")[0] or (protocol in ("http", "https") and "?" in path):
             raise DataError(
                 f"{open_store(place).location}: has a user or a query, which would be saved in the manifest: leave "
-                "them out, and give credentials by the environment (~/.netrc, AWS_PROFILE)"
+                "them out, and give credentials in the environment (~/.netrc, AWS_PROFILE)"
             )
         is_tar, pattern = path.endswith(_ENDINGS) and "*" not in path, path if "*" in path else None
         root = posixpath.dirname(path.partition("*")[0]) if pattern or is_tar else path.rstrip("/")
@@ -165,7 +165,8 @@ def deal_tars(tars: list[FoundTar], splits: Sequence[str], fraction: float | Non
         fraction = 0.0 if splits else 0.05
     elif fraction and "validation" in by_name:
         raise DataError(
-            f"validation_fraction={fraction}: {by_name['validation'][0].source} is of that split; leave it out"
+            f"validation_fraction={fraction}: {by_name['validation'][0].source} is in that split already; leave the "
+            "fraction out"
         )
     if fraction and "validation" not in by_name and "train" in by_name:
         train = by_name["train"]
@@ -191,13 +192,13 @@ def _by_rules(tars: Sequence[FoundTar], splits: Sequence[str]) -> dict[str, list
         if not pattern or not _SPLIT.fullmatch(name):
             raise DataError(f"split={split}: must be NAME=PATTERN, such as validation='val-*.tar'")
         if not any(_fits(tar, pattern) for tar in tars):
-            raise DataError(f"split={split}: fits none of the {len(tars)} tars, such as {tars[0].source}")
+            raise DataError(f"split={split}: matches none of the {len(tars)} tars, such as {tars[0].source}")
         rules.append((name, pattern))
     by_name: dict[str, list[FoundTar]] = {}
     for tar in tars:
         fitting = sorted({name for name, pattern in rules if _fits(tar, pattern)})
         if len(fitting) > 1:
-            rule = f"fits {' and '.join(fitting)}; give patterns of which one fits, such as {fitting[0]}='{tar.source}'"
+            rule = f"matches {' and '.join(fitting)}; only one pattern may match, such as {fitting[0]}='{tar.source}'"
             raise DataError(f"split: {tar.source} {rule}")
         if fitting:
             by_name.setdefault(fitting[0], []).append(tar)
@@ -232,7 +233,7 @@ def _by_words(tars: Sequence[FoundTar]) -> dict[str, list[FoundTar]]:
         raise DataError(f"split: {members[0].source} {rule}")
     if len(validating) > 1:
         first, second = (by_kinds[kind,][0].source for kind in validating[:2])
-        rule = f"are both named like a split to validate with; give {options}, or other names"
+        rule = f"are both named like a validation split; give {options}, or other names"
         raise DataError(f"split: {first} and {second} {rule}")
     if "train" not in by_name:
         rule = (

@@ -156,7 +156,7 @@ def _verify_members(name: str, path: Path, split: Split, number: int, index: np.
             elif zlib.crc32(raw) != crc32:
                 findings.append(f"{name}: sample {key} is damaged (CRC-32); {REBUILD}")
         if any(file.read()):
-            findings.append(f"{name}: continues after its last sample; {REBUILD}")
+            findings.append(f"{name}: has data after its last sample; {REBUILD}")
     return findings
 
 

@@ -76,7 +76,7 @@ class Cache:
         """
         if file.size > self._limit:
             raise DataError(
-                f"cache_bytes={self._limit}: {file.name} alone has {file.size} bytes; good: at least {file.size}"
+                f"cache_bytes={self._limit}: {file.name} alone has {file.size} bytes; set at least {file.size}"
             )
         path = self._folder / f"{self._path(file).name}.{file.size}-{file.sha256[:8]}.partial"
         pause = _POLL_SECONDS
@@ -168,7 +168,7 @@ class Cache:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # after a close alone, a child forked meanwhile would hold it
 
     def _usable(self) -> AbstractContextManager[None]:
-        mend = "name a folder for the cache that can be written, on a disk with room and file locks"
+        mend = "name a cache folder that you may write to, on a disk with free space and file locks"
         return as_data_error(self._root, "the cache cannot be used", mend)
 
 

@@ -91,8 +91,8 @@ class LocalStore(Store):
 
     def read(self, name: str) -> bytes:
         if self._folder.is_file():
-            rule = f"build one of it with `longstride data build {self._folder} --output DIR`"
-            raise DataError(f"{self._folder}: is a file, and no data folder; {rule}")
+            rule = f"build one from it with `longstride data build {self._folder} --output DIR`"
+            raise DataError(f"{self._folder}: is a file, not a data folder; {rule}")
         if not self._folder.is_dir():
             raise DataError(f"{self._folder}: no such folder; build one with `longstride data build`")
         with as_data_error(self._folder / name, mend=REBUILD):
@@ -101,7 +101,7 @@ class LocalStore(Store):
             except FileNotFoundError:
                 what = "lacks" if any(self._folder.iterdir()) else "the folder is empty: it lacks"
                 raise DataError(
-                    f"{self._folder}: {what} {name}, so it is no data folder; `longstride data build` makes one"
+                    f"{self._folder}: {what} {name}, so it is not a data folder; build one with `longstride data build`"
                 ) from None
 
     def sizes(self) -> Mapping[str, int]:
@@ -144,10 +144,10 @@ class LocalStore(Store):
             try:
                 size = plain_status(path).st_size
             except (FileNotFoundError, NotADirectoryError):
-                raise DataError(f"{path}: missing, yet the manifest lists it; {REBUILD}") from None
+                raise DataError(f"{path}: is missing, but the manifest lists it; {REBUILD}") from None
         if size != file.size:
             raise DataError(
-                f"{path}: {size} bytes, yet the manifest says {file.size}: "
+                f"{path}: {size} bytes, but the manifest says {file.size}: "
                 f"the shard is cut short or belongs to another set; {REBUILD}"
             )
         return path

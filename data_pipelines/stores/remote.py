@@ -85,7 +85,7 @@ class RemoteStore(Store):
             yield from self._in_process().transport.content(Transfer(name, size, self.settings))
         except DifferentFileError as error:
             shown = self.path_for_messages(name)
-            raise DataError(f"{shown}: {error}: it changed while it was read; start again") from None
+            raise DataError(f"{shown}: {error}: the file changed while it was read; start again") from None
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
         """Name the data set's folder in the cache by the first 16 digits of its fingerprint."""
@@ -93,7 +93,7 @@ class RemoteStore(Store):
         if room_for > self.settings.cache_bytes:
             raise DataError(
                 f"cache_bytes={self.settings.cache_bytes}: {room_for} bytes of {self.location} are needed "
-                f"at the same time; good: at least {room_for}"
+                f"at the same time; set at least {room_for}"
             )
         Cache(self.settings, fingerprint)  # raises now, not at the first fetch, if the folder cannot be used
         assert self._fingerprint in (None, fingerprint)
@@ -160,7 +160,7 @@ def fetch_file(
         target.parent.mkdir(parents=True, exist_ok=True)
         handle = lock_file(partial)
     if handle is None:
-        raise DataError(f"{partial}: is being fetched by another process; wait for its end")
+        raise DataError(f"{partial}: is being fetched by another process; wait until it has finished")
     try:
         if not target.exists():  # else another process has just finished it
             url = FolderUrl(folder_url)
@@ -265,7 +265,7 @@ class _InProcess:
             except StoppedError:
                 pass
             except Exception as error:  # `local` will try again, and raise for the reader that needs the file
-                _log.warning("%s: fetching it ahead failed: %s", self._url.shown_of(file.name), error)
+                _log.warning("%s: prefetching it failed: %s", self._url.shown_of(file.name), error)
 
 
 @dataclass
@@ -302,7 +302,7 @@ class _Download:
                     self._write(content)
                 if self._digest.hexdigest() == self.file.sha256:
                     return
-                problem = "its SHA-256 is not what it should be"
+                problem = "its SHA-256 does not match"
             except DifferentFileError as error:
                 problem = str(error)
             _log.warning("%s: %s; fetching it again from its beginning", self._shown, problem)
@@ -321,7 +321,7 @@ class _Download:
         if self._received > self.file.size:
             self._start_over()
         elif self._received:
-            _log.info("%s: going on after %d of %d bytes", self._shown, self._received, self.file.size)
+            _log.info("%s: continuing after %d of %d bytes", self._shown, self._received, self.file.size)
 
     def _start_over(self) -> None:
         self.partial.seek(0)
@@ -336,7 +336,7 @@ class _Download:
             except OSError as error:
                 raise DataError(
                     f"{self.path}: cannot be written ({error.strerror}); "
-                    "free space there, or name another folder or fewer cache_bytes for the cache"
+                    "free space there, name another cache folder, or set fewer cache_bytes"
                 ) from error
             self._digest.update(remaining[:written])
             self._received += written

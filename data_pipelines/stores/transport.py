@@ -31,7 +31,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
 
 WEB = ("http", "https")
-GOOD = "good ones are https://, s3://, gs://, az:// and hf://"
+GOOD = "use https://, s3://, gs://, az:// or hf://"
 _SHOWN_CHARACTERS = 200  # of a message of a server or a library
 _READ_CHARACTERS = 2000  # of it, searched for secrets
 _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.:-]*)://(?:(?P<user>[^/?#]*)@)?(?P<path>.*)", re.DOTALL)
@@ -126,7 +126,9 @@ class FolderUrl:
         """Raise DataError, saying what to install, for a protocol that cannot be read here."""
         protocol = self.protocol
         if "::" in self.url:
-            raise DataError(f"{self.shown}: chained protocols (::) are not read; name the folder that holds the files")
+            raise DataError(
+                f"{self.shown}: chained protocols (::) are not supported; name the folder that holds the files"
+            )
         try:
             filesystem = fsspec.get_filesystem_class(protocol)
         except ImportError as error:
@@ -136,12 +138,12 @@ class FolderUrl:
                 + (f"pip install {library.partition('.')[0]}" if library else str(error))
             ) from error
         except ValueError as error:
-            raise DataError(f"{self.shown}: {protocol}:// is no protocol that fsspec knows; {GOOD}") from error
+            raise DataError(f"{self.shown}: {protocol}:// is not a protocol that fsspec knows; {GOOD}") from error
         try:
             inspect.signature(filesystem.__init__).bind(None)
         except TypeError as error:  # such as ftp://
             raise DataError(
-                f"{self.shown}: fsspec asks for more than a URL to read {protocol}:// ({error}); {GOOD}"
+                f"{self.shown}: fsspec needs more than a URL to read {protocol}:// ({error}); {GOOD}"
             ) from error
 
     def _without_secrets(self, text: str) -> str:
@@ -179,8 +181,8 @@ class Transfer:
         if self.size is not None:
             raise DifferentFileError(f"more than the {self.size} bytes that it should have")
         raise LimitError(
-            f"has more than most_bytes={self.settings.most_bytes}; is it the file that was meant? "
-            f"If so, good: data.remote.most_bytes of at least its size, such as {2 * self.settings.most_bytes}"
+            f"has more than most_bytes={self.settings.most_bytes}; check that this is the right file; "
+            f"if it is, set data.remote.most_bytes to at least its size, such as {2 * self.settings.most_bytes}"
         )
 
     def start_over(self) -> None:
@@ -216,18 +218,18 @@ class Transfer:
         if self._slack_seconds < 0:
             rate, seconds = self.settings.least_bytes_per_second, self.settings.window_seconds
             raise LimitError(
-                f"{self._total} bytes came, window_seconds={seconds:g} behind least_bytes_per_second={rate:g}; "
-                "look at the network and the server; for one that is so slow, "
-                f"good: data.remote.least_bytes_per_second={rate / 10:g}, "
-                f"and for one that is away for so long, data.remote.window_seconds={10 * seconds:g}"
+                f"{self._total} bytes came, window_seconds={seconds:g} later than "
+                f"least_bytes_per_second={rate:g} allows; check the network and the server; for a slow server, "
+                f"set data.remote.least_bytes_per_second={rate / 10:g}, "
+                f"and for one that pauses so long, data.remote.window_seconds={10 * seconds:g}"
             )
 
     def _count_repeated(self, count: int) -> None:
         self._repeated += count
         if self._repeated > self.settings.attempts * self.size_or_bound:
             raise LimitError(
-                f"{self._repeated} bytes came more than once: the server sends a file from its beginning whatever part "
-                f"is asked for, and breaks off; name one that knows ranges, or raise attempts={self.settings.attempts}"
+                f"{self._repeated} bytes came more than once: the server ignores ranges, sends each file from its "
+                f"beginning, and breaks off; use one that supports ranges, or raise attempts={self.settings.attempts}"
             )
 
 
@@ -295,7 +297,7 @@ class Transport:
             if failures >= self.settings.attempts:
                 raise DataError(
                     f"{shown}: {problem}; given up after {failures} attempts in a row that brought nothing new; "
-                    "check the network and the server, and start again: a file goes on where it broke off"
+                    "check the network and the server, and start again: a file continues where it broke off"
                 )
             longest = min(FIRST_WAIT_SECONDS * WAIT_GROWTH**failures, LONGEST_WAIT_SECONDS)
             seconds = longest * generator.uniform(0.5, 1)  # so that ranks do not all return at the same moment
@@ -385,10 +387,10 @@ class Transport:
         """Raise DifferentFileError for a file of another size, or of another version than before."""
         info = self._info(transfer.name)
         if info["size"] not in (None, transfer.size):
-            raise DifferentFileError(f"{info['size']} bytes, and it should have {transfer.size}")
+            raise DifferentFileError(f"{info['size']} bytes, but it should have {transfer.size}")
         version = str(sorted((key, str(info[key])) for key in _VERSIONS & info.keys()))
         if transfer.version not in ("", version):
-            raise DifferentFileError("another version")
+            raise DifferentFileError("a different version")
         transfer.version = version
 
     def _call(self, method: str, url: str, **arguments: Any) -> Any:

@@ -128,10 +128,10 @@ async def _request(filesystem: Any, url: str, headers: dict[str, str], seconds: 
     except aiohttp.TooManyRedirects:
         raise RefusedError("the server redirects without end") from None
     except aiohttp.RedirectClientError as error:
-        raise RefusedError(f"the server redirects to what is no web address ({error})") from None
+        raise RefusedError(f"the server redirects to an invalid web address ({error})") from None
     if response.url.scheme != "https" and url.startswith("https:"):
         response.close()
-        raise RefusedError("the server redirects from https to http, where anybody on the way may change the file")
+        raise RefusedError("the server redirects from https to http, where anybody on the path may change the file")
     return response
 
 
@@ -172,13 +172,13 @@ def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
     if response.status == 206:
         range_sent = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if range_sent is None or int(range_sent[1]) != transfer.received:
-            raise HttpStatusError("the server sends another range than it was asked for")
+            raise HttpStatusError("the server sends a different range from the one requested")
         size = None if range_sent[2] == "*" else int(range_sent[2])
         if transfer.size not in (None, size) and size is not None:
-            raise DifferentFileError(f"{size} bytes, and it should have {transfer.size}")
+            raise DifferentFileError(f"{size} bytes, but it should have {transfer.size}")
         transfer.check_size(size or 0)
         if changed and transfer.size is not None:
-            raise DifferentFileError("another version")
+            raise DifferentFileError("a different version")
         if changed:
             transfer.start_over()
             raise HttpStatusError("the file changed while it was fetched")
@@ -187,11 +187,11 @@ def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
     length = None if "Content-Encoding" in response.headers else response.content_length
     # A proxy may have cut a shorter body: the missing bytes are fetched again.
     if transfer.size is not None and length is not None and length > transfer.size:
-        raise DifferentFileError(f"{length} bytes, and it should have {transfer.size}")
+        raise DifferentFileError(f"{length} bytes, but it should have {transfer.size}")
     transfer.check_size(length or 0)
     if transfer.size is None:
         transfer.start_over()
     elif changed:
-        raise DifferentFileError("another version")
+        raise DifferentFileError("a different version")
     transfer.version = version
     return transfer.received

@@ -154,7 +154,7 @@ def test_a_context_is_each_pixels_nearest_colour(pictures: Path, folder: Path) -
 def test_contexts_of_other_sizes_are_refused(folder: Path) -> None:
     with pytest.raises(DataError, match="context=108: must be 36, the pixels of every image of this set"):
         ByteStream(folder, StreamSettings(context=108, global_batch=1))
-    with pytest.raises(DataError, match="packing=true: each picture of a palette has a context of its own"):
+    with pytest.raises(DataError, match="packing=true: pictures of a palette are not packed"):
         ByteStream(folder, StreamSettings(context=36, global_batch=1, cut=Cut(packing=True)))
 
 

@@ -75,7 +75,7 @@ def test_lost_worker_costs_no_step(
     if what in ("killed", "stopped"):
         assert ended.codes == [exit_codes.HUNG] * ranks, ended.stderr
         lines = [line for text in ended.stderr for line in text.splitlines() if "lost a process" in line]
-        how = "was ended by SIGKILL" if what == "killed" else "has brought nothing for 2 s"
+        how = "was ended by SIGKILL" if what == "killed" else "has delivered nothing for 2 s"
         pattern = rf"longstride: lost a process that reads data: rank {ranks - 1}: loader worker 1 of 2 .*{how}.*"
         assert len(lines) == 1 and re.fullmatch(pattern, lines[0]), ended.stderr
         (saved,) = (run.name for run in (tmp_path / "run/checkpoints").glob("step-*"))

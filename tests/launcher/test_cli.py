@@ -178,7 +178,7 @@ def test_data_build_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str
     capsys.readouterr()
     build[build.index("--output") + 1] = str(tmp_path / "data/manifest.json/data")
     assert cli.main([*build, "0.3"]) == 2
-    assert "manifest.json is no folder); name an output where you may write" in capsys.readouterr().err
+    assert "manifest.json is not a folder); name an output where you may write" in capsys.readouterr().err
 
 
 def run_cli(arguments: list[str], cwd: Path, world_size: int = 1) -> list[subprocess.CompletedProcess[str]]:

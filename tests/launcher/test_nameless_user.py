@@ -29,7 +29,7 @@ from tests.hostile.generators.http_servers import FaultyServer
 ROOT = Path(__file__).parents[2]
 BY_NAME = ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME")
 CACHES = ("XDG_CACHE_HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-NO_HOME = "cache=null: this user has no home folder for it; name another folder, or set XDG_CACHE_HOME"
+NO_HOME = "cache=null: this user has no home folder; name another folder, or set XDG_CACHE_HOME"
 
 
 def unknown(uid: int) -> None:
@@ -91,7 +91,7 @@ def test_remote_data_is_read_where_a_cache_is_named(
 def test_home_folders_that_are_not_there_are_told(temporary: Path, cache: str) -> None:
     with pytest.raises(DataError) as told:
         _ = RemoteSettings(cache=cache).cache_folder
-    assert str(told.value) == f"cache={cache}: there is no such home folder; name a folder by its whole path"
+    assert str(told.value) == f"cache={cache}: there is no such home folder; name a folder by its full path"
 
 
 def test_blocks_are_compiled_and_hosts_get_their_environment(

@@ -89,7 +89,10 @@ def test_home_folders_are_expanded_and_nothing_else_is(home: Path, text: str, ex
         ("./${SCRATCH}x", "variables are not replaced here; write .//scratch/mex"),
         ("~/$SCRATCH", "variables are not replaced here; write HOME//scratch/me"),
         ("a/$NOWHERE", "variables are not replaced here; $NOWHERE is not set here; write the path"),
-        ("~nobody-of-this-name/a", "there is no such home folder; for a name that begins so write ./~nobody-of-"),
+        (
+            "~nobody-of-this-name/a",
+            "there is no such home folder; for a file name that begins with ~, write ./~nobody-of-",
+        ),
     ],
 )
 def test_what_cannot_be_meant_as_it_stands_is_refused(home: Path, text: str, rule: str) -> None:

@@ -282,9 +282,9 @@ def test_build_reports_progress(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "files", "rule"),
     [
-        ({}, {"notes/readme": b"no data folder"}, "no data folder; nothing is overwritten"),
-        ({"seed": 1}, None, "other settings; nothing is overwritten"),
-        ({"suffixes": (".py",)}, None, "other settings; nothing is overwritten"),
+        ({}, {"notes/readme": b"no data folder"}, "is not a data folder, and is not overwritten"),
+        ({"seed": 1}, None, "other settings; it is not overwritten"),
+        ({"suffixes": (".py",)}, None, "other settings; it is not overwritten"),
     ],
     ids=["strange folder", "other seed", "other suffixes"],
 )
@@ -309,15 +309,15 @@ def test_build_never_writes_over_other_files_or_damage(tmp_path):
     content = bytearray(shard.read_bytes())
     content[600] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(DataError, match=r"train-00000.*SHA-256.*nothing is overwritten"):
+    with pytest.raises(DataError, match=r"train-00000.*SHA-256.*it is not overwritten"):
         build([source], tmp_path / "data")
     write_files(source, {"new.py": b"new"})
-    with pytest.raises(DataError, match="other files; nothing is overwritten"):
+    with pytest.raises(DataError, match="other files; it is not overwritten"):
         build([source], tmp_path / "data")
     assert shard.read_bytes() == content
     (source / "new.py").unlink()
     (source / "0" / "f0.py").write_bytes((source / "0" / "f0.py").read_bytes().replace(b"0", b"1"))
-    with pytest.raises(DataError, match="other files; nothing is overwritten"):
+    with pytest.raises(DataError, match="other files; it is not overwritten"):
         build([source], tmp_path / "data")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "source"]
 
@@ -403,14 +403,16 @@ def test_build_under_a_file_is_refused(tmp_path):
     source = write_files(tmp_path / "source", numbered_files(10))
     (tmp_path / "file").touch()
     output = tmp_path / "file" / "deep" / "data"
-    rule = f"^{output}: cannot be made \\({tmp_path}/file is no folder\\); name an output where you may write, such as "
+    rule = f"^{output}: cannot be created \\({tmp_path}/file is not a folder\\); name an output where you may write, "
     with pytest.raises(DataError, match=rule):
         build([source], output)
 
 
 def test_build_into_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(DataError, match=rf"^{tmp_path}/data: cannot be made \({tmp_path} cannot be written to\); name"):
+    with pytest.raises(
+        DataError, match=rf"^{tmp_path}/data: cannot be created \({tmp_path} cannot be written to\); name"
+    ):
         build([tmp_path / "is not looked for"], tmp_path / "data")
 
 
@@ -418,7 +420,7 @@ def test_build_into_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_pa
 def test_build_where_no_folder_can_be_made_names_the_output(tmp_path, monkeypatch):
     source = write_files(tmp_path / "source", numbered_files(10))
     monkeypatch.setattr(os, "access", lambda path, mode: True)
-    with pytest.raises(DataError, match=r"^/proc/data: cannot be made \(.+\); name an output where you may write"):
+    with pytest.raises(DataError, match=r"^/proc/data: cannot be created \(.+\); name an output where you may write"):
         build([source], Path("/proc/data"))
 
 
@@ -432,16 +434,18 @@ def test_build_names_what_lies_in_a_closed_folder(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "stat", refuse)
     closed = tmp_path / "closed" / "folder"
-    with pytest.raises(DataError, match=rf"^{closed}/data: cannot be made \(Permission denied\); name an output where"):
+    with pytest.raises(
+        DataError, match=rf"^{closed}/data: cannot be created \(Permission denied\); name an output where"
+    ):
         build([tmp_path / "is not looked for"], closed / "data")
-    with pytest.raises(DataError, match=rf"^{closed}/texts: cannot be accessed \(Permission denied\); allow reading"):
+    with pytest.raises(DataError, match=rf"^{closed}/texts: cannot be accessed \(Permission denied\); allow access"):
         build([closed / "texts"], tmp_path / "data")
 
 
 def test_build_into_link_that_leads_in_a_circle_is_refused(tmp_path):
     source = write_files(tmp_path / "source", numbered_files(10))
     (tmp_path / "data").symlink_to(tmp_path / "data")
-    with pytest.raises(DataError, match="there already, and no data folder"):
+    with pytest.raises(DataError, match="already exists, is not a data folder"):
         build([source], tmp_path / "data")
 
 
@@ -455,7 +459,7 @@ def test_build_into_linked_folder_lies_where_the_link_leads(tmp_path):
 
 def test_build_into_whole_file_system_is_refused_at_once(tmp_path):
     for output in (Path("/"), Path("/dev")):
-        with pytest.raises(DataError, match=r"a whole file system.*name a folder in it"):
+        with pytest.raises(DataError, match=r"is a mount point.*name a folder in it"):
             build([tmp_path / "is not looked for"], output)
 
 
@@ -464,7 +468,7 @@ def test_build_into_whole_file_system_is_refused_at_once(tmp_path):
     [
         ({"inputs": []}, "none given"),
         ({"inputs": ["missing"]}, "missing: no such file or folder"),
-        ({"suffixes": (".rs",)}, r"no file to take \(suffixes: \.rs"),
+        ({"suffixes": (".rs",)}, r"no matching file \(suffixes: \.rs"),
         ({"validation_fraction": 1.0}, r"validation_fraction=1\.0"),
         ({"validation_fraction": -0.1}, r"validation_fraction=-0\.1"),
         ({"shard_bytes": 0}, "shard_bytes=0: must be at least 1, such as 16777216"),
@@ -478,10 +482,13 @@ def test_build_into_whole_file_system_is_refused_at_once(tmp_path):
         ({"suffixes": ["txt"]}, r"suffixes=txt: must begin with a dot, such as \.txt"),
         ({"suffixes": ["*.txt"]}, r"suffixes=\*\.txt: must begin with a dot, such as \.txt"),
         ({"suffixes": [""]}, r"suffixes=: must begin with a dot, such as \.txt"),
-        ({"suffixes": [".min.js"]}, r"suffixes=\.min\.js: must be what a name ends in .* such as \.js$"),
-        ({"suffixes": [".a.txt.gz"]}, r"suffixes=\.a\.txt\.gz: must be what a name ends in .* such as \.txt\.gz$"),
+        ({"suffixes": [".min.js"]}, r"suffixes=\.min\.js: must be the ending of a file name, .* such as \.js$"),
+        (
+            {"suffixes": [".a.txt.gz"]},
+            r"suffixes=\.a\.txt\.gz: must be the ending of a file name, .* such as \.txt\.gz$",
+        ),
         ({"modality": "smell"}, "modality='smell'"),
-        ({"hold_out_end": True, "validation_fraction": 0.0}, r"validation_fraction=0\.0: must be more than 0 where"),
+        ({"hold_out_end": True, "validation_fraction": 0.0}, r"validation_fraction=0\.0: must be more than 0 when"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

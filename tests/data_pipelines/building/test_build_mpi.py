@@ -147,7 +147,7 @@ def test_crew_refuses_launcher_of_another_mpi(source, tmp_path):
     words = worker_words(source, tmp_path / "data", ARGUMENTS)
     code, _, err = outcome(start(words, PMI_SIZE="2", PMI_RANK="0"))  # as MPICH's mpirun says it
     assert code
-    assert "DataError: PMI_SIZE=2: started as one of several processes, yet mpi4py sees one alone" in err
+    assert "DataError: PMI_SIZE=2: started as one of several processes, but mpi4py sees only one" in err
     assert "Open MPI" in err and not any(tmp_path.iterdir())
 
 

@@ -265,7 +265,7 @@ def test_build_is_refused_while_another_is_under_way(tmp_path):
 
     build([source], tmp_path / "data", progress=build_too, **ARGUMENTS)
     place = tmp_path / ".data.unfinished"
-    assert set(refusals) == {f"{place}: another build into the same output is under way; wait for its end"}
+    assert set(refusals) == {f"{place}: another build into the same output is running; wait until it has finished"}
     assert not place.exists()
 
 
@@ -304,7 +304,7 @@ def test_build_where_locks_cannot_be_had(tmp_path, monkeypatch, caplog, number, 
             build([source], tmp_path / "data", **ARGUMENTS)
     else:
         build([source], tmp_path / "data", **ARGUMENTS)
-        assert "the file system has no locks" in caplog.text and (tmp_path / "data").is_dir()
+        assert "the file system does not support locks" in caplog.text and (tmp_path / "data").is_dir()
 
 
 def meanwhile(monkeypatch, other_build: Callable[[], object]) -> None:
@@ -343,7 +343,7 @@ def test_build_compares_with_what_a_build_made_meanwhile(tmp_path, monkeypatch):
 def test_build_refuses_what_another_build_made_meanwhile(tmp_path, monkeypatch):
     source = write_files(tmp_path / "source", numbered_files(60))
     meanwhile(monkeypatch, lambda: build([source], tmp_path / "data", seed=1, **ARGUMENTS))
-    with pytest.raises(DataError, match="other settings; nothing is overwritten"):
+    with pytest.raises(DataError, match="other settings; it is not overwritten"):
         build([source], tmp_path / "data", **ARGUMENTS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "source"]
 

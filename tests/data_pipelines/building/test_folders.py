@@ -22,15 +22,19 @@ def texts(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     ("inputs", "output", "rule"),
     [
-        (["texts", "texts/0"], "data", "texts/0: lies inside texts, and no file is taken twice; name one of the two"),
-        (["texts/0/f0.py", "texts"], "data", "texts/0/f0.py: lies inside texts, and no file is taken twice"),
-        (["texts", "link"], "data", "link: lies inside texts, and no file is taken twice"),
-        (["texts", "texts"], "data", "texts: is given twice; name every input once"),
-        (["link", "texts/0"], "data", r"texts/0: is given twice \(as link\); name every input once"),
-        (["texts"], "texts/data", "HERE/texts/data: lies inside the input texts; name an output beside it"),
-        (["texts"], "link/data", "HERE/texts/0/data: lies inside the input texts; name an output beside it"),
-        (["."], "data", r"HERE/data: lies inside the input \.; name an output beside it"),
-        (["texts/0"], "texts", "texts/0: lies inside the output, HERE/texts; name an output beside the input"),
+        (
+            ["texts", "texts/0"],
+            "data",
+            "texts/0: lies inside texts, so its files would be read twice; name only one of the two",
+        ),
+        (["texts/0/f0.py", "texts"], "data", "texts/0/f0.py: lies inside texts, so its files would be read twice"),
+        (["texts", "link"], "data", "link: lies inside texts, so its files would be read twice"),
+        (["texts", "texts"], "data", "texts: is named twice; name every input once"),
+        (["link", "texts/0"], "data", r"texts/0: is named twice \(as link\); name every input once"),
+        (["texts"], "texts/data", "HERE/texts/data: lies inside the input texts; name an output outside it"),
+        (["texts"], "link/data", "HERE/texts/0/data: lies inside the input texts; name an output outside it"),
+        (["."], "data", r"HERE/data: lies inside the input \.; name an output outside it"),
+        (["texts/0"], "texts", "texts/0: lies inside the output, HERE/texts; name an output outside the input"),
         ([".d.unfinished/data"], "d", r"\.d\.unfinished/data: lies inside the output, HERE/\.d\.unfinished; name"),
     ],
 )

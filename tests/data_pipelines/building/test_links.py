@@ -162,8 +162,11 @@ def test_links_to_folders_and_to_nothing_are_counted_and_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("missing", r"no file to take \(.*; left out: 1 links to nothing\); fetch or copy again the files that links"),
-        ("folder", r"no file to take \(.*; left out: 1 links to folders\); name the folders that links lead to$"),
+        (
+            "missing",
+            r"no matching file \(.*; left out: 1 links to nothing\); fetch or copy again the files that the links",
+        ),
+        ("folder", r"no matching file \(.*; left out: 1 links to folders\); name the folders that the links point to$"),
     ],
 )
 def test_a_folder_of_links_that_lead_to_no_file_is_refused_with_the_way_out(tmp_path, target, message):
@@ -241,7 +244,7 @@ def test_one_tar_by_two_names_is_refused(tmp_path):
     tar = write_tar(tmp_path / "tars" / "a" / "0.tar", [("x.txt", b"x")])
     (tmp_path / "tars" / "1.tar").symlink_to(tar)
     (tmp_path / "again").symlink_to(tmp_path / "tars")
-    rule = r"are one tar twice, by links; name one of them, or its folder$"
+    rule = r"are links to the same tar; name one of them, or its folder$"
     with pytest.raises(DataError, match=rf"^(1\.tar and a/0\.tar|a/0\.tar and 1\.tar): {rule}"):
         index_tars([str(tmp_path / "tars")], tmp_path / "index")
     with pytest.raises(DataError, match=rule):
@@ -253,6 +256,6 @@ def test_links_to_folders_of_tars_are_named_as_the_way_out(tmp_path):
     write_tar(tmp_path / "tars" / "0.tar", [("x.txt", b"x")])
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "tars").symlink_to(tmp_path / "tars")
-    with pytest.raises(DataError, match=r"no tar there .*; name a folder that one of the 1 links leads to$"):
+    with pytest.raises(DataError, match=r"contains no tar .*; name a folder that one of the 1 links leads to$"):
         index_tars([str(tmp_path / "links")], tmp_path / "index")
     index_tars([str(tmp_path / "links" / "tars")], tmp_path / "index", validation_fraction=0)

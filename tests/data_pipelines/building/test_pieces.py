@@ -187,7 +187,7 @@ def test_a_damaged_list_of_pieces_is_found(texts, small, tmp_path, monkeypatch):
     place.write_bytes(place.read_bytes().replace(b'"piece": 1', b'"piece": 2', 1))
     (finding,) = verify(tmp_path / "data")
     assert finding.startswith(f"{place}: the list of pieces is damaged")
-    with pytest.raises(DataError, match=r"pieces\.jsonl.*nothing is overwritten"):
+    with pytest.raises(DataError, match=r"pieces\.jsonl.*it is not overwritten"):
         build([texts], tmp_path / "data")
     place.unlink()
     assert "pieces.jsonl" in verify(tmp_path / "data")[0]

@@ -90,14 +90,14 @@ def test_suffixes_of_compressed_texts(tmp_path):
         assert sorted(payloads_of(tmp_path / name, "train")) == taken
         assert manifest.made["left_out"]["empty_files"] == (suffixes == [".gz"])  # it holds nothing
     with pytest.raises(
-        DataError, match=r"no file to take \(suffixes: \.rs\); there are \.gz, \.txt: name those to take by --suffix$"
+        DataError, match=r"no matching file \(suffixes: \.rs\); there are \.gz, \.txt: select files with --suffix$"
     ):
         build([tmp_path / "source"], tmp_path / "none", suffixes=[".rs"])
 
 
 def test_a_folder_of_records_without_a_field_says_what_to_name(tmp_path):
     source = write_files(tmp_path / "source", RECORDS)
-    rule = r"there are \.gz, \.jsonl, \.parquet, \.zst: name what holds the text of their records by --field, or those"
+    rule = r"there are \.gz, \.jsonl, \.parquet, \.zst: name the field that holds the text with --field, or take"
     with pytest.raises(DataError, match=rule):
         build([source], tmp_path / "data")
 
@@ -170,32 +170,32 @@ def flipped(table: pyarrow.Table) -> bytes:
     ("name", "content", "arguments", "rule"),
     [
         ("x.txt", PARQUET, {}, r": is a Parquet file with the columns of text text, meta\.body, .* --field text, or"),
-        ("x.parquet", PARQUET, {"field": "body"}, r": field 'body' is no column of it; those of text are text,"),
-        ("x.parquet", PARQUET, {"field": "id"}, r": field 'id' holds neither text nor bytes; those of text are text,"),
+        ("x.parquet", PARQUET, {"field": "body"}, r": field 'body' is not one of its columns; its columns of text are"),
+        ("x.parquet", PARQUET, {"field": "id"}, r": field 'id' holds neither text nor bytes; its columns of text are"),
         ("x.parquet", PARQUET[:-9], {"field": "text"}, r": is a Parquet file that is damaged or cut short \("),
         ("x.parquet", flipped(TWO_NAMES), {"field": "a.b"}, r": field 'a\.b' is the name of several columns; "),
         ("x.parquet", flipped(pyarrow.table({"a": ["a text"]})), {"field": "a"}, r": is a Parquet file that is da"),
-        ("x.zip", "zip", {}, r": is a zip archive, and no text; unpack it first, such as with `unzip FILE`, or take"),
-        ("x.tgz", "tgz", {}, r": is compressed by gzip, and what it holds is a tar archive; unpack it"),
-        ("x.gz", TWICE, {}, r": is compressed by gzip, and what it holds is compressed"),
-        ("x.txt", b"%PDF-1.7\n1 0 obj", {}, r": is a PDF file, and no text; leave it out, such as by --exclude, or"),
-        ("x.txt", b"\x89PNG\r\n\x1a\n", {}, r": is a PNG picture, and no text; take it by --modality image, leave"),
-        ("x.txt", b"\xff\xd8\xff\xe0", {}, r": is a JPEG picture, and no text; take it by --modality image, leave"),
-        ("x.txt", b"RIFF\1\0\0\0WAVEfmt \x10\0", {}, r": is a WAV sound, and no text; take it by --modality audio, l"),
-        ("x.txt", b"fLaC\0\0", {}, r": is a FLAC sound, and no text; take it by --modality audio, leave it out, such"),
+        ("x.zip", "zip", {}, r": is a zip archive, not text; unpack it first, such as with `unzip FILE`, or take"),
+        ("x.tgz", "tgz", {}, r": is compressed by gzip that holds a tar archive; unpack it"),
+        ("x.gz", TWICE, {}, r": is compressed by gzip that holds compressed"),
+        ("x.txt", b"%PDF-1.7\n1 0 obj", {}, r": is a PDF file, not text; leave it out, such as with --exclude, or"),
+        ("x.txt", b"\x89PNG\r\n\x1a\n", {}, r": is a PNG picture, not text; take it with --modality image, leave"),
+        ("x.txt", b"\xff\xd8\xff\xe0", {}, r": is a JPEG picture, not text; take it with --modality image, leave"),
+        ("x.txt", b"RIFF\1\0\0\0WAVEfmt \x10\0", {}, r": is a WAV sound, not text; take it with --modality audio, l"),
+        ("x.txt", b"fLaC\0\0", {}, r": is a FLAC sound, not text; take it with --modality audio, leave it out, such"),
         ("x.gz", COMPRESS[".gz"](TEXTS["0.txt"])[:-5], {}, r": is compressed by gzip, and damaged or cut short \("),
-        ("x.jsonl", PARQUET[4:], {"field": "text"}, r":1: is no JSON \(.+\); --field reads Parquet and JSON Lines"),
-        ("x.jsonl", b'{"a": "b"}\n{"a": 1', {"field": "a"}, r":2: is no JSON \(.+\); --field reads Parquet"),
-        ("x.jsonl", b'{"a": "b"}\n\n{"a": 1}', {"field": "a"}, r":3: field 'a' is a number, and must be text$"),
-        ("x.jsonl", b'{"a": "b", "c": {}}', {"field": "c"}, r":1: field 'c' is an object, and must be text; its"),
+        ("x.jsonl", PARQUET[4:], {"field": "text"}, r":1: is not JSON \(.+\); --field reads Parquet and JSON Lines"),
+        ("x.jsonl", b'{"a": "b"}\n{"a": 1', {"field": "a"}, r":2: is not JSON \(.+\); --field reads Parquet"),
+        ("x.jsonl", b'{"a": "b"}\n\n{"a": 1}', {"field": "a"}, r":3: field 'a' is a number; must be text$"),
+        ("x.jsonl", b'{"a": "b", "c": {}}', {"field": "c"}, r":1: field 'c' is an object; must be text; its"),
         ("x.jsonl", b'{"a": "b", "c": {"d": 1}}', {"field": "e"}, r":1: has no field 'e'; it has a, c\.d$"),
-        ("x.jsonl", b'["a"]', {"field": "a"}, r":1: is a list, and no object; --field reads an object a line"),
+        ("x.jsonl", b'["a"]', {"field": "a"}, r":1: is a list, not an object; --field reads one object per line"),
         ("x.jsonl", b'{"a": "\\ud83d"}', {"field": "a"}, r":1: field 'a' holds half a character \(\\ud83d alone\)"),
-        ("x.jsonl", b'{"a": null}', {"field": "a"}, r": no file to take .* 1 null records\); name files that hold"),
-        ("x.txt", b"", {}, r": no file to take \(.* left out: 1 empty\); name files that hold something$"),
-        ("x.zip", "zip", {"field": "a"}, r": is a zip archive; --field reads JSON Lines and Parquet"),
+        ("x.jsonl", b'{"a": null}', {"field": "a"}, r": no matching file .* 1 null records\); name files that are"),
+        ("x.txt", b"", {}, r": no matching file \(.* left out: 1 empty\); name files that are not empty$"),
+        ("x.zip", "zip", {"field": "a"}, r": is a zip archive; --field reads only JSON Lines and Parquet"),
         ("x.jsonl", b"{}", {"field": ""}, r"^field='': must be the name"),
-        ("x.jsonl", b"{}", {"field": "a", "properties": {"raw": 1}}, r"^field=a: reads what a file holds, and raw"),
+        ("x.jsonl", b"{}", {"field": "a", "properties": {"raw": 1}}, r"^field=a: reads the records of a file, and raw"),
         ("x.jsonl", b"{}", {"field": "a", "modality": "image"}, r"^field=a: only applies to text, and this is image"),
     ],
 )  # fmt: skip
@@ -216,8 +216,8 @@ def test_what_cannot_be_taken_is_refused_in_one_line(tmp_path, name, content, ar
 @pytest.mark.parametrize(
     ("module", "name", "arguments", "rule"),
     [
-        ("pyarrow", "string.parquet", {"field": "text"}, "and pyarrow, which reads it, .*; pip install pyarrow"),
-        ("pyarrow", "string.parquet", {}, "is a Parquet file, and no text; name the one to take by --field"),
+        ("pyarrow", "string.parquet", {"field": "text"}, "and pyarrow, which reads such files, .*; pip install"),
+        ("pyarrow", "string.parquet", {}, "is a Parquet file, not text; name the text's field with --field"),
         ("zstandard", "a.jsonl.zst", {"field": "text"}, "and zstandard, .*; pip install zstandard, or unpack the file"),
     ],
 )  # fmt: skip

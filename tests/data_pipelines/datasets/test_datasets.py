@@ -137,13 +137,15 @@ def test_cifar10_takes_the_published_files_alone(cifar, tmp_path, monkeypatch):
     assert folder_bytes(tmp_path / "0") == folder_bytes(tmp_path / "2")
     wrong = batches | {"test_batch.bin": known(bytes(20 * 3073))}
     monkeypatch.setitem(DATASETS, "cifar10", replace(CIFAR10, batches=wrong))
-    with pytest.raises(DataError, match=r"test_batch\.bin\): its MD5 is \w+, and the published one .*--unpublished$"):
+    with pytest.raises(
+        DataError, match=r"test_batch\.bin\): its MD5 is \w+, but the published one is .*--unpublished$"
+    ):
         made("cifar10", cifar["binary archive"], tmp_path / "data", unpublished=False)
 
 
 def test_cifar10_of_another_size_is_not_the_published_one(cifar, tmp_path):
     with pytest.raises(
-        DataError, match=r"data_batch_1: 6\d,\d+ bytes, and the published file has 31,035,704; .*--unpub"
+        DataError, match=r"data_batch_1: 6\d,\d+ bytes, but the published file has 31,035,704; .*--unpub"
     ):
         made("cifar10", cifar["python folder"], tmp_path / "data", unpublished=False)
     assert not (tmp_path / "data").exists()
@@ -162,11 +164,11 @@ def test_cifar10_with_a_batch_missing_is_refused(cifar, tmp_path):
     [
         ({}, "holds no batch of CIFAR-10"),
         ({"train.bin": b"0" * 3074}, "holds no batch of CIFAR-10"),
-        ({"data_batch_1.bin": b"\0" * 3074}, r"data_batch_1\.bin: 3,074 bytes are no rows of 3,073"),
-        ({"data_batch_1.bin": b""}, "0 bytes are no rows"),
-        ({"data_batch_1.bin": b"\x0a" * 3073 * 30}, r"data_batch_1\.bin: a label is 10, not under 10"),
+        ({"data_batch_1.bin": b"\0" * 3074}, r"data_batch_1\.bin: 3,074 bytes are not a multiple of 3,073"),
+        ({"data_batch_1.bin": b""}, "0 bytes are not a multiple"),
+        ({"data_batch_1.bin": b"\x0a" * 3073 * 30}, r"data_batch_1\.bin: a label is 10; must be less than 10"),
         ({"test_batch.bin": b"\0" * 3073}, "holds no picture to train on"),
-        ({"data_batch_1": b"\0" * 3073}, r"data_batch_1: cannot be read as a pickle .*; nothing of it was run"),
+        ({"data_batch_1": b"\0" * 3073}, r"data_batch_1: cannot be read as a pickle .*; none of its code was run"),
         ({"a.tar.gz": b"\x1f\x8b" + b"\0" * 99}, r"a\.tar\.gz: is compressed by gzip, and damaged or cut short"),
     ],
     ids=["empty", "CIFAR-100", "rows", "nothing", "label", "test alone", "no pickle", "no archive"],
@@ -294,10 +296,10 @@ def test_imagenet64_takes_the_published_counts_and_archives_alone(tmp_path, monk
         made("imagenet64", source, tmp_path / "other", unpublished=False)
     wrong = archives | {"Imagenet64_val_npz.zip": replace(archives["Imagenet64_val_npz.zip"], digest="0" * 64)}
     monkeypatch.setitem(DATASETS, "imagenet64", replace(mine, archives=wrong))
-    with pytest.raises(DataError, match=r"val_npz\.zip: its SHA256 is \w+, and the published one 0000"):
+    with pytest.raises(DataError, match=r"val_npz\.zip: its SHA256 is \w+, but the published one is 0000"):
         made("imagenet64", source, tmp_path / "other", unpublished=False)
     monkeypatch.setitem(DATASETS, "imagenet64", IMAGENET64)
-    with pytest.raises(DataError, match=r"zip: [\d,]+ bytes, and the published archives have 6,783,426,789, "):
+    with pytest.raises(DataError, match=r"zip: [\d,]+ bytes, but the published archives have 6,783,426,789, "):
         made("imagenet64", source, tmp_path / "other", unpublished=False)
 
 
@@ -339,11 +341,11 @@ def test_imagenet64_refuses_in_one_line(tmp_path, files, rule):
 
 def test_imagenet64_in_pickles_and_in_other_sizes_is_refused(tmp_path):
     zipped(tmp_path / "Imagenet64_val.zip", {"val_data": b"\x80\x02."})
-    with pytest.raises(DataError, match=r"Imagenet64_val\.zip: holds pickled batches, which are not read"):
+    with pytest.raises(DataError, match=r"Imagenet64_val\.zip: holds pickled batches, which are not supported"):
         made("imagenet64", tmp_path / "Imagenet64_val.zip", tmp_path / "data")
     (tmp_path / "small" / "train").mkdir(parents=True)
     Image.fromarray(pictures(1, 32)[0]).save(tmp_path / "small" / "train" / "0.png")
-    with pytest.raises(DataError, match=r"small/train: its pictures are 32x32 pixels, and those of imagenet64 64x64"):
+    with pytest.raises(DataError, match=r"small/train: its pictures are 32x32 pixels, but imagenet64 has 64x64"):
         made("imagenet64", tmp_path / "small", tmp_path / "data")
 
 
@@ -393,21 +395,21 @@ def test_text_is_split_by_bytes(tmp_path, name, form):
 
 def test_text_takes_the_published_file_alone(tmp_path, monkeypatch):
     given = zipped(tmp_path / "a.zip", {"enwik8": TEXT})
-    with pytest.raises(DataError, match=r"a\.zip \(enwik8\): 400,020 bytes, and the published file has 100,000,000; "):
+    with pytest.raises(DataError, match=r"a\.zip \(enwik8\): 400,020 bytes, but the published file has 100,000,000; "):
         made("enwik8", given, tmp_path / "data", unpublished=False)
     monkeypatch.setitem(DATASETS, "enwik8", replace(ENWIK8, content=known(TEXT)))
     made("enwik8", given, tmp_path / "data", unpublished=False)
     flipped = bytes([TEXT[0] ^ 1]) + TEXT[1:]
     (tmp_path / "enwik8").write_bytes(flipped)
-    with pytest.raises(DataError, match=r"enwik8: its MD5 is \w+, and the published one \w+; .*--unpublished"):
+    with pytest.raises(DataError, match=r"enwik8: its MD5 is \w+, but the published one is \w+; .*--unpublished"):
         made("enwik8", tmp_path / "enwik8", tmp_path / "other", unpublished=False)
 
 
 @pytest.mark.parametrize(
     ("members", "rule"),
     [
-        ({"a": b"1", "b": b"2"}, "holds a, b instead of enwik8 alone; fetch http"),
-        ({}, "holds nothing instead of enwik8 alone"),
+        ({"a": b"1", "b": b"2"}, "holds a, b instead of only enwik8; fetch http"),
+        ({}, "holds nothing instead of only enwik8"),
         ({"enwik8": b"12"}, "2 bytes are too few for three splits"),
     ],
 )
@@ -437,7 +439,7 @@ def test_names_in_an_archive_reach_no_terminal_as_they_are(tmp_path):
     given = zipped(tmp_path / "a.zip", {"a\nb\x1b[31m": b"1", "c\x9b31m\u202e": b"2"})
     with pytest.raises(DataError) as caught:
         made("enwik8", given, tmp_path / "data")
-    assert r"holds a\nb\x1b[31m, c\x9b31m\u202e instead of enwik8 alone" in str(caught.value)
+    assert r"holds a\nb\x1b[31m, c\x9b31m\u202e instead of only enwik8" in str(caught.value)
 
 
 # Builds

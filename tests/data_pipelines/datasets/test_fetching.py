@@ -86,7 +86,7 @@ def refused(rule: str, **options) -> None:
 def test_download_of_another_file_is_refused(served, monkeypatch):
     with FaultyServer(served, corrupt=["enwik8.zip"]) as url:
         published(monkeypatch, served, url)
-        refused(rf"{url}/enwik8\.zip: its SHA-256 is not what it should be: .* or fetch {url}/enwik8\.zip by hand")
+        refused(rf"{url}/enwik8\.zip: its SHA-256 does not match: .* or fetch {url}/enwik8\.zip by hand")
     assert not Path("downloads/enwik8.zip").exists()
 
 
@@ -141,14 +141,14 @@ def test_download_by_two_processes_is_refused(served, monkeypatch):
 def test_output_that_cannot_be_is_told_before_a_download(served, monkeypatch):
     published(monkeypatch, served, "http://127.0.0.1:9")
     (Path("data")).write_bytes(b"")
-    with pytest.raises(DataError, match="data: there already, and no data folder"):
+    with pytest.raises(DataError, match="data: already exists, is not a data folder"):
         build_dataset("enwik8", None, Path("data"), download=True)
     assert [path.name for path in Path().iterdir()] == ["data"]
 
 
 def test_imagenet64_is_fetched_by_no_program(served):
     with pytest.raises(
-        DataError, match=r"--download: no program may fetch imagenet64; log in at https://image-net\.org"
+        DataError, match=r"--download: imagenet64 may not be fetched by a program; log in at https://image-net\.org"
     ):
         build_dataset("imagenet64", None, Path("data"), download=True)
 

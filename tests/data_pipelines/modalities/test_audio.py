@@ -280,7 +280,7 @@ def test_audio_of_another_rate_is_refused_unless_one_is_asked_for(tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.wav").write_bytes(wav(tone(50).tobytes(), rate=8000))
     (tmp_path / "source" / "b.wav").write_bytes(wav(tone(50).tobytes(), rate=44_100))
-    with pytest.raises(DataError, match=r"b\.wav: has 44100 Hz, and the set's first file 8000; .* --rate 8000"):
+    with pytest.raises(DataError, match=r"b\.wav: has 44100 Hz, but the set's first file has 8000; .* --rate 8000"):
         build([tmp_path / "source"], tmp_path / "data", modality="audio")
     assert not (tmp_path / "data").exists()
 
@@ -298,7 +298,7 @@ WHOLE = wav(tone(100).tobytes(), channels=2)
     ("content", "rule"),
     [
         (b"ID3 no sound at all", r"cannot be read as a sound \("),
-        (b"RIFF", "is no WAV file"),
+        (b"RIFF", "is not a WAV file"),
         (WHOLE[:-1], "says 200 bytes of sound and holds 199: it is cut short"),
         (WHOLE[:44], "says 200 bytes of sound and holds 0: it is cut short"),
         (WHOLE[:40], "without sound"),
@@ -306,11 +306,11 @@ WHOLE = wav(tone(100).tobytes(), channels=2)
         (WHOLE[:16] + b"\x0a" + WHOLE[17:30] + WHOLE[36:], "its format has 10 bytes, not 16"),
         (WHOLE[:12] + WHOLE[36:], "sound before its format"),
         (WHOLE[:40] + b"\xff" * 4 + WHOLE[44:], "written to a pipe"),
-        (WHOLE[:40] + b"\xc7" + WHOLE[41:], "199 bytes of sound are no whole frames of 4"),
-        (wav(bytes(400), bits=64), "of WAV format 1 with 64 bits; must be PCM"),
-        (wav(bytes(400), tag=7, bits=16), "of WAV format 7 with 16 bits"),
+        (WHOLE[:40] + b"\xc7" + WHOLE[41:], "199 bytes of sound are not a multiple of the frame size, 4"),
+        (wav(bytes(400), bits=64), "has WAV format 1 with 64 bits; must be PCM"),
+        (wav(bytes(400), tag=7, bits=16), "has WAV format 7 with 16 bits"),
         (wav(bytes(400), tag=3, bits=16), r"cannot be read as a sound \("),
-        (wav(bytes(402), tag=3, bits=32), "402 bytes of sound are no whole frames of 4"),
+        (wav(bytes(402), tag=3, bits=32), "402 bytes of sound are not a multiple of the frame size, 4"),
         (wav(bytes(400), tag=0x55AA, bits=16), r"cannot be read as a sound \("),
         (wav(bytes(400), channels=0), "0 channels of 16 bits"),
         (wav(bytes(400), rate=0), "at 0 Hz"),

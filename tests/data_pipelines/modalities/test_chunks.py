@@ -81,7 +81,7 @@ def test_wav_that_goes_on_after_its_sound_is_refused(tmp_path, flaw, encoding):
     whole = wav(sound, **ENCODINGS[encoding])
     assert len(read(tmp_path / "whole.wav", whole)) == FRAMES
     with pytest.raises(
-        DataError, match=r"\d+ bytes of sound, and \d+ bytes follow that are no chunk: .*`ffmpeg"
+        DataError, match=r"\d+ bytes of sound, and \d+ bytes follow that are not a chunk: .*`ffmpeg"
     ) as caught:
         read(tmp_path / "a.wav", FLAWS[flaw](sound, whole))
     assert str(caught.value).startswith(f"{tmp_path / 'a.wav'}: says") and "\n" not in str(caught.value)
@@ -93,7 +93,7 @@ def test_wav_of_several_sounds_is_refused(tmp_path, flaw, encoding):
     sound = sound_of(encoding)
     damaged = SEVERAL[flaw](sound, wav(sound, **ENCODINGS[encoding]))
     with pytest.raises(
-        DataError, match=r"a\.wav: several sounds laid end to end.*; split it at byte \d+, or exclude"
+        DataError, match=r"a\.wav: holds several sounds one after another.*; split it at byte \d+, or exclude"
     ) as caught:
         read(tmp_path / "a.wav", damaged)
     place = int(str(caught.value).split("at byte ")[1].split(",")[0])
@@ -180,13 +180,13 @@ def test_other_files_of_chunks_hold_the_sound_that_they_say(tmp_path, kind):
     for less in (2 * FRAMES // 2, size - 24):
         patched = bytearray(whole)
         struct.pack_into(form, patched, place, size - less)
-        with pytest.raises(DataError, match=r"says \d+ bytes of sound, and \d+ bytes follow that are no chunk"):
+        with pytest.raises(DataError, match=r"says \d+ bytes of sound, and \d+ bytes follow that are not a chunk"):
             read(path, bytes(patched))
     with pytest.raises(DataError, match=r"says \d+ bytes of sound and holds \d+: it is cut short"):
         read(path, whole[:-FRAMES])
-    with pytest.raises(DataError, match=r"several sounds laid end to end|bytes follow that are no chunk"):
+    with pytest.raises(DataError, match=r"holds several sounds one after another|bytes follow that are not a chunk"):
         read(path, whole + whole)
-    with pytest.raises(DataError, match=r"several sounds laid end to end|bytes follow that are no chunk"):
+    with pytest.raises(DataError, match=r"holds several sounds one after another|bytes follow that are not a chunk"):
         read(path, b"ID3\x03\0\0\0\0\0\x04" + bytes(4) + whole + whole)  # tags before the file are passed over
 
 

@@ -116,7 +116,7 @@ def test_samples_are_files_of_the_set_s_form():
     [
         (
             ["--modality", "audio", "--wav", "flac"],
-            "--wav=flac: must be mulaw or pcm; pcm for readers that know no mu-law",
+            "--wav=flac: must be mulaw or pcm; pcm is for readers without mu-law",
         ),
         (["--wav", "pcm"], "--wav=pcm: goes with --modality audio, and this is text"),
     ],

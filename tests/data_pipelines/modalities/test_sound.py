@@ -244,7 +244,7 @@ def test_mp3_that_does_not_say_its_length_is_refused(tmp_path, change):
     (tmp_path / "a.mp3").write_bytes(whole)
     assert soundfile.info(tmp_path / "a.mp3").frames not in range(88_200 - 1152, 88_200 + 2 * 1152)
     with pytest.raises(
-        DataError, match=r"a\.mp3: does not say how long it is \(an MP3 .* `ffmpeg -i IN -c copy OUT\.mp3`"
+        DataError, match=r"a\.mp3: does not declare its length \(an MP3 .* `ffmpeg -i IN -c copy OUT\.mp3`"
     ):
         content(tmp_path / "a.mp3")
 
@@ -256,7 +256,7 @@ def test_flac_that_does_not_say_its_length_is_refused_before_anything_is_made(tm
     whole[21] &= 0xF0  # the 36 bits of STREAMINFO's total
     whole[22:26] = bytes(4)
     (source / "a.flac").write_bytes(whole)
-    with pytest.raises(DataError, match=r"a\.flac: does not say how long it is; write it anew, .* or exclude it$"):
+    with pytest.raises(DataError, match=r"a\.flac: does not declare its length; write it again, .* or exclude it$"):
         build([source], tmp_path / "data", modality="audio", validation_fraction=0)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -277,7 +277,7 @@ def test_sounds_laid_end_to_end_are_refused(tmp_path, name, between):
     both.write_bytes(first + between * (name == "a.mp3") + second)
     assert soundfile.info(both).frames == 9000  # the decoder sees the first alone
     with pytest.raises(
-        DataError, match=rf"{name}: several sounds laid end to end, .*; split it, write it anew"
+        DataError, match=rf"{name}: holds several sounds one after another, .*; split it, write it again"
     ) as caught:
         content(both)
     assert "\n" not in str(caught.value)
@@ -301,17 +301,23 @@ def test_ogg_streams_side_by_side_are_one_sound(tmp_path):
 
 def test_sound_without_a_header_and_sound_without_numbers_are_told_in_one_line(tmp_path):
     (tmp_path / "a.raw").write_bytes(bytes(1000))
-    with pytest.raises(DataError, match=r"a\.raw: does not say what sound it holds .*convert it, such as with `sox -r"):
+    with pytest.raises(
+        DataError, match=r"a\.raw: does not declare its sound format .*convert it, such as with `sox -r"
+    ):
         content(tmp_path / "a.raw")
     soundfile.write(tmp_path / "a.aiff", np.array([0.0, np.nan, np.inf]), 8000, format="AIFF", subtype="FLOAT")
-    with pytest.raises(DataError, match=r"a\.aiff: holds samples that are no numbers"):
+    with pytest.raises(DataError, match=r"a\.aiff: holds samples that are not numbers"):
         content(tmp_path / "a.aiff")
 
 
 @pytest.mark.parametrize(
     ("missing", "name", "rule"),
     [
-        ("soundfile", "a.flac", rf"a\.flac: is no WAV file of PCM or mu-law, and soundfile, .*; {EXTRA}, or convert"),
+        (
+            "soundfile",
+            "a.flac",
+            rf"a\.flac: is not a WAV file of PCM or mu-law, and soundfile, .*; {EXTRA}, or convert",
+        ),
         ("soxr", "a.wav", rf"a\.wav: has 8000 Hz, and soxr, .*; {EXTRA}, or resample it first"),
     ],
 )

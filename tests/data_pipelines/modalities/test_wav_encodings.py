@@ -64,7 +64,7 @@ def test_floats_beyond_full_scale_are_clipped(tmp_path, bits):
 
 @pytest.mark.parametrize("bits", FLOATS)
 def test_floats_that_are_no_numbers_are_refused(tmp_path, bits):
-    with pytest.raises(DataError, match=r"a\.wav: holds samples that are no numbers \(NaN\)"):
+    with pytest.raises(DataError, match=r"a\.wav: holds samples that are not numbers \(NaN\)"):
         read(tmp_path / "a.wav", wav(floats(np.array([0, np.nan, 0]), bits), tag=3, bits=bits))
 
 
@@ -104,9 +104,9 @@ def test_adpcm_is_what_its_blocks_say(tmp_path, kind, frames):
     assert read(tmp_path / "a.wav", whole) == expected
     for damaged, rule in (
         (whole[:-1], "says 1536 bytes of sound and holds 1535"),
-        (whole + whole, "several sounds laid end to end"),
+        (whole + whole, "holds several sounds one after another"),
         (stated(whole, 512), "says 512 bytes of sound, and 1024 bytes follow"),
-        (stated(whole, 1500)[:-36], "1500 bytes of sound are no whole frames of 256"),
+        (stated(whole, 1500)[:-36], "1500 bytes of sound are not a multiple of the frame size, 256"),
     ):
         with pytest.raises(DataError, match=rule):
             read(tmp_path / "b.wav", damaged)
@@ -134,7 +134,7 @@ def test_mp3_within_wav_does_not_say_its_length(tmp_path):
     path = tmp_path / "a.wav"
     path.write_bytes(riff(form, b"", frames))
     assert soundfile.info(path).subtype == "MPEG_LAYER_III"
-    with pytest.raises(DataError, match=r"a\.wav: does not say how long it is .*`ffmpeg -i IN -c copy OUT\.mp3`"):
+    with pytest.raises(DataError, match=r"a\.wav: does not declare its length .*`ffmpeg -i IN -c copy OUT\.mp3`"):
         content(path)
 
 
@@ -144,7 +144,7 @@ def test_without_soundfile_the_extra_is_named_and_pcm_is_read(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "soundfile", None)
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.wav").write_bytes(wav(bytes(400), tag=tag, bits=bits, extensible=extensible))
-    with pytest.raises(DataError, match=rf"a\.wav: is no WAV file of PCM or mu-law, and soundfile, .*; {EXTRA}, or"):
+    with pytest.raises(DataError, match=rf"a\.wav: is not a WAV file of PCM or mu-law, and soundfile, .*; {EXTRA}, or"):
         build([tmp_path / "source"], tmp_path / "data", modality="audio", validation_fraction=0)
     assert not (tmp_path / "data").exists()
     for number, form in enumerate([{"bits": 8}, {"bits": 24, "extensible": True}, {"tag": 7, "bits": 8}]):

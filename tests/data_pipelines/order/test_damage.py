@@ -82,7 +82,7 @@ def test_a_data_set_that_is_lost_is_no_data_set(corpus, tmp_path):
     folder = shutil.copytree(corpus.folder, tmp_path / "data")
     for path in folder.glob("train-*.tar"):
         path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(DataError, match="so are all 32 contexts that could stand in for it"):
+    with pytest.raises(DataError, match="all 32 contexts that could replace it are damaged too"):
         next(iter(steps(folder)))
 
 

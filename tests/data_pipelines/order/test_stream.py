@@ -297,7 +297,7 @@ def test_stream_refuses_state_of_another_split_context_or_shuffle(corpus, change
     [
         ({"world_size": 5}, "multiple of the world size 5; nearest 20, 25"),
         ({"world_size": 2, "rank": 2}, "rank=2"),
-        ({"context": 10**6}, "context=1000000: longer than the whole split"),
+        ({"context": 10**6}, "context=1000000: is longer than the split"),
         ({"split": "test"}, "no split 'test'.*train"),
         ({"seed": -1}, "seed=-1"),
         ({"shuffle_bytes": -1}, "shuffle_bytes=-1: must be at least 0"),
@@ -306,7 +306,7 @@ def test_stream_refuses_state_of_another_split_context_or_shuffle(corpus, change
         ({"on_damage": "hide"}, "on_damage='hide': must be one of abort, substitute"),
         ({"cut": Cut(separator=256)}, "separator=256: must be a byte"),
         ({"cut": Cut(hop=8)}, "hop=8: packed documents are cut every 64 bytes; set packing=false"),
-        ({"cut": Cut(packing=False, separator=0)}, "separator=0: only packed documents meet"),
+        ({"cut": Cut(packing=False, separator=0)}, "separator=0: only applies to packed documents"),
         ({"cut": Cut(packing=False, hop=65)}, "hop=65: must be from 1 to the context 64"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -318,9 +318,9 @@ def test_stream_refuses_arguments_that_do_not_fit(corpus, change, rule):
 
 def test_stream_names_an_argument_of_another_type(corpus):
     asked = StreamSettings(context=64, global_batch=24)
-    with pytest.raises(DataError, match=r"^settings: str is no StreamSettings; give ByteStream\(location, settings"):
+    with pytest.raises(DataError, match=r"^settings: str is not a StreamSettings; give ByteStream\(location, settings"):
         ByteStream(corpus.folder, "train", asked)
-    with pytest.raises(DataError, match=r"^split: int is no str"):
+    with pytest.raises(DataError, match=r"^split: int is not a str"):
         ByteStream(corpus.folder, asked, 1)
 
 

@@ -86,7 +86,9 @@ def test_pictures_have_nothing_before_them(tmp_path):
         (tmp_path / "source" / f"{number}.ppm").write_bytes(b"P6\n4 2\n255\n" + bytes([number]) * 24)
     build([tmp_path / "source"], tmp_path / "data", modality="image", validation_fraction=0.5)
     evaluation_contexts(tmp_path / "data", context=24, batch_size=1, min_context=0)
-    with pytest.raises(DataError, match=r"^min_context=1: every image of this set is a context"):
+    with pytest.raises(
+        DataError, match=r"^min_context=1: must be 0, because every image of this set fills one context"
+    ):
         evaluation_contexts(tmp_path / "data", context=24, batch_size=1, min_context=1)
 
 

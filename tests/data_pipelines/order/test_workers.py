@@ -70,7 +70,7 @@ def test_worker_that_is_lost_within_a_message_spoils_no_other(
     lost = iter([LARGE, 3 * LARGE])
     with closing(Workers([itertools.repeat(LARGE), lost], 2, 0.5)) as workers:
         assert workers.take() == [LARGE, LARGE]
-        how = "was ended by SIGKILL" if number == signal.SIGKILL else "has brought nothing for 0.5 s"
+        how = "was ended by SIGKILL" if number == signal.SIGKILL else "has delivered nothing for 0.5 s"
         with pytest.raises(LostWorkerError, match=rf"loader worker 2 of 2 .*{how}"):
             workers.take()
         left = pids(workers)

@@ -269,7 +269,7 @@ def test_tars_that_moved_are_found_where_the_manifest_is_told(tars, tmp_path):
     assert open_stream(tmp_path / "index", context=32, global_batch=4, state=state).state == state
     for tars_key in ('""', "3", "null"):
         path.write_text(path.read_text().replace(json.dumps(str(tmp_path / "elsewhere")), tars_key))
-        with pytest.raises(DataError, match=r"tars=.*: must say where the tars lie|edited"):
+        with pytest.raises(DataError, match=r"tars=.*: must be the location of the tars|edited"):
             DataFolder(tmp_path / "index")
         path.write_text(path.read_text().replace(f'"tars": {tars_key}', f'"tars": "{tmp_path / "elsewhere"}"'))
 
@@ -281,7 +281,7 @@ def test_a_name_that_leaves_the_folder_is_refused(tars, tmp_path):
     shards[0] = dataclasses.replace(shards[0], name="../tars/train-000.tar")
     split = dataclasses.replace(manifest.splits["train"], shards=tuple(shards))
     text = dataclasses.replace(manifest, splits={"train": split}).to_json()
-    with pytest.raises(DataError, match="is no shard name"):
+    with pytest.raises(DataError, match="is not a shard name"):
         DataManifest.parse("manifest.json", text.encode())
 
 
@@ -367,9 +367,9 @@ def test_tars_in_nested_folders_of_any_protocol_are_cached(tmp_path):
     [
         (["http://me:secret@host/shards/a.tar"], "has a user or a query"),
         (["http://host/shards/a.tar?key=secret"], "has a user or a query"),
-        (["http://host/a.tar", "s3://b/a.tar"], "lie in more than one kind of place"),
-        (["pipe:curl -s http://host/a.tar"], "a pipe runs a command, and is not run here; name the URL"),
-        (["ftpx://host/a.tar"], "no protocol that fsspec knows"),
+        (["http://host/a.tar", "s3://b/a.tar"], "are partly local and partly remote"),
+        (["pipe:curl -s http://host/a.tar"], "pipes are not run, because they run a command; name the URL"),
+        (["ftpx://host/a.tar"], "not a protocol that fsspec knows"),
         (["memory://nowhere"], "lists no file \\*.tar; name the files themselves"),
     ],
 )
@@ -386,10 +386,10 @@ def test_urls_that_cannot_be_are_refused_without_secrets(tmp_path, places, rule)
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"extension": "md"}, "has content in a member .md; members are .jpg, .json, .txt; name the one"),
+        ({"extension": "md"}, "has a member .md with content; members are .jpg, .json, .txt; name the one"),
         ({"extension": "a/b"}, "extension='a/b': must be what follows a member's first dot, such as txt"),
         ({"splits": ["train"]}, "split=train: must be NAME=PATTERN"),
-        ({"splits": ["train=other*"]}, "split=train=other*: fits none of the 5 tars, such as train-000.tar"),
+        ({"splits": ["train=other*"]}, "split=train=other*: matches none of the 5 tars, such as train-000.tar"),
         ({"validation_fraction": 1}, "validation_fraction=1: must be at least 0 and less than 1"),
         ({"modality": "smell"}, "modality='smell': not a registered modality"),
     ],
@@ -402,7 +402,7 @@ def test_options_that_cannot_be_are_refused(tars, tmp_path, options, rule):
 def test_places_without_tars_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.zip").write_bytes(b"x")
-    rules = {"empty": "no tar there", "nowhere": "no such file or folder", "file.zip": "name of a tar"}
+    rules = {"empty": "contains no tar", "nowhere": "no such file or folder", "file.zip": "name of a tar"}
     for place, rule in rules.items():
         assert rule in refusal([tmp_path / place], tmp_path / "index")
 
@@ -411,12 +411,12 @@ def test_an_output_that_is_taken_is_refused_and_stays(tars, tmp_path):
     folder, _ = tars
     index_tars([str(folder)], tmp_path / "index", **ALL)
     before = tree(tmp_path)
-    with pytest.raises(DataError, match=r"manifest.json: there already; nothing is overwritten"):
+    with pytest.raises(DataError, match=r"manifest.json: already exists and is not overwritten"):
         index_tars([str(folder)], tmp_path / "index", **ALL)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "train-004.index.npy").write_bytes(b"mine")
-    assert "train-004.index.npy: there already" in refusal([folder], tmp_path / "taken")
-    assert "there already, and no folder" in refusal([folder], folder / "train-000.tar")
+    assert "train-004.index.npy: already exists" in refusal([folder], tmp_path / "taken")
+    assert "already exists and is not a folder" in refusal([folder], folder / "train-000.tar")
     assert {name: digest for name, digest in tree(tmp_path).items() if "taken" not in name} == before
 
 
@@ -424,11 +424,11 @@ def test_an_output_that_is_taken_is_refused_and_stays(tars, tmp_path):
     ("harm", "rule"),
     [
         (lambda content: content[:-1024], "ends after member 3/0011.txt, without the zeros that end a tar"),
-        (lambda content: content[: len(content) // 2 + 100], "cut short|invalid header"),
-        (lambda content: content + content, "continues after member 3/0011.txt with no header"),
+        (lambda content: content[: len(content) // 2 + 100], "cut short|invalid tar header"),
+        (lambda content: content + content, "continues after member 3/0011.txt without a member header"),
         (
             lambda content: content[:124] + b"xxxx" + content[128:],
-            "invalid header of a tar after its beginning, at b",
+            "invalid tar header after its beginning, at b",
         ),
         (lambda content: b"\x1f\x8b\x08" + content[3:], "is compressed by gzip, and cannot be read from the middle"),
         (lambda content: b"", "ends after its beginning"),
@@ -461,7 +461,7 @@ def test_members_that_have_no_bytes_of_their_own_are_refused(tmp_path, kind):
                 "fifo": {"type": tarfile.FIFOTYPE},
             }.get(kind, {})
             add(archive, "b.txt" if kind == "twice" else "a.txt", b"" if fields else b"other", **fields)
-    rule = {"twice": "stands twice in this tar", "sparse": "is sparse"}.get(kind, "is a link or no plain file")
+    rule = {"twice": "occurs twice in this tar", "sparse": "is a sparse file"}.get(kind, "is a link or a special file")
     name = "b.txt" if kind == "twice" else "a.txt"
     assert f"{path}: member {name} {rule}" in refusal([tmp_path / "tars"], tmp_path / "index")
 
@@ -487,7 +487,7 @@ def test_index_that_was_killed_is_gone_on_from_and_nothing_else_is_replaced(tars
     index_tars([str(folder)], tmp_path / "wanted", **ALL)
     laid = folder / "train-000.index.npy"
     laid.write_bytes((tmp_path / "wanted" / laid.name).read_bytes())
-    assert "train-000.index.npy: there already; nothing is overwritten" in refusal([folder], folder)
+    assert "train-000.index.npy: already exists and is not overwritten" in refusal([folder], folder)
     (folder / ".index.partial").mkdir()
     with pytest.raises(DataError, match="no sample of split 'train'"):
         index_tars([str(folder)], folder, **ALL | {"extension": "lacks"})
@@ -496,6 +496,6 @@ def test_index_that_was_killed_is_gone_on_from_and_nothing_else_is_replaced(tars
     (folder / "manifest.json").unlink()
     laid.write_bytes(b"mine")
     (folder / ".index.partial").mkdir()
-    with pytest.raises(DataError, match=r"train-000\.index\.npy: there already; nothing is overwritten"):
+    with pytest.raises(DataError, match=r"train-000\.index\.npy: already exists and is not overwritten"):
         index_tars([str(folder)], folder, **ALL)
     assert laid.read_bytes() == b"mine" and not (folder / "manifest.json").exists()

@@ -127,8 +127,8 @@ def test_pictures_that_must_be_decoded_or_are_of_two_sizes_are_refused(tmp_path)
             members.append((f"{name}.{kind}", file.getvalue()))
         write_tar(tmp_path / kind / "train.tar", members)
     line = refusal([tmp_path / "jpeg"], tmp_path / "index", modality="image", extension="jpeg")
-    assert "train.tar: member a.jpeg is not a .ppm file that can be read as it lies" in line
-    assert line.endswith("unpack the tars, and make a data folder by `longstride data build --modality image`")
+    assert "train.tar: member a.jpeg is not a .ppm file in the form that" in line
+    assert line.endswith("unpack the tars, and make a data folder with `longstride data build --modality image`")
     assert "member b.ppm is not" in refusal([tmp_path / "ppm"], tmp_path / "index", modality="image")
     assert "members are .jpeg; name" in refusal([tmp_path / "jpeg"], tmp_path / "index", modality="image")
 
@@ -153,4 +153,4 @@ def test_sounds_that_lie_as_we_write_them_are_read(tmp_path):
     for name, sound in (("odd", sounds[1][1][:-1]), ("wide", sounds[1][1].replace(b"\1\0\1\0", b"\1\0\2\0", 1))):
         write_tar(tmp_path / name / "train.tar", [sounds[0], ("1.wav", sound)])
         line = refusal([tmp_path / name], tmp_path / f"{name}-index", modality="audio")
-        assert "member 1.wav is not a .wav file that can be read as it lies" in line
+        assert "member 1.wav is not a .wav file in the form that" in line

@@ -87,7 +87,7 @@ def test_truncated_shard_is_named(copy, intact):
     content = (copy / VICTIM).read_bytes()
     for size in (0, 100, 512, 700, len(content) - 1):
         (copy / VICTIM).write_bytes(content[:size])
-        assert f"{VICTIM}: {size} bytes, yet" in str(deliver_until_damage(copy, intact))
+        assert f"{VICTIM}: {size} bytes, but" in str(deliver_until_damage(copy, intact))
 
 
 @pytest.mark.parametrize("filler", [b"\0", b"x"], ids=["zeros", "rubbish"])

@@ -73,7 +73,7 @@ def test_manifest_that_is_none_is_refused(copy, content):
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (lambda content: content.update(format_version=1), "format_version=1, and this version reads 2"),
+        (lambda content: content.update(format_version=1), "format_version=1, but this version reads 2"),
         (lambda content: content.update(modality="smell"), "edited since it was built"),
         (lambda content: content.pop("splits"), "incomplete or misspelt"),
         (lambda content: content.pop("fingerprint"), "edited since it was built"),
@@ -93,7 +93,7 @@ def test_manifest_edited_is_refused(copy, change, rule):
 @pytest.mark.parametrize("name", ["train-00003.tar", "train-00003.index.npy"])
 def test_missing_file_is_named(copy, name):
     (copy / name).unlink()
-    with pytest.raises(DataError, match=f"{name}: missing"):
+    with pytest.raises(DataError, match=f"{name}: is missing"):
         check_split(copy, "train")
     check_split(copy, "validation")
     assert len(verify(copy)) == 1
@@ -161,7 +161,7 @@ def test_verify_reports_a_damaged_manifest(copy):
 
 
 def test_verify_refuses_what_is_no_data_folder(tmp_path):
-    with pytest.raises(DataError, match="no data folder"):
+    with pytest.raises(DataError, match="not a data folder"):
         verify(tmp_path)
 
 

@@ -103,7 +103,7 @@ def test_a_share_of_the_tars_validates_beside_a_test_split():
         ),
         (
             ["dev-0.tar", "dev-1.tar", "eval-a.tar", "eval-b.tar", "0.tar", "1.tar"],
-            "split: dev-0.tar and eval-a.tar are both named like a split to validate with; give --split "
+            "split: dev-0.tar and eval-a.tar are both named like a validation split; give --split "
             "eval='eval-*.tar' --split train='[0-9]*.tar' --split validation='dev-*.tar', or other names",
         ),
         (

@@ -72,7 +72,7 @@ def test_beside_themselves_only_compressed_tars_are_copied(packed):
     number = kept.stat().st_ino
     index_tars([str(folder)], folder, unpack=True, **ALL)
     assert verify(folder) == [] and documents(folder) == texts and kept.stat().st_ino == number
-    with pytest.raises(DataError, match=r"train-001\.tar and sub/train-001\.tgz: are one tar twice") as caught:
+    with pytest.raises(DataError, match=r"train-001\.tar and sub/train-001\.tgz: are the same tar") as caught:
         index_tars([str(folder)], folder.parent / "again", unpack=True, **ALL)
     assert "name one of them" in str(caught.value)
 
@@ -102,7 +102,7 @@ def test_shards_that_webdataset_compresses_under_plain_names_are_told_by_their_b
         with wds.TarWriter(str(tmp_path / "tars" / f"{number}.tar"), compress=True) as writer:
             writer.write({"__key__": "a/b/c", "txt": b"text %d" % number, "seg.png": b"x"})
     with pytest.raises(
-        DataError, match=r"0\.tar: is compressed by gzip, and cannot be read from the middle; copy .* --un"
+        DataError, match=r"0\.tar: is compressed by gzip, and cannot be read from the middle; use --un"
     ):
         index_tars([str(tmp_path / "tars")], tmp_path / "data", **ALL)
     index_tars([str(tmp_path / "tars")], tmp_path / "data", unpack=True, **ALL)
@@ -127,7 +127,7 @@ def test_compressed_tars_that_are_damaged_leave_nothing(packed, tmp_path, ending
 
 
 def test_compressed_tars_are_refused_before_anything_is_read_where_no_copy_is_asked_for(packed, tmp_path):
-    rule = r"^sub/train-000\.tar\.gz: a compressed tar cannot be read from the middle; copy the set .* by --unpack"
+    rule = r"^sub/train-000\.tar\.gz: a compressed tar cannot be read from the middle; use --unpack .*"
     with pytest.raises(DataError, match=rule):
         index_tars([str(packed[0])], tmp_path / "data", **ALL)
     assert not (tmp_path / "data").exists()
@@ -139,13 +139,13 @@ def test_compressed_tars_are_refused_before_anything_is_read_where_no_copy_is_as
         (
             "a.txt.gz",
             gzip.compress(b"text", mtime=0),
-            "is compressed by gzip, and no text; unpack the tars, .* as they are by --raw$",
+            "is compressed by gzip, not text; unpack the tars, .* as they are with --raw$",
         ),
-        ("a.txt.zst", zstandard.compress(b"text"), "is compressed by zstd, and no text"),
+        ("a.txt.zst", zstandard.compress(b"text"), "is compressed by zstd, not text"),
         (
             "a.parquet",
             b"PAR1\x15\0PAR1",
-            "is a Parquet file, and no text; name the member that holds the text by --ext",
+            "is a Parquet file, not text; name the member that holds the text with --ext",
         ),
     ],
 )

@@ -194,13 +194,13 @@ def test_corrupted_remote_file_is_told_from_a_corrupted_transfer(bucket, opened,
     server = FaultyServer(bucket, corrupt={files[0].name})
     with server as url:
         store = opened(url)
-        with pytest.raises(DataError, match=r"its SHA-256 is not what it should be: .* belongs to another set"):
+        with pytest.raises(DataError, match=r"its SHA-256 does not match: .* belongs to another set"):
             store.local(files[0])
         assert len(server.requests) == remote.ROUNDS
         server.corrupt = ()
         assert store.local(files[0]).stat().st_size == 50_000
         longer = StoredFile(files[1].name, 49_999, files[1].sha256)
-        with pytest.raises(DataError, match=r"50000 bytes, and it should have 49999"):
+        with pytest.raises(DataError, match=r"50000 bytes, but it should have 49999"):
             store.local(longer)
         shorter = StoredFile(files[1].name, 50_001, files[1].sha256)
         with pytest.raises(DataError, match=r"it ends before byte 50000"):
@@ -341,9 +341,9 @@ def test_cache_that_is_too_small_is_refused(bucket, opened, tmp_path):
     files = make_files(bucket, 1000)
     with FaultyServer(bucket) as url:
         store = opened(url, cache_bytes=999)
-        with pytest.raises(DataError, match=r"cache_bytes=999: train-00000\.tar alone has 1000 bytes; good: .* 1000"):
+        with pytest.raises(DataError, match=r"cache_bytes=999: train-00000\.tar alone has 1000 bytes; set at least 1000"):
             store.local(files[0])
-        with pytest.raises(DataError, match=r"cache_bytes=999: 1000 bytes of http.* at the same time; good: .* 1000"):
+        with pytest.raises(DataError, match=r"cache_bytes=999: 1000 bytes of http.* at the same time; set .* 1000"):
             store.bind(FINGERPRINT, room_for=1000)
 
 
@@ -402,7 +402,7 @@ def test_error_in_the_background_is_raised_where_the_file_is_asked_for(bucket, o
     with server as url:
         store = opened(url)
         store.expect(files)
-        wait_until(lambda: "fetching it ahead failed" in caplog.text)
+        wait_until(lambda: "prefetching it failed" in caplog.text)
         with pytest.raises(DataError, match="access denied"):
             store.local(files[0])
         server.statuses = {}

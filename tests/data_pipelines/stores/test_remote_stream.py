@@ -99,7 +99,7 @@ def test_folder_that_is_replaced_on_the_server_is_noticed(corpus, settings, tmp_
         stream = open_stream(url, remote=settings, **OPTIONS)
         shutil.rmtree(served)
         build([corpus.source], served, validation_fraction=0.1, shard_bytes=2500, seed=8)
-        with pytest.raises(DataError, match=r"train-\d+.*: .*(and it should have|SHA-256 is not what it should be)"):
+        with pytest.raises(DataError, match=r"train-\d+.*: .*(but it should have|SHA-256 does not match)"):
             list(itertools.islice(stream, 60))
         assert_equal(batches(url, 60, settings), batches(served, 60))
 
@@ -107,6 +107,6 @@ def test_folder_that_is_replaced_on_the_server_is_noticed(corpus, settings, tmp_
 def test_cache_that_is_too_small_is_refused(corpus, tmp_path):
     with (
         FaultyServer(corpus.folder) as url,
-        pytest.raises(DataError, match=r"cache_bytes=5000: .* are needed at the same time; good: at least"),
+        pytest.raises(DataError, match=r"cache_bytes=5000: .* are needed at the same time; set at least"),
     ):
         open_stream(url, remote=RemoteSettings(cache=str(tmp_path), cache_bytes=5000), **OPTIONS)

@@ -94,7 +94,7 @@ def test_data_folder_is_read_by_each_scheme(scheme, corpus, opened):
     assert store.find("a.tar") == ({FILE.name: FILE.size}, 0)
     with pytest.raises(DataError, match=rf"{url}/b\.tar: no such file; check the location"):
         store.size("b.tar")
-    with pytest.raises(DataError, match=f"{FILE.size} bytes, and it should have {FILE.size + 1}"):
+    with pytest.raises(DataError, match=f"{FILE.size} bytes, but it should have {FILE.size + 1}"):
         store.local(StoredFile(FILE.name, FILE.size + 1, FILE.sha256))
 
 
@@ -141,7 +141,7 @@ def test_file_that_changes_while_it_is_read_without_a_checksum_is_noticed(opened
     assert b"".join(store.blocks(FILE.name, FILE.size)) == CONTENT
     monkeypatch.setattr(AsyncDouble, "is_changing", True)
     assert store.local(FILE).read_bytes() == CONTENT  # its checksum is right
-    with pytest.raises(DataError, match=r"a\.tar: another version: it changed while it was read; start again"):
+    with pytest.raises(DataError, match=r"a\.tar: a different version: the file changed while it was read; start again"):
         b"".join(store.blocks(FILE.name, FILE.size))
 
 

@@ -37,9 +37,9 @@ def test_local_store_hands_out_the_files_own_path(folder):
 
 def test_local_store_names_what_is_wrong_with_a_file(folder):
     store = open_store(folder)
-    with pytest.raises(DataError, match=r"train-00001\.tar: missing, yet the manifest lists it"):
+    with pytest.raises(DataError, match=r"train-00001\.tar: is missing, but the manifest lists it"):
         store.local(StoredFile("train-00001.tar", 1, FILE.sha256))
-    with pytest.raises(DataError, match=r"train-00000\.tar: 10 bytes, yet the manifest says 11: .* cut short"):
+    with pytest.raises(DataError, match=r"train-00000\.tar: 10 bytes, but the manifest says 11: .* cut short"):
         store.local(StoredFile(FILE.name, 11, FILE.sha256))
 
 
@@ -49,7 +49,7 @@ def test_local_store_names_what_is_wrong_with_a_folder(tmp_path):
         open_store(tmp_path / "nowhere").read("manifest.json")
     with pytest.raises(DataError, match=r"the folder is empty: it lacks manifest\.json"):
         open_store(tmp_path / "empty").read("manifest.json")
-    with pytest.raises(DataError, match=r"lacks manifest\.json, so it is no data folder"):
+    with pytest.raises(DataError, match=r"lacks manifest\.json, so it is not a data folder"):
         open_store(tmp_path).read("manifest.json")
     with pytest.raises(DataError, match=r"nowhere: cannot be listed"):
         open_store(tmp_path / "nowhere").sizes()
@@ -58,7 +58,7 @@ def test_local_store_names_what_is_wrong_with_a_folder(tmp_path):
 def test_open_store_tells_remote_from_local():
     assert isinstance(open_store("data/a:b"), LocalStore)
     assert not isinstance(open_store("memory://data"), LocalStore)
-    with pytest.raises(DataError, match=r"nosuch:// is no protocol that fsspec knows; good ones are"):
+    with pytest.raises(DataError, match=r"nosuch:// is not a protocol that fsspec knows; use https"):
         open_store("nosuch://host/data")
     with pytest.raises(DataError, match=r"chained protocols"):
         open_store("simplecache::https://host/data")
@@ -67,10 +67,10 @@ def test_open_store_tells_remote_from_local():
 @pytest.mark.parametrize(
     ("setting", "rule"),
     [
-        ({"cache_bytes": 0}, "cache_bytes=0: must be a whole number of at least 1"),
+        ({"cache_bytes": 0}, "cache_bytes=0: must be an integer of at least 1"),
         ({"attempts": 0}, "attempts=0"),
         ({"parallel": 1.5}, r"parallel=1\.5"),
-        ({"most_bytes": 0}, "most_bytes=0: must be a whole number of at least 1, such as 67108864"),
+        ({"most_bytes": 0}, "most_bytes=0: must be an integer of at least 1, such as 67108864"),
         ({"timeout_seconds": 0}, "timeout_seconds=0: must be a positive number"),
         (
             {"window_seconds": 1e300},

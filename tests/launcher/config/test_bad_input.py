@@ -88,7 +88,7 @@ def test_missing_split(refused: Callable[..., list[str]], config_file: Path) -> 
 
 def test_context_longer_than_the_data(refused: Callable[..., list[str]], config_file: Path) -> None:
     (line,) = refused("--config", str(config_file), "model.context=1048576")
-    assert line.startswith("model.context=1048576: longer than the whole split")
+    assert line.startswith("model.context=1048576: is longer than the split")
 
 
 def test_key_that_deepspeed_does_not_know(refused: Callable[..., list[str]], config_file: Path) -> None:

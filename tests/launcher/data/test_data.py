@@ -37,10 +37,13 @@ SET = ["--output", "data", "--dataset", "text8"]
         (["texts", "", "--output", "data"], f"PATH='': {ON_THIS_MACHINE}"),
         (["texts", "--output", "s3://bucket/key"], f"--output='s3://bucket/key': {TO_MAKE}"),
         (["texts", "--output", ""], f"--output='': {TO_MAKE}"),
-        (["texts", "texts/1.txt", "--output", "data"], "texts/1.txt: lies inside texts, and no file is taken twice; "),
+        (
+            ["texts", "texts/1.txt", "--output", "data"],
+            "texts/1.txt: lies inside texts, so its files would be read twice; ",
+        ),
         ([*LATER, "--exclude", "d0/"], "--exclude=d0/: must be a plain name, such as d0"),
         ([*LATER, "--suffix", "*.txt"], "--suffix=*.txt: must begin with a dot, such as .txt"),
-        ([*LATER, "--suffix", ".a.txt.gz"], "--suffix=.a.txt.gz: must be what a name ends in from its last dot"),
+        ([*LATER, "--suffix", ".a.txt.gz"], "--suffix=.a.txt.gz: must be the ending of a file name, from its last dot"),
         (
             [*LATER, "--suffix", ".c", "--all-files"],
             "--suffix=.c: --all-files takes files of any name; leave one of the",
@@ -48,18 +51,21 @@ SET = ["--output", "data", "--dataset", "text8"]
         ([*SET, "--all-files"], "--all-files: goes without --dataset, which has its own; leave it out"),
         (
             [*LATER, "--modality", "image"],
-            "texts: no file to take (suffixes: .bmp .jpeg .jpg .png .ppm .webp .BMP .JPEG ",
+            "texts: no matching file (suffixes: .bmp .jpeg .jpg .png .ppm .webp .BMP .JPEG ",
         ),
-        ([*LATER, "--field", "text"], "texts: no file to take (suffixes: .jsonl .jsonl.bz2 .jsonl.gz .jsonl.xz .jsonl"),
-        (["texts/1.txt", "--output", "data", "--field", "text"], "texts/1.txt:1: is a number, and no object; --field "),
-        ([*LATER, "--field", "text", "--raw"], "--field=text: reads what a file holds, and raw takes its bytes; leave"),
+        (
+            [*LATER, "--field", "text"],
+            "texts: no matching file (suffixes: .jsonl .jsonl.bz2 .jsonl.gz .jsonl.xz .jsonl",
+        ),
+        (["texts/1.txt", "--output", "data", "--field", "text"], "texts/1.txt:1: is a number, not an object; --field "),
+        ([*LATER, "--field", "text", "--raw"], "--field=text: reads the records of a file, and raw its bytes; leave"),
         ([*LATER, "--field", "text", "--modality", "audio"], "--field=text: only applies to text, and this is audio;"),
         ([*LATER, "--raw", "--modality", "image"], "--raw: goes with --modality text, and this is image"),
         ([*LATER, "--shard-bytes", "0"], "--shard-bytes=0: must be at least 1, such as 16777216"),
         ([*LATER, "--validation-fraction", "2"], "--validation-fraction=2.0: must be at least 0 and less than 1, such"),
         (
             [*LATER, "--hold-out-end", "--validation-fraction", "0"],
-            "--validation-fraction=0.0: must be more than 0 where the end is held out, such as 0.05",
+            "--validation-fraction=0.0: must be more than 0 when the end is held out, such as 0.05",
         ),
         (
             ["texts/1.txt", "--output", "data", "--validation-fraction", "0.004"],
@@ -73,7 +79,7 @@ SET = ["--output", "data", "--dataset", "text8"]
             [*LATER, "--dataset", "text8"],
             "PATH=texts: goes without --dataset; name the dataset's archive or folder by ",
         ),
-        ([*SET, "--dataset", "mnist"], "--dataset=mnist: not a dataset that is known; take one of cifar10, enwik8, "),
+        ([*SET, "--dataset", "mnist"], "--dataset=mnist: is not a known dataset; take one of cifar10, enwik8, "),
         ([*SET, "--modality", "text"], "--modality=text: goes without --dataset, which has its own; leave it out"),
         ([*SET, "--validation-fraction", "0.0"], "--validation-fraction=0.0: goes without --dataset"),
         ([*SET, "--suffix", ".bin"], "--suffix=.bin: goes without --dataset"),
@@ -116,7 +122,7 @@ def test_build_of_a_dataset_tells_its_splits(texts: Path, capsys: pytest.Capture
     words = ["data", "build", "--dataset", "text8", "--input", "text8", "--output", "data"]
     assert cli.main(words) == 2
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("longstride: error: text8: 1,200 bytes, and the published file has 100,000,000; ")
+    assert told.startswith("longstride: error: text8: 1,200 bytes, but the published file has 100,000,000; ")
     assert cli.main([*words, "--unpublished"]) == 0
     splits = ["train 1,080 bytes of 1 document", "validation 60 bytes of 1 document", "test 60 bytes of 1 document"]
     assert capsys.readouterr().err == f"data: {', '.join(splits)}\n"

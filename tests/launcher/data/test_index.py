@@ -46,7 +46,7 @@ def test_the_verb_makes_a_data_folder_that_every_other_verb_reads(
     assert f"in {output}" in capsys.readouterr().out
     assert cli.main(words) == WRONG_INPUT
     assert capsys.readouterr().err == (
-        f"longstride: error: {output}/manifest.json: there already; nothing is overwritten: name another output\n"
+        f"longstride: error: {output}/manifest.json: already exists and is not overwritten; name another output\n"
     )
 
 

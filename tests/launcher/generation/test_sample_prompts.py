@@ -19,7 +19,10 @@ IMAGE = [
     (["--prompt-image", "{folder}/9x8.png"], "is 9x8 (height x width), and the model's pictures 8x8; scale it, such"),
     (["--prompt-image", "none.png"], "--prompt-image=none.png: No such file or directory"),
     (["--prompt-image", "{folder}/s.wav"], "cannot be read as a picture"),
-    (["--prompt-image", "{folder}/8x8.png", "--keep-rows", "8"], "--keep-rows=8: must be from 0 to 7, less than a pic"),
+    (
+        ["--prompt-image", "{folder}/8x8.png", "--keep-rows", "8"],
+        "--keep-rows=8: must be from 0 to 7, fewer than a pic",
+    ),
     (["--keep-rows", "4"], "--keep-rows: only works together with --prompt-image FILE; leave it out"),
     (["--bytes", "10"], "--bytes: pictures have 192 bytes, no more and no less"),
     (["--slide"], "--slide: pictures have 192 bytes, no more and no less"),
@@ -37,10 +40,13 @@ AUDIO = [
     (["--keep-seconds", "1"], "--keep-seconds: only works together with --prompt-audio FILE; leave it out"),
     (["--rate", "0"], "--rate=0: must be from 1 to 2**32 - 1 Hz"),
     (["--prompt-image", "{folder}/8x8.png"], "the model writes sounds; take --prompt-file for bytes as they are"),
-    (["--modality", "image"], "--modality=image: config.json tells no picture's size; take --modality text"),
+    (
+        ["--modality", "image"],
+        "--modality=image: config.json does not say how large its pictures are; take --modality text",
+    ),
 ]
 TEXT = [
-    (["--seconds", "1"], "--seconds=1: only applies to sound, and the model writes text; give --bytes"),
+    (["--seconds", "1"], "--seconds=1: only applies to sound, but the model writes text; give --bytes"),
     (["--count", "0"], "--count=0: must be from 1 to 65,536"),
     (["--bytes", "0"], "--bytes=0: must be at least 1"),
     (["--output", "{folder}/x.png"], "x.png: must be no .png file, as the model writes text"),

@@ -47,8 +47,12 @@ def test_data_is_what_is_told_unless_asked(
     ("told", "config", "message"),
     [
         ({"modality": "smell"}, TEXT, "config.json: data.modality='smell': must be one of audio, image, text"),
-        ({"modality": "image", "properties": {}}, TEXT, "--modality=image: config.json tells no picture's size"),
-        ({"modality": "image", "properties": PICTURE | {"width": 5}}, TEXT, "tells pictures of 2 x 5 x 3, and the con"),
+        (
+            {"modality": "image", "properties": {}},
+            TEXT,
+            "--modality=image: config.json does not say how large its pictures are",
+        ),
+        ({"modality": "image", "properties": PICTURE | {"width": 5}}, TEXT, "says pictures of 2 x 5 x 3, and the con"),
         ({}, model({"type": "image", "height": 3, "width": 4, "channels": 2}), "pictures of 2 channels cannot be draw"),
     ],
 )

@@ -242,7 +242,7 @@ def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
         (["mine", "--data", "{short}"], "--data={short}: has "),
         (
             ["mine", "--data", "taken.d"],
-            "taken.d: the folder is empty: it lacks manifest.json, so it is no data folder;",
+            "taken.d: the folder is empty: it lacks manifest.json, so it is not a data folder;",
         ),
         (["mine", "--data", "{text}", "--output", "no/a.json"], "--output=no/a.json: no is no folder; make it first"),
         (["mine", "--data", "{text}", "--output", "a.txt"], "--output=a.txt: must end in .json; such as a.json"),

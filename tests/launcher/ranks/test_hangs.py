@@ -46,7 +46,7 @@ LOST = (
 OURS = (
     RuntimeError(f"{GLOO}pair.cc:451] op.preamble.length <= op.nbytes. 16 vs 8"),  # sizes that differ between ranks
     RuntimeError("the size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
-    LostWorkerError("loader worker 1 of 2 (process 1) has brought nothing for 5 s: it timed out"),
+    LostWorkerError("loader worker 1 of 2 (process 1) has delivered nothing for 5 s: it timed out"),
     TimeoutError("timed out"),
     torch.distributed.DistNetworkError("The server socket has failed to listen on any address, name: EADDRINUSE"),
     torch.distributed.DistBackendError("NCCL error in: a.cpp:1, invalid usage\nncclInvalidUsage: a bug in the program"),

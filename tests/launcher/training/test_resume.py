@@ -133,7 +133,7 @@ def test_validation_data_lost_under_a_run_ends_all_ranks_and_saves(
     ended = spawn(["--config", str(config_file), *changes], 2, {"REMOVE_AFTER_STEP_2": str(shard)})
     assert ended.codes == [2, 2], ended.stderr
     told = [line for error in ended.stderr for line in error.splitlines() if line.startswith("longstride: error: ")]
-    assert len(told) == 1 and f"{shard}: missing" in told[0]
+    assert len(told) == 1 and f"{shard}: is missing" in told[0]
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000004"]
 
 
