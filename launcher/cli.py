@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Report a mistake and exit with code 2."""
-        sys.exit(report(AgreedError(f"{' '.join(message.split())}; `{self.prog} --help` tells the options")))
+        sys.exit(report(AgreedError(f"{' '.join(message.split())}; `{self.prog} --help` lists the options")))
 
 
 def parser_of(verb: Verb) -> Parser:
@@ -159,12 +159,12 @@ def _help(words: list[str]) -> int:
                     lines.append(f"  {example}")
                     example = ""
                 lines.append(f"  {example:{_EXAMPLE_COLUMNS}} {verb.summary}")
-        print("\n".join([*lines, "", f"{prefix} VERB --help tells the options of one, with examples."]))
+        print("\n".join([*lines, "", f"{prefix} VERB --help lists the options of a verb, with examples."]))
         return exit_codes.DONE
     names = [verb.words for verb in VERBS]
     close = [name for text in (" ".join(words[:2]), words[0]) for name in difflib.get_close_matches(text, names, n=1)]
     suggestions = [verb.words for verb in verbs] or close[:1]
-    hint = f"; there is {', '.join(suggestions)}" if suggestions else ""
+    hint = f"; did you mean {', '.join(suggestions)}" if suggestions else ""
     return report(AgreedError(f"no verb {' '.join(first[:2]) or words[0]}{hint}; `longstride --help` lists all"))
 
 
@@ -183,7 +183,7 @@ def print_schema(arguments: argparse.Namespace) -> int:
         return exit_codes.DONE
     check_new(arguments.output)
     write_new(arguments.output, f"{text}\n".encode())
-    say(f'wrote {arguments.output}; a configuration beside it has "$schema": "./{arguments.output.name}"')
+    say(f'wrote {arguments.output}; configurations in its folder use it as "$schema": "./{arguments.output.name}"')
     return exit_codes.DONE
 
 

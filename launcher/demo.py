@@ -170,7 +170,7 @@ def compressed_files(folder: Path, model: Path) -> list[str]:
         stage("compress", file, "--model", model, "--output", packed)
         stage("decompress", packed, "--model", model, "--output", back)
         if back.read_bytes() != content:
-            raise StageError(f"{packed} was decompressed to another file")
+            raise StageError(f"{packed} was not decompressed to the original file")
         others = len(lzma.compress(content, preset=9)), len(gzip.compress(content, 9))
         sizes = [len(content), packed.stat().st_size, *others]
         totals = [total + size for total, size in zip(totals, sizes, strict=True)]

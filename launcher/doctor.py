@@ -240,7 +240,7 @@ def shared_memory(needed: int) -> Iterator[Finding]:
     text = f"{free / _MIB:,.0f} MiB free in {SHARED}"
     mend = f"start the container with --shm-size=1g, or `mount -o remount,size=1g {SHARED}`"
     if free < needed:
-        rule = f"{text}, and batches on their way take {needed / _MIB:,.0f}"
+        rule = f"{text}, and batches in flight take {needed / _MIB:,.0f}"
         yield Finding("shared memory", "broken", rule, f"{mend}; or fewer data.workers")
     elif free <= _SHARED_BYTES:
         yield Finding("shared memory", "warning", f"{text} are few", mend)

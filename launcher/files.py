@@ -39,7 +39,7 @@ def naming(what: str) -> Iterator[None]:
 def check_free(path: Path, option: str = "--output") -> None:
     """Raise ConfigError if the path exists already."""
     if path.exists() or path.is_symlink():
-        raise ConfigError(f"{option}={path}: exists already; nothing is overwritten")
+        raise ConfigError(f"{option}={path}: already exists and is not overwritten")
 
 
 def check_new(path: Path, option: str = "--output", *suffixes: str) -> None:
@@ -62,7 +62,7 @@ def write_new(path: Path, content: bytes, option: str = "--output") -> None:
     try:
         durable.write_new(path, content)
     except FileExistsError:
-        raise ConfigError(f"{option}={path}: exists already; nothing is overwritten") from None
+        raise ConfigError(f"{option}={path}: already exists and is not overwritten") from None
     except OSError as error:
         rule = f"cannot be written: {error.strerror}; name a file in another folder"
         raise ConfigError(f"{option}={path}: {rule}") from None

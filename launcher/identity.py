@@ -55,7 +55,7 @@ def open_data(checkpoint: Checkpoint, location: str | None, ranks: Ranks) -> tup
     """
     path = checkpoint.config.data.path
     if location is None and "://" not in path and not Path(path).exists():
-        rule = f"of the run {checkpoint.folder.parents[1]} is not found from here; give --data FOLDER"
+        rule = f"of the run {checkpoint.folder.parents[1]} cannot be found; give --data FOLDER"
         raise ConfigError.at("data.path", path, rule)
     data = TrainingData(checkpoint.config, ranks, location)
     training_data, place = trained_on(checkpoint, data.identity), "data.path" if location is None else "--data"
@@ -77,7 +77,7 @@ def compare_data(training_data: ModelData, data: ModelData, place: str, subject:
     rule = f"is not what the {subject} was trained on: {'; '.join(differences.values())}"
     if any(name in differences for name in ModelData.MEANING):
         way = f"name data of the {subject}'s palette and size by --data FOLDER"
-        raise ConfigError(f"{place}: {rule}; {way}, built with --palette-from where there is one")
+        raise ConfigError(f"{place}: {rule}; {way}, built with --palette-from if it has a palette")
     return differences, rule
 
 
@@ -91,8 +91,8 @@ def check_matches(checkpoint: Checkpoint, config: RunConfig, data: ModelData) ->
     saved, state = checkpoint.config, checkpoint.stream
     origin = f"the checkpoint {checkpoint.folder}"
     if saved.data.order != config.data.order:
-        rule = f"{origin} counts steps of the order {saved.data.order!r}, which no longer exists; index its tars with "
-        rule += "`longstride data index`, and begin a run in another folder"
+        rule = f"{origin} counts steps of the order {saved.data.order!r}, which was removed; index its tars with "
+        rule += "`longstride data index`, and start a run in another folder"
         raise ConfigError.at("data.order", config.data.order, rule)
     problems = []
     model, saved_model = (flattened(version.to_json()["model"], "model") for version in (config, saved))

@@ -312,7 +312,7 @@ class ModelConfig(NetworkConfig):
             problems.append(Problem("heads", f"{rule}, as {why}; nearest {good}", self.heads))
         if before > self.context // size:
             rows = self.context // size
-            rule = f"reads {before} rows before each, and a section of {size} processes has {rows}"
+            rule = f"reads {before} rows before each section, but with {size} processes a section has {rows}"
             problems.append(Problem("convolution", f"{rule}; at most {rows + 1}, or {good}", self.convolution))
         if problems:
             raise ConfigError(*problems)

@@ -132,7 +132,7 @@ def _draw(share: Tensor, generator: torch.Generator | Sequence[torch.Generator] 
 def _require_finite(values: Tensor) -> None:
     """Raise FloatingPointError unless all of (B,) are finite."""
     if not all(map(math.isfinite, values.tolist())):
-        raise FloatingPointError("logits that are no numbers")
+        raise FloatingPointError("logits are not finite")
 
 
 def _sample(
@@ -198,7 +198,7 @@ def wrong_settings(temperature: object, top_k: object, top_p: object) -> Iterato
     if not _real(temperature) or not temperature >= 0:
         yield "temperature", "must be a number from 0, which takes the most likely token; 1 is as trained"
     if top_k is not None and (type(top_k) is not int or top_k < 1):
-        yield "top_k", "must be a whole number from 1; leave it out to sample from all"
+        yield "top_k", "must be an integer of at least 1; leave it out to sample from all"
     if top_p is not None and (not _real(top_p) or not 0 < top_p <= 1):
         yield "top_p", "must be above 0 and at most 1; leave it out to sample from all"
 

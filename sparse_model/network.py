@@ -130,13 +130,13 @@ class NetworkConfig(StrictModel):
         try:
             mixers = self.sublayers.count("s")
             if mixers != self.layers:
-                rule = f"has {mixers} mixers (s) and must have layers={self.layers}; such as (sf){self.layers}"
+                rule = f"has {mixers} mixers (s); must have layers={self.layers}; such as (sf){self.layers}"
                 yield Problem("order", rule, self.order)
         except ConfigError as error:
             yield from error.problems
         heads, width = self.heads, self.width
         if heads * self.layers > MOST_HEADS_IN_ALL:
-            rule = f"of {self.layers} layers must be at most {MOST_HEADS_IN_ALL:,} heads in all"
+            rule = f"times {self.layers} layers must be at most {MOST_HEADS_IN_ALL:,} heads in total"
             yield Problem("heads", f"{rule}; at most {MOST_HEADS_IN_ALL // self.layers}", heads)
         if width % heads:
             rule = f"{width} channels must divide into heads={heads}; nearest heads {nearest_divisor(width, heads)}"

@@ -123,7 +123,7 @@ class Session:
         if tokens.dim() != 2 or len(tokens) != self.batch:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be ({self.batch}, n), a row for each context")
         if self.position:
-            raise ValueError(f"the session has {self.position} tokens already: reset() empties it")
+            raise ValueError(f"the session already has {self.position} tokens; reset() empties it")
         self._require_room(tokens.shape[1])
         self._require_autocast()
         if not tokens.shape[1]:
@@ -186,10 +186,10 @@ class Session:
             ValueError: there are fewer tokens, or more would be removed than ``back`` allows.
         """
         if not 0 <= length <= self.position:
-            raise ValueError(f"length={length}: must be 0 to {self.position}, the present number of tokens")
+            raise ValueError(f"length={length}: must be 0 to {self.position}, the current number of tokens")
         if self._back is not None and 0 < length < self.position - self._back:
             rule = f"must be 0, or at least {self.position - self._back}"
-            raise ValueError(f"length={length}: {rule}: the session was made with back={self._back}")
+            raise ValueError(f"length={length}: {rule}: the session was created with back={self._back}")
         if length == self.position:
             return
         with torch.inference_mode():

@@ -78,7 +78,7 @@ def _problems(model: type[BaseModel], data: object, detail: Any) -> list[Problem
     if kind == "union_tag_invalid":
         tags = [tag.strip("'") for tag in context["expected_tags"].split(", ")]
         tag_path = join_paths(path, context["discriminator"].strip("'"))
-        return [Problem(tag_path, f"not known; {nearest(str(context['tag']), tags)}", context["tag"])]
+        return [Problem(tag_path, f"is not known; {nearest(str(context['tag']), tags)}", context["tag"])]
     cause = context.get("error")
     if isinstance(cause, ConfigError):
         return list(cause.under(path).problems)

@@ -115,7 +115,7 @@ def test_data_folder_is_whole(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DATA)
 def test_run_goes_on_as_if_undisturbed(name: str, tmp_path: Path) -> None:
     run, log = resume(name, tmp_path)
-    assert f"longstride: going on from {run}/checkpoints/step-00000004\n" in log
+    assert f"longstride: continuing from {run}/checkpoints/step-00000004\n" in log
     assert "converted" not in log
     check_lines(run, name, rounding(name))
 
@@ -182,7 +182,7 @@ def test_compressed_file_comes_back_where_bits_are_the_same(tmp_path: Path, caps
     if code and not computes_the_same_bits():
         assert (code, output.exists()) == (WRONG_INPUT, False)
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith("the model computes other bits here than where it was compressed; decompress it there")
+        assert line.endswith("the model computes different bits here than where it was compressed; decompress it there")
         return
     assert code == 0
     assert output.read_bytes() == (MADE / "poem.txt").read_bytes()

@@ -140,13 +140,13 @@ class Checkpoint:
         """Describe the layout that saved it and the layout that a run continues in."""
         processes = _processes(world_size, config.train.sequence_parallel)
         if not self.needs_conversion(config, world_size):
-            return f"{self.layout}; goes on by {processes}"
+            return f"{self.layout}; continues with {processes}"
         changes = [f"{processes} in ZeRO {config.zero_stage}"]
         precision, old_precision = config.precision, self.manifest.precision
         if precision != old_precision:
             changes.append(precision)
         if precision == "fp16" != old_precision:
-            changes.append("where the loss scale begins anew")
+            changes.append("where the loss scale starts over")
         return f"{self.layout}; converted for {', '.join(changes)}"
 
     def load(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) -> StreamState:
@@ -166,7 +166,7 @@ class Checkpoint:
         ):
             path, _ = engine.load_checkpoint(str(self.folder), tag=DEEPSPEED_TAG)
         if path is None or engine.global_steps != self.manifest.step:
-            rule = f"its manifest says step {self.manifest.step}, and its files {engine.global_steps}"
+            rule = f"its manifest says step {self.manifest.step}, but its files say {engine.global_steps}"
             raise AgreedError(f"{self.folder}: {rule}; take another checkpoint")
         engine.settings.apply(engine, states.dynamic_scale(engine))
         self.load_generators(config, ranks, engine.device)
@@ -240,7 +240,7 @@ def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: b
         raise ConfigError(f"{run}: no such run folder; name one that `longstride train` wrote")
     if is_export(run):
         rule = "is an exported model, not a run; name the folder that `longstride train` wrote, or score"
-        raise ConfigError(f"{run}: {rule} the model by `longstride evaluate {run} --data DIR`")
+        raise ConfigError(f"{run}: {rule} the model with `longstride evaluate {run} --data DIR`")
     checkpoints, refused = list_checkpoints(run, trusted=trusted)
     if step == "best" and checkpoints:
         scores = collect_scores(run, checkpoints[0].config.data.validation_split, manifest_scores(checkpoints))
@@ -256,9 +256,9 @@ def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: b
     problem = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     if step == "best":
         available += "; give the number of one" if checkpoints else ""
-        problem = f"no checkpoint of a step that {file_names.METRICS} or a manifest has a validation loss of"
+        problem = f"no checkpoint has a validation loss in {file_names.METRICS} or in its manifest"
     lines = [refusal.line for refusal in refused]
-    raise ConfigError(f"{run / file_names.CHECKPOINTS}: {problem}; whole ones: {available}", *lines)
+    raise ConfigError(f"{run / file_names.CHECKPOINTS}: {problem}; complete ones: {available}", *lines)
 
 
 def manifest_scores(checkpoints: Iterable[Checkpoint]) -> Iterator[Score]:
@@ -331,7 +331,7 @@ def _open_folder(folder: Path, trusted: bool) -> Checkpoint:
     manifest = read_manifest(folder)
     # A copy under a higher step would stay the newest: every resume would start from it, and retention would count it.
     if folder.name != (name := folder_name(manifest.step)):
-        rule = f"holds step {manifest.step}, which its name does not say; call it {name}, or keep it elsewhere"
+        rule = f"holds step {manifest.step}, which does not match its name; rename it {name}, or move it elsewhere"
         raise ConfigError(f"{folder}: {rule}")
     damage = find_damage(folder, [file_names.CONFIG], manifest.files)
     if damage:

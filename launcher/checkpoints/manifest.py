@@ -129,9 +129,9 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     except OSError:
         is_as_written = False
     if not is_as_written:
-        raise ConfigError(f"{path}: damaged, not as it was written")
+        raise ConfigError(f"{path}: is damaged: its content has changed since it was written")
     if content != add_digest(content):
-        raise ConfigError(f"{path}: damaged, its SHA-256 is not its content's")
+        raise ConfigError(f"{path}: is damaged: its SHA-256 does not match its content")
     del content[_SEAL]
     try:
         manifest = CheckpointManifest.model_validate(content)
@@ -141,7 +141,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         # Only the canonical spelling: another could name a file twice, or lead out of the folder.
         is_plain = not name.startswith("/") and "\\" not in name and "\0" not in name and ".." not in name.split("/")
         if not is_plain or name in ("", ".", MANIFEST) or PurePosixPath(name).as_posix() != name:
-            raise ConfigError(f"{path}: names {name!r}, which is no plain path within its folder")
+            raise ConfigError(f"{path}: names {name!r}, which is not a plain path within its folder")
     return manifest
 
 
@@ -204,7 +204,7 @@ def find_damage(folder: Path, names: Iterable[str], files: Mapping[str, FileReco
     for name in names:
         path, expected = folder / name, files.get(name)
         if expected is None:
-            damage.append(f"{path}: the manifest does not name it")
+            damage.append(f"{path}: is not listed in the manifest")
             continue
         try:
             with open_plain(path, follow_links=False) as file:
@@ -212,7 +212,7 @@ def find_damage(folder: Path, names: Iterable[str], files: Mapping[str, FileReco
                 if size != expected.bytes:
                     damage.append(f"{path}: {size} bytes instead of {expected.bytes}")
                 elif _record(file) != expected:
-                    damage.append(f"{path}: damaged, its SHA-256 is not the manifest's")
+                    damage.append(f"{path}: is damaged: its SHA-256 is not the manifest's")
         except OSError as error:
             damage.append(f"{path}: cannot be read: {error.strerror}")
     return damage
@@ -232,9 +232,9 @@ def find_foreign(folder: Path, manifest: CheckpointManifest) -> list[str]:
             path = Path(parent, name)
             relative = path.relative_to(folder).as_posix()
             if path.is_symlink() and relative not in manifest.files:  # a listed link fails when it is read
-                foreign.append(f"{path}: a link, which a checkpoint has none of")
+                foreign.append(f"{path}: is a link, which a checkpoint may not contain")
             elif relative not in (folders if name in directories else listed):
-                foreign.append(f"{path}: the manifest does not name it")
+                foreign.append(f"{path}: is not listed in the manifest")
     return foreign
 
 
@@ -280,7 +280,7 @@ def check_space(path: Path, needed: int, where: str, what: str) -> None:
     """Raise ConfigError, saying that ``what`` takes so many bytes ``where``, unless the path's disk has them free."""
     free = free_bytes(path)
     if needed > free:
-        raise ConfigError(f"{where}: {what} {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room")
+        raise ConfigError(f"{where}: {what} {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free some space")
 
 
 def _record(file: BinaryIO) -> FileRecord:

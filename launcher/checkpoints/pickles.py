@@ -68,7 +68,7 @@ def refuse_foreign_content(where: Path | str, *, alone: bool = True) -> Iterator
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         is_memory = isinstance(error, MemoryError) or "can't allocate memory" in what  # torch's is a RuntimeError
-        rule = "needs more memory than there is, or is not" if is_memory else "is not"
+        rule = "needs more memory than is available, or is not" if is_memory else "is not"
         raise ConfigError(f"{where}: {rule} what a run writes: {what}") from None
 
 
@@ -129,7 +129,7 @@ def _unbounded_content(path: Path | str) -> str | None:
 def refusal_line(content: str) -> str:
     """Describe what is wrong with a file of unsafe content."""
     return (
-        f"holds more than tensors and numbers ({content}), which only running its code would bring; where you trust "
+        f"holds more than tensors and numbers ({content}), and loading those would run its code; if you trust "
         f"whoever wrote it, {TRUST_OPTION} opens it"
     )
 

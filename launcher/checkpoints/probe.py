@@ -67,12 +67,12 @@ class Probe:
             raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from None
         header = _HEADER.match(text)
         if header is None or header[1] != b"%d" % (len(text) - header.end()):
-            raise ConfigError(f"{self.path}: holds no array of bytes")
+            raise ConfigError(f"{self.path}: does not hold an array of bytes")
         content = np.frombuffer(text, np.uint8, offset=header.end())
         if zlib.crc32(content.tobytes()) != self.crc32:
             raise ConfigError(f"{self.path}: its bytes do not have the manifest's CRC-32")
         if len(content) != model.context or int(content.max()) >= model.vocabulary:
-            raise ConfigError(f"{self.path}: is no context of {model.context:,} bytes below {model.vocabulary}")
+            raise ConfigError(f"{self.path}: is not a context of {model.context:,} bytes below {model.vocabulary}")
         return torch.from_numpy(content.copy())
 
     def difference(self, nats: float) -> float:
@@ -104,9 +104,9 @@ class Probe:
         wrong = [rank for rank, is_close in enumerate(ranks.gather_objects(difference <= tolerance)) if not is_close]
         if wrong:
             raise AgreedError(
-                f"{self.path.parent}: the loaded model's loss on {PROBE} is {nats:.9g} nats, and was "
+                f"{self.path.parent}: the loaded model's loss on {PROBE} is {nats:.9g} nats, but was "
                 f"{self.loss_nats:.9g} when it was saved; they differ by {difference:.1e}, and rounding explains "
-                f"{tolerance:.0e}; start it like the run that saved it, or check the model and set train.probe=false"
+                f"{tolerance:.0e}; start it as the run that saved it, or check the model and set train.probe=false"
             )
         return difference
 

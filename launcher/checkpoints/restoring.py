@@ -46,7 +46,7 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
         took = f"{seconds:.0f} s" if seconds else "converted before"
         conversion = f"{checkpoint.conversion(config, ranks.world_size)} ({took})"
         if not has_moments(form, states.vectors(engine)):
-            conversion += "; the optimiser's moments begin anew"
+            conversion += "; the optimiser's moments start from zero"
         checkpoint.load_generators(config, ranks, engine.device)
         state = checkpoint.stream
     else:

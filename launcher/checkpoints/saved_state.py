@@ -95,7 +95,7 @@ class SavedState:
             raise ConfigError(f"{checkpoint.folder / file_names.CONFIG}: {error.under('model')}") from None
         needed, file_bytes = 4 * shapes.parameters, sum(record.bytes for record in checkpoint.manifest.files.values())
         if needed > file_bytes:
-            rule = f"its files have {file_bytes:,} bytes, and the model of its {file_names.CONFIG} {needed:,}"
+            rule = f"its files have {file_bytes:,} bytes, but the model of its {file_names.CONFIG} has {needed:,}"
             raise ConfigError(f"{checkpoint.folder}: {rule}")
         return shapes
 

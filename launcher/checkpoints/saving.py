@@ -177,7 +177,7 @@ class Saver:
             needed = sum(path.stat().st_size for path in checkpoint_folder(self._run, step).rglob("*"))
             free = free_bytes(self._run)
             if free < needed:
-                room = f"{gigabytes(free)} are free where a checkpoint takes {gigabytes(needed)}"
+                room = f"{gigabytes(free)} are free, but a checkpoint takes {gigabytes(needed)}"
                 self._say(f"{self._run}: {room}: make room, or the next one will not be saved")
         except OSError as error:
             self._say(f"step {step} is saved, but the clean-up after it failed: {error_line(error, self._run)}")

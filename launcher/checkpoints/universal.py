@@ -122,7 +122,7 @@ def ready_universal(checkpoint: Checkpoint, ranks: Ranks) -> tuple[Universal, fl
             return form, time.monotonic() - began if is_new else 0.0
         if attempt == 0 and ranks.is_first:
             for line in damage:
-                say(f"made again: {line}")
+                say(f"converted again: {line}")
             (universal_folder(checkpoint.folder) / MANIFEST).unlink(missing_ok=True)
     raise AgreedError("\n".join(damage))
 

@@ -72,7 +72,9 @@ def find_hosts(arguments: argparse.Namespace) -> Hosts | None:
     if arguments.hostfile is None and not path.exists():
         for option in ("launcher", "include", "exclude", "master_addr", "launcher_args"):
             if value := getattr(arguments, option):
-                raise ConfigError(f"--{option.replace('_', '-')}={value}: is for several hosts; give --hostfile FILE")
+                raise ConfigError(
+                    f"--{option.replace('_', '-')}={value}: only applies to several hosts; give --hostfile FILE"
+                )
         return None
     if arguments.processes is not None:
         raise ConfigError(f"--processes={arguments.processes}: {path} already sets this; change `slots=` there")
@@ -85,7 +87,7 @@ def find_hosts(arguments: argparse.Namespace) -> Hosts | None:
                 raise ConfigError(f"--{option}={value}: {rule}")
     if launcher in ("mpich", "slurm") and len({len(numbers) for numbers in slots.values()}) > 1:
         counts = ", ".join(f"{host} {len(numbers)}" for host, numbers in slots.items())
-        raise ConfigError(f"{path}: {launcher} needs equal slots on every host, and they differ: {counts}; use pdsh")
+        raise ConfigError(f"{path}: {launcher} needs equal slots on every host, but they differ: {counts}; use pdsh")
     try:
         shlex.split(arguments.launcher_args)
     except ValueError as error:
@@ -107,7 +109,7 @@ def read_hostfile(path: Path) -> Slots:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
-        raise ConfigError(f"--hostfile={path}: is no text; write a line for each host, {_GOOD_LINE}") from None
+        raise ConfigError(f"--hostfile={path}: is not text; write a line for each host, {_GOOD_LINE}") from None
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -118,15 +120,15 @@ def read_hostfile(path: Path) -> Slots:
             raise ConfigError(f"{where}: must be a host and its number of processes, {_GOOD_LINE}")
         if "@" in entry["host"]:
             user, _, host = entry["host"].rpartition("@")
-            rule = "must be without a user, as @ separates hosts in filters"
+            rule = "must not contain a user, because @ separates hosts in filters"
             raise ConfigError(f"{where}: {rule}; put User {user} for {host} in ~/.ssh/config")
         if int(entry["slots"]) < 1:
             raise ConfigError(f"{where}: must have at least one slot; or put # before the line")
         if entry["host"] in hosts:
-            raise ConfigError(f"{where}: {entry['host']} has a line already; give all its slots in one line")
+            raise ConfigError(f"{where}: {entry['host']} already has a line; give all its slots in one line")
         hosts[entry["host"]] = list(range(int(entry["slots"])))
     if not hosts:
-        raise ConfigError(f"--hostfile={path}: names no host; write a line for each, {_GOOD_LINE}")
+        raise ConfigError(f"--hostfile={path}: contains no host; write a line for each, {_GOOD_LINE}")
     return hosts
 
 
@@ -143,7 +145,7 @@ def filter_hosts(hosts: Mapping[str, list[int]], include: str = "", exclude: str
     selected = {host: [slot for slot in included.get(host, ()) if slot not in excluded.get(host, ())] for host in hosts}
     selected = {host: slots for host, slots in selected.items() if slots}
     if not selected:
-        raise ConfigError(f"--exclude={exclude}: leaves no host of {', '.join(hosts)}")
+        raise ConfigError(f"--exclude={exclude}: excludes all hosts: {', '.join(hosts)}")
     return selected
 
 
@@ -162,7 +164,7 @@ def _parse_filter(option: str, text: str, hosts: Mapping[str, list[int]]) -> Slo
             missing = [slot for slot in slots if slot not in hosts[host]]
             if missing:
                 last = len(hosts[host]) - 1
-                raise ConfigError(f"{option}={text}: {host} has no slot {missing[0]}; 0 to {last} are there")
+                raise ConfigError(f"{option}={text}: {host} has no slot {missing[0]}; its slots are 0 to {last}")
         named[host] = sorted({*named.get(host, []), *slots})
     return named
 
@@ -204,7 +206,7 @@ def find_mpirun(launcher: str) -> str:
         version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
         if word in version.stdout + version.stderr:
             return path
-    where = f"{paths[0]} is another library's" if paths else "mpirun is not on PATH"
+    where = f"{paths[0]} belongs to another library" if paths else "mpirun is not on PATH"
     raise ConfigError(f"--launcher={launcher}: {where}; {_PROGRAMS[launcher][1]}, and put it first on PATH")
 
 
@@ -220,7 +222,7 @@ def meeting_address(hosts: Sequence[str]) -> str:
     try:
         address = str(socket.getaddrinfo(first, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
-        rule = "has no address that is known here; give it by --master-addr"
+        rule = "has no known address; give it with --master-addr"
         raise ConfigError(f"--hostfile: {first} {rule}") from None
     if not is_loopback(address):
         return address
@@ -228,7 +230,7 @@ def meeting_address(hosts: Sequence[str]) -> str:
     # second is the one to use.
     source = source_address(hosts[1])
     if source is None or is_loopback(source):
-        rule = f"is this host, and there is no route from it to {hosts[1]}; give its address by --master-addr"
+        rule = f"is this host and has no route to {hosts[1]}; give its address with --master-addr"
         raise ConfigError(f"--hostfile: {first} {rule}")
     return source
 

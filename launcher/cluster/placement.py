@@ -149,7 +149,7 @@ def write_hosts_environment(hosts: Hosts, run: Path) -> Path:
     if hosts.launcher != "pdsh":
         variables, omitted = plain_values(variables, commas=hosts.launcher != "slurm")
         for name in omitted:
-            say(f"{name} is not passed on to the hosts: {hosts.launcher} cuts its value")
+            say(f"{name} is not passed on to the hosts, because {hosts.launcher} would truncate its value")
     return write_environment_file(run, variables)
 
 
@@ -240,7 +240,9 @@ class LocalRanks:
             config.check_world_size(processes or self._accelerators)
         if self._accelerators and torch.cuda.is_available():
             if processes is not None and processes > self._accelerators:
-                raise ConfigError(f"--processes={processes}: each takes a GPU, and {self._accelerators} can be seen")
+                raise ConfigError(
+                    f"--processes={processes}: each needs a GPU, but only {self._accelerators} are visible"
+                )
             if os.environ.get(VISIBLE):
                 self._use_gpus(processes or self._accelerators)
 
@@ -323,7 +325,7 @@ class HostRanks:
             return f"with {len(self._hosts.of_ranks)} processes on the same hosts"
         remaining = self._hosts.only({host: self._hosts.slots[host] for host in self._answering})
         if not remaining.slots:
-            raise NoHostAnswersError("no host answers any more; the processes there run on")
+            raise NoHostAnswersError("no host answers any more; their processes keep running")
         if remaining.launcher != "pdsh":
             raise ConfigError(f"{', '.join(lost)} does not answer; write a hostfile without it, and --resume auto")
         remaining = remaining.only(largest_run(self._config, remaining.slots, f"{len(remaining.of_ranks)} slots"))
@@ -360,7 +362,7 @@ def largest_run(config: RunConfig, slots: Mapping[str, Sequence[int]], available
             taken = first_slots(slots, size)
             config.check_hosts([host for host, numbers in taken.items() for _ in numbers])
             return taken
-    raise ConfigError(f"{available} are left, and the run divides over no such number")
+    raise ConfigError(f"{available} are left, and the run cannot be divided over that many")
 
 
 def first_slots(slots: Mapping[str, Sequence[int]], world_size: int) -> dict[str, list[int]]:
@@ -382,7 +384,7 @@ def first_visible(environment: Mapping[str, str], count: int) -> dict[str, str]:
     value = environment.get(VISIBLE, "")
     names = [name.strip() for name in value.split(",") if name.strip()]
     if not all(name.isdecimal() for name in names):
-        raise ConfigError(f"{VISIBLE}={value}: the deepspeed launcher takes only numbers, such as 0,1")
+        raise ConfigError(f"{VISIBLE}={value}: the deepspeed launcher accepts only numbers, such as 0,1")
     selected = (names or [str(number) for number in range(count)])[:count]
     return {**environment, VISIBLE: ",".join(selected)}
 

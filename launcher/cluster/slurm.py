@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--job-name={name}: must be letters, digits and ._+-; such as {_valid_name(name)}")
     if folder.exists() and not folder.is_dir():
         option = "train.output" if arguments.output_dir is None else "--output-dir"
-        raise ConfigError(f"{option}={folder}: must be a folder, and is a file; name another, such as {folder}-runs")
+        raise ConfigError(f"{option}={folder}: is a file, not a folder; name another, such as {folder}-runs")
     script = folder / f"{name}.sbatch"
     text = script_text(arguments, name, script, str(folder / "slurm-%j.log"))
     if arguments.print_only:
@@ -54,11 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         write_new(script, text.encode())
     except FileExistsError:
-        raise ConfigError(
-            f"{script}: is there already; submit it, or give another --job-name or --output-dir"
-        ) from None
+        raise ConfigError(f"{script}: already exists; submit it, or give another --job-name or --output-dir") from None
     except OSError as error:
-        rule = f"cannot be written: {error.strerror}; name another folder by --output-dir"
+        rule = f"cannot be written: {error.strerror}; name another folder with --output-dir"
         raise ConfigError(f"{script}: {rule}") from None
     script.chmod(0o755)
     if arguments.submit:
@@ -120,7 +118,7 @@ def check(arguments: argparse.Namespace, config: RunConfig) -> None:
     if seconds is None:
         problems.append(f"--time={arguments.time}: must be [days-]hours:minutes:seconds, such as 12:00:00")
     elif seconds <= arguments.stop_seconds + 60:  # SLURM may send the signal a minute earlier
-        rule = f"must be more than --stop-seconds {arguments.stop_seconds} and a minute, or the job stops as it starts"
+        rule = f"must be more than --stop-seconds {arguments.stop_seconds} and a minute, or the job would stop at once"
         problems.append(f"--time={arguments.time}: {rule}; such as 12:00:00")
     for option, value in (("--partition", arguments.partition), ("--account", arguments.account)):
         if value is not None and _NAME.fullmatch(value) is None:

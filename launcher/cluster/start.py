@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             if ended.ended_before_first_step and request.signal is not None:
                 result = "nothing is kept" if discard_start(output) else "nothing is added to the run"
                 if steps := saved_steps(output):
-                    result = f"--resume auto goes on from step {max(steps)}"
+                    result = f"--resume auto continues from step {max(steps)}"
                 say(f"stopped by {request.signal.name} before the first step; {result}")
             return ended
 
@@ -78,7 +78,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Perform `--dry-run` for the number of processes that the options name; this machine may have fewer devices."""
     for option in ("replay", "profile"):
         if value := getattr(arguments, option):
-            raise ConfigError(f"--{option}={value}: needs steps, and --dry-run takes none; leave out one of them")
+            raise ConfigError(f"--{option}={value}: needs steps, but --dry-run takes none; leave out one of them")
     source = WeightSource.of(arguments, arguments.resume)
     hosts = find_hosts(arguments)
     if hosts is not None:
@@ -142,10 +142,11 @@ def run_with_restarts(
             in_vain, wait = (0, _FIRST_WAIT_SECONDS) if furthest != before else (in_vain + 1, wait)
         if in_vain == _MOST_IN_VAIN:
             step = furthest.saved
-            say(f"ended: {ended.description}; {in_vain} attempts in a row came no further than step {step}: given up")
+            rule = f"{in_vain} attempts in a row did not get beyond step {step}; no more restarts"
+            say(f"ended: {ended.description}; {rule}")
             return ended.code
         if restarts == 0:
-            say(f"ended: {ended.description}; no restart is left of {max_restarts}")
+            say(f"ended: {ended.description}; all {max_restarts} restarts are used")
             return ended.code
         try:
             if not wait_for_stop(request, wait):
@@ -168,7 +169,7 @@ def run_with_restarts(
         where = "the best step" if resume == "best" else f"step {resume}"
         if resume == "auto":
             where = f"step {max(steps)}" if steps else "the start"
-        say(f"ended: {ended.description}; going on from {where} {placed}; restarts left: {restarts}")
+        say(f"ended: {ended.description}; continuing from {where} {placed}; restarts left: {restarts}")
         ended, attempted = supervise(launch), True
 
 

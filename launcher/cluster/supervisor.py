@@ -84,7 +84,7 @@ class StopRequest:
         """Tell the user once that a stop has come. Call it after forwarding the stop: the terminal may be slow."""
         if self.signal is not None and not self._is_announced:
             self._is_announced = True
-            say("stopping at the next step; again to leave at once")
+            say("stopping at the next step; interrupt again to leave at once")
 
     def close(self) -> None:
         """Restore the former signal handlers."""

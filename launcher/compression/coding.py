@@ -205,7 +205,7 @@ def intervals(logits: np.ndarray) -> np.ndarray:
     weights = np.exp(wide - wide.max(axis=1, keepdims=True))
     shares = weights / weights.sum(axis=1, keepdims=True)
     if not np.isfinite(shares).all():
-        raise FloatingPointError("logits that are no numbers")
+        raise FloatingPointError("logits are not finite")
     sizes = 1 + np.floor(shares * (TOTAL - symbols)).astype(np.int64)
     sizes[np.arange(rows), wide.argmax(axis=1)] += TOTAL - sizes.sum(axis=1)
     edges = np.zeros((rows, symbols + 1), dtype=np.int64)

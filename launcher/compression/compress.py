@@ -104,7 +104,7 @@ def run_decompress(arguments: argparse.Namespace) -> int:
         content = None
     counter.close()
     if content is None or zlib.crc32(content) != compressed.crc32:
-        rule = "the model computes other bits here than where it was compressed; decompress it there"
+        rule = "the model computes different bits here than where it was compressed; decompress it there"
         raise ConfigError(f"FILE={arguments.file}: {rule}")
     write_new(arguments.output, content)
     print(f"{arguments.output}: {len(content):,} bytes", file=sys.stderr)
@@ -120,7 +120,7 @@ def _difference(compressed: Compressed, model: SparseTransformer) -> str | None:
         differs = "on another processor, device or build of torch"
         if made_by != torch.__version__:
             differs = f"with torch {made_by}, and this is {torch.__version__}"
-        return f"{differs}, where the model's last bits may differ"
+        return f"{differs}, on which the model's last bits may differ"
     try:
         if computed_crc32(model, compressed.size, compressed.rows) == compressed.bits_crc32:
             return None
@@ -128,8 +128,8 @@ def _difference(compressed: Compressed, model: SparseTransformer) -> str | None:
         pass  # an encoder would have failed
     this_machine = machine_name(model.embedding.start.device)
     if this_machine == made_by:
-        return f"by {made_by} as here, and yet the model computes other bits: a setting such as MKL_CBWR differs"
-    return f"by {made_by}, and the model computes other bits here, by {this_machine}"
+        return f"by {made_by} as here, but the model computes different bits: a setting such as MKL_CBWR differs"
+    return f"by {made_by}, and the model computes different bits here, by {this_machine}"
 
 
 class NotReadableError(ValueError):
@@ -206,9 +206,9 @@ class Compressed:
     def from_bytes(cls, content: bytes) -> Compressed:
         """Read a file; NotReadableError if it is another file, of a newer format, damaged or truncated."""
         if content[:3] != _MAGIC:
-            raise NotReadableError("is no file that `longstride compress` wrote")
+            raise NotReadableError("is not a file that `longstride compress` wrote")
         if content[3:4] and not 1 <= content[3] <= FORMAT:
-            raise NotReadableError(f"is of format {content[3]}, and this Longstride reads 1 to {FORMAT}")
+            raise NotReadableError(f"has format {content[3]}, but this Longstride reads 1 to {FORMAT}")
         body, check = content[:-4], content[-4:]
         damaged = NotReadableError("is damaged or cut short; fetch it again")
         if len(body) < 4 or zlib.crc32(body).to_bytes(4, "little") != check:

@@ -116,7 +116,7 @@ class DataConfig(StrictModel):
         problems = []
         url = _URL.fullmatch(self.path)
         if url and (url["user"] or url["query"]):
-            rule = "has a user or a query, which would be saved with the run: leave them out, and give credentials by "
+            rule = "has a user or a query, which would be saved with the run: leave them out, and give credentials in "
             rule += "the environment (~/.netrc, AWS_PROFILE)"
             problems.append(Problem("path", rule, f"{url['protocol']}***{url['path']}"))
         if self.train_split == self.validation_split:
@@ -124,7 +124,7 @@ class DataConfig(StrictModel):
             problems.append(Problem("validation_split", rule, self.validation_split))
         for name, value in (("modality", self.modality), ("extension", self.extension)):
             if self.order == "exact" and value is not None:
-                rule = f"a data folder knows its own; leave it out, and give --{name} to `longstride data index`"
+                rule = f"is stored in the data folder; leave it out, and give --{name} to `longstride data index`"
                 problems.append(Problem(name, rule, value))
         if problems:
             raise ConfigError(*problems)

@@ -227,7 +227,7 @@ def _contradictions(section: dict[str, Any]) -> list[Problem]:
     # Gradients that are not finite would silently spoil the weights.
     for part, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if section.get(part, {}).get(key) is False:
-            rule = "must be true: without it nobody sees gradients that are not finite"
+            rule = "must be true: otherwise gradients that are not finite go unnoticed"
             problems.append(Problem(f"{part}.{key}", rule, False))
     zero = section.get("zero_optimization", {})
     stage, gathered_as = zero.get("stage", 0), section.get("data_types", {}).get("grad_accum_dtype")
@@ -237,10 +237,12 @@ def _contradictions(section: dict[str, Any]) -> list[Problem]:
         rule = f"ZeRO 0 gathers gradients in the model's own {precision(section)}; take stage 1, 2 or 3"
         problems.append(Problem("data_types.grad_accum_dtype", rule, gathered_as))
     elif zero.get("pipeline_loading_checkpoint") and stage != 3:
-        rule = f"only ZeRO 3 loads checkpoints so, and this is stage {stage}; leave it out"
+        rule = f"only ZeRO 3 loads checkpoints in this way, and this is stage {stage}; leave it out"
         problems.append(Problem("zero_optimization.pipeline_loading_checkpoint", rule, True))
     elif zero.get("elastic_checkpoint") and stage == 3:
-        problems.append(Problem("zero_optimization.elastic_checkpoint", "ZeRO 3 cannot save so; leave it out", True))
+        problems.append(
+            Problem("zero_optimization.elastic_checkpoint", "ZeRO 3 cannot save in this way; leave it out", True)
+        )
     if zero.get("legacy_stage1"):
         problems.append(Problem("zero_optimization.legacy_stage1", "DeepSpeed has removed it; leave it out", True))
     # A checkpoint would not find states that these keys move, or they need DeepSpeed's own Adam.

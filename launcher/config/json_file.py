@@ -38,7 +38,7 @@ def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
         value = parse_json(content, keys_once=True)
     except RepeatedKeyError as error:
         repeated = _repeated_keys(content.decode())
-        lines = [f"{path}:{line}:{column}: key {key} stands twice" for line, column, key in repeated]
+        lines = [f"{path}:{line}:{column}: key {key} occurs twice" for line, column, key in repeated]
         raise ConfigError(*(lines or [f"{path}: {error}"])) from None  # none if one is written with escapes
     except JSONError as error:
         place = path if error.line is None else f"{path}:{error.line}:{error.column}"

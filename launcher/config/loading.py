@@ -56,7 +56,7 @@ def load_config(
     content, parsed = source.content, [parse_override(text) for text in overrides]
     values = {".".join(parts): value for parts, value in parsed}
     if EXTENDS in values:
-        rule = "can only stand in a file; to change the base, write a file with it"
+        rule = "can only be set in a file; to change the base, write a file with it"
         raise ConfigError.at(EXTENDS, values[EXTENDS], rule)
     if SCHEMA in values:
         raise ConfigError.at(SCHEMA, values[SCHEMA], "can only stand in a file, for editors; leave it out")
@@ -105,9 +105,9 @@ def find_config(text: str | Path) -> Path:
     """
     path = Path(text)
     if text == "":
-        raise ConfigError("CONFIG=: names no file; such as my.json, or demo")
+        raise ConfigError("CONFIG=: must name a file, such as my.json, or a preset, such as demo")
     if "=" in path.name and not path.exists():
-        rule = "no such file; changes stand behind the configuration's file, as in my.json train.steps=100"
+        rule = "no such file; changes follow the configuration's file, as in my.json train.steps=100"
         raise ConfigError(f"{text}: {rule}")
     if path.is_file() or len(path.parts) != 1 or path.suffix:
         neighbours = {} if path.exists() else {file.stem: file for file in path.parent.glob("*.json")}
@@ -116,7 +116,7 @@ def find_config(text: str | Path) -> Path:
         return path
     presets = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
     if path.name not in presets:
-        rule = f"no such file, and none of that name in ds_configs/experiments; {nearest(str(text), presets)}"
+        rule = f"no such file, and no preset of that name in ds_configs/experiments; {nearest(str(text), presets)}"
         raise ConfigError(f"{text}: {rule}")
     return EXPERIMENTS / f"{path.name}.json"
 
@@ -149,12 +149,12 @@ def _load_source(path: Path, extending: tuple[Path, ...] = ()) -> _Source:
     if not base.is_file():
         presets = {file.stem: file for file in sorted(EXPERIMENTS.glob("*.json"))}
         if name not in presets:
-            rule = f"no such file in the folder of {path.name}, and none of that name in ds_configs/experiments"
+            rule = f"no such file in the folder of {path.name}, and no preset of that name in ds_configs/experiments"
             raise ConfigError(f"{path}: {Problem(EXTENDS, f'{rule}; {nearest(name, presets)}', name)}")
         base = presets[name]
     if base.resolve() in {file.resolve() for file in chain}:
         circle = " extends ".join(map(str, (*chain, base)))
-        raise ConfigError(f"{path}: {Problem(EXTENDS, f'leads in a circle: {circle}; name another file', name)}")
+        raise ConfigError(f"{path}: {Problem(EXTENDS, f'forms a cycle: {circle}; name another file', name)}")
     below = _load_source(base, chain)
     try:  # a file's notes are about that file alone
         merged = _merge({key: value for key, value in below.content.items() if key != "notes"}, content)

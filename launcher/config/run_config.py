@@ -69,7 +69,7 @@ class RunConfig(StrictModel):
                 raise ConfigError(*(Problem(f"train.{name}", rules[name], True) for name in wrong))
         limit, seconds = self.train.timeout_seconds, self.data.worker_timeout_seconds
         if seconds is not None and seconds >= limit:
-            rule = f"must be less than train.timeout_seconds {limit:g}, after which other processes give this one up"
+            rule = f"must be less than train.timeout_seconds {limit:g}, when other processes stop waiting for this one"
             raise ConfigError.at("data.worker_timeout_seconds", seconds, f"{rule}; {limit / 2:g}")
         shared = self.train.sequence_parallel
         if shared is not None and self.train.compile:
@@ -189,7 +189,7 @@ class RunConfig(StrictModel):
             names = ", ".join([*map(str, ranks[:4]), *["…"][: len(ranks) > 4]])
             suggestion = "start ranks host by host, by srun --distribution=block or mpirun --map-by slot"
         host = split_host.partition(" ")[0]
-        rule = f"must divide the processes of every host, or be those of whole hosts; {host} has ranks {names}"
+        rule = f"must divide the processes of every host, or equal those of several hosts; {host} has ranks {names}"
         rule += f"; {suggestion}"
         raise ConfigError.at("train.sequence_parallel", shared, rule)
 

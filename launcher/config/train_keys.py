@@ -232,7 +232,7 @@ class TrainConfig(StrictModel):
         if self.steps is None and self.epochs is None:
             problems.append(Problem("steps", "required, and missing; or give epochs"))
         elif self.steps is not None and self.epochs is not None:
-            problems.append(Problem("epochs", f"must be left out where steps {self.steps} says the same", self.epochs))
+            problems.append(Problem("epochs", f"conflicts with steps {self.steps}; give only one of them", self.epochs))
         elif self.steps is not None and self.warmup_steps > self.steps:
             problems.append(Problem("warmup_steps", f"must be at most steps {self.steps}", self.warmup_steps))
         if self.final_learning_rate > self.learning_rate:

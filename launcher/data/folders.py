@@ -90,7 +90,7 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
     for path in arguments.inputs:
         _check_on_this_machine("PATH", path, "a file or folder on this machine, such as texts; fetch it first")
     if arguments.input is not None:
-        rule = "a file or folder on this machine, such as downloads; let --download fetch what is not here"
+        rule = "a file or folder on this machine, such as downloads; use --download to fetch missing files"
         _check_on_this_machine("--input", arguments.input, rule)
     rule = "a folder on this machine, such as data/mine; build, then upload"
     _check_on_this_machine("--output", arguments.output, rule)
@@ -100,7 +100,7 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
     if (location := arguments.palette_from) is not None:
         settings["palette"] = DataFolder(location).palette if location else None
         if settings["palette"] is None:
-            rule = "must be a data folder that has a palette, as `longstride data build --palette 512` makes it"
+            rule = "must be a data folder with a palette, such as one from `longstride data build --palette 512`"
             raise DataError(f"--palette-from={location}: {rule}")
     with closing(counting.WorkCounter("building", 0, "bytes", shown=crew.is_first)) as counter:
         if arguments.dataset is not None:
@@ -120,7 +120,7 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
             if value is None:
                 continue
             if modality != arguments.modality:
-                rule = f"goes with --modality {modality}, and this is {arguments.modality}"
+                rule = f"only applies to --modality {modality}, and this is {arguments.modality}"
                 raise DataError(f"{option.name}={value}: {rule}")
             properties |= MODALITIES[modality].parse_build_option(option, value)
         return build(
@@ -182,9 +182,9 @@ def _check_source(arguments: argparse.Namespace) -> None:
     if arguments.dataset is None:
         for name in ("input", "download", "unpublished"):
             if getattr(arguments, name):
-                raise DataError(f"--{name}: goes with --dataset; name one of {', '.join(sorted(DATASETS))}")
+                raise DataError(f"--{name}: only applies with --dataset; name one of {', '.join(sorted(DATASETS))}")
         if not arguments.inputs:
-            raise DataError("PATH: none given; name files or folders, such as texts, or a --dataset")
+            raise DataError("PATH: missing; name files or folders, such as texts, or a --dataset")
         for name, default in _DEFAULTS.items():
             if getattr(arguments, name) is None:
                 setattr(arguments, name, default)
@@ -194,14 +194,14 @@ def _check_source(arguments: argparse.Namespace) -> None:
             )
         return
     if arguments.inputs:
-        rule = "goes without --dataset; name the dataset's archive or folder by --input"
+        rule = "cannot be combined with --dataset; name the dataset's archive or folder with --input"
         raise DataError(f"PATH={arguments.inputs[0]}: {rule}")
     for name in (*_DEFAULTS, "field", "raw", *(option.attribute for _, option in _OPTIONS)):
         value = getattr(arguments, name)
         if value is not None:
             shown = "" if value is True else f"={value[0] if isinstance(value, list) else value}"
             option = f"--{name.replace('_', '-')}{shown}"
-            raise DataError(f"{option}: goes without --dataset, which has its own; leave it out")
+            raise DataError(f"{option}: cannot be combined with --dataset, which has its own; leave it out")
 
 
 def _check_on_this_machine(option: str, value: str, rule: str) -> None:
@@ -253,7 +253,7 @@ def run_index(arguments: argparse.Namespace) -> int:
 def _raw(arguments: argparse.Namespace) -> dict[str, int]:
     """Return the property of --raw; raise DataError unless the documents are texts."""
     if arguments.raw and arguments.modality != "text":
-        raise DataError(f"--raw: goes with --modality text, and this is {arguments.modality}")
+        raise DataError(f"--raw: only applies to --modality text, and this is {arguments.modality}")
     return {"raw": 1} if arguments.raw else {}
 
 

@@ -139,9 +139,9 @@ def check_output(output: str, resume: str, replay: str | None = None) -> None:
     run = Path(output)
     if replay is not None:
         if not _NUMBER.fullmatch(replay) or int(replay) == 0:
-            raise ConfigError(f"--replay={replay}: must be the number of a step, from 1 on")
+            raise ConfigError(f"--replay={replay}: must be the number of a step, at least 1")
         if resume != "never":
-            raise ConfigError(f"--resume={resume}: a replay finds its checkpoint by itself; leave it out")
+            raise ConfigError(f"--resume={resume}: a replay chooses its own checkpoint; leave it out")
         if not (run / file_names.CONFIG).is_file():
             raise ConfigError.at("train.output", output, "holds no run to replay a step of; name one that does")
         return
@@ -159,7 +159,7 @@ def check_output(output: str, resume: str, replay: str | None = None) -> None:
     contents = (file_names.CONFIG, file_names.METRICS, file_names.CHECKPOINTS)
     existing = [name for name in contents if (run / name).exists()]
     if resume == "never" and existing and not _is_only_started(run):
-        rule = f"holds a run already ({', '.join(existing)}); go on with --resume auto, or name another folder"
+        rule = f"already holds a run ({', '.join(existing)}); continue it with --resume auto, or name another folder"
         raise ConfigError.at("train.output", output, rule)
 
 
@@ -197,7 +197,7 @@ def profile_steps(profile: str | None, replay: str | None) -> int:
     if profile is None:
         return 0
     if not _NUMBER.fullmatch(profile) or int(profile) == 0:
-        raise ConfigError(f"--profile={profile}: must be a number of steps, from 1 on; such as 10")
+        raise ConfigError(f"--profile={profile}: must be a number of steps, at least 1; such as 10")
     if replay is not None:
         raise ConfigError(f"--profile={profile}: a replay writes nothing; leave it out")
     return int(profile)

@@ -121,7 +121,7 @@ def global_batches(
         if missing - {_LOST}:
             # If no rank has failed, only different data can end some ranks before others.
             ended = ", ".join(str(rank) for rank, state in enumerate(states.tolist()) if state == _AT_THE_END)
-            rule = f"rank {ended} of {len(states)} finds less data than the others; give all hosts the same"
+            rule = f"rank {ended} of {len(states)} finds less data than the others; give all hosts the same data"
             problems = [text for text in ranks.gather_objects(problem) if text] or [f"data.path: {rule}"]
             raise AgreedError("\n".join(dict.fromkeys(problems)))
         if bool(everyone[:, 3].any()):  # before lost workers, which the stop may have killed
@@ -133,7 +133,7 @@ def global_batches(
         everyone = groups[:, 0]  # ranks that share contexts have equal rows
         if not bool((groups == everyone[:, None]).all()):
             raise AgreedError(
-                "data.path: ranks that share a context find different contexts there; give all hosts the same"
+                "data.path: ranks that share a context read different contexts; give all hosts the same data"
             )
         if int(everyone[:, 2].sum()):
             parts = ranks.gather_objects(substitutions)[:: ranks.sequence_parallel]
@@ -154,7 +154,7 @@ def within_vocabulary(batches: Iterator[SomeBatch], vocabulary: int) -> Iterator
 def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
     """Raise DataError for a byte outside the vocabulary: its index would abort the process or all work of its GPU."""
     if vocabulary < _BYTE_VALUES and (most := int(tokens.max())) >= vocabulary:
-        rule = f"a byte of the data is {most}; {_BYTE_VALUES} takes any"
+        rule = f"the data contains byte {most}; {_BYTE_VALUES} allows any byte"
         raise DataError(f"model.vocabulary={vocabulary}: {rule}")
 
 

@@ -148,7 +148,7 @@ def of_run(
         folder, _ = open_data(checkpoint, data, Ranks())
         identity, split = folder.identity, config.data.validation_split
         if not folder.has_split(split):
-            rule = f"the data has no split {split!r} to show a context of; name data that has it, or give --text FILE"
+            rule = f"the data has no split {split!r}; name data that has it, or give --text FILE"
             raise ConfigError(f"--data={data or config.data.path}: {rule}")
         tokens, name = folder.context(number), f"{name}, {split}: context {number}"
     # On the CPU, whatever trained it: only queries and keys are taken, and the rows are computed here.
@@ -172,7 +172,7 @@ def of_export(source: Path, number: int, data: str | None, text: Path | None, tr
     if text is not None:
         tokens, name = _read_text(text, identity, config), f"{name}: {text.name}"
     elif data is None:
-        raise ConfigError(f"{source}: an exported model has no data of its own; give --data DIR or --text FILE")
+        raise ConfigError(f"{source}: an exported model does not include data; give --data DIR or --text FILE")
     else:
         check_location(data)
         folder = DataFolder(data)
@@ -184,7 +184,7 @@ def of_export(source: Path, number: int, data: str | None, text: Path | None, tr
         except DataError as error:
             raise DataError(str(error).replace("context_number=", "--context-number=")) from None
         if (byte := int(tokens.max())) >= config.vocabulary:
-            rule = f"has a byte of {byte}, and the model knows those below {config.vocabulary}; name other data"
+            rule = f"contains byte {byte}, but the model knows bytes below {config.vocabulary}; name other data"
             raise DataError(f"--data={data}: {rule}")
         name = f"{name}: {folder.store.location.rstrip('/').rpartition('/')[2]}, validation, context {number}"
     model = load_model(source, dtype=torch.float32, trust_code=trusted)

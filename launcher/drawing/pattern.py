@@ -246,7 +246,7 @@ def read_text(text: Path, context: int, vocabulary: int) -> Tensor:
     except OSError as error:
         raise ConfigError(f"--text={text}: cannot be read: {error.strerror}; name a text") from None
     if len(content) < 2 or max(content) >= vocabulary:
-        raise ConfigError(f"--text={text}: must have two bytes at least, all below {vocabulary}")
+        raise ConfigError(f"--text={text}: must have at least two bytes, all below {vocabulary}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 

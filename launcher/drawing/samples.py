@@ -48,7 +48,7 @@ def run_data_show(arguments: argparse.Namespace) -> int:
     if most is None and arguments.output is not None:
         raise DataError(f"--output={arguments.output}: {name} is printed, not drawn; leave it out")
     if most is not None and arguments.output is None:
-        raise DataError(f"--output: {name} is drawn, and needs a file to be made; such as --output samples.png")
+        raise DataError(f"--output: {name} is drawn into a file; name one, such as --output samples.png")
     if most is not None and arguments.count is not None and arguments.count > most:
         raise DataError(f"--count={arguments.count}: one picture has room for {most} of {name}")
     count = default if arguments.count is None else arguments.count

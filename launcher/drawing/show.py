@@ -91,7 +91,7 @@ def read_metrics(folder: Path) -> Metrics:
     """
     path, metrics = folder / file_names.METRICS, Metrics(folder)
     if not folder.is_dir():
-        rule = "is a file; name the folder around it" if folder.exists() else "there is no such folder"
+        rule = "is a file; name the folder that contains it" if folder.exists() else "no such folder"
         raise ConfigError(f"{folder}: {rule}; such as runs/demo")
     try:
         num_lines = _read_lines(metrics)
@@ -102,7 +102,7 @@ def read_metrics(folder: Path) -> Metrics:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     if not num_lines:
-        raise ConfigError(f"{path}: holds no line yet; wait for the first step")
+        raise ConfigError(f"{path}: is empty; wait for the first step")
     return metrics
 
 
@@ -143,7 +143,7 @@ def _read_lines(metrics: Metrics) -> int:
             replaced.append(Event(step, "data", f"damaged data was replaced: {texts[0]}{others}"))
     metrics.events += replaced
     if num_refused:
-        metrics.notices.append(f"{file_names.METRICS}: lines that are no measurement were left out: {num_refused:,}")
+        metrics.notices.append(f"{file_names.METRICS}: lines without a measurement were left out: {num_refused:,}")
     order = np.argsort(np.asarray(steps), kind="stable")
     for name, column in columns.items():
         values = np.asarray(column)[order]

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"notice: {data.unusual_setting}")
     if arguments.split is None and not data.has_split(split):
         rule = f"the data lacks the run's split {split!r}; name another split, such as --split "
-        raise ConfigError(f"--split: {rule}{config.data.train_split}, or other data by --data")
+        raise ConfigError(f"--split: {rule}{config.data.train_split}, or name other data with --data")
     contexts = partial(data.evaluation, split=split, batch_size=batch_size, min_context=arguments.min_context)
     contexts()  # raises errors before there is a process group
     start = time.perf_counter()
@@ -153,7 +153,7 @@ def _open_export(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
         if value not in (None, TRAINED):
             raise ConfigError(f"{option}={value}: {folder} is an export, which has its own weights; leave it out")
     if location is None:
-        rule = "is an exported model, which has no data of its own; give --data DIR, or score a file by"
+        rule = "is an exported model, which does not include data; give --data DIR, or score a file with"
         raise ConfigError(f"{folder}: {rule} `longstride sample {folder} --likelihood FILE`")
     exported = Exported(folder, trust_code=arguments.trust_checkpoint)
     trained = ModelData.of(exported.content, exported.config)

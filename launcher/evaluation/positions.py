@@ -41,7 +41,7 @@ def check_positions(output: Path) -> None:
     check_output(output, "--positions")
     numbers = output.with_suffix(".json")
     if numbers.exists():
-        raise ConfigError(f"--positions={output}: {numbers} beside it exists already; nothing is overwritten")
+        raise ConfigError(f"--positions={output}: {numbers} already exists and is not overwritten")
 
 
 def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run: Path) -> None:

@@ -91,21 +91,21 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.format is not None:
         if replace(options, check=True, trusted=False) != Options() or arguments.step is not None or arguments.refresh:
-            rule = "takes the folder of an export, --output, --no-check and --trust-code, and no other option"
+            rule = "only takes the folder of an export, --output, --no-check and --trust-code"
             raise ConfigError(f"--format={arguments.format}: {rule}")
         if arguments.output is None:
-            raise ConfigError("--output: must name the folder to make")
+            raise ConfigError("--output: must name the new folder")
         trust = options.trusted
         line = export_program(arguments.run, arguments.output, arguments.format, options.check, trust_code=trust)
         print(line, file=sys.stderr)
         return 0
     if arguments.refresh:
         if replace(options, trusted=False) != Options() or arguments.step is not None or arguments.output is not None:
-            raise ConfigError("--refresh: takes the folder of an export and --trust-code, and no other option")
+            raise ConfigError("--refresh: only takes the folder of an export and --trust-code")
         print(refresh_stub(arguments.run, trust_code=options.trusted), file=sys.stderr)
         return 0
     if arguments.output is None:
-        raise ConfigError("--output: must name the folder to make")
+        raise ConfigError("--output: must name the new folder")
 
     def report_refusals(checkpoint: Checkpoint) -> None:
         if arguments.step is None:
@@ -235,7 +235,7 @@ def write_weights(
             lost = exact.isfinite() & ~converted.isfinite() if dtype != torch.float32 else None
             if lost is not None and bool(lost.any()):
                 value, most = float(exact[lost].flatten()[0]), torch.finfo(dtype).max
-                rule = f"is beyond {str(dtype).removeprefix('torch.')}, which ends at {most:.5g}; take --dtype fp32"
+                rule = f"is beyond {str(dtype).removeprefix('torch.')}, whose maximum is {most:.5g}; use --dtype fp32"
                 raise ConfigError(f"{name}={value:.6g}: {rule}")
             fingerprint.add(name, converted)
             yield converted
@@ -292,7 +292,7 @@ def check_losses(
     if not difference <= tolerance:  # also if it is nan
         whose = "trained weights'" if kind == AVERAGE else "exported model's"
         raise ConfigError(
-            f"{checkpoint.folder}: the {whose} loss on {probe.path.name} is {nats:.9g} nats, and the trainer's was "
+            f"{checkpoint.folder}: the {whose} loss on {probe.path.name} is {nats:.9g} nats, but the trainer's was "
             f"{probe.loss_nats:.9g}; they differ by {difference:.1e}, and rounding explains {tolerance:.0e}; "
             f"nothing is exported; --no-check skips this"
         )

@@ -70,13 +70,13 @@ def refresh_stub(folder: Path, *, trust_code: bool = False) -> str:
     """
     exported, path = Exported(folder, trust_code=trust_code), folder / hub_stub.FILE
     if exported.content.get("auto_map") != hub_fields()["auto_map"]:
-        rule = f"names no classes of {hub_stub.FILE} for transformers; export the model again"
+        rule = f"does not name the classes of {hub_stub.FILE} for transformers; export the model again"
         raise ConfigError(f"{folder / file_names.CONFIG}: {rule}")
     with suppress(OSError):  # missing, not a plain file, or longer
         if read_plain(path, len(hub_stub.TEXT.encode())) == hub_stub.TEXT.encode():
             return f"{path}: is this version's already; nothing is written"
     write_text(path, hub_stub.TEXT)
-    return f"{path}: written anew; nothing else is changed"
+    return f"{path}: rewritten; nothing else is changed"
 
 
 def model_card(

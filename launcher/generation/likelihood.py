@@ -64,7 +64,7 @@ def likelihood(
     """
     context = model.config.context
     if not len(content):
-        raise ConfigError("holds no bytes: there is nothing to score")
+        raise ConfigError("is empty: there is nothing to score")
     stream = np.frombuffer(content, dtype=np.uint8) if isinstance(content, bytes) else content
     if isinstance(content, bytes):
         check_bytes(content, model)
@@ -89,7 +89,7 @@ def likelihood(
     mean = math.fsum(nats()) / len(content)  # rounded twice, as in an evaluation
     counter.close()
     if not math.isfinite(mean):
-        raise FloatingPointError("logits that are no numbers")
+        raise FloatingPointError("logits are not finite")
     unit = unit or modality_named(model.config.embedding.modality).unit
     loss = metrics_file.loss_fields(mean, len(content), len(content), unit)
     return {**loss, "min_context": min_context, "seconds": time.perf_counter() - start}
@@ -105,7 +105,7 @@ def check_bytes(content: bytes, model: SparseTransformer) -> None:
     """Raise ConfigError for bytes outside the model's vocabulary."""
     vocabulary = model.config.vocabulary
     if content and max(content) >= vocabulary:
-        raise ConfigError(f"holds byte {max(content)}, and the model knows 0 to {vocabulary - 1}")
+        raise ConfigError(f"contains byte {max(content)}, but the model knows 0 to {vocabulary - 1}")
 
 
 def piece_nats(model: SparseTransformer, pieces: Iterable[Piece], rows: int) -> Iterator[tuple[Piece, np.ndarray]]:

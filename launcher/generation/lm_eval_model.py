@@ -62,7 +62,7 @@ class LongstrideLM(LM):
     ) -> None:
         super().__init__()
         if others or path is None:
-            wrong = f"{next(iter(others))}: is none of them" if others else "path: must be given"
+            wrong = f"{next(iter(others))}: is not supported" if others else "path: must be given"
             raise ConfigError(
                 f"--model_args: {wrong}; path=FOLDER of an export, batch_size, device, dtype, min_context, trust_code"
             )
@@ -89,7 +89,7 @@ class LongstrideLM(LM):
             raise ConfigError(f"min_context={min_context}: must be from 0 to {most}, less than the context")
         self.path, self.min_context = exported.folder, min_context
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
-            say(f"device={device}: there is no GPU; the CPU computes")  # lm_eval's default
+            say(f"device={device}: there is no GPU; the CPU is used")  # lm_eval's default
             device = "cpu"
         self._device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype_of = None if dtype in (None, "auto") else types[dtype]
@@ -226,7 +226,7 @@ class LongstrideLM(LM):
         total = math.fsum(nats)
         with require_finite_logits(self.path):
             if not math.isfinite(total):
-                raise FloatingPointError("logits that are no numbers")
+                raise FloatingPointError("logits are not finite")
         return total
 
     def _cache(self, what: str, requests: Sequence[Any], answers: list[Any]) -> list[Any]:
@@ -251,5 +251,5 @@ def _parse_settings(options: dict[str, Any]) -> tuple[dict[str, Any], list[bytes
     settings |= {name: remaining.pop(name) for name in ("top_k", "top_p") if name in remaining}
     if remaining:
         supported = "until, max_gen_toks, do_sample, temperature, top_k, top_p"
-        raise ConfigError(f"generation_kwargs.{next(iter(remaining))}: is none of {supported}")
+        raise ConfigError(f"generation_kwargs.{next(iter(remaining))}: is not supported; supported are {supported}")
     return settings, stops, count

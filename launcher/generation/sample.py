@@ -46,14 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) not in (None, False):
             option = f"--{name.replace('_', '-')}"
             if is_score:
-                raise ConfigError(f"--likelihood: scores a file, and samples nothing; leave out {option}")
+                raise ConfigError(f"--likelihood: scores a file and does not sample; leave out {option}")
             raise ConfigError(f"{option}: only works together with --likelihood FILE; leave it out")
     model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
     config = load_json_object(arguments.model / file_names.CONFIG)
     data = ModelData.of(config, model.config, arguments.modality, arguments.rate)
     if data.palette is None and model.config.vocabulary > 256:
         rule = f"has {model.config.vocabulary} tokens and no palette, so they cannot be written as bytes"
-        raise ConfigError(f"{arguments.model}: {rule}; export it again where its data folder lies")
+        raise ConfigError(f"{arguments.model}: {rule}; export it again on the host of its data folder")
     if is_score:
         _print_likelihood(arguments, model, data)
         return 0
@@ -92,7 +92,7 @@ def _print_likelihood(arguments: argparse.Namespace, model: SparseTransformer, d
     """Print a file's score as a JSON line, and a line for people to standard error."""
     path = arguments.likelihood
     if data.palette is not None and not arguments.decoded:
-        rule = "the model scores pixels of pictures, and no bytes of files; add --decoded"
+        rule = "the model scores pixels of pictures, not bytes of files; add --decoded"
         raise ConfigError(f"--likelihood={path}: {rule}")
     if arguments.decoded and data.modality in _prompt_modalities():
         with _open_sample(path, "--likelihood", data) as sample:
@@ -197,12 +197,10 @@ def _num_bytes(arguments: argparse.Namespace, data: ModelData, prompt_bytes: int
     if size is not None:
         for option in ("bytes", "seconds", "slide"):
             if getattr(arguments, option) not in (None, False):
-                rule = f"{modality.words} have {size} bytes, no more and no less; leave it out, or take --modality text"
+                rule = f"{modality.words} have exactly {size} bytes; leave it out, or take --modality text"
                 raise ConfigError(f"--{option}: {rule}")
         if prompt_bytes >= size:
-            raise ConfigError(
-                f"--prompt-file: has {prompt_bytes} bytes, and {modality.words} have {size}; give less of it"
-            )
+            raise ConfigError(f"--prompt-file: has {prompt_bytes} bytes, but {modality.words} have {size}; give fewer")
         return size - prompt_bytes
     if arguments.seconds is not None:
         count = modality.bytes_in(arguments.seconds, "--seconds", data.file_properties)
@@ -217,7 +215,7 @@ def _num_bytes(arguments: argparse.Namespace, data: ModelData, prompt_bytes: int
         if arguments.seconds is not None:
             fits = f"--seconds {(context - prompt_bytes) / modality.bytes_in(1, '--seconds', data.file_properties):.9g}"
         fits = f"take at most {fits}, or " if prompt_bytes < context else ""
-        rule = f"they must fit in the model's context of {context}; {fits}add --slide to go on beyond it"
+        rule = f"they must fit in the model's context of {context}; {fits}add --slide to continue beyond it"
         raise ConfigError(f"sample: prompt and sample are {prompt_bytes + count} tokens: {rule}")
     return count
 
@@ -239,7 +237,7 @@ def output_files(output: Path | None, data: ModelData, count: int, num_prompts: 
     suffix = modality.output_suffix
     other_suffixes = {kind.output_suffix for kind in MODALITIES.values()} - {suffix, None}
     if output.suffix in other_suffixes if suffix is None else output.suffix != suffix:
-        rule = f"must be no {output.suffix} file" if suffix is None else f"must be a {suffix} file"
+        rule = f"must not be a {output.suffix} file" if suffix is None else f"must be a {suffix} file"
         raise ConfigError(f"--output={output}: {rule}, as the model writes {modality.words}")
     files = [output]
     if not modality.one_output and count > 1:

@@ -145,7 +145,7 @@ class SessionCache:
         if self._places:
             counts = self._token_counts()
             if bool((~mask[:, : self._places] & (counts.diff(prepend=counts.new_zeros(len(counts), 1)) > 0)).any()):
-                rule = f"padding where {CACHE_NAME} holds a token; crop takes tokens back"
+                rule = f"padding where {CACHE_NAME} holds a token; use crop to remove tokens"
                 raise ValueError(f"attention_mask: {rule}")
         return mask[:, self._places :]
 
@@ -173,7 +173,7 @@ class SessionCache:
         counts = self._token_counts()
         started = ((tokens == specials.start) & (True if mask is None else mask)).any(1)
         if bool((started & (counts[:, -1] > 0)).any()):
-            rule = f"behind tokens that {CACHE_NAME} holds; it stands first or not at all"
+            rule = f"after tokens that {CACHE_NAME} holds; it must be first or absent"
             raise ValueError(f"input_ids: the start, {specials.start}, {rule}")
         lengths = aligned.lengths.tolist()
         self._require_room(lengths)
@@ -253,7 +253,7 @@ class SessionCache:
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last places: -3 removes three, as in transformers. ValueError for numbers above 0."""
         if tokens_to_remove > 0:
-            rule = f"must be 0 or less: {-tokens_to_remove} takes {tokens_to_remove} places back"
+            rule = f"must be 0 or less: {-tokens_to_remove} removes {tokens_to_remove} places"
             raise ValueError(f"crop: tokens_to_remove={tokens_to_remove}: {rule}")
         places = self._places + tokens_to_remove
         if places <= 0:

@@ -56,7 +56,7 @@ class SessionGenerationMixin(GenerationMixin):
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ValueError, because its pages hold keys and values, and a session holds more."""
-        rule = "this model keeps sessions and no pages; generate takes prompts of any lengths in one batch"
+        rule = "this model keeps sessions, not pages; generate takes prompts of any lengths in one batch"
         raise ValueError(f"continuous batching: {rule}")
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +103,7 @@ class SessionGenerationMixin(GenerationMixin):
             raise ValueError(f"assistant_early_exit={generation_config.assistant_early_exit}: {rule}")
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation={kind!r}: this model keeps a session of its own; leave it out")
+            raise ValueError(f"cache_implementation={kind!r}: this model keeps its own session; leave it out")
         generation_config.cache_implementation = None
         tokens = vars(generation_config).pop("_prompt")
         cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")

@@ -234,7 +234,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         shift_labels = others.pop("shift_labels", None)
         unsupported = [name for name, value in others.items() if value is not None]
         if unsupported:
-            raise ValueError(f"{unsupported[0]}: this model takes no such argument; leave it out")
+            raise ValueError(f"{unsupported[0]}: this model does not take this argument; leave it out")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: one of them must be given")
         if input_ids is not None:
@@ -243,10 +243,10 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
                 raise ValueError(f"input_ids: {actual}: must be integers (B, n); of one row, input_ids[None]")
             input_ids = input_ids.long()  # uint8 cannot hold the numbers of special tokens
         if output_attentions or (output_attentions is None and self.config.output_attentions):
-            raise ValueError("output_attentions: attention by blocks has no weights to return; leave it out")
+            raise ValueError("output_attentions: block-sparse attention has no weights to return; leave it out")
         if past_key_values is not None:
             if cache is not None:
-                raise ValueError(f"cache, past_key_values: two names of one argument; give {CACHE_NAME} alone")
+                raise ValueError(f"cache, past_key_values: two names of one argument; give only {CACHE_NAME}")
             cache = past_key_values
         if cache is not None and not isinstance(cache, SessionCache):
             rule = "this model keeps a session; leave it out, and give what a call with use_cache=True returns"
@@ -255,8 +255,8 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
             raise ValueError("inputs_embeds: this model looks up n-grams of tokens too; give input_ids")
         network, hidden = self.network, None
         if cache is not None and not cache.is_compatible_with(network):
-            rule = "its steps are computed by that; give what this model returned, or leave it out"
-            raise ValueError(f"{CACHE_NAME}: of another model, or of other weights: {rule}")
+            rule = "give a cache that this model returned, or leave it out"
+            raise ValueError(f"{CACHE_NAME}: belongs to another model or other weights: {rule}")
         _check_positions(position_ids, attention_mask, 0 if cache is None else cache.get_seq_length())
         if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
             hidden = list[Tensor]()
@@ -313,7 +313,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
             assert labels is not None
             logits, shift_labels = logits[:, :-1], labels[:, 1:]
         if shift_labels.shape != logits.shape[:2]:
-            shapes = f"{tuple(shift_labels.shape)} behind the first, and logits for {tuple(logits.shape[:2])}"
+            shapes = f"{tuple(shift_labels.shape)} after the first, and logits for {tuple(logits.shape[:2])}"
             raise ValueError(f"labels: {shapes}: must be as many; give one for each token, and no logits_to_keep")
         shift_labels = shift_labels.long()
         vocabulary = logits.shape[-1]
@@ -344,4 +344,4 @@ def _check_positions(positions: Tensor | None, mask: Tensor | None, past: int) -
         expected = mask.long().cumsum(1)[:, -count:] - 1
         if bool(((positions == expected) | ~visible).all()):
             return
-    raise ValueError("position_ids: positions count from 0 in each row here; leave them out")
+    raise ValueError("position_ids: positions always count from 0 in each row; leave them out")

@@ -61,10 +61,10 @@ def align(tokens: Tensor, mask: Tensor | None, specials: Specials) -> Aligned:
     first = torch.where(present, places, tokens.shape[1]).amin(1, keepdim=True) if tokens.shape[1] else counts[:, None]
     offset = places - first  # 0 at the first token or start of a row
     if bool((present != ((offset >= 0) & (offset < counts[:, None]))).any()):
-        raise ValueError("attention_mask: padding between tokens; it may stand before or behind the tokens of a row")
+        raise ValueError("attention_mask: padding between tokens; it must be before or after the tokens of a row")
     starts = present & (tokens == specials.start)
     if bool((starts & (offset > 0)).any()):
-        raise ValueError(f"input_ids: the start, {specials.start}, behind other tokens; it stands first or not at all")
+        raise ValueError(f"input_ids: the start, {specials.start}, after other tokens; it must be first or absent")
     started = starts.any(1)
     lengths = counts - started.long()
     longest = int(lengths.max()) if len(lengths) else 0

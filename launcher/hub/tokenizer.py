@@ -116,7 +116,7 @@ class LongstrideTokenizer(PreTrainedTokenizer):
 
     def _convert_id_to_token(self, index: int) -> str:
         if not 0 <= index < len(_TOKENS):
-            raise ValueError(f"token {index}: there is none of that number; they are 0 to {len(_TOKENS) - 1}")
+            raise ValueError(f"token {index}: does not exist; tokens are 0 to {len(_TOKENS) - 1}")
         return _TOKENS[index]
 
     def convert_tokens_to_string(self, tokens: Iterable[str]) -> str:
@@ -126,7 +126,7 @@ class LongstrideTokenizer(PreTrainedTokenizer):
     def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
         unknown = [str(token) for token in new_tokens if str(token) not in _NUMBER_OF]
         if unknown:
-            rule = "is no byte, and the model has no weights for other tokens"
+            rule = "is not a byte, and the model has no weights for other tokens"
             raise ValueError(f"{unknown[0]!r}: {rule}; take one of {', '.join(_SPECIALS)}")
         return super()._add_tokens(new_tokens, special_tokens)
 

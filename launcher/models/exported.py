@@ -110,7 +110,7 @@ class Exported:
             raise ConfigError(*lines) from None
         for name, source in config.foreign_code().items():
             if (before := recorded.get(name)) not in (None, source):
-                rule = f"was exported with {name} of {before!r:.99}, and here is {source}; it may compute otherwise"
+                rule = f"was exported with {name} of {before!r:.99}, but {source} is installed here; results may differ"
                 say(f"notice: {path}: {rule}")
         return config, shapes
 
@@ -120,7 +120,7 @@ class Exported:
             return dict.fromkeys(self._open_file(file_names.WEIGHTS).keys(), file_names.WEIGHTS)
         index = self.folder / file_names.WEIGHTS_INDEX
         if not os.path.lexists(index):
-            raise ConfigError(f"{self.folder}: has no {file_names.WEIGHTS} and no {index.name}; {_ADVICE}")
+            raise ConfigError(f"{self.folder}: has neither {file_names.WEIGHTS} nor {index.name}; {_ADVICE}")
         file_of = load_json_object(index).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
             raise ConfigError(f"{index}: has no weight_map, which names the file of every tensor")
@@ -129,7 +129,7 @@ class Exported:
             # Only a name, because a path could lead out of the folder.
             is_plain = isinstance(file, str) and Path(file).name == file and file.strip(".")
             if not is_plain or len(file) > _MOST_NAME or "\\" in file or "\0" in file:
-                raise ConfigError.at(f"{index}: weight_map.{name[:160]}", file, "must be the name of a file beside it")
+                raise ConfigError.at(f"{index}: weight_map.{name[:160]}", file, "must name a file in the same folder")
             names_in.setdefault(file, set()).add(name)
         for file, indexed in sorted(names_in.items()):
             if not os.path.lexists(self.folder / file):
@@ -171,7 +171,7 @@ class Exported:
         refuse(wrong, f"{self.folder}: {mismatch} it has")
         types = {text: dtype for dtype, text in STORED.items()}
         if len(stored) > 1 or not stored <= types.keys():
-            rule = f"tensors of {', '.join(sorted(stored))}; all must be of one of {', '.join(types)}"
+            rule = f"tensors of {', '.join(sorted(stored))}; all must have one type of {', '.join(types)}"
             raise ConfigError(f"{self.folder / weights}: {rule}")
         return types[stored.pop()]
 
@@ -274,4 +274,4 @@ def require_finite_logits(folder: Path) -> Iterator[None]:
     try:
         yield
     except FloatingPointError as error:
-        raise ConfigError(f"{folder}: computes {error}; export it anew, or in fp32") from None
+        raise ConfigError(f"{folder}: its {error}; export it again, or in fp32") from None

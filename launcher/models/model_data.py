@@ -59,7 +59,7 @@ class ModelData:
         data = cls.from_json(content.get("data"), config, modality=modality)
         kind, name, properties = data.modality, data.modality.name, dict(data.properties)
         if data.palette is not None and not kind.has_palettes:
-            rule = "the model's tokens are colours of a palette, which make pictures; leave it out"
+            rule = "the model's tokens are colours of a palette, so it writes pictures; leave it out"
             raise ConfigError(f"--modality={name}: {rule}")
         if rate is not None:
             if "rate" not in kind.asks:
@@ -96,7 +96,7 @@ class ModelData:
         except DataError as error:
             raise ConfigError(f"{path}palette: {error}") from None
         if palette is not None and len(palette) != config.vocabulary:
-            rule = f"has {len(palette)} colours, and the model {config.vocabulary} tokens"
+            rule = f"has {len(palette)} colours, but the model has {config.vocabulary} tokens"
             raise ConfigError(f"{path}palette: {rule}; export it again")
         properties = dict(saved.properties)
         if palette is None and isinstance(config.embedding, ImageEmbedding):
@@ -115,7 +115,7 @@ class ModelData:
         """
         clauses: dict[str, str] = {}
         if self.palette != data.palette:
-            clauses["palette"] = "its tokens are of another palette"
+            clauses["palette"] = "its palette is different"
         sizes, trained_sizes = ([side.properties.get(name) for name in _ARRANGEMENT] for side in (data, self))
         if None not in sizes + trained_sizes and sizes != trained_sizes:
             both = " and the model's ".join(" x ".join(map(str, size)) for size in (sizes, trained_sizes))

@@ -59,7 +59,7 @@ def mistake(error: BaseException) -> str | None:
             name = _printable(str(error.filename or "a file"))
             return f"{name}: is larger than this process may write; raise the limit on file sizes (`ulimit -f`)"
         if not error.filename:
-            return f"standard output, or a file: cannot be written: {error.strerror}; write where there is room"
+            return f"standard output, or a file: cannot be written: {error.strerror}; write to a disk with free space"
         return f"{_printable(str(error.filename))}: {error.strerror}"
     # Only in modules that are loaded already: importing them would slow down every verb.
     families = (("longstride.kernels.errors", "ConfigError"), ("longstride.data_pipelines.errors", "DataError"))

@@ -72,16 +72,16 @@ def start(config: RunConfig, processes: int, resume: str, source: WeightSource |
         checkpoint, damaged = first_undamaged(run.folder, offered.candidates, Ranks())
     damaged = [*offered.refused, *damaged]
     if checkpoint is None and not offered.may_begin:
-        raise ConfigError("no checkpoint is whole:", *damaged)
+        raise ConfigError("no checkpoint is complete:", *damaged)
     for line in damaged:
         say(f"would be skipped: {line}")
     initial = open_initial(run, checkpoint)
     plan = make_plan(run.config, [processes], device=ranks.device.type)
     print(describe(plan), flush=True)
     count = "1 process" if processes == 1 else f"{processes} processes"
-    say(f"dry run: this process stands for the first of {count}, on {ranks.device.type}; it writes nothing")
+    say(f"dry run: this process acts as the first of {count}, on {ranks.device.type}; it writes nothing")
     if checkpoint is not None:
-        say(f"the run would go on from {checkpoint.folder}, which is whole; here the step is taken with fresh weights")
+        say(f"the run would continue from {checkpoint.folder}, which is complete; this step uses fresh weights")
     (row,) = (row for row in plan["memory"] if row["stage"] == config.zero_stage)
     needed = row["peak_recomputed" if config.train.activation_checkpointing else "peak_kept"]
     free = free_bytes() if ranks.device.type == "cpu" else torch.cuda.mem_get_info(ranks.device)[0]
@@ -128,7 +128,7 @@ def _take_step(run: RunSetup, state: StreamState | None, initial: InitialWeights
     # Without the weights and rows of the other processes the loss means nothing.
     loss = f", {bits:.4f} {unit}" if bits is not None and config.zero_stage < 3 and ranks.sequence_parallel == 1 else ""
     count = len(part.tokens)
-    say(f"read the first batch, of which this process has {count} context{'s' if count > 1 else ''}")
+    say(f"read the first batch; this process has {count} context{'s' if count > 1 else ''}")
     time_taken = f"{seconds:.1f} s, with the preparations of a first step"
     say(f"took a step with one micro-batch of it, of {size}: {time_taken}{loss}")
     say("the same command without --dry-run starts the run")

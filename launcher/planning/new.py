@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     output, location = _check_options(arguments)
     data = recipes.Data.read(location)
     if arguments.modality not in (None, data.modality):
-        rule = f"{location} holds {data.modality}; leave --modality out, or name another folder by --data"
+        rule = f"{location} holds {data.modality}; leave --modality out, or name another folder with --data"
         raise ConfigError(f"--modality={arguments.modality}: {rule}")
     machine = _machine(arguments)
     preset = None if arguments.like is None else load_content(arguments.like)
@@ -118,19 +118,21 @@ def _check_options(arguments: argparse.Namespace) -> tuple[Path, str]:
         suggestion = output.with_suffix(".json") if output.name else usual
         raise ConfigError(f"--output={output}: must end in .json; such as {suggestion}")
     if not output.parent.is_dir():
-        raise ConfigError(f"--output={output}: {output.parent} is no folder; make it first, or name another")
+        raise ConfigError(f"--output={output}: {output.parent} is not a folder; create it first, or name another")
     if os.path.lexists(output):
-        raise ConfigError(f"{output}: exists already; take another NAME, or another file by --output")
+        raise ConfigError(f"{output}: already exists; give another NAME, or another file with --output")
     usual_data = load_content(arguments.like)["data"]["path"] if arguments.like else f"data/{arguments.name}"
     location = usual_data if arguments.data is None else arguments.data
     if not location:
-        raise ConfigError("--data=: names no folder; such as data/mine, or leave it out")
+        raise ConfigError("--data=: must name a folder, such as data/mine; or leave it out")
     if "://" not in location and not Path(location).is_dir():
         kind = f" --modality {arguments.modality}" if arguments.modality not in (None, "text") else ""
         if Path(location).is_file():
-            rule = f"build one of it by `longstride data build {location}{kind} --output DIR`, and name that by --data"
-            raise ConfigError(f"--data={location}: is a file, and no data folder; {rule}")
-        rule = f"build it by `longstride data build FILES{kind} --output {location}`, or name another by --data"
+            rule = (
+                f"build one from it with `longstride data build {location}{kind} --output DIR`, and pass it as --data"
+            )
+            raise ConfigError(f"--data={location}: is a file, not a data folder; {rule}")
+        rule = f"build it with `longstride data build FILES{kind} --output {location}`, or name another with --data"
         raise ConfigError(f"{location}: no such folder; {rule}")
     return output, location
 
@@ -170,7 +172,7 @@ def _number(option: str, text: str, most: int, suggestion: str, *, is_integer: b
     except ValueError:
         number = 0.0
     if not 1 <= number <= most or (is_integer and number != int(number)):
-        what = "a whole number" if is_integer else "a number"
+        what = "an integer" if is_integer else "a number"
         raise ConfigError(f"{option}={text}: must be {what} from 1 to {most:,}; such as {suggestion}")
     return number
 
@@ -219,7 +221,7 @@ def _fit(content: dict[str, Any], machine: Machine, size: str) -> int:
                 return peak
             micro_batch //= 2
     smaller = "--size tiny, " if size != SIZES[0] else ""
-    rule = f"takes {peak / _GIB:.1f} GiB a process at least, and {machine.process_bytes / _GIB:.1f} are to be had here"
+    rule = f"takes {peak / _GIB:.1f} GiB per process at least, but {machine.process_bytes / _GIB:.1f} are free here"
     raise ConfigError(
         f"--size={size}: {rule} ({machine.words}); give {smaller}fewer --processes, or the --memory of GPUs"
     )

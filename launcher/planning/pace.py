@@ -47,7 +47,7 @@ def requested_rate(arguments: argparse.Namespace) -> Rate | None:
         except ValueError:
             rate = math.nan
         if not LEAST_TFLOPS <= rate <= MOST_TFLOPS:
-            rule = "must be what a process achieves, from 0.000001 to 1,000,000; such as 0.1 for a few cores"
+            rule = "must be the TFLOP/s of a process, from 0.000001 to 1,000,000; such as 0.1 for a few cores"
             rule += ", 150 for a card"
             raise ConfigError(f"--tflops={arguments.tflops}: {rule}")
         return Rate(rate * TERA, f"at {rate:g} TFLOP/s a process, as given by --tflops")
@@ -69,7 +69,7 @@ def rate_of(run: Path) -> Rate:
     logged = (line.get("seconds") for step, line in metrics_file.find_steps(run).items() if step > WARM_STEPS)
     seconds = [value for value in logged if isinstance(value, float) and value > 0]
     if not seconds:
-        rule = f"has logged no step behind its first {WARM_STEPS}; train on, or give --tflops"
+        rule = f"has no logged step after its first {WARM_STEPS}; train longer, or give --tflops"
         raise ConfigError(f"--rate-of={run}: {rule}")
     manifests = sorted((run / file_names.CHECKPOINTS).glob("step-*/manifest.json"))
     processes = load_json_object(manifests[-1]).get("world_size") if manifests else None
@@ -79,7 +79,7 @@ def rate_of(run: Path) -> Rate:
     flops = sum(step_flops(work(config.model, config.train.micro_batch), config).values())
     rate = flops / (statistics.median(seconds) * processes)
     if not LEAST_TFLOPS <= rate / TERA <= MOST_TFLOPS:
-        rule = f"steps of {statistics.median(seconds):.3g} s are no measure of a process; give --tflops"
+        rule = f"steps of {statistics.median(seconds):.3g} s cannot serve as a measurement; give --tflops"
         raise ConfigError(f"--rate-of={run}: {rule}")
     return Rate(rate, f"at {rate / TERA:.3g} TFLOP/s a process, as {run} had it")
 

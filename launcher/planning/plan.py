@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not (
             word.isascii() and word.isdecimal() and len(word) <= 9 and 1 <= int(word) <= TrainConfig.MOST_PROCESSES
         ):
-            rule = f"must be whole numbers from 1 to {TrainConfig.MOST_PROCESSES:,}; such as 8"
+            rule = f"must be integers from 1 to {TrainConfig.MOST_PROCESSES:,}; such as 8"
             raise ConfigError(f"--processes={word}: {rule}")
         config.check_world_size(int(word))
     units = config.train.global_batch // config.train.micro_batch
@@ -80,7 +80,7 @@ def device_of(config: RunConfig, requested: str | None, *, is_timed: bool = Fals
     """
     if config.model.backend == "cpu":
         if requested == "cuda":
-            rule = "model.backend=cpu computes on a CPU alone; leave --device out, or give model.backend=auto"
+            rule = "model.backend=cpu computes only on a CPU; leave --device out, or give model.backend=auto"
             raise ConfigError(f"--device=cuda: {rule}")
         return "cpu"
     if is_timed:
@@ -107,7 +107,7 @@ def make_plan(
 
     model, train = config.model, config.train
     if model.context > rehearsal.MOST_POSITIONS:
-        rule = f"takes hours to rehearse; a plan is made of at most {rehearsal.MOST_POSITIONS} positions"
+        rule = f"would take hours to plan; at most {rehearsal.MOST_POSITIONS} positions are allowed"
         raise ConfigError.at("model.context", model.context, rule)
     length = run_length(config, contexts)
     parts, numel = costs.parameter_parts(model), costs.engine_parameters(model)
@@ -288,7 +288,7 @@ def _exchanges(plan: dict[str, Any]) -> list[str]:
             f"  a step of the last of {count} processes: {calls:,} exchanges; it sends {counting.traffic(sent)} and "
             f"receives {counting.traffic(received)}"
         )
-    lines.append("  by layer, what a process sends in the mean in the forward pass of a micro-batch:")
+    lines.append("  by layer, what a process sends on average in the forward pass of a micro-batch:")
     for items, names in _group_layers([layer and tuple(layer.items()) for layer in sequence["layers"]]):
         if items is None:
             lines.append(f"    not counted by layer: {names}")
@@ -302,7 +302,7 @@ def _exchanges(plan: dict[str, Any]) -> list[str]:
         if layer["copies"] > 1:
             facts.append(f"keys and values copied {layer['copies']} times")
         if layer["anew"]:
-            facts.append(f"{counting.traffic(layer['anew_bytes'])} to divide its rows anew")
+            facts.append(f"{counting.traffic(layer['anew_bytes'])} to redistribute its rows")
         lines.append(f"    {'; '.join([*facts, names])}")
     return lines
 

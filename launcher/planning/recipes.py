@@ -154,7 +154,7 @@ def model_like(name: str, preset: Mapping[str, Any], size: Size, data: Data) -> 
         what = f"{modality}{' in colours of a palette' if has_palette else ''}"
         rule = f"the preset reads {what}, and {data.location} holds {data.modality}{' in bytes' if has_palette else ''}"
         suggestion = f"`longstride data build … --modality {modality}{palette}`"
-        raise ConfigError(f"--like={name}: {rule}; name a folder of {suggestion} by --data")
+        raise ConfigError(f"--like={name}: {rule}; name a folder of {suggestion} with --data")
     shape = _shape(size, data)
     context = shape["context"]
     if data.picture is None:
@@ -242,7 +242,7 @@ def _fitting(usual: int, most: int, data: Data) -> int:
     if context < LEAST_CONTEXT:
         rule = f"has {data.train_bytes:,} bytes to train on"
         if data.mean_document_bytes < LEAST_CONTEXT <= data.train_bytes // LEAST_CONTEXTS:
-            rule += f", in sounds of {data.mean_document_bytes:,} bytes in the mean"
+            rule += f", in sounds of {data.mean_document_bytes:,} bytes on average"
         need = f"a context takes at least {LEAST_CONTEXT}, and a run at least {LEAST_CONTEXTS} of them"
         raise ConfigError(f"--data={data.location}: {rule}; {need}; add data")
     return context

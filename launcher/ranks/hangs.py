@@ -278,7 +278,7 @@ class Watchdog:
                 if is_first:
                     paths += self._write_neighbours(failure)
                     folder = next((path.parent for path in paths if path is not None), None)
-                    what = "lost another process" if failure.lost else "heard nothing of another process in time"
+                    what = "lost another process" if failure.lost else "timed out waiting for another process"
                     where = f"{place}, after {seconds:.0f} s"
                     files = f"; stacks: {folder}/{self._name}-rank-*.txt" if folder else ""
                     say(f"rank {self._rank} on {socket.gethostname()} {what} ({where}): {failure.reason}{files}")

@@ -60,12 +60,12 @@ class Ranks:
             return cls()
         missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name not in environment]
         if missing:
-            rule = f"given without {', '.join(missing)}; start by a launcher"
+            rule = f"given without {', '.join(missing)}; use a launcher"
             raise ConfigError(f"environment: {', '.join(variables)} {rule}")
         try:
             rank, local_rank, world_size = (int(environment[name]) for name in names)
         except ValueError:
-            raise ConfigError(f"environment: {variables}: must be whole numbers") from None
+            raise ConfigError(f"environment: {variables}: must be integers") from None
         if not 0 <= rank < world_size:
             raise ConfigError(f"environment: RANK={rank}: must be from 0 to {world_size - 1}")
         return cls(rank, local_rank, world_size)
@@ -352,7 +352,7 @@ def _lock(run: Path) -> tuple[BinaryIO | None, Problem | None]:
                 holder = file.read(_MOST_LOCK_BYTES).decode(errors="replace").strip() or "another process"
             rule = f"another run writes there ({holder}); wait for it, or name another folder"
             return None, Problem("train.output", rule, str(run))
-        say(f"{run}: this file system has no locks; make sure that no second run writes there")
+        say(f"{run}: this file system does not support locks; make sure that no second run writes there")
     return file, None
 
 

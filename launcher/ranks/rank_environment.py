@@ -61,7 +61,7 @@ def adopt_launcher_variables(environment: MutableMapping[str, str]) -> None:
     place = {name: environment.get(name, "") for name in _NAMES[source]}
     if not all(text.isascii() and text.isdecimal() for text in place.values()):
         shown = ", ".join(f"{name}={text or '(missing)'}" for name, text in place.items())
-        raise ConfigError(f"environment: {shown}: must be whole numbers, all three")
+        raise ConfigError(f"environment: {shown}: all three must be integers")
     rank, local_rank, world_size = place.values()
     if int(world_size) == 1:
         return  # alone
@@ -96,7 +96,7 @@ def end_host(node_list: str, *, last: bool = False) -> str:
 def job_port(job: str, step: str = "0") -> int:
     """Return a port for a step of a job, the same for all its ranks and another one for the next jobs."""
     if not (job.isascii() and job.isdecimal()):
-        raise ConfigError(f"environment: SLURM_JOB_ID={job}: must be a whole number")
+        raise ConfigError(f"environment: SLURM_JOB_ID={job}: must be an integer")
     # A prime factor keeps the steps of a job apart from the first steps of the next jobs.
     steps = int(step) if step.isascii() and step.isdecimal() else 0
     return _FIRST_PORT + (int(job) + 1009 * steps) % _NUM_PORTS

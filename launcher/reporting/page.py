@@ -50,13 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output
     check_new(output, "--output", ".html", ".htm")
     if arguments.quick and arguments.by_position:
-        raise ConfigError("--by-position: needs the model, which --quick leaves out; give one of the two")
+        raise ConfigError("--by-position: needs the model, which --quick does not load; give only one of the two")
     records = read_runs(arguments.runs)
     scored = []
     for path in arguments.positions:
         losses = read_positions(path)
         if losses is None:
-            rule = "must be a JSON file that `longstride evaluate RUN --positions FILE.png` wrote beside its picture"
+            rule = "must be a JSON file that `longstride evaluate RUN --positions FILE.png` wrote next to its picture"
             raise ConfigError(f"--positions={path}: {rule}")
         scored.append(losses)
     answers = [Answers() for _ in records]
@@ -75,7 +75,7 @@ def read_runs(folders: list[Path]) -> list[RunHistory]:
         ConfigError: as ``read_run``; a run is named twice, or there are too many.
     """
     if len(folders) > MOST_RUNS:
-        raise ConfigError(f"{folders[MOST_RUNS]}: is run {MOST_RUNS + 1}; a page compares {MOST_RUNS} at most")
+        raise ConfigError(f"{folders[MOST_RUNS]}: is run {MOST_RUNS + 1}; a page compares at most {MOST_RUNS}")
     for index, folder in enumerate(folders):
         if folder.resolve() in map(Path.resolve, folders[:index]):
             raise ConfigError(f"{folder}: is named twice; name each run once")

@@ -163,7 +163,7 @@ def _read_starts(record: RunHistory) -> None:
             start = parse_json(text)
             record.starts.append({**start, "step": int(start["step"])})
         except (JSONError, KeyError, TypeError, ValueError):
-            record.notices.append(f"{file_names.STARTS}: a line that is no start was left out")
+            record.notices.append(f"{file_names.STARTS}: a line that does not record a start was left out")
 
 
 def _read_samples(record: RunHistory) -> None:

@@ -155,7 +155,7 @@ async def errors_in_json(request: web.Request, handler: Handler) -> web.StreamRe
         refused = Refused(400, "the client left")  # nobody reads this
     except Exception:
         traceback.print_exc(file=sys.stderr)
-        refused = Refused(500, "the server failed at this request; it goes on")
+        refused = Refused(500, "this request failed in the server, which keeps running")
     return _refusal(request, refused)
 
 

@@ -126,7 +126,7 @@ def parse_completion(body: bytes, config: ModelConfig, name: str, max_bytes: int
     places = n * sum(count + len(prompt.content) * bool(fields.echo) for prompt in prompts)
     most = max(_MOST_SCORES, 4 * config.context) // ((fields.logprobs or 0) + 1)
     if fields.logprobs is not None and places > most:
-        rule = f"is too much for {places:,} bytes in one request; with it {most:,} are the most"
+        rule = f"is too much for {places:,} bytes in one request; at most {most:,} are allowed with it"
         raise ConfigError(Problem("logprobs", rule, fields.logprobs))
     samples = [
         SampleRequest(
@@ -154,22 +154,22 @@ def parse_completion(body: bytes, config: ModelConfig, name: str, max_bytes: int
 def _field_problems(fields: _Body, config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of single fields other than `prompt` and `stop`."""
     if fields.best_of not in (None, fields.n or 1):
-        yield Problem("best_of", "no choice is better than another here; leave it out", fields.best_of)
+        yield Problem("best_of", "choices are not ranked here; leave it out", fields.best_of)
     if fields.suffix:
-        yield Problem("suffix", "the model goes on from what stands before, and sees no suffix; leave it out")
+        yield Problem("suffix", "the model continues the prompt and cannot see a suffix; leave it out")
     if fields.stream_options is not None and not fields.stream:
-        yield Problem("stream_options", "is of a stream; leave it out, or add stream=true")
+        yield Problem("stream_options", "only applies to streams; leave it out, or add stream=true")
     temperature = 1.0 if fields.temperature is None else fields.temperature
     for name, rule in wrong_settings(temperature, fields.top_k, fields.top_p):
         yield Problem(name, rule, getattr(fields, name))
     if fields.seed is not None and (type(fields.seed) is not int or not 0 <= fields.seed < _SEEDS):
-        yield Problem("seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn", fields.seed)
+        yield Problem("seed", "must be an integer from 0 to 2**63 - 1; leave it out for a random one", fields.seed)
     if len(fields.logit_bias or {}) > config.vocabulary:  # "1" and "01" are the same token, and each costs time
         yield Problem("logit_bias", f"has {len(fields.logit_bias or {}):,} tokens; there are {config.vocabulary}")
         return
     for token in fields.logit_bias or {}:
         if not (token.isascii() and token.isdigit() and int(token[:9]) < config.vocabulary and len(token) < 9):
-            yield Problem("logit_bias", f'{token[:20]!r} is no token; they are "0" to "{config.vocabulary - 1}"')
+            yield Problem("logit_bias", f'{token[:20]!r} is not a token; tokens are "0" to "{config.vocabulary - 1}"')
 
 
 def _parse_prompts(value: Any, config: ModelConfig) -> list[Prompt]:
@@ -211,7 +211,7 @@ def _encode(text: str, path: str, config: ModelConfig) -> bytes:
             Problem(path, "holds half a character (a surrogate); give bytes as a list of tokens")
         ) from None
     if content and max(content) >= config.vocabulary:
-        raise ConfigError(Problem(path, f"has a byte of {max(content)}; this model knows 0 to {config.vocabulary - 1}"))
+        raise ConfigError(Problem(path, f"contains byte {max(content)}; this model knows 0 to {config.vocabulary - 1}"))
     return content
 
 

@@ -123,7 +123,7 @@ class Connection(web.RequestHandler):
             self._refuse(431, f"a head has at most {_HEAD_BYTES:,} bytes")
         elif now > self.since + seconds + (_LAST_SECONDS if self.state > State.HEAD else 0):
             if is_head:
-                self._refuse(408, f"no whole request came within {seconds:g} s")
+                self._refuse(408, f"no complete request arrived within {seconds:g} s")
             else:
                 self._wire.abort()
 
@@ -135,7 +135,7 @@ class Connection(web.RequestHandler):
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
         status = 431 if isinstance(exc, LineTooLong) else status
-        line = "a line of the head is too long" if status == 431 else "that is no HTTP request"
+        line = "a line of the head is too long" if status == 431 else "not an HTTP request"
         self._among.log(f"{request.remote} has {status}: {ascii(' '.join(exc.message.split()))[:200]}")
         response = web.Response(body=_error(line), status=status, content_type="application/json")
         response.force_close()
@@ -178,7 +178,7 @@ class Connections:
         if limit != resource.RLIM_INFINITY:
             reserved = len(os.listdir("/dev/fd")) + _RESERVED_DESCRIPTORS + 4 * _AT_ONCE  # noqa: PTH208 - names alone
             if limit - reserved < _FEWEST:
-                rule = f"is too few open files for a server; give at least {reserved + _FEWEST}"
+                rule = f"allows too few open files for a server; set at least {reserved + _FEWEST}"
                 raise ConfigError(f"ulimit -n={limit}: {rule}")
             self._most = min(_MOST, limit - reserved)
 

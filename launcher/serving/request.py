@@ -80,9 +80,9 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
     fitting = min(max_bytes, config.context - len(prompt))
     count = content.get("bytes", min(fitting, modality_named(config.embedding.modality).sample_bytes or fitting))
     if type(count) is not int or not 1 <= count <= fitting:
-        rule = f"must be a whole number from 1 to {fitting}"
+        rule = f"must be an integer from 1 to {fitting}"
         if fitting < max_bytes:
-            rule += f": prompt and sample fit in the context of {config.context}"
+            rule += f": prompt and sample must fit in the context of {config.context}"
         problems.append(Problem("bytes", rule, count))
     if problems:
         raise ConfigError(*problems)
@@ -105,12 +105,12 @@ def parse_score(body: bytes, config: ModelConfig) -> ScoreRequest:
     try:
         text = _read_bytes(content, "text", config, most, f"{MOST_CONTEXTS} contexts of {config.context}")
         if not text:
-            problems.append(Problem("text", "holds no bytes; give some to score"))
+            problems.append(Problem("text", "is empty; give bytes to score"))
     except ConfigError as error:
         problems += error.problems
     min_context = content.get("min_context", config.context // 2)
     if type(min_context) is not int or not 0 <= min_context <= config.context // 2:
-        rule = f"must be a whole number from 0 to {config.context // 2}, half the context"
+        rule = f"must be an integer from 0 to {config.context // 2}, half the context"
         problems.append(Problem("min_context", rule, min_context))
     if problems:
         raise ConfigError(*problems)
@@ -131,7 +131,7 @@ def load_object(body: bytes) -> dict[str, Any]:
 
 def _unknown_fields(content: dict[str, Any], fields: tuple[str, ...]) -> list[Problem]:
     unknown = [name for name in content if name not in fields][:5]
-    return [Problem(name[:80], f"no such field; take {', '.join(fields)}") for name in unknown]
+    return [Problem(name[:80], f"unknown field; fields are {', '.join(fields)}") for name in unknown]
 
 
 def _read_bytes(content: dict[str, Any], field: str, config: ModelConfig, most: int, reason: str) -> bytes:
@@ -142,7 +142,7 @@ def _read_bytes(content: dict[str, Any], field: str, config: ModelConfig, most: 
     """
     encoded = f"{field}_base64"
     if field in content and encoded in content:
-        raise ConfigError(Problem(encoded, f"stands beside {field}; give one of them"))
+        raise ConfigError(Problem(encoded, f"conflicts with {field}; give one of them"))
     name = encoded if encoded in content else field
     value = content.get(name, "")
     if not isinstance(value, str):
@@ -156,7 +156,7 @@ def _read_bytes(content: dict[str, Any], field: str, config: ModelConfig, most: 
     if len(decoded) > most:
         raise ConfigError(Problem(name, f"has {len(decoded)} bytes; give at most {most}, {reason}"))
     if decoded and max(decoded) >= config.vocabulary:
-        rule = f"has a byte of {max(decoded)}; this model knows 0 to {config.vocabulary - 1}"
+        rule = f"contains byte {max(decoded)}; this model knows 0 to {config.vocabulary - 1}"
         raise ConfigError(Problem(name, rule))
     return decoded
 
@@ -166,5 +166,5 @@ def _setting_problems(content: dict[str, Any]) -> list[Problem]:
     top_k, top_p, seed = (content.get(name) for name in ("top_k", "top_p", "seed"))
     rules = list(wrong_settings(content.get("temperature", 1.0), top_k, top_p))
     if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
-        rules.append(("seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn"))
+        rules.append(("seed", "must be an integer from 0 to 2**63 - 1; leave it out for a random one"))
     return [Problem(name, rule, content[name]) for name, rule in rules]

@@ -25,7 +25,7 @@ from longstride.sparse_model import Session, SparseTransformer, generate
 
 _GATHERING_SECONDS = 0.005  # for further requests to arrive and share a batch, if nothing is being sampled
 _ROWS_AT_ONCE = 1 << 12  # of a prompt, for log-probabilities in fp64
-_NO_NUMBERS = "logits that are no numbers"
+_NO_NUMBERS = "logits are not finite"
 
 
 class Busy(Exception):  # noqa: N818 - a state, not a mistake
@@ -206,7 +206,7 @@ class Sampler:
                 return True
             end = End()
         except FloatingPointError as error:
-            end = End(f"the model computes {error}")
+            end = End(f"the model's {error}")
         except Exception as error:  # out of memory, a lost GPU: the next request may succeed
             traceback.print_exc(file=sys.stderr)
             end = End(f"sampling failed: {type(error).__name__}")
@@ -365,7 +365,7 @@ class _Batch:
         for row, (job, total) in enumerate(zip(self._jobs, logits.sum(-1).tolist(), strict=True)):
             request = job.sample
             if not math.isfinite(total):
-                job.end(End(f"the model computes {_NO_NUMBERS}"))
+                job.end(End(f"the model's {_NO_NUMBERS}"))
                 adjusted = logits.clone() if adjusted is None else adjusted
                 adjusted[row] = 0.0  # so that the other rows go on
             if job.stopped:

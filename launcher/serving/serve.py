@@ -161,9 +161,9 @@ async def listening(
         except OSError as error:
             problems = {
                 errno.EADDRINUSE: f"--port={port}: is in use; take another, or 0 for any that is free",
-                errno.EACCES: f"--port={port}: is for root alone; take one from 1024 on",
+                errno.EACCES: f"--port={port}: needs root; use a port of at least 1024",
             }
-            otherwise = f"--host={host}: is no address of this machine; take 127.0.0.1"
+            otherwise = f"--host={host}: is not an address of this machine; use 127.0.0.1"
             raise ConfigError(problems.get(error.errno or 0, otherwise)) from None
         watch = loop.create_task(connections.watch())
         try:

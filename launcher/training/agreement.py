@@ -87,11 +87,11 @@ def difference(first: RankSetup, second: RankSetup, first_name: str, second_name
         what = ModelData.different_splits(first.splits, second.splits)
         there = f"{shorten(second.place)} has for {second_name}"
         return Problem(path, f"has {what} for {first_name} than {there}; give all hosts the same data", first.place)
-    there = short_json(second.values[path]) if path in second.values else "left out"
+    there = f"has {short_json(second.values[path])}" if path in second.values else "leaves it out"
     installed = path in (_CODE, "torch", "deepspeed") or ":" in path  # a class of another package
     remedy = "install the same on all hosts" if installed else "give all ranks the same configuration"
     value = first.values.get(path, ...)
-    rule = f"{'is left out' if value is ... else 'is so'} for {first_name}, and {there} for {second_name}; {remedy}"
+    rule = f"{first_name} {'leaves it out' if value is ... else 'has it'}, and {second_name} {there}; {remedy}"
     return Problem(path, rule, value)
 
 

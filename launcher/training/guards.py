@@ -60,13 +60,13 @@ class GuardStopError(Exception):
     def __init__(self, step: int, verdict: Verdict) -> None:
         self.step, self.verdict = step, verdict
         if verdict.guard == "overflows":
-            advice = "lower deepspeed.fp16.loss_scale, or set it to 0, which lets it move, and --resume auto"
+            advice = "lower deepspeed.fp16.loss_scale, or set it to 0 for a dynamic scale, and --resume auto"
         else:
             way = f"--replay {step} shows the batch"
             if verdict.guard == "loss_scale_floor":
                 way = "lower train.learning_rate or deepspeed.fp16.min_loss_scale, or train in bf16"
             key = f"train.guards.{'spike.policy' if verdict.guard == 'spike' else verdict.guard}"
-            advice = f"{way}; --resume auto {key}=skip goes on without it, =rewind from the last checkpoint"
+            advice = f"{way}; --resume auto {key}=skip continues without it, =rewind from the last checkpoint"
         super().__init__(f"step {step}: {verdict.reason}; {advice}")
 
 
@@ -98,7 +98,7 @@ class Guards:
         """Check a step by its overflow and fp16's loss scale, after its loss; return None if it passes."""
         settings, memory, self.verdict = self._settings, self._memory, None
         if overflow is Overflow.GRADIENT:
-            reason = "the loss is finite, and its gradients are not"
+            reason = "the loss is finite, but its gradients are not"
             self.verdict = self._decide("non_finite", settings.non_finite, reason)
         elif overflow is Overflow.FLOOR:
             reason = f"gradients overflow at the lowest loss scale, {scale:g}"

@@ -49,7 +49,7 @@ class _Export:
     def verify(self) -> None:
         """Raise ConfigError unless the files match the digest."""
         if self._exported.fingerprint() != self.digest:
-            rule = "its tensors do not match its fingerprint: they are damaged or were changed; export it anew"
+            rule = "its tensors do not match its fingerprint: they are damaged or were changed; export it again"
             raise ConfigError(f"{self._exported.folder}: {rule}")
 
     def tensor(self, name: str) -> Tensor:
@@ -144,9 +144,9 @@ def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: s
     if misfits:
         raise ConfigError(*_misfit_problems(misfits, source, model, place))
     if options.positions in ("repeat", "interpolate") and not extended:
-        raise ConfigError(f"--from-positions={options.positions}: no position table is to be extended; leave it out")
+        raise ConfigError(f"--from-positions={options.positions}: no position table needs extending; leave it out")
     if not taken:
-        raise ConfigError(f"--from={options.path}: no tensor of it fits the model; leave it out")
+        raise ConfigError(f"--from={options.path}: none of its tensors fits the model; leave it out")
     old, new = (flattened(config.model_dump(mode="json"), "model") for config in (source, model))
     changed = tuple(
         f"{path} was {short_json(old[path]) if path in old else 'left out'}, "
@@ -191,7 +191,7 @@ def _misfit_problems(
         value = f"{short_json(old[key])} as there" if key in old else "the model without it"
         fresh = all(name.startswith(_POSITIONS) for name in phrases)
         option = "--from-positions fresh" if fresh else "--from-partly"
-        rule = f"{next(iter(phrases.values()))}{others}; take {value}, or {option}, which begins anew what does not fit"
+        rule = f"{next(iter(phrases.values()))}{others}; take {value}, or {option}, which initialises what does not fit"
         problems.append(Problem(f"model.{key}", rule, new.get(key)))
     return problems
 
@@ -223,7 +223,7 @@ class InitialWeights:
         self.fit = fit(self._source.config, model, options, self.place)
         self._differences = self._source.trained_on(data).differences(data)
         self._differences.pop("data", None)  # such a run usually has other data
-        rule = f"--from={options.path}: the run's data is another: "
+        rule = f"--from={options.path}: the run's data differs: "
         if "palette" in self._differences and self._source.config.vocabulary == model.vocabulary:
             advice = f"build it with --palette-from the data of {self.place}"
             raise ConfigError(f"{rule}{self._differences['palette']} than there; {advice}")
@@ -283,22 +283,22 @@ class InitialWeights:
         """Return lines for the user: what was taken, and what begins anew."""
         lines = [
             f"from {self.place}: {self._taken:,} of {self._parameters:,} parameters; "
-            "the optimiser and the schedule begin anew, at step 0"
+            "the optimiser and the schedule start over, at step 0"
         ]
         shapes, source_shapes = Shapes.of_model(self._model).of, Shapes.of_model(self._source.config).of
         extended = [f"{name} from {source_shapes[name][0]} to {shapes[name][0]} rows" for name in self.fit.extended]
         for treatment, phrases in (
             (f"extended ({self._options.positions})", extended),
-            ("begun anew", self.fit.anew),
-            ("left there", self.fit.unused),
-            ("the model is another", self.fit.changed),
+            ("newly initialised", self.fit.anew),
+            ("not used", self.fit.unused),
+            ("the model differs", self.fit.changed),
         ):
             if phrases:
                 others = f" and {len(phrases) - _MOST_NAMES} more" if len(phrases) > _MOST_NAMES else ""
                 lines.append(f"from {self.place}: {treatment}: {', '.join(phrases[:_MOST_NAMES])}{others}")
         if self._differences:
             kinds = "; ".join(self._differences.values())
-            lines.append(f"notice: from {self.place}: the data is of another kind: {kinds}")
+            lines.append(f"notice: from {self.place}: the data is of a different kind: {kinds}")
         return lines
 
 
@@ -325,7 +325,7 @@ def agree_on_initial(
         return None
     if checkpoint is not None:
         if run.ranks.is_first:
-            say(f"--from={run.source.path}: not needed, as the run goes on from its own checkpoint")
+            say(f"--from={run.source.path}: not needed, because the run continues from its own checkpoint")
         return None
     if not all(run.ranks.gather_objects(initial is not None)):
         raise AgreedError(f"{run.folder}: a checkpoint has disappeared since the start; start again")

@@ -235,12 +235,12 @@ class Trainer:
         if self._saver.saved == step:
             return True
         if not weights_are_finite(self._engine, self._run.ranks):
-            where = f"--resume auto goes on from step {self._saver.saved}"
+            where = f"--resume auto continues from step {self._saver.saved}"
             self._recorder.say(f"step {step}: not saved, as its weights are not finite; {where}")
             return False
         saved = self._saver.save_last(self._state, self._memory())
         if saved:
-            self._recorder.say(f"step {step}: saved before the run ends; --resume auto goes on from there")
+            self._recorder.say(f"step {step}: saved before the run ends; --resume auto continues from there")
         return saved
 
 
@@ -370,9 +370,9 @@ def early_end(error: Exception, run: RunSetup, step: int) -> tuple[int, str]:
             discard_start(run.folder)
         return exit_codes.REQUEUE, f"stopped by {error} before the first step; nothing is kept"
     if isinstance(error, StopRequestedError):
-        return exit_codes.REQUEUE, f"stopped by {error}; --resume auto goes on"
+        return exit_codes.REQUEUE, f"stopped by {error}; --resume auto continues"
     if isinstance(error, LostWorkerError):
-        return exit_codes.HUNG, f"lost a process that reads data: {error}; --resume auto goes on"
+        return exit_codes.HUNG, f"lost a process that reads data: {error}; --resume auto continues"
     if isinstance(error, GuardStopError):
         return exit_codes.GUARDED, f"stopped by a guard: {error}"
     if isinstance(error, NotSavedError):

@@ -49,7 +49,7 @@ def claim_folders(config: RunConfig) -> RunConfig:
         if place not in claimed:
             claimed[place] = _claim(place, run, is_resumed)
         if claimed[place] != place:
-            say(f"deepspeed.{name}: {place} has files already; this run writes to {claimed[place]}")
+            say(f"deepspeed.{name}: {place} already contains files; this run writes to {claimed[place]}")
         section[name] = settings | {"output_path": str(claimed[place].parent), "job_name": claimed[place].name}
     return config.model_copy(update={"deepspeed": section})
 
@@ -130,7 +130,7 @@ class Monitors:
         except Exception as error:  # packages, networks and disks must not end a run
             if name not in self._failed:
                 reason = " ".join(str(error).split())[:_MOST_CHARACTERS] or type(error).__name__
-                self._say(f"step {self._engine.global_steps}: {name} could not write: {reason}; the run goes on")
+                self._say(f"step {self._engine.global_steps}: {name} could not write: {reason}; the run continues")
             self._failed.add(name)
 
     def rewind(self, step: int) -> None:
@@ -145,7 +145,7 @@ class Monitors:
             self._begin(step)
         except Exception as error:  # see ``_try_writing``
             monitor.enabled = self._engine.monitor.enabled = False
-            self._say(f"step {step}: the monitors could not restart: {error}; the run goes on without them")
+            self._say(f"step {step}: the monitors could not restart: {error}; the run continues without them")
 
     def close(self) -> None:
         """Close the monitors, which flushes them."""

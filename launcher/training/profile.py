@@ -93,7 +93,7 @@ class StepProfiler:
             content = {"device": self._device.type, "processes": self._run.ranks.world_size, **times}
             (folder / "parts.json").write_text(json.dumps(content, indent=1) + "\n")
         except OSError as error:
-            self._say(f"profile: {error_line(error, self._run.folder)}; the run goes on")
+            self._say(f"profile: {error_line(error, self._run.folder)}; the run continues")
             return
         self._say(table(times, folder))
 

@@ -67,7 +67,7 @@ def replay_step(run: RunSetup, step: int) -> int:
             where = f"from step {incident.origin.step} to {step - 1}"
             raise ConfigError(f"{run.folder}: no checkpoint {where} is intact, so step {step} cannot be reached")
         if checkpoint is None and run.source is None and has_origin:
-            raise ConfigError(f"--replay={step}: the run began from other weights; give its --from too")
+            raise ConfigError(f"--replay={step}: the run started from other weights; give its --from too")
         if checkpoint is None and incident:
             check_processes(incident, ranks.world_size, config.train.sequence_parallel)
         with exit_on_mistake(ranks.barrier):
@@ -118,7 +118,9 @@ def find_sources(run: RunSetup, step: int) -> tuple[Record | None, list[Checkpoi
             raise ConfigError.at("data.path", run.config.data.path, rule)
     for newest in candidates[:1]:
         if not newest.is_repeated_by(run.config, run.ranks.world_size):
-            raise ConfigError(f"--replay={step}: {newest.layout}, and can only be repeated so: start as it was saved")
+            raise ConfigError(
+                f"--replay={step}: {newest.layout}; a replay needs the same layout: start as it was saved"
+            )
     return record, candidates, any(checkpoint.manifest.origin for checkpoint in checkpoints)
 
 
@@ -142,7 +144,7 @@ def check_processes(incident: Incident, world_size: int, sequence_parallel: int 
     if (incident.world_size, incident.sequence_parallel) != (world_size, sequence_parallel):
         count = f"{incident.world_size} process{'es' if incident.world_size > 1 else ''}"
         count += f", {incident.sequence_parallel} to a context" if incident.sequence_parallel else ""
-        rule = f"the step was taken by {count}, and can only be repeated so: start as many"
+        rule = f"the step was taken by {count}; a replay needs as many"
         raise ConfigError(f"--replay={incident.step}: {rule}")
 
 
@@ -238,7 +240,7 @@ def outcome_line(report: dict[str, Any]) -> str:
     if report["guard"] and not report["reproduced"]:
         return f"step {step}: a guard refuses it, which is not what was recorded: {report['guard']}"
     if recorded is None:
-        return f"step {step}: there is no record of it (train.log_every), so nothing to compare it with"
+        return f"step {step}: it was not recorded (train.log_every), so there is nothing to compare it with"
     if report["reproduced"]:
         return f"step {step}: the same as in {recorded['source']}"
     names = [name for name in _COMPARED if report[name] != recorded[name]]

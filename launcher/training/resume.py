@@ -147,7 +147,7 @@ def begin(run: RunSetup) -> Checkpoint | None:
         saved = {} if chosen is None else chosen.manifest.versions
         for name, source in run.config.model.foreign_code().items():
             if saved.get(name, source) != source:
-                say(f"notice: {name} is of {source}, and the checkpoint was made with {saved[name]}")
+                say(f"notice: {name} is {source}, but the checkpoint was made with {saved[name]}")
     return chosen
 
 
@@ -201,11 +201,11 @@ def prepare_folder(run: RunSetup, chosen: Checkpoint | None) -> None:
                     break
         if chosen and step >= run.config.train.last_step:
             longer = f"train.epochs={2 * run.epochs:g}" if run.epochs else f"train.steps={2 * step}"
-            say(f"{run.folder} is finished: {chosen.folder.name} is its last; --resume auto {longer} goes on")
+            say(f"{run.folder} is finished: {chosen.folder.name} is its last; --resume auto {longer} continues")
         elif chosen:
-            say(f"going on from {chosen.folder}")
+            say(f"continuing from {chosen.folder}")
         for path in filter(None, moved):
-            say(f"kept what lay beyond as {path}")
+            say(f"kept later data as {path}")
     run.ranks.barrier()
 
 
@@ -244,7 +244,7 @@ class GuardResponse:
         if verdict.outcome == "rewind":
             checkpoint = last_undamaged_checkpoint(run, step)
             if checkpoint is None:
-                verdict = verdict.stopping("there is no whole checkpoint to rewind to")
+                verdict = verdict.stopping("there is no complete checkpoint to rewind to")
             else:
                 moved, failure = self._move_files(checkpoint.manifest.step, line)
                 if failure is not None:
@@ -275,7 +275,7 @@ class GuardResponse:
                 where = f"not written down: {error_line(error, run.folder / file_names.GUARDS)}"
             self._recorder.say(f"step {step}: {verdict}; {where}")
             for path in moved:
-                self._recorder.say(f"kept what lay beyond as {path}")
+                self._recorder.say(f"kept later data as {path}")
         if verdict.outcome == "stop":
             raise GuardStopError(step, verdict)
         if checkpoint is None:
@@ -286,7 +286,7 @@ class GuardResponse:
         self._plateau.recall(checkpoint.manifest.plateau)
         self._origin = Origin(step=back, stream=after.to_json())
         self._recorder.go_back(back, f"rewound from step {step}")
-        self._recorder.say(f"step {back}: going on from {checkpoint.folder} with the batch behind that of step {step}")
+        self._recorder.say(f"step {back}: continuing from {checkpoint.folder} with the batch after that of step {step}")
         return checkpoint
 
     def _move_files(self, step: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:

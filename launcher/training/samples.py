@@ -52,7 +52,7 @@ class Sampler:
         try:
             drawn = draw(network, self._run.config, self._data, self._engine.device, step, self._run.stop)
             if drawn is None:
-                return "no samples, as the run is asked to stop"
+                return "no samples, because the run is stopping"
             suffix, contents = self._encode(drawn)
             paths = [
                 folder / f"step-{step:08d}{f'-{number}' if number else ''}{suffix}" for number in range(len(contents))
@@ -99,11 +99,11 @@ def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:
         raise ConfigError.at("train.samples.prompt", settings.prompt, rule)
     beyond = [byte for byte in prompt if byte >= config.model.vocabulary]
     if beyond:
-        rule = f"contains byte {beyond[0]}, and the model's bytes are 0 to {config.model.vocabulary - 1}"
+        rule = f"contains byte {beyond[0]}, but the model's bytes are 0 to {config.model.vocabulary - 1}"
         raise ConfigError.at("train.samples.prompt", settings.prompt, rule)
     room = context - len(prompt)
     if room < 1:
-        rule = f"has {len(prompt)} bytes, and must leave room in the context of {context}"
+        rule = f"has {len(prompt)} bytes; must leave room in the context of {context}"
         raise ConfigError.at("train.samples.prompt", settings.prompt[:40], rule)
     count = settings.count or (_USUAL_PICTURES if data.modality.shown_as == "picture" else 1)
     if size is not None:

@@ -30,7 +30,7 @@ SOME_HOSTS = "HOST[:SLOT,…][@…]"
 def add_from_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--from` and its options, of every verb that starts a run."""
     add = parser.add_argument
-    what = "take the first weights from an exported folder or from another run; the optimiser begins anew"
+    what = "take the first weights from an exported folder or from another run; the optimiser starts over"
     add("--from", type=place, dest="source", metavar="MODEL|RUN", help=what)
     which = "take this checkpoint of the other run (best: the lowest validation loss; default: the newest)"
     add("--from-step", type=step_named, metavar="N|best", help=which)
@@ -163,7 +163,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 @verb(
     "train",
-    "train, or go on training",
+    "train, or continue training",
     "cluster.start.run",
     "longstride train --config mine.json --processes 2",
     "longstride train --config mine.json --resume auto --max-restarts 5 train.steps=20000",
@@ -181,7 +181,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add("--include", default="", metavar=SOME_HOSTS, help=include)
     exclude = "use all hosts and slots of the hostfile except these (pdsh, slurm)"
     add("--exclude", default="", metavar=SOME_HOSTS, help=exclude)
-    meet = "let processes meet at this address of the first host (default: the host is asked)"
+    meet = "let processes meet at this address of the first host (default: found by asking the host)"
     add("--master-addr", default=None, metavar="ADDRESS", help=meet)
     add(
         "--master-port",
@@ -190,7 +190,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="let processes meet at this port (default: a free one)",
     )
-    words = "give pdsh, mpirun or srun these options too; one text behind =, such as --launcher-args='-v'"
+    words = "give pdsh, mpirun or srun these options too; one text after =, such as --launcher-args='-v'"
     add("--launcher-args", default="", metavar="WORDS", help=words)
     tried = "print the plan, and take the first step of one process on this machine; start and write nothing"
     add("--dry-run", action="store_true", help=tried)

@@ -116,7 +116,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 def add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "All words are lm_eval's, such as `--model longstride --model_args path=model --tasks wikitext`; "
-        "`longstride lm-eval run --help` tells them. model_args: path, batch_size, device, dtype, min_context and "
+        "`longstride lm-eval run --help` lists them. model_args: path, batch_size, device, dtype, min_context and "
         "trust_code."
     )
 

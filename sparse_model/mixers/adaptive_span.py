@@ -52,7 +52,7 @@ class AdaptiveSpanConfig(AttentionConfig, StrictModel):
         default=32,
         ge=2,
         le=MOST_RAMP,
-        description="positions behind the span where attention fades; the paper's R",
+        description="positions after the span where attention fades; the paper's R",
     )
     penalty: float = Field(ge=0, description="nats that a position of the mean span costs; the paper's λ")
     initial: float = Field(default=0.0, ge=0, description="span of every head before training, in positions")

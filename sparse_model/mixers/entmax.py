@@ -75,7 +75,7 @@ class EntmaxConfig(AttentionConfig, StrictModel):
             raise ConfigError.at("type", self.type, f"{rule}; take softmax in longer contexts")
         longest = max(most_keys(pattern, context) for pattern in patterns)
         if longest > MOST_KEYS:
-            rule = f"rows read up to {longest:,} keys, and each is computed whole: at most {MOST_KEYS:,}"
+            rule = f"rows read up to {longest:,} keys and are not split; at most {MOST_KEYS:,} keys are allowed"
             near = f'such as {{"type": "local", "window": {MOST_KEYS}}}'
             raise ConfigError.at("pattern.type", pattern_to_json(self.pattern)["type"], f"{rule}; {near}")
 

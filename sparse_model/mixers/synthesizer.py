@@ -98,7 +98,7 @@ PATTERN_SCHEMA: dict[str, Any] = {
         {
             "type": "object",
             "properties": {
-                "type": {"enum": list(PATTERNS), "description": "of the pattern, whose keys stand beside it"}
+                "type": {"enum": list(PATTERNS), "description": "of the pattern, whose keys are listed next to it"}
             },
             "required": ["type"],
         },

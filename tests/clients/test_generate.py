@@ -312,9 +312,9 @@ def test_what_generate_cannot_do_is_told(hub: Any, past: str) -> None:
     from transformers import DynamicCache
 
     for options, line in (
-        ({"cache_implementation": "static"}, "^cache_implementation='static': this model keeps a session of its own"),
+        ({"cache_implementation": "static"}, "^cache_implementation='static': this model keeps its own session"),
         ({"cache_implementation": "quantized"}, "^cache_implementation='quantized': this model keeps a session"),
-        ({"cache_implementation": "paged"}, "^continuous batching: this model keeps sessions and no pages"),
+        ({"cache_implementation": "paged"}, "^continuous batching: this model keeps sessions, not pages"),
         ({"assistant_early_exit": 1}, "^assistant_early_exit=1: this model has no exit before its last layer"),
         ({past: DynamicCache()}, f"^{past}: a DynamicCache: this model keeps a session"),
         ({"forced_eos_token_id": END}, "^forced_eos_token_id: the end is token 257: the model never predicts it"),
@@ -329,7 +329,7 @@ def test_what_generate_cannot_do_is_told(hub: Any, past: str) -> None:
             f"^input_ids: 3 places, and {past} holds 9",
         ),
         (lambda: hub(tokens(3, 1), cache=cache), f"^input_ids: 3 contexts: {past} holds 2"),
-        (lambda: cache.crop(3), "^crop: tokens_to_remove=3: must be 0 or less: -3 takes 3 places back"),
+        (lambda: cache.crop(3), "^crop: tokens_to_remove=3: must be 0 or less: -3 removes 3 places"),
         (lambda: hub(tokens(2, 56), cache=cache), "^65 tokens: more than the model's context of 64"),
         (lambda: hub(torch.full((2, 1), START), past_key_values=cache), "^input_ids: the start, 256, behind tokens"),
         (
@@ -338,14 +338,14 @@ def test_what_generate_cannot_do_is_told(hub: Any, past: str) -> None:
         ),
         (
             lambda: hub(tokens(2, 1), attention_mask=torch.arange(10).expand(2, 10), cache=cache),
-            f"^attention_mask: padding where {past} holds a token; crop takes tokens back",
+            f"^attention_mask: padding where {past} holds a token; use crop to remove tokens",
         ),
     ]
     other = copy.deepcopy(hub)  # whose weights are the same until they are trained
     assert torch.isfinite(other(tokens(2, 1), cache=copy.deepcopy(cache)).logits).all()
     other.logits.weight.data.mul_(2)
     for stored in (cache, pickle.loads(pickle.dumps(cache))):
-        cases.append((lambda stored=stored: other(tokens(2, 1), cache=stored), f"^{past}: of another model"))
+        cases.append((lambda stored=stored: other(tokens(2, 1), cache=stored), f"^{past}: belongs to another model"))
     for call, line in cases:
         with pytest.raises(ValueError, match=line):
             call()

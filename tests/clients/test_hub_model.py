@@ -150,10 +150,10 @@ def test_what_it_cannot_do_is_told(hub: Any, past: str) -> None:
         hub()
     for wrong, rule in {
         "attention_mask": (torch.tensor([[1, 0, 1]]), "padding between tokens"),
-        "position_ids": (torch.tensor([[0, 1, 0]]), "positions count from 0 in each row here; leave them out"),
+        "position_ids": (torch.tensor([[0, 1, 0]]), "positions always count from 0 in each row; leave them out"),
         past: (DynamicCache(), "a DynamicCache: this model keeps a session; leave it out"),
         "output_attentions": (True, "attention by blocks has no weights to return; leave it out"),
-        "cu_seq_lens_q": (inputs, "this model takes no such argument; leave it out"),
+        "cu_seq_lens_q": (inputs, "this model does not take this argument; leave it out"),
     }.items():
         with pytest.raises(ValueError, match=f"^{wrong}: {rule[1]}"):
             hub(inputs, **{wrong: rule[0]})

@@ -125,7 +125,7 @@ def test_errors_are_its_exceptions(openai: Any, folder: Path) -> None:
     with pytest.raises(package.BadRequestError, match="maximum context length is 64 tokens") as error:
         create(model="model", prompt="a" * 60, max_tokens=5)
     assert (error.value.code, error.value.type) == ("context_length_exceeded", "invalid_request_error")
-    with pytest.raises(package.BadRequestError, match="suffix: the model goes on from what stands before"):
+    with pytest.raises(package.BadRequestError, match="suffix: the model continues the prompt and cannot see a suffix"):
         create(model="model", prompt="a", suffix="b")
     with pytest.raises(package.NotFoundError, match="nothing is here; take "):
         openai.chat.completions.create(model="model", messages=[{"role": "user", "content": "a"}])

@@ -49,7 +49,7 @@ def test_tokens_are_bytes_and_specials_are_no_text(tokenizer: Any) -> None:
     tokenizer.pad_token_id = 0  # what took the place of padding before there was any
     assert tokenizer.decode([0, *b"a"], skip_special_tokens=True) == "\0a"
     for wrong in (259, -1):
-        with pytest.raises(ValueError, match=f"token {wrong}: there is none of that number; they are 0 to 258"):
+        with pytest.raises(ValueError, match=f"token {wrong}: does not exist; tokens are 0 to 258"):
             tokenizer.decode([wrong])
 
 
@@ -102,7 +102,7 @@ def test_export_without_special_tokens_gets_them(folder: Path) -> None:
 
 
 def test_further_tokens_are_refused(tokenizer: Any, folder: Path) -> None:
-    rule = r"'\[PAD\]': is no byte, and the model has no weights for other tokens; take one of <\|longstride_start"
+    rule = r"'\[PAD\]': is not a byte, and the model has no weights for other tokens; take one of <\|longstride_start"
     with pytest.raises(ValueError, match=rule):
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     with pytest.raises(ValueError, match=rule):

@@ -105,7 +105,7 @@ def test_host_that_is_cut_off_is_done_without(person: Person, on_one_host: Lines
         while person.hosts[1].ranks():
             assert time.monotonic() - began < timeout + 40, person.hosts[1].processes()
             time.sleep(0.2)
-        while "going on from step" not in (log := person.said()):
+        while "continuing from step" not in (log := person.said()):
             assert time.monotonic() - began < timeout + 40 + 30, log  # as long as ssh is asked whether the host answers
             time.sleep(0.2)
         assert running.wait(SECONDS) == 0, person.said()
@@ -131,7 +131,7 @@ def test_stuck_rank_of_a_lost_launcher_is_ended_before_the_next_attempt(person: 
     os.kill(person.hosts[0].ranks()[0], signal.SIGSTOP)
     os.kill(running_module(person.hosts[0], b"longstride.launcher.cluster.deepspeed_runner"), signal.SIGKILL)
     assert running.wait(SECONDS) == 0, person.said()
-    assert "the launcher was killed; going on from" in person.said()
+    assert "the launcher was killed; continuing from" in person.said()
     wait_until_ended(person.hosts)
     assert person.lines() == on_one_host(2, STEPS)
 
@@ -144,11 +144,11 @@ def test_launching_host_that_is_cut_off_for_a_while_goes_on_with_the_run(person:
     rank = person.hosts[1].ranks()[0]  # and its loader workers
     set_link(person.hosts[1], "down")
     try:
-        person.wait_for_text("no host answers any more; the processes there run on; restarts left: ")
+        person.wait_for_text("no host answers any more; their processes keep running; restarts left: ")
         assert rank in person.hosts[1].ranks()
     finally:
         set_link(person.hosts[1], "up")
-    person.wait_for_text("going on from step")
+    person.wait_for_text("continuing from step")
     while rank in (ranks := person.hosts[1].ranks()) or not ranks:
         assert running.poll() is None, person.said()
         time.sleep(0.2)

@@ -154,7 +154,7 @@ class Accidents:
         assert written == expected, f"{where}: lines to step {step} are {written}"
         codes = self._act(None, resume="auto")
         assert set(codes) == {0}, f"{where}\n---- next try\n{self._stderr()}"
-        going_on = f"going on from {self._run / 'checkpoints'}/step-{step:08d}\n"
+        going_on = f"continuing from {self._run / 'checkpoints'}/step-{step:08d}\n"
         if step == STEPS:
             going_on = f"{self._run} is finished: step-{step:08d} is its last;"
         assert (going_on in self._stderr()) == (step > 0), f"{where}\n---- next try\n{self._stderr()}"

@@ -161,7 +161,7 @@ def test_few_descriptors_leave_room_for_who_asks(commands: Commands, model: Path
 
 def test_too_few_descriptors_are_told(commands: Commands, model: Path) -> None:
     line = commands("serve", model, "--port", 0, limits=[("RLIMIT_NOFILE", 96)]).check_refused()
-    assert line.startswith("ulimit -n=96: is too few open files for a server; give at least ")
+    assert line.startswith("ulimit -n=96: allows too few open files for a server; set at least ")
 
 
 def test_names_of_other_hosts_are_refused_wherever_it_listens(commands: Commands, model: Path) -> None:

@@ -99,7 +99,7 @@ def test_damaged_checkpoint_is_passed_over_and_no_other_content_is_taken(place: 
     outcome = place.run("auto", run)
     assert outcome.code == 0, outcome.err
     assert "longstride: passed over: " in outcome.err
-    going_on = f"going on from {run}/checkpoints/step-00000004\n"
+    going_on = f"continuing from {run}/checkpoints/step-00000004\n"
     finished = f"{run} is finished: step-00000008 is its last;"
     assert f"longstride: {finished if what.startswith('name: ') else going_on}" in outcome.err
     assert metrics(run) == place.metrics

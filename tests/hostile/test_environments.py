@@ -56,7 +56,7 @@ def test_verbs_work_in_a_bare_environment(
 
 @pytest.mark.parametrize("words", WORKING)
 def test_a_full_disk_at_standard_output_is_told_in_one_line(run: Callable[..., Outcome], words: str) -> None:
-    line = "standard output, or a file: cannot be written: No space left on device; write where there is room"
+    line = "standard output, or a file: cannot be written: No space left on device; write to a disk with free space"
     assert run(words, stdout="full").check_refused() == line
 
 

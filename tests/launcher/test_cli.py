@@ -24,15 +24,15 @@ Trained = Callable[..., Path]
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["trian"], "no verb trian; there is train; `longstride --help` lists all"),
+        (["trian"], "no verb trian; did you mean train; `longstride --help` lists all"),
         (
             ["trian", "run.json", "--resume", "auto"],
-            "no verb trian run.json; there is train; `longstride --help` lists all",
+            "no verb trian run.json; did you mean train; `longstride --help` lists all",
         ),
-        (["data", "biuld", "texts"], "no verb data biuld; there is data build; `longstride --help` lists all"),
-        (["config"], "no verb config; there is config schema; `longstride --help` lists all"),
+        (["data", "biuld", "texts"], "no verb data biuld; did you mean data build; `longstride --help` lists all"),
+        (["config"], "no verb config; did you mean config schema; `longstride --help` lists all"),
         (["--resume"], "no verb --resume; `longstride --help` lists all"),
-        (["help", "trian"], "no verb trian; there is train; `longstride --help` lists all"),
+        (["help", "trian"], "no verb trian; did you mean train; `longstride --help` lists all"),
     ],
     ids=" ".join,
 )
@@ -83,7 +83,7 @@ def test_command_line_that_cannot_be_read_is_told_in_one_line(
         cli.main(words)
     assert ended.value.code == 2
     help_words = f"longstride {' '.join(words[:2])} --help"
-    assert capsys.readouterr().err == f"longstride: error: {message}; `{help_words}` tells the options\n"
+    assert capsys.readouterr().err == f"longstride: error: {message}; `{help_words}` lists the options\n"
 
 
 def test_ctrl_c_ends_a_verb_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +120,7 @@ def test_a_result_that_a_full_disk_takes_is_told_in_one_line() -> None:
     command = [sys.executable, "-m", "longstride.launcher.cli", "--help"]
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    line = "standard output, or a file: cannot be written: No space left on device; write where there is room"
+    line = "standard output, or a file: cannot be written: No space left on device; write to a disk with free space"
     assert (ended.returncode, ended.stderr) == (2, f"longstride: error: {line}\n")
 
 

@@ -25,7 +25,7 @@ def test_file_appears_where_files_have_one_name(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "link", link)
     write_new(tmp_path / "new", b"content")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write_new(tmp_path / "new", b"other")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("new", b"content")]
 
@@ -40,7 +40,7 @@ def test_what_came_to_lie_there_stays(kind: str, tmp_path: Path) -> None:
     else:
         there.symlink_to("nowhere")
     for make in (check_new, lambda path: write_new(path, b"new")):
-        with pytest.raises(ConfigError, match=r"--output=.*there: exists already; nothing is overwritten"):
+        with pytest.raises(ConfigError, match=r"--output=.*there: already exists and is not overwritten"):
             make(there)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 

@@ -35,7 +35,7 @@ def test_signal_to_one_rank_stops_all_and_nothing_is_lost(
     arguments = ["--config", str(config_file), "--resume", "auto", "train.checkpoint_every=3", "data.workers=1", *more]
     ended = spawn(arguments, 2, {"SIGNAL_RANK_1": f"{signal.SIGUSR1.value},4,{where}"})
     assert ended.codes == [exit_codes.REQUEUE] * 2, ended.stderr
-    assert "longstride: stopped by SIGUSR1; --resume auto goes on" in ended.stderr[0]
+    assert "longstride: stopped by SIGUSR1; --resume auto continues" in ended.stderr[0]
     assert (tmp_path / "run/checkpoints/step-00000004/manifest.json").exists()
     ended = spawn(arguments, 2)
     assert ended.codes == [exit_codes.DONE] * 2, ended.stderr

@@ -153,7 +153,10 @@ def test_every_backend_may_be_named() -> None:
         ({"vocabulary": 2**40}, f"vocabulary={2**40}: must be less than or equal to 16777216"),
         ({"context": int("9" * 38)}, f"context={'9' * 38}: must be less than or equal to 1073741824"),
         ({"feed_forward_ratio": 1e9}, "feed_forward_ratio=1000000000.0: times width 64 must be at most 16,777,216"),
-        ({"layers": 10_000, "heads": 64}, "heads=64: of 10000 layers must be at most 262,144 heads in all; at most 26"),
+        (
+            {"layers": 10_000, "heads": 64},
+            "heads=64: times 10000 layers must be at most 262,144 heads in total; at most 26",
+        ),
         ({"context": 2**30 - 40, "attention": {"type": "column", "stride": 2**20}}, "attention.stride=1048576: must"),
         ({"attention": {"type": "local", "window": 2**63}}, f"attention.window={2**63}: must be at most {2**62}"),
         ({"attention": [{"type": "dense"}] * 10_001}, "attention: has 10,001 entries, of 4 heads each; at most 10,000"),

@@ -222,7 +222,10 @@ LINES: dict[str, tuple[dict[str, Any], int, dict[str, Any], list[str]]] = {
     ),
     "convolution": (
         {"convolution": 12}, 4, {},
-        ["convolution=12: reads 11 rows before each, and a section of 4 processes has 10; at most 11, or 2 processes"],
+        [
+            "convolution=12: reads 11 rows before each section, but with 4 processes a section has 10; at most 11, "
+            "or 2 processes"
+        ],
     ),
 }  # fmt: skip
 

@@ -246,7 +246,7 @@ LONG = {"context": 4096, "embedding": {"type": "tokens"}}
 @pytest.mark.parametrize(
     ("pattern", "changes", "line"),
     [
-        ({"type": "dense"}, LONG, 'pattern.type="dense": rows read up to 4,096 keys, and each is computed whole: at'),
+        ({"type": "dense"}, LONG, 'pattern.type="dense": rows read up to 4,096 keys and are not split; at'),
         ({"type": "fixed", "stride": 64, "summary": 33}, LONG, 'pattern.type="fixed": rows read up to 2,1'),
         ({"type": "fixed", "stride": 7, "summary": 1}, {}, "pattern.stride=7: must divide context 40; nearest 5, 8"),
         ({"type": "loca", "window": 3}, {}, 'pattern.type="loca": must be a pattern\'s name; nearest local'),

@@ -218,7 +218,7 @@ def test_settings_at_their_ends(settings: dict[str, Any], kept: set[int]) -> Non
 def test_logits_that_are_no_numbers_are_refused(wrong: float, temperature: float) -> None:
     logits = torch.zeros(2, 4)
     logits[1, 2] = wrong
-    with pytest.raises(FloatingPointError, match="logits that are no numbers"):
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
         choose(logits, temperature, None, None, None)
 
 
@@ -262,9 +262,9 @@ def test_tokens_come_as_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, {"num_tokens": 1, "temperature": float("inf")}, "temperature=inf: must be a number from 0"),
         (1, {"num_tokens": -1}, "num_tokens=-1: must be an integer of at least 0"),
         (1, {"num_tokens": 1, "top_p": float("nan")}, "top_p=nan: must be above 0 and at most 1"),
-        (1, {"num_tokens": 1, "top_k": 0}, "top_k=0: must be a whole number from 1"),
+        (1, {"num_tokens": 1, "top_k": 0}, "top_k=0: must be an integer of at least 1"),
         (1, {"num_tokens": 1, "top_p": 0.0}, "top_p=0.0: must be above 0 and at most 1"),
-        (1, {"num_tokens": 1, "top_k": 2.5}, "top_k=2.5: must be a whole number"),
+        (1, {"num_tokens": 1, "top_k": 2.5}, "top_k=2.5: must be an integer"),
         (1, {"num_tokens": 1, "top_p": "0.5"}, "top_p=0.5: must be above 0 and at most 1"),
         (1, {"num_tokens": 1.0}, "num_tokens=1.0: must be an integer of at least 0"),
     ],

@@ -161,12 +161,12 @@ def zeros(*shape: int) -> Tensor:
     [
         (fill, lambda s: s.logits, "41 tokens: the session has room for 40"),
         (fill, lambda s: s.append(zeros(1)), "41 tokens: the session has room for 40"),
-        (begin, lambda s: s.prefill(zeros(1, 2)), r"has 1 tokens already: reset\(\) empties it"),
+        (begin, lambda s: s.prefill(zeros(1, 2)), r"already has 1 tokens; reset\(\) empties it"),
         (None, lambda s: s.prefill(zeros(1, 41)), "41 tokens: the session has room for 40"),
         (None, lambda s: s.prefill(zeros(2, 3)), r"tokens \(2, 3\) must be \(1, n\), a row for each context"),
         (fill, lambda s: s.extend(zeros(1, 1)), "41 tokens: the session has room for 40"),
         (begin, lambda s: s.extend(zeros(1, 0)), r"tokens \(1, 0\) must be \(1, n\), a row for each context, n from 1"),
-        (begin, lambda s: s.truncate(2), "length=2: must be 0 to 1, the present number of tokens"),
+        (begin, lambda s: s.truncate(2), "length=2: must be 0 to 1, the current number of tokens"),
         (begin, lambda s: s.truncate(-1), "length=-1: must be 0 to 1"),
         (None, lambda s: s.append(zeros(1, 1)), r"tokens \(1, 1\) must be \(1,\), one for each context"),
     ],
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 def test_no_more_is_taken_back_than_it_was_made_for() -> None:
     session = Session(awake(convolution=3), back=2)
     session.prefill(zeros(1, 9))
-    with pytest.raises(ValueError, match="length=6: must be 0, or at least 7: the session was made with back=2"):
+    with pytest.raises(ValueError, match="length=6: must be 0, or at least 7: the session was created with back=2"):
         session.truncate(6)
     for length in (7, 0):
         session.truncate(length)

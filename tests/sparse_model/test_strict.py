@@ -99,7 +99,7 @@ def test_wrong_configuration_names_every_field(data: object, lines: list[str]) -
 
 
 def test_unknown_union_member_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r'^model\.attention\.type="fixd": not known; nearest fixed$'):
+    with pytest.raises(ConfigError, match=r'^model\.attention\.type="fixd": is not known; nearest fixed$'):
         Run.model_validate(changed(attention={"type": "fixd"}))
 
 

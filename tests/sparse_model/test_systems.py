@@ -71,9 +71,7 @@ def test_an_order_that_cannot_be_read_is_named(order: str) -> None:
 
 
 def test_an_order_of_other_layers_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r'^order="s2 f": has 2 mixers \(s\) and must have layers=3; such as \(sf\)3$'
-    ):
+    with pytest.raises(ConfigError, match=r'^order="s2 f": has 2 mixers \(s\); must have layers=3; such as \(sf\)3$'):
         small(order="s2 f")
     for huge in ("s20001", "((s999)999)999", "s" + "9" * 5000):
         with pytest.raises(ConfigError, match=r": has more than 20,000 sub-layers$"):
@@ -149,7 +147,7 @@ def test_wrong_groups_of_heads_are_named(attention: Any, line: str) -> None:
     [
         ([], "feed_forward: the list needs at least one object"),
         ("dense", 'feed_forward="dense": must be an object, or a list of them'),
-        ({"type": "expert"}, 'feed_forward.type="expert": not known; '),
+        ({"type": "expert"}, 'feed_forward.type="expert": is not known; '),
         ([{}, {"activation": "relu"}], 'feed_forward[1].activation="relu": must be '),
         ({"actvation": "relu"}, "feed_forward.actvation: unknown key; nearest activation"),
     ],

@@ -118,7 +118,7 @@ def test_samples_are_files_of_the_set_s_form():
             ["--modality", "audio", "--wav", "flac"],
             "--wav=flac: must be mulaw or pcm; pcm is for readers without mu-law",
         ),
-        (["--wav", "pcm"], "--wav=pcm: goes with --modality audio, and this is text"),
+        (["--wav", "pcm"], "--wav=pcm: only applies to --modality audio, and this is text"),
     ],
 )
 def test_options_that_cannot_be_are_refused(tmp_path, capsys, options, rule):

@@ -101,9 +101,7 @@ def test_shards_that_webdataset_compresses_under_plain_names_are_told_by_their_b
     for number in range(2):
         with wds.TarWriter(str(tmp_path / "tars" / f"{number}.tar"), compress=True) as writer:
             writer.write({"__key__": "a/b/c", "txt": b"text %d" % number, "seg.png": b"x"})
-    with pytest.raises(
-        DataError, match=r"0\.tar: is compressed by gzip, and cannot be read from the middle; use --un"
-    ):
+    with pytest.raises(DataError, match=r"0\.tar: is compressed by gzip, and cannot be read from the middle; use --un"):
         index_tars([str(tmp_path / "tars")], tmp_path / "data", **ALL)
     index_tars([str(tmp_path / "tars")], tmp_path / "data", unpack=True, **ALL)
     assert documents(tmp_path / "data") == [b"text 0", b"text 1"]

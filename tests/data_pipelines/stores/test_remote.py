@@ -341,7 +341,9 @@ def test_cache_that_is_too_small_is_refused(bucket, opened, tmp_path):
     files = make_files(bucket, 1000)
     with FaultyServer(bucket) as url:
         store = opened(url, cache_bytes=999)
-        with pytest.raises(DataError, match=r"cache_bytes=999: train-00000\.tar alone has 1000 bytes; set at least 1000"):
+        with pytest.raises(
+            DataError, match=r"cache_bytes=999: train-00000\.tar alone has 1000 bytes; set at least 1000"
+        ):
             store.local(files[0])
         with pytest.raises(DataError, match=r"cache_bytes=999: 1000 bytes of http.* at the same time; set .* 1000"):
             store.bind(FINGERPRINT, room_for=1000)

@@ -141,7 +141,9 @@ def test_file_that_changes_while_it_is_read_without_a_checksum_is_noticed(opened
     assert b"".join(store.blocks(FILE.name, FILE.size)) == CONTENT
     monkeypatch.setattr(AsyncDouble, "is_changing", True)
     assert store.local(FILE).read_bytes() == CONTENT  # its checksum is right
-    with pytest.raises(DataError, match=r"a\.tar: a different version: the file changed while it was read; start again"):
+    with pytest.raises(
+        DataError, match=r"a\.tar: a different version: the file changed while it was read; start again"
+    ):
         b"".join(store.blocks(FILE.name, FILE.size))
 
 

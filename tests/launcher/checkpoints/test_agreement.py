@@ -180,7 +180,7 @@ def test_begin_goes_on_from_what_was_saved_since_the_start(
     run = tmp_path / "run"
     choose_start(asked(config))
     shutil.copytree(trained("alone", 1), run)
-    with pytest.raises(AgreedError, match=r"train\.output=.*holds a run already"):
+    with pytest.raises(AgreedError, match=r"train\.output=.*already holds a run"):
         begin(asked(config))
     checkpoint_folder(run, 8).rename(tmp_path / "later")
     start = choose_start(asked(config, resume="auto"))

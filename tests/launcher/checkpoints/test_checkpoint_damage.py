@@ -98,7 +98,7 @@ def test_random_damage_is_passed_over_by_a_resume(run_copy: Path, number: int) -
     ended = spawn(["--config", str(run_copy / "config.json"), "--resume", "auto", f"train.output={run_copy}"], 2)
     assert ended.codes == [0, 0], ended.stderr
     assert "longstride: passed over: " in ended.stderr[0], done
-    assert f"longstride: going on from {checkpoint_folder(run_copy, 4)}" in ended.stderr[0]
+    assert f"longstride: continuing from {checkpoint_folder(run_copy, 4)}" in ended.stderr[0]
 
 
 def test_links_in_a_checkpoint_are_foreign(run_copy: Path, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_links_in_a_checkpoint_are_foreign(run_copy: Path, tmp_path: Path) -> No
     outside.rename(file)
     (folder / "deepspeed").rename(tmp_path / "deepspeed")
     (folder / "deepspeed").symlink_to(tmp_path / "deepspeed")
-    assert checkpoint.find_damage(Ranks()) == [f"{folder}/deepspeed: a link, which a checkpoint has none of"]
+    assert checkpoint.find_damage(Ranks()) == [f"{folder}/deepspeed: is a link, which a checkpoint may not contain"]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_manifest_that_names_what_is_not_within_is_refused(run_copy: Path, name:
     manifest = read_manifest(folder)
     files = manifest.files | {name: FileRecord(bytes=0, sha256="0" * 64)}
     write_manifest(folder, manifest.model_copy(update={"files": files}))
-    with pytest.raises(ConfigError, match="which is no plain path within its folder"):
+    with pytest.raises(ConfigError, match="which is not a plain path within its folder"):
         read_manifest(folder)
     assert [each.manifest.step for each in list_checkpoints(run_copy)[0]] == [4]
 

@@ -83,7 +83,7 @@ def test_weights_that_are_a_little_off_are_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         engine.module.logits.weight += 0.001 * torch.randn_like(engine.module.logits.weight)
     with pytest.raises(
-        AgreedError, match=r"loss on probe\.npy is 5\.\d+ nats, and was 5\.\d+ .* and rounding explains 1e-06"
+        AgreedError, match=r"loss on probe\.npy is 5\.\d+ nats, but was 5\.\d+ .* and rounding explains 1e-06"
     ):
         saved(tmp_path, probe).check(engine, config, ALONE)
     # Computed in another precision, or by another backend, more is rounding.
@@ -116,12 +116,12 @@ def test_bytes_that_are_not_the_manifests_are_refused(tmp_path: Path) -> None:
         saved(tmp_path, probe).check(engine, config, ALONE)
     shorter = np.zeros(63, np.uint8)
     np.save(tmp_path / PROBE, shorter)
-    with pytest.raises(AgreedError, match="is no context of 64 bytes below 256"):
+    with pytest.raises(AgreedError, match="is not a context of 64 bytes below 256"):
         saved(tmp_path, (probe or {}) | {"crc32": zlib.crc32(shorter.tobytes())}).check(engine, config, ALONE)
     header = (tmp_path / PROBE).read_bytes()[:-63]
     for content in (b"no array", header.replace(b"(63,)", b"(9" + b"9" * 12 + b",)"), header.replace(b"|u1", b"|O8")):
         (tmp_path / PROBE).write_bytes(content + bytes(63))
-        with pytest.raises(AgreedError, match="holds no array of bytes"):
+        with pytest.raises(AgreedError, match="does not hold an array of bytes"):
             saved(tmp_path, probe).check(engine, config, ALONE)
     (tmp_path / PROBE).unlink()
     os.mkfifo(tmp_path / PROBE)

@@ -181,7 +181,7 @@ def test_groups_of_other_sizes_go_on_with_the_same_dropout(data: Path, tmp_path:
         (
             (2, "1 process (1", 0, "converted for 2 processes (2"),
             (4, "2 processes (2", 1, "converted for 4 processes (4"),
-            (6, "4 processes (4", 1, "goes on by 4 processes (2"),
+            (6, "4 processes (4", 1, "continues with 4 processes (2"),
         ),
         strict=True,
     ):
@@ -324,7 +324,7 @@ def test_conversion_is_needed_where_files_are_laid_out_otherwise(trained: Traine
     config = section(tmp_path, "deepspeed=zero0_fp16")
     assert checkpoint.needs_conversion(config, 1)
     line = "step 4 was saved by 1 process in ZeRO 0, fp32; converted for 2 processes in ZeRO 0, fp16, "
-    assert checkpoint.conversion(config, 2) == f"{line}where the loss scale begins anew"
+    assert checkpoint.conversion(config, 2) == f"{line}where the loss scale starts over"
 
 
 def test_generators_of_a_new_size_follow_from_seed_step_and_rank_or_group() -> None:
@@ -372,7 +372,7 @@ def test_another_optimisers_moments_begin_anew_and_the_average_goes_on(trained: 
     for start, optimizer, saved in ((4, MUON, states.MOMENTS[1]), (6, "train.optimizer=null", ())):
         ended = spawn([*arguments, optimizer, "--resume", str(start), f"train.steps={start + 2}"], 1)
         assert ended.codes == [0], ended.stderr
-        assert "; the optimiser's moments begin anew\n" in ended.stderr[0]
+        assert "; the optimiser's moments start from zero\n" in ended.stderr[0]
         state = SavedState(open_checkpoint(run, start + 2))
         assert state.kinds == (MASTER, *states.MOMENTS[0], *saved, AVERAGE)
         assert state.adam_step == 2

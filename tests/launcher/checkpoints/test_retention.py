@@ -105,12 +105,12 @@ def test_copy_under_another_name_is_no_checkpoint(run: Path) -> None:
     newest.rename(newest.with_name("step-000000060"))  # the right step, not as a run writes it
     found, refused = list_checkpoints(run)
     assert [each.manifest.step for each in found] == [50, 40, 30, 20, 10]
-    rule = "which its name does not say; call it"
+    rule = "which does not match its name; rename it"
     assert [line for _, line in refused] == [
-        f"{copy}: holds step 30, {rule} step-00000030, or keep it elsewhere",
-        f"{newest.with_name('step-000000060')}: holds step 60, {rule} step-00000060, or keep it elsewhere",
+        f"{copy}: holds step 30, {rule} step-00000030, or move it elsewhere",
+        f"{newest.with_name('step-000000060')}: holds step 60, {rule} step-00000060, or move it elsewhere",
     ]
-    with pytest.raises(ConfigError, match=f"^{copy}: holds step 30, which its name does not say"):
+    with pytest.raises(ConfigError, match=f"^{copy}: holds step 30, which does not match its name"):
         open_checkpoint(run, 99)
     assert retire(run, 50, 1, None) == [40, 30, 20, 10]
     assert rewind_to(run, 50) == []

@@ -136,7 +136,7 @@ def test_small_disk_fills_up_and_the_run_reaches_its_end(config_file: Path, tmp_
     assert "Traceback" not in told
     kept = steps_of(out)
     assert kept == list(range(1, len(kept) + 1)) and 2 <= len(kept) < 8
-    assert f"longstride: going on from {disk}/run/checkpoints/step-{kept[-1]:08d}" in told
+    assert f"longstride: continuing from {disk}/run/checkpoints/step-{kept[-1]:08d}" in told
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
 
 

@@ -85,7 +85,7 @@ class Chain:
         assert not [name for name in names if name.endswith((".partial", ".deleted"))]
 
     def _check_gone_on_from(self, step: int) -> None:
-        line = f"going on from {self.run / 'checkpoints'}/step-{step:08d}\n"
+        line = f"continuing from {self.run / 'checkpoints'}/step-{step:08d}\n"
         assert (line in self._server.stderr()) == (step > 0), self._server.stderr()
 
     def _whole_lines(self) -> list[dict[str, Any]]:

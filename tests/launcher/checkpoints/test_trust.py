@@ -161,7 +161,7 @@ def test_rewind_and_replay_run_what_a_checkpoint_holds_only_where_it_is_trusted(
     resumed = [*arguments, "--resume", "auto", "--trust-checkpoint"]
     ended = spawn(resumed, 2, {"SPOIL": "loss,1,10,10,1"})
     assert ended.codes == [0, 0], ended.stderr
-    assert "step 8: going on from" in ended.stderr[0]
+    assert "step 8: continuing from" in ended.stderr[0]
 
 
 def test_file_that_only_reading_can_judge_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -181,7 +181,11 @@ def test_file_that_only_reading_can_judge_is_refused_before_it_is_read(tmp_path:
     ("error", "kind", "line"),
     [
         (OSError(errno.EIO, "Input/output error"), OSError, "Input/output error: 'x.pt'"),
-        (MemoryError(), ConfigError, "x.pt: needs more memory than there is, or is not what a run writes: MemoryError"),
+        (
+            MemoryError(),
+            ConfigError,
+            "x.pt: needs more memory than is available, or is not what a run writes: MemoryError",
+        ),
         (KeyError("module"), ConfigError, "x.pt: is not what a run writes: KeyError: 'module'"),
     ],
 )

@@ -137,7 +137,7 @@ def test_damaged_form_is_made_again(
     if name == "manifest.json":  # by which it is no form at all
         assert told == ""
     else:
-        assert told.startswith(f"longstride: made again: {form.folder / name}: ")
+        assert told.startswith(f"longstride: converted again: {form.folder / name}: ")
 
 
 def test_form_of_another_checkpoint_is_made_again(checkpoint: Checkpoint, trained: Trained) -> None:
@@ -165,7 +165,7 @@ def test_full_disk_is_told_and_leaves_nothing(checkpoint: Checkpoint, monkeypatc
     folder = checkpoint.folder.parent
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-        with pytest.raises(AgreedError, match=r"converting takes 0\.0 GB, and 0\.0 GB are free; make room"):
+        with pytest.raises(AgreedError, match=r"converting takes 0\.0 GB, and 0\.0 GB are free; free some space"):
             ready_universal(checkpoint, ALONE)
 
     def fail(path: Path, *_: Any) -> None:

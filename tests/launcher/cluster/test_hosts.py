@@ -41,18 +41,18 @@ def test_hostfile_is_read_as_the_deepspeed_launcher_reads_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "names no host; write a line for each, such as `node1 slots=4`"),
-        ("# node1 slots=2\n", "names no host"),
+        ("", "contains no host; write a line for each, such as `node1 slots=4`"),
+        ("# node1 slots=2\n", "contains no host"),
         ("node1 slots=2\nnode2\n", "2: node2: must be a host and its number of processes, such as `node1 slots=4`"),
         ("node1 slots = 2\n", "1: node1 slots = 2: must be"),
         ("node1 slots=2 max_slots=4\n", "1: node1 slots=2 max_slots=4: must be"),
         ("node1 slots=-1\n", "1: node1 slots=-1: must be"),
         ("-oProxyCommand=sh slots=1\n", "1: -oProxyCommand=sh slots=1: must be"),
-        ("me@node1 slots=1\n", "1: me@node1 slots=1: must be without a user, as @ separates hosts in filters"),
+        ("me@node1 slots=1\n", "1: me@node1 slots=1: must not contain a user, because @ separates hosts in filters"),
         ("node1 slots=0\n", "1: node1 slots=0: must have at least one slot"),
         (
             "node1 slots=1\nnode1 slots=2\n",
-            "node1 has a line already; give all its slots in one line",
+            "node1 already has a line; give all its slots in one line",
         ),
     ],
 )
@@ -69,7 +69,7 @@ def test_missing_and_binary_hostfiles_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file; write one with a line for each host"):
         read_hostfile(tmp_path / "hostfile")
     (tmp_path / "hostfile").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is no text"):
+    with pytest.raises(ConfigError, match="is not text"):
         read_hostfile(tmp_path / "hostfile")
 
 
@@ -89,9 +89,9 @@ def test_filters_leave_what_the_deepspeed_launcher_would(include: str, exclude: 
     [
         ("node1", "node2", "--exclude=node2: cannot be given with --include"),
         ("node9", "", "--include=node9: node9 is not in the hostfile; node1, node2 are"),
-        ("node1:2", "", "--include=node1:2: node1 has no slot 2; 0 to 1 are there"),
+        ("node1:2", "", "--include=node1:2: node1 has no slot 2; its slots are 0 to 1"),
         ("node1:a", "", "--include=node1:a: must be HOST@HOST or HOST:SLOT,SLOT; such as node1:0"),
-        ("", "node1@node2", "--exclude=node1@node2: leaves no host of node1, node2"),
+        ("", "node1@node2", "--exclude=node1@node2: excludes all hosts: node1, node2"),
     ],
 )
 def test_wrong_filter_is_one_line(include: str, exclude: str, message: str) -> None:
@@ -124,7 +124,9 @@ def test_mpirun_of_the_other_library_is_passed_over_or_refused(tmp_path: Path, m
     programs.add("ompi_info")
     check_program("openmpi")
     assert find_mpirun("openmpi") == str(openmpi)
-    with pytest.raises(ConfigError, match=r"--launcher=mpich: .*/mpirun is another library's; install mpich, and put"):
+    with pytest.raises(
+        ConfigError, match=r"--launcher=mpich: .*/mpirun belongs to another library; install mpich, and put"
+    ):
         check_program("mpich")
     mpich = programs.add("mpirun.mpich", VERSIONS["mpich"])  # as Debian names it
     assert find_mpirun("mpich") == str(mpich)
@@ -143,9 +145,9 @@ def test_meeting_address_is_the_first_hosts_as_others_see_it(monkeypatch: pytest
     assert meeting_address(["node1", "node2"]) == "10.0.0.1"
     assert meeting_address(["here", "node2"]) == "10.0.0.7"  # its own name means loopback to this host
     assert meeting_address(["elsewhere"]) == "127.0.0.1"  # all ranks are on one host
-    with pytest.raises(ConfigError, match="alias has no address that is known here; give it by --master-addr"):
+    with pytest.raises(ConfigError, match="alias has no known address; give it with --master-addr"):
         meeting_address(["alias", "node2"])
-    with pytest.raises(ConfigError, match="lost is this host, and there is no route from it to node9; give its addr"):
+    with pytest.raises(ConfigError, match="lost is this host and has no route to node9; give its addr"):
         meeting_address(["lost", "node9"])
 
 

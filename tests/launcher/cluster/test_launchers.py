@@ -114,8 +114,8 @@ def test_what_openmpi_and_srun_need_stands_before_what_is_given(started: Started
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--launcher", "pdsh"], "--launcher=pdsh: is for several hosts; give --hostfile FILE"),
-        (["--include", "node1"], "--include=node1: is for several hosts; give --hostfile FILE"),
+        (["--launcher", "pdsh"], "--launcher=pdsh: only applies to several hosts; give --hostfile FILE"),
+        (["--include", "node1"], "--include=node1: only applies to several hosts; give --hostfile FILE"),
         (["--hostfile", "gone"], "--hostfile=gone: no such file"),
         (["--hostfile", "{}", "--processes", "2"], "--processes=2: {} already sets this; change `slots=` there"),
         (["--hostfile", "{}", "--master-port", "0"], "--master-port=0: must be from 1 to 65535, such as 29500"),
@@ -195,7 +195,7 @@ def test_host_is_not_cut_through_those_that_share_a_context(
         "train.sequence_parallel=4",
     ]
     assert cli.main(command) == 2
-    rule = "must divide the processes of every host, or be those of whole hosts; node2 has ranks 2 to 5; nearest 2"
+    rule = "must divide the processes of every host, or equal those of several hosts; node2 has ranks 2 to 5; nearest 2"
     assert capsys.readouterr().err == f"longstride: error: train.sequence_parallel=4: {rule}\n"
     assert not (tmp_path / "run").exists()
     for words in (["--exclude=node2"], ["--include=node2"], ["--include=node2:1,2@node1"]):
@@ -210,7 +210,7 @@ def test_unequal_hosts_are_for_pdsh_alone(
     words = ["train", "--config", str(config_file), "--hostfile", str(hostfile), "--launcher", "slurm"]
     assert cli.main(words) == 2
     assert (
-        "slurm needs equal slots on every host, and they differ: node1 3, node2 1; use pdsh" in capsys.readouterr().err
+        "slurm needs equal slots on every host, but they differ: node1 3, node2 1; use pdsh" in capsys.readouterr().err
     )
     started("pdsh")
 

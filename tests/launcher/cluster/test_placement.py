@@ -64,13 +64,13 @@ def test_what_is_left_is_taken_as_far_as_the_run_divides_over_it(
 
 
 def test_nothing_that_divides_may_be_left(config: RunConfig) -> None:
-    with pytest.raises(ConfigError, match=r"^0 GPUs are left, and the run divides over no such number"):
+    with pytest.raises(ConfigError, match=r"^0 GPUs are left, and the run cannot be divided over that many"):
         largest_run(config, {"": []}, "0 GPUs")
-    with pytest.raises(ConfigError, match=r"^3 slots are left, and the run divides over no such number"):
+    with pytest.raises(ConfigError, match=r"^3 slots are left, and the run cannot be divided over that many"):
         largest_run(sharing(config, 4), {"node1": [0, 1, 2]}, "3 slots")
 
 
-_RULE = "must divide the processes of every host, or be those of whole hosts; "
+_RULE = "must divide the processes of every host, or equal those of several hosts; "
 _BY_HOST = "start ranks host by host, by srun --distribution=block or mpirun --map-by slot"
 
 
@@ -118,7 +118,7 @@ def test_first_visible_gpus_are_kept(before: dict[str, str], after: str) -> None
 
 
 def test_gpus_must_be_named_by_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"^CUDA_VISIBLE_DEVICES=GPU-8932f937: the deepspeed launcher takes only"):
+    with pytest.raises(ConfigError, match=r"^CUDA_VISIBLE_DEVICES=GPU-8932f937: the deepspeed launcher accepts only"):
         first_visible({"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, 1)
 
 
@@ -131,7 +131,7 @@ def test_processes_take_the_first_of_the_visible_gpus(config: RunConfig, monkeyp
     launched = launch(config, 2)
     assert launched.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "--num_gpus" not in launched.command  # beside which the launcher passes over the variable
-    with pytest.raises(ConfigError, match=r"^--processes=4: each takes a GPU, and 3 can be seen$"):
+    with pytest.raises(ConfigError, match=r"^--processes=4: each needs a GPU, but only 3 are visible$"):
         launch(config, 4)
     with pytest.raises(ConfigError, match=r"^train\.sequence_parallel=2: must divide the 3 processes; nearest 1"):
         launch(sharing(config, 2), None)

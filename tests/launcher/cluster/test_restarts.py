@@ -80,8 +80,9 @@ def test_lost_run_goes_on_from_what_it_saved_and_says_so(
     assert played.resumed == ["never", "auto", "auto"]
     assert played.waited == [1.0, 1.0]
     assert capsys.readouterr().err.splitlines() == [
-        "longstride: ended: a process was ended by SIGKILL; going on from the start with 2 processes; restarts left: 4",
-        "longstride: ended: a process was ended by SIGKILL; going on from step 4 with 2 processes; restarts left: 3",
+        "longstride: ended: a process was ended by SIGKILL; continuing from the start with 2 processes; "
+        "restarts left: 4",
+        "longstride: ended: a process was ended by SIGKILL; continuing from step 4 with 2 processes; restarts left: 3",
     ]
 
 
@@ -104,7 +105,7 @@ def test_restarts_are_counted(
     played = Played(tmp_path, [further] * 4, monkeypatch)
     assert played.go(3) == exit_codes.HUNG
     assert len(played.resumed) == 4
-    assert capsys.readouterr().err.splitlines()[-1].endswith("no restart is left of 3")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("all 3 restarts are used")
     assert Played(tmp_path, [further], monkeypatch).go(0) == exit_codes.HUNG
 
 
@@ -122,7 +123,7 @@ def test_run_that_comes_no_further_is_given_up(
     assert played.go(9, "auto") == exit_codes.UNFORESEEN
     assert len(played.resumed) == 4  # the first one brought step 7
     assert played.waited == [1.0, 2.0, 4.0]
-    assert "3 attempts in a row came no further than step 4: given up" in capsys.readouterr().err
+    assert "3 attempts in a row did not get beyond step 4; no more restarts" in capsys.readouterr().err
 
 
 def test_nothing_left_to_go_on_with_ends_the_run(
@@ -186,11 +187,11 @@ def test_host_that_is_cut_off_from_all_others_asks_them_again(
     assert played.waited == [1.0, *[60.0] * 4]
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "longstride: ended: a process was ended by SIGKILL; no host answers; restarts left: 8"
-    assert said[-1].endswith("no host answers; going on from the start with 2 processes; restarts left: 4")
+    assert said[-1].endswith("no host answers; continuing from the start with 2 processes; restarts left: 4")
     asked.clear()
     played.resumed.clear()
     assert played.go(2) == exit_codes.HUNG
-    assert capsys.readouterr().err.endswith("ended: no host answers; no restart is left of 2\n")
+    assert capsys.readouterr().err.endswith("ended: no host answers; all 2 restarts are used\n")
 
 
 def test_step_to_resume_from_is_kept_until_the_run_has_begun(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_script_is_never_overwritten_and_may_be_printed(
     assert script.read_text() == printed
     capsys.readouterr()
     assert slurm(config_file) == 2
-    assert f"{script}: is there already; submit it, or give another --job-name" in capsys.readouterr().err
+    assert f"{script}: already exists; submit it, or give another --job-name" in capsys.readouterr().err
     assert slurm(config_file, "--job-name=second") == 0
 
 
@@ -85,10 +85,13 @@ def test_script_is_never_overwritten_and_may_be_printed(
         (["--processes-per-node", "3"], "train.global_batch=8: must be a multiple of micro_batch 2 × 6 processes"),
         (
             ["--processes-per-node", "3", "train.sequence_parallel=2", "train.global_batch=12"],
-            "train.sequence_parallel=2: must divide the processes of every host, or be those of whole hosts; host-1",
+            "train.sequence_parallel=2: must divide the processes of every host, or equal those of several hosts; host",
         ),
         (["--time", "12h"], "--time=12h: must be [days-]hours:minutes:seconds, such as 12:00:00"),
-        (["--time", "3"], "--time=3: must be more than --stop-seconds 120 and a minute, or the job stops as it starts"),
+        (
+            ["--time", "3"],
+            "--time=3: must be more than --stop-seconds 120 and a minute, or the job would stop at once",
+        ),
         (["--partition", "a b"], "--partition=a b: must be a name; such as a-b"),
         (["--account", "x\n#SBATCH --uid=0"], "--account=x #SBATCH --uid=0: must be a name; such as x-SBATCH---uid-0"),
         (["--job-name", "a/b"], "--job-name=a/b: must be letters, digits and ._+-; such as a-b"),

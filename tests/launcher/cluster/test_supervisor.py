@@ -35,7 +35,7 @@ def test_stop_is_handed_on_and_everything_ends(tmp_path: Path, number: signal.Si
         going.process.send_signal(number)
         assert going.end() == exit_codes.REQUEUE, going.output
         assert not going.processes()
-        assert going.output.startswith("longstride: stopping at the next step; again to leave at once\n")
+        assert going.output.startswith("longstride: stopping at the next step; interrupt again to leave at once\n")
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(2)] == [number.name] * 2
     assert not (tmp_path / ".stop-token").exists()
 
@@ -225,7 +225,7 @@ def test_killed_ranks_are_started_again_until_the_run_is_done(trained: Trained, 
                 assert going.wait_for_new("begin")
         assert going.end() == exit_codes.DONE, going.output
         assert going.all_ended(_END_SECONDS), going.processes()
-        assert going.output.count("going on from") >= killed, going.output
+        assert going.output.count("continuing from") >= killed, going.output
     assert killed
     assert metrics(run) == metrics(whole)
 

@@ -188,8 +188,12 @@ def test_files_of_format_1_are_refused_elsewhere_until_it_is_asked_for(
     packed = Compressed.from_bytes(compress(exported, tmp_path / "file", tmp_path / "file.lsz"))
     here = settings_crc32(load_model(exported))
     places = [
-        ("1.0", here, f"was compressed with torch 1.0, and this is {torch.__version__}, where the model's last bits "),
-        (torch.__version__, here ^ 1, "was compressed on another processor, device or build of torch, where "),
+        (
+            "1.0",
+            here,
+            f"was compressed with torch 1.0, and this is {torch.__version__}, on which the model's last bits ",
+        ),
+        (torch.__version__, here ^ 1, "was compressed on another processor, device or build of torch, on which "),
     ]
     for number, (made_by, bits_crc32, words) in enumerate(places):
         moved = tmp_path / f"{number}.lsz"
@@ -212,7 +216,7 @@ def test_a_header_that_lies_is_refused(
     packed = Compressed.from_bytes(compress(exported, tmp_path / "file", tmp_path / "file.lsz"))
     (tmp_path / "wrong.lsz").write_bytes(dataclasses.replace(packed, **change).to_bytes())
     words = ("decompress", tmp_path / "wrong.lsz", "--model", exported, "--output", tmp_path / "again", *options)
-    assert "the model computes other bits" in refuse(*words)
+    assert "the model computes different bits" in refuse(*words)
 
 
 @pytest.mark.parametrize("verb", ["compress", "decompress"])
@@ -220,7 +224,7 @@ def test_files_that_cannot_be_are_refused(verb: str, exported: Path, tmp_path: P
     (tmp_path / "file").write_bytes(b"abc")
     there, model = tmp_path / "file", ("--model", exported)
     new = ("--output", tmp_path / "new")
-    assert refuse(verb, there, *model, "--output", there).endswith("exists already; nothing is overwritten")
+    assert refuse(verb, there, *model, "--output", there).endswith("already exists and is not overwritten")
     assert refuse(verb, there, *model, "--output", tmp_path / "no/new").endswith("must lie in a folder that exists")
     assert "is a folder, not a plain file" in refuse(verb, tmp_path, *model, *new)
     assert "is a device, not a plain file" in refuse(verb, "/dev/zero", *model, *new)
@@ -228,7 +232,7 @@ def test_files_that_cannot_be_are_refused(verb: str, exported: Path, tmp_path: P
     if verb == "compress":
         assert "has no config.json" in refuse(verb, there, "--model", tmp_path, *new)
     else:
-        assert refuse(verb, there, *model, *new).endswith("is no file that `longstride compress` wrote")
+        assert refuse(verb, there, *model, *new).endswith("is not a file that `longstride compress` wrote")
 
 
 def test_bytes_beyond_the_vocabulary_are_refused(exported: Path, tmp_path: Path, refuse: Refuse) -> None:
@@ -241,7 +245,7 @@ def test_bytes_beyond_the_vocabulary_are_refused(exported: Path, tmp_path: Path,
     (exported / "config.json").write_text(json.dumps(config))
     (tmp_path / "file").write_bytes(b"abc\x80")
     line = refuse("compress", tmp_path / "file", "--model", exported, "--output", tmp_path / "new")
-    assert line == f"FILE={tmp_path / 'file'}: holds byte 128, and the model knows 0 to 127"
+    assert line == f"FILE={tmp_path / 'file'}: contains byte 128, but the model knows 0 to 127"
     (tmp_path / "file").write_bytes(b"abc")
     compress(exported, tmp_path / "file", tmp_path / "file.lsz")
     assert decompress(exported, tmp_path / "file.lsz", tmp_path / "again") == b"abc"

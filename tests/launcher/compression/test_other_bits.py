@@ -112,7 +112,7 @@ def test_the_last_bit_of_any_weight_is_refused_before_anything_is_decoded(
     assert cli.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"was compressed by torch {torch.__version__} on " in line
-    assert ", and the model computes other bits here, by torch 9.9 on a Z80; decompress it there" in line
+    assert ", and the model computes different bits here, by torch 9.9 on a Z80; decompress it there" in line
     assert not (place / "again").exists()
 
 

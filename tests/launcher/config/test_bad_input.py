@@ -57,7 +57,7 @@ def test_wait_for_a_worker_that_other_ranks_would_not_wait_for(
     refused: Callable[..., list[str]], config_file: Path
 ) -> None:
     (line,) = refused("--config", str(config_file), "data.worker_timeout_seconds=60")
-    rule = "must be less than train.timeout_seconds 60, after which other processes give this one up; 30"
+    rule = "must be less than train.timeout_seconds 60, when other processes stop waiting for this one; 30"
     assert line == f"data.worker_timeout_seconds=60.0: {rule}"
 
 
@@ -147,8 +147,8 @@ def run_copy(trained: Callable[..., Path], tmp_path: Path) -> Path:
 def test_output_that_holds_a_run(refused: Callable[..., list[str]], config_file: Path, run_copy: Path) -> None:
     (line,) = refused("--config", str(config_file))
     assert line == (
-        f'train.output="{run_copy}": holds a run already (config.json, metrics.jsonl, checkpoints); '
-        "go on with --resume auto, or name another folder"
+        f'train.output="{run_copy}": already holds a run (config.json, metrics.jsonl, checkpoints); '
+        "continue it with --resume auto, or name another folder"
     )
 
 
@@ -156,7 +156,7 @@ def test_resume_of_a_step_that_is_not_there(
     refused: Callable[..., list[str]], config_file: Path, run_copy: Path
 ) -> None:
     lines = refused("--config", str(config_file), "--resume", "5")
-    assert lines == [f"{run_copy / 'checkpoints'}: no checkpoint of step 5; whole ones: 4, 8"]
+    assert lines == [f"{run_copy / 'checkpoints'}: no checkpoint of step 5; complete ones: 4, 8"]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_manifest_that_leaves_its_folder(refused: Callable[..., list[str]], conf
     manifest["files"]["../../../escape"] = next(iter(manifest["files"].values()))
     write_json(path, add_digest(manifest))
     lines = refused("--config", str(config_file), "--resume", "8")
-    assert lines == [f"{path}: names '../../../escape', which is no plain path within its folder"]
+    assert lines == [f"{path}: names '../../../escape', which is not a plain path within its folder"]
 
 
 def test_state_that_the_stream_does_not_have(
@@ -230,7 +230,7 @@ def test_resume_of_a_step_whose_description_is_damaged(
     path = run_copy / f"checkpoints/step-00000008/{name}"
     path.write_text(path.read_text().replace("0", "1", 1))
     (line,) = refused("--config", str(config_file), "--resume", "8")
-    assert line.startswith(f"{path}: damaged, its SHA-256 is not ")
+    assert line.startswith(f"{path}: is damaged: its SHA-256 is not ")
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -289,7 +289,7 @@ def test_longstride_train_refuses_what_the_ranks_would(
     assert cli.main(["train", "--config", str(config_file), "--resume", "bla"]) == WRONG_INPUT
     assert "error: --resume=bla: must be auto, best, never or the number of a step" in capsys.readouterr().err
     assert cli.main(["train", "--config", str(config_file)]) == WRONG_INPUT
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already holds a run" in capsys.readouterr().err
 
 
 def test_evaluation_of_no_contexts_at_once(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,7 +300,7 @@ def test_evaluation_of_no_contexts_at_once(run_copy: Path, capsys: pytest.Captur
 def test_export_over_something(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files_under(tmp_path)
     assert cli.main(["export", str(run_copy), "--output", str(run_copy)]) == WRONG_INPUT
-    assert capsys.readouterr().err.endswith(f"--output={run_copy}: exists already; nothing is overwritten\n")
+    assert capsys.readouterr().err.endswith(f"--output={run_copy}: already exists and is not overwritten\n")
     assert files_under(tmp_path) == before
 
 
@@ -311,7 +311,7 @@ def test_export_of_a_damaged_checkpoint(run_copy: Path, tmp_path: Path, capsys: 
     weights.write_bytes(content)
     before = files_under(tmp_path)
     assert cli.main(["export", str(run_copy), "--output", str(tmp_path / "out")]) == WRONG_INPUT
-    assert f"{weights}: damaged, its SHA-256 is not the manifest's" in capsys.readouterr().err
+    assert f"{weights}: is damaged: its SHA-256 is not the manifest's" in capsys.readouterr().err
     assert files_under(tmp_path) == before
     assert cli.main(["export", str(run_copy), "--step", "4", "--output", str(tmp_path / "out")]) == 0
 

@@ -44,7 +44,7 @@ def refused(path: Path, *overrides: str) -> list[str]:
             "train.schedule.decay_fraction=2: must be less than or equal to 1",
         ),
         ("train.optimizer=muon", 'train.optimizer="muon": must be an object'),
-        ('train.optimizer={"type": "mun"}', 'train.optimizer.type="mun": not known; nearest muon'),
+        ('train.optimizer={"type": "mun"}', 'train.optimizer.type="mun": is not known; nearest muon'),
         (
             'train.optimizer={"type": "muon", "rates": {"matrix": 1}}',
             "train.optimizer.rates.matrix: unknown key; nearest matrices",
@@ -269,7 +269,7 @@ def test_the_streaming_order_is_refused_with_the_command_that_converts(path: Pat
         "a new run"
     )
     (line,) = refused(path, "data.modality=text")
-    assert line.startswith('data.modality="text": a data folder knows its own; leave it out')
+    assert line.startswith('data.modality="text": is stored in the data folder; leave it out')
 
 
 def test_adafactor_is_refused_where_zero_cuts_matrices(path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_mistake_is_told_by_the_file_that_it_stands_in(base: Path, tmp_path: P
 
 def test_a_base_that_is_none_is_told_in_one_line(base: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.json"
-    none = "no such file in the folder of own.json, and none of that name in ds_configs/experiments"
+    none = "no such file in the folder of own.json, and no preset of that name in ds_configs/experiments"
     assert refused(write(own, {"extends": "enwik8_fixt"}))[0] == (
         f'{own}: extends="enwik8_fixt": {none}; nearest enwik8_fixed'
     )
@@ -120,7 +120,7 @@ def test_a_circle_is_told_by_all_its_files(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     write(first, {"extends": "second.json"})
     write(second, {"extends": "./first.json"})
-    circle = f"leads in a circle: {first} extends {second} extends {first}; name another file"
+    circle = f"forms a cycle: {first} extends {second} extends {first}; name another file"
     assert refused(first) == [f'{second}: extends="./first.json": {circle}']
     (line,) = refused(write(first, {"extends": "first.json"}))
     assert f"{first} extends {first}" in line

@@ -15,8 +15,8 @@ from longstride.launcher.config.json_file import flattened, load_json_object, pa
     [
         ('{"a": 1,\n "b": }', ":2:7: not JSON: Expecting value"),
         ('{"a": 1\n "b": 2}', ":2:2: not JSON: Expecting ',' delimiter"),
-        ('{"a": {"b": 1,\n  "b": 2}, "a": [{"x": 1}, {"x": 2}]}', ':2:3: key "b" stands twice'),
-        ('{"a": {"b": 1,\n  "b": 2}, "a": [{"x": 1}, {"x": 2}]}', ':2:12: key "a" stands twice'),
+        ('{"a": {"b": 1,\n  "b": 2}, "a": [{"x": 1}, {"x": 2}]}', ':2:3: key "b" occurs twice'),
+        ('{"a": {"b": 1,\n  "b": 2}, "a": [{"x": 1}, {"x": 2}]}', ':2:12: key "a" occurs twice'),
         ('{"a": NaN}', ": NaN is not JSON; give a finite number"),
         ("[1]", ": must hold a JSON object"),
         ("", ":1:1: not JSON: Expecting value"),

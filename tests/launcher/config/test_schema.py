@@ -55,7 +55,7 @@ def test_schema_is_written_whole_and_never_over_another(tmp_path: Path, capsys: 
     assert json.loads(file.read_text()) == RunConfig.model_json_schema()
     before = file.read_bytes()
     assert cli.main(["config", "schema", "--output", str(file)]) == 2
-    rule = "exists already; nothing is overwritten"
+    rule = "already exists and is not overwritten"
     assert capsys.readouterr() == ("", f"longstride: error: --output={file}: {rule}\n")
     assert file.read_bytes() == before
     assert cli.main(["config", "schema", "--output", "nowhere/new.json"]) == 2

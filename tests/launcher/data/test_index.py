@@ -126,4 +126,4 @@ def test_a_streaming_run_is_not_gone_on_with(config_file: Path, streaming: RunCo
         check_matches(saved, config, TrainingData(config, Ranks()).identity)
     (line,) = str(caught.value).splitlines()
     assert line.startswith('data.order="exact": the checkpoint run/checkpoints/step-00000004 counts steps of the order')
-    assert "index its tars with `longstride data index`, and begin a run in another folder" in line
+    assert "index its tars with `longstride data index`, and start a run in another folder" in line

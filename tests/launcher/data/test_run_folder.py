@@ -16,7 +16,7 @@ def test_folder_of_a_start_without_a_step_is_taken_and_one_with_more_is_not(tmp_
     (run / "checkpoints").mkdir(parents=True)
     for name in ("config.json", "metrics.jsonl", ".stop-ab.begun", "hosts-1.env"):
         (run / name).touch()
-    with pytest.raises(ConfigError, match="holds a run already"):  # no run has locked it
+    with pytest.raises(ConfigError, match="already holds a run"):  # no run has locked it
         check_output(str(run), "never")
     (run / ".lock").touch()
     check_output(str(run), "never")
@@ -24,7 +24,7 @@ def test_folder_of_a_start_without_a_step_is_taken_and_one_with_more_is_not(tmp_
         copy = tmp_path / "copy"
         shutil.copytree(run, copy)
         (copy / more).write_text("{}\n")
-        with pytest.raises(ConfigError, match="holds a run already"):
+        with pytest.raises(ConfigError, match="already holds a run"):
             check_output(str(copy), "never")
         assert not discard_start(copy)
         assert (copy / more).read_text() == "{}\n"

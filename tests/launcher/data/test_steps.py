@@ -77,7 +77,7 @@ def test_a_length_of_null_takes_the_place_of_nothing(config_file: Path, other: s
     "overrides, line",
     [
         (["train.steps=null"], "train.steps: required, and missing; or give epochs"),
-        (["train.epochs=2", "train.steps=9"], "train.epochs=2.0: must be left out where steps 9 says the same"),
+        (["train.epochs=2", "train.steps=9"], "train.epochs=2.0: conflicts with steps 9; give only one of them"),
         (["train.epochs=0"], "train.epochs=0: must be greater than 0"),
         (["train.epochs=many"], 'train.epochs="many": must be a valid number'),
     ],
@@ -133,5 +133,5 @@ def test_a_name_stands_for_a_published_run(tmp_path: Path, monkeypatch: pytest.M
     assert find_config("demo") == Path("demo")  # a file of one's own goes first
     with pytest.raises(ConfigError) as caught:
         find_config("cifar10_stridde")
-    rule = "no such file, and none of that name in ds_configs/experiments; nearest cifar10_strided"
+    rule = "no such file, and no preset of that name in ds_configs/experiments; nearest cifar10_strided"
     assert str(caught.value) == f"cifar10_stridde: {rule}"

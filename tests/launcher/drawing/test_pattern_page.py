@@ -130,7 +130,7 @@ def test_page_is_refused_in_one_line(
     before = sorted(tmp_path.iterdir())
     for words, message in (
         ([], "--output: is missing; such as --output pattern.png, or --html pattern.html for a page"),
-        (["--html", "there.html"], "--html=there.html: exists already; nothing is overwritten"),
+        (["--html", "there.html"], "--html=there.html: already exists and is not overwritten"),
         (["--html", "a.htm"], "--html=a.htm: must be a .html in a folder that exists"),
         (["--html", "a.html", "--query", "1024"], "--query=1024: must be from 0 to 1023, a position; nearest 1023"),
         (["--html", "a.html", "--text", "text"], "--text=text: a page has no text; draw --output FILE.png, and leave"),

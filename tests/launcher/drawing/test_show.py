@@ -43,7 +43,7 @@ def test_running_mean_covers_what_there_is() -> None:
 @pytest.mark.parametrize("text", ["", "{}\n", "7\n"])
 def test_loss_of_no_metrics_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match="holds no line yet"):
+    with pytest.raises(ConfigError, match="is empty; wait"):
         draw_loss(tmp_path)
 
 
@@ -58,7 +58,7 @@ def test_show_writes_a_png_and_never_over_one(tmp_path: Path, capsys: pytest.Cap
     assert output.read_bytes().startswith(b"\x89PNG")
     made = output.stat()
     assert cli.main(["show", "pattern", str(DEMO), "--output", str(output)]) == 2
-    assert "exists already; nothing is overwritten" in capsys.readouterr().err
+    assert "already exists and is not overwritten" in capsys.readouterr().err
     assert output.stat().st_mtime_ns == made.st_mtime_ns
 
 
@@ -66,7 +66,7 @@ def test_show_writes_a_png_and_never_over_one(tmp_path: Path, capsys: pytest.Cap
     "what, source, output, message",
     [
         ("pattern", "nowhere.json", "a.png", "nowhere.json: "),
-        ("loss", "nowhere", "a.png", "nowhere: there is no such folder; such as runs/demo"),
+        ("loss", "nowhere", "a.png", "nowhere: no such folder; such as runs/demo"),
         ("loss", "nowhere", "a.pdf", "a.pdf: must be a .png in a folder that exists"),
         ("loss", "nowhere", "no/where/a.png", "a.png: must be a .png in a folder that exists"),
     ],

@@ -159,7 +159,7 @@ def test_default_queries_are_bytes_of_the_picture(grid: Grid) -> None:
         (["--head", "-1"], "--head=-1: must be from 0 to 1, a head of the model; nearest 0"),
         (["--query", "64"], "--query=64: must be from 0 to 63, a byte of the context; nearest 63"),
         (["--query", *"1234567"], "--query=7: one picture has room for 6 queries; leave some out"),
-        (["--step", "5"], "checkpoints: no checkpoint of step 5; whole ones: 4, 8"),
+        (["--step", "5"], "checkpoints: no checkpoint of step 5; complete ones: 4, 8"),
         (["--context-number", "-1"], "a context of the split; nearest 0"),
         (
             ["--text", "x", "--context-number", "1"],
@@ -202,7 +202,7 @@ def test_show_attention_takes_an_export_and_something_to_read(
     assert figure.get_suptitle() == "model: text, 30 bytes; mean of all heads"
     capsys.readouterr()
     for more, message in (
-        ([], f"{exported}: an exported model has no data of its own; give --data DIR or --text FILE"),
+        ([], f"{exported}: an exported model does not include data; give --data DIR or --text FILE"),
         (["--step", "3"], f"--step=3: {exported} is an export, which has its own weights; leave it out"),
         (["--weights", "ema"], f"--weights=ema: {exported} is an export, which has its own weights; leave it out"),
         (["--data", str(data), "--context-number", "999"], "a context of the split; nearest"),

@@ -135,7 +135,7 @@ def test_show_writes_a_png_and_never_over_one(
     made = output.read_bytes()
     assert made.startswith(b"\x89PNG")
     assert cli.main(command) == 2
-    assert "exists already; nothing is overwritten" in capsys.readouterr().err
+    assert "already exists and is not overwritten" in capsys.readouterr().err
     assert output.read_bytes() == made
 
 
@@ -143,12 +143,12 @@ def test_show_writes_a_png_and_never_over_one(
     ("arguments", "message"),
     [
         (["text", "--output", "a.png"], "--output=a.png: text is printed, not drawn"),
-        (["image"], "--output: image is drawn, and needs a file to be made"),
+        (["image"], "--output: image is drawn into a file; name one"),
         (["image", "--output", "a.jpg"], "--output=a.jpg: must be a .png in a folder that exists"),
         (["image", "--output", "no/where/a.png"], "must be a .png in a folder that exists"),
         (["audio", "--output", "a.png", "--count", "21"], "--count=21: one picture has room for 20 of audio"),
         (["text", "--count", "0"], "count=0: must be at least 1"),
-        (["text", "--split", "tset"], "no split 'tset'; it holds train, validation"),
+        (["text", "--split", "tset"], "no split 'tset'; it has train, validation"),
         (["image", "--split", "tset", "--output", "a.png"], "no split 'tset'"),
         (["nowhere"], "nowhere: no such folder"),
     ],
@@ -191,9 +191,9 @@ def test_build_takes_options_of_the_modality(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--image-size", "32"], "--image-size=32: goes with --modality image, and this is text"),
-        (["--rate", "12000"], "--rate=12000: goes with --modality audio, and this is text"),
-        (["--modality", "audio", "--image-size", "32"], "goes with --modality image, and this is audio"),
+        (["--image-size", "32"], "--image-size=32: only applies to --modality image, and this is text"),
+        (["--rate", "12000"], "--rate=12000: only applies to --modality audio, and this is text"),
+        (["--modality", "audio", "--image-size", "32"], "only applies to --modality image, and this is audio"),
         (["--modality", "audio", "--rate", "12k"], "--rate=12k: must be in Hz; such as 12000"),
         (["--modality", "audio", "--rate", "0"], "--rate=0: must be in Hz"),
         (["--modality", "audio", "--rate", "300000"], "has 1000 Hz, too far from 300000 to be resampled"),

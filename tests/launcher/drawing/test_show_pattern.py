@@ -230,7 +230,7 @@ def test_a_file_comes_before_the_experiment_of_its_name(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("source", "query", "message"),
     [
-        ("demos", None, r"^demos: no such file, and none of that name in ds_configs/experiments; nearest demo$"),
+        ("demos", None, r"^demos: no such file, and no preset of that name in ds_configs/experiments; nearest demo$"),
         ("paper_small", 256, r"^--query=256: must be from 0 to 255, a position; nearest 255$"),
         ("paper_small", -1, r"^--query=-1: must be from 0 to 255, a position; nearest 0$"),
         ("nowhere/demo", None, r"^nowhere/demo: cannot be read: No such file"),
@@ -244,7 +244,7 @@ def test_what_cannot_be_drawn_is_told(source: str, query: int | None, message: s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["loss", "x", "--step", "3"], "unrecognized arguments: --step 3; `longstride show loss --help` tells"),
+        (["loss", "x", "--step", "3"], "unrecognized arguments: --step 3; `longstride show loss --help` lists"),
         (["pattern", "demo", "--head", "0"], "unrecognized arguments: --head 0; `longstride show pattern --help`"),
         (["pattern", "demo", "--query", "3", "4"], "--query=4: a pattern is shown for one query; give one number"),
         (["pattern", "--query", "3"], "CONFIG is missing; give it once"),
@@ -289,7 +289,7 @@ def test_what_content_decides_is_drawn_for_a_text(tmp_path: Path, capsys: pytest
     for changes, options, line in (
         ({"attention": ROUTING}, [], "its heads choose their keys by content; give --text FILE"),
         ({"attention": {"type": "dense"}}, ["--text", str(text)], "chooses its keys by content; leave it out"),
-        ({"attention": ROUTING, "vocabulary": 100}, ["--text", str(text)], "two bytes at least, all below 100"),
+        ({"attention": ROUTING, "vocabulary": 100}, ["--text", str(text)], "at least two bytes, all below 100"),
     ):
         written(tmp_path, **TINY, **changes)
         assert cli.main([*words, *options]) == 2

@@ -402,10 +402,10 @@ def test_positions_are_written_beside_each_other(
         (["--min-context", "64"], "--min-context=64: must be from 0 to 63, less than the model's context; nearest 63"),
         (["--min-context", "-1"], "--min-context=-1: must be from 0 to 63, less than the model's context; nearest 0"),
         (["--positions", "{}/a.pdf"], "--positions={}/a.pdf: must be a .png in a folder that exists; such as new.png"),
-        (["--positions", "{}/there.png"], "--positions={}/there.png: exists already; nothing is overwritten"),
+        (["--positions", "{}/there.png"], "--positions={}/there.png: already exists and is not overwritten"),
         (
             ["--positions", "{}/b.png"],
-            "--positions={}/b.png: {}/b.json beside it exists already; nothing is overwritten",
+            "--positions={}/b.png: {}/b.json already exists and is not overwritten",
         ),
         (
             ["--sequence-parallel", "2"],
@@ -434,7 +434,7 @@ def test_data_that_is_not_found_is_asked_for_in_one_line(
     run = trained("alone", 1)
     monkeypatch.setattr("longstride.launcher.config.run_config.resolve_saved_path", lambda *_: "gone")
     assert cli.main(["evaluate", str(run)]) == 2
-    rule = f"of the run {run} is not found from here; give --data FOLDER"
+    rule = f"of the run {run} cannot be found; give --data FOLDER"
     assert capsys.readouterr().err == f'longstride: error: data.path="gone": {rule}\n'
 
 
@@ -458,7 +458,7 @@ def test_export_scores_as_its_checkpoint_does(
     [
         (
             [],
-            "{0}: is an exported model, which has no data of its own; give --data DIR, or score a file by `longstride",
+            "{0}: is an exported model, which does not include data; give --data DIR, or score a file with `longstride",
         ),
         (["--step", "4"], "--step=4: {0} is an export, which has its own weights; leave it out"),
         (["--weights", "ema"], "--weights=ema: {0} is an export, which has its own weights; leave it out"),

@@ -257,7 +257,9 @@ def test_value_beyond_the_type_is_refused_by_its_tensor(
         return found
 
     monkeypatch.setattr(SavedState, "tensor", with_a_large_value)
-    rule = r"blocks\.1\.attention\.projection\.weight=-70000: is beyond float16, which ends at 65504; take --dtype fp32"
+    rule = (
+        r"blocks\.1\.attention\.projection\.weight=-70000: is beyond float16, whose maximum is 65504; use --dtype fp32"
+    )
     with pytest.raises(ConfigError, match=f"^{rule}$"):
         export(run, None, tmp_path / "out", Options(dtype="fp16", check=False))
     assert not list(tmp_path.iterdir())
@@ -313,7 +315,7 @@ def test_full_disk_is_told_before_anything_is_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(ConfigError, match=r"out: the weights take 0\.0 GB, and 0\.0 GB are free; make room"):
+    with pytest.raises(ConfigError, match=r"out: the weights take 0\.0 GB, and 0\.0 GB are free; free some space"):
         export(run, None, tmp_path / "deep/out")
     assert not list(tmp_path.iterdir())
 
@@ -363,7 +365,7 @@ def test_options_that_cannot_be_are_refused(run: Path, tmp_path: Path, capsys: p
     assert "invalid choice: 'fp8'" in capsys.readouterr().err
     (tmp_path / "out").symlink_to(tmp_path / "nowhere")
     assert cli.main(words) == 2
-    assert "exists already; nothing is overwritten" in capsys.readouterr().err
+    assert "already exists and is not overwritten" in capsys.readouterr().err
 
 
 def test_files_are_mapped_anew_on_the_way(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

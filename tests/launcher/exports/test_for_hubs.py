@@ -48,7 +48,7 @@ def old(exported: Path) -> Path:
 def test_refresh_writes_the_stub_and_nothing_else(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, fingerprint = files_under(old), Exported(old).fingerprint()
     assert cli.main(["export", "--refresh", str(old)]) == 0
-    assert capsys.readouterr().err == f"{old / STUB}: written anew; nothing else is changed\n"
+    assert capsys.readouterr().err == f"{old / STUB}: rewritten; nothing else is changed\n"
     after = files_under(old)
     assert after.keys() == before.keys()
     assert [path for path in after if after[path] != before[path]] == [str(old / STUB)]
@@ -64,7 +64,7 @@ def test_refresh_takes_an_export_that_names_the_stub_and_no_other_option(
 ) -> None:
     for words in (["--dtype", "bf16"], ["--step", "4"], ["--output", "x"], ["--no-check"]):
         assert cli.main(["export", "--refresh", str(old), *words]) == 2
-        rule = "--refresh: takes the folder of an export and --trust-code, and no other option"
+        rule = "--refresh: only takes the folder of an export and --trust-code"
         assert capsys.readouterr().err == f"longstride: error: {rule}\n"
     assert cli.main(["export", "--refresh", str(tmp_path)]) == 2
     assert "has no config.json; name a folder written by `longstride export RUN" in capsys.readouterr().err
@@ -72,8 +72,8 @@ def test_refresh_takes_an_export_that_names_the_stub_and_no_other_option(
     del content["auto_map"]
     (old / "config.json").write_text(json.dumps(content))
     assert cli.main(["export", "--refresh", str(old)]) == 2
-    rule = f"names no classes of {STUB} for transformers; export the model again"
+    rule = f"does not name the classes of {STUB} for transformers; export the model again"
     assert capsys.readouterr().err == f"longstride: error: {old / 'config.json'}: {rule}\n"
     assert (old / STUB).read_text() == OLD_STUB
     assert cli.main(["export", str(old)]) == 2
-    assert capsys.readouterr().err == "longstride: error: --output: must name the folder to make\n"
+    assert capsys.readouterr().err == "longstride: error: --output: must name the new folder\n"

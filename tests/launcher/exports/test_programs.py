@@ -81,16 +81,16 @@ def test_what_cannot_be_is_told_in_one_line(
     chosen = export(tmp_path / "chosen", {"attention": {"type": "moba", "block": 8, "top": 2}})
     routed = export(tmp_path / "routed", {"attention": {"type": "routing", "clusters": 4, "window": 8}})
     before, new = files_under(tmp_path), ["--output", str(tmp_path / "new")]
-    only = "takes the folder of an export, --output, --no-check and --trust-code, and no other option"
+    only = "only takes the folder of an export, --output, --no-check and --trust-code"
     shapes = "cannot be traced for all lengths; these can: patterns"
     for words, told in (
-        ([exported, "--format", "onnx"], "--output: must name the folder to make"),
+        ([exported, "--format", "onnx"], "--output: must name the new folder"),
         ([exported, "--format", "pt2", *new, "--dtype", "bf16"], f"--format=pt2: {only}"),
         ([exported, "--format", "pt2", *new, "--step", "3"], f"--format=pt2: {only}"),
         ([exported, "--format", "pt2", "--refresh"], f"--format=pt2: {only}"),
         (
             [exported, "--format", "pt2", "--output", exported],
-            f"--output={exported}: exists already; nothing is overwritten",
+            f"--output={exported}: already exists and is not overwritten",
         ),
         ([chosen, "--format", "pt2", *new], f"--format=pt2: attention of type moba {shapes}, lsh, routing"),
         ([tmp_path, "--format", "pt2", *new], f"{tmp_path}: has no config.json; name a folder written by"),

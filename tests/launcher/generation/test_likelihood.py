@@ -90,7 +90,7 @@ def test_every_byte_counts_once_however_small_the_file(size: int, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--likelihood", "{empty}"], "--likelihood={empty}: holds no bytes: there is nothing to score"),
+        (["--likelihood", "{empty}"], "--likelihood={empty}: is empty: there is nothing to score"),
         (["--likelihood", "nowhere"], "--likelihood=nowhere: No such file or directory"),
         (["--likelihood", "/"], "--likelihood=/: is a folder, not a plain file"),
         (["--likelihood", "{file}", "--min-context", "64"], "--min-context=64: must be from 0 to 63"),
@@ -98,7 +98,7 @@ def test_every_byte_counts_once_however_small_the_file(size: int, tmp_path: Path
         (["--batch", "3"], "--batch: only works together with --likelihood FILE; leave it out"),
         (
             ["--likelihood", "{file}", "--prompt", "x"],
-            "--likelihood: scores a file, and samples nothing; leave out --p",
+            "--likelihood: scores a file and does not sample; leave out --p",
         ),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_picture_is_scored_in_bits_per_pixel(model: Path, tmp_path: Path, caps
 REFUSED = [
     (
         ["sample", "{model}", "--likelihood", "{file}"],
-        "scores pixels of pictures, and no bytes of files; add --decoded",
+        "scores pixels of pictures, not bytes of files; add --decoded",
     ),
     (["sample", "{model}", "--modality", "text"], "--modality=text: the model's tokens are colours of a palette"),
     (["sample", "{model}", "--prompt", "four"], "--prompt: has 4 bytes: must be whole pixels of 3 bytes"),
@@ -175,7 +175,7 @@ def test_another_palette_of_as_many_colours_is_refused(
     colours = DataFolder(data).palette.colours ^ 1
     build([data.parent / "source"], tmp_path / "data", modality="image", palette=Palette(colours))
     assert cli.main(["evaluate", str(run), "--data", str(tmp_path / "data")]) == 2
-    assert "its tokens are of another palette" in capsys.readouterr().err
+    assert "its palette is different" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gone", [False, True])

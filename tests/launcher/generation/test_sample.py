@@ -63,7 +63,7 @@ def test_a_model_of_no_numbers_is_told_in_one_line(
     }.get(verb[-1], [verb[0], str(exported), *verb[1:]])
     assert cli.main(arguments) == 2
     said = capsys.readouterr()
-    rule = "computes logits that are no numbers; export it anew, or in fp32"
+    rule = "its logits are not finite; export it again, or in fp32"
     assert said.err == f"longstride: error: {exported}: {rule}\n" and said.out == ""
     assert not (tmp_path / "x.lsz").exists()
 
@@ -126,7 +126,7 @@ def test_sample_and_compress_need_no_deepspeed(exported: Path, tmp_path: Path) -
     [
         (["--bytes", "65"], "prompt and sample are 65 tokens: they must fit in the model's context of 64"),
         (["--temperature", "-1"], "temperature=-1.0: must be a number from 0"),
-        (["--top-k", "0"], "top_k=0: must be a whole number from 1"),
+        (["--top-k", "0"], "top_k=0: must be an integer of at least 1"),
         (["--prompt-file", "nowhere"], "--prompt-file=nowhere: No such file or directory"),
         (["--device", "tpu"], "--device=tpu: cannot be used"),
         (["--device", "cuda:99"], "--device=cuda:99: cannot be used"),

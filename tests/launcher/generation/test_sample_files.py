@@ -101,7 +101,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out-2.wav").touch()
     data = ModelData(Audio(), {"rate": RATE})
     assert output_files(tmp_path / "out.wav", data, 1, 0) == [tmp_path / "out.wav"]
-    with pytest.raises(ConfigError, match=r"out-2\.wav: exists already; nothing is overwritten"):
+    with pytest.raises(ConfigError, match=r"out-2\.wav: already exists and is not overwritten"):
         output_files(tmp_path / "out.wav", data, 3, 0)
     with pytest.raises(ConfigError, match=r"out\.mp3: must be a \.wav file, as the model writes sounds"):
         output_files(tmp_path / "out.mp3", data, 1, 0)

@@ -16,7 +16,10 @@ from longstride.launcher.models.model_data import ModelData
 from tests.harness.tiny_models import CONTEXT, RATE, content_of, tiny_export
 
 IMAGE = [
-    (["--prompt-image", "{folder}/9x8.png"], "is 9x8 (height x width), and the model's pictures 8x8; scale it, such"),
+    (
+        ["--prompt-image", "{folder}/9x8.png"],
+        "is 9x8 (height x width), but the model's pictures are 8x8; scale it, such",
+    ),
     (["--prompt-image", "none.png"], "--prompt-image=none.png: No such file or directory"),
     (["--prompt-image", "{folder}/s.wav"], "cannot be read as a picture"),
     (
@@ -24,9 +27,9 @@ IMAGE = [
         "--keep-rows=8: must be from 0 to 7, fewer than a pic",
     ),
     (["--keep-rows", "4"], "--keep-rows: only works together with --prompt-image FILE; leave it out"),
-    (["--bytes", "10"], "--bytes: pictures have 192 bytes, no more and no less"),
-    (["--slide"], "--slide: pictures have 192 bytes, no more and no less"),
-    (["--prompt-file", "{folder}/s.wav"], "--prompt-file: has 458 bytes, and pictures have 192; give less of it"),
+    (["--bytes", "10"], "--bytes: pictures have exactly 192 bytes"),
+    (["--slide"], "--slide: pictures have exactly 192 bytes"),
+    (["--prompt-file", "{folder}/s.wav"], "--prompt-file: has 458 bytes, but pictures have 192; give fewer"),
     (["--prompt-image", "{folder}/8x8.png", "--count", "65536"], "--count: a grid of "),
     (["--rate", "8000"], "--rate=8000: the model writes pictures; leave it out"),
 ]
@@ -49,8 +52,8 @@ TEXT = [
     (["--seconds", "1"], "--seconds=1: only applies to sound, but the model writes text; give --bytes"),
     (["--count", "0"], "--count=0: must be from 1 to 65,536"),
     (["--bytes", "0"], "--bytes=0: must be at least 1"),
-    (["--output", "{folder}/x.png"], "x.png: must be no .png file, as the model writes text"),
-    (["--prompt", "x" * 200], "of 192; add --slide to go on beyond it"),
+    (["--output", "{folder}/x.png"], "x.png: must not be a .png file, as the model writes text"),
+    (["--prompt", "x" * 200], "of 192; add --slide to continue beyond it"),
     (["--prompt-audio", "{folder}/s.wav"], "the model writes text; take --prompt-file for bytes as they are"),
     (["--modality", "audio"], "--rate: config.json lacks the sounds' rate; add it, such as --rate 12000"),
 ]

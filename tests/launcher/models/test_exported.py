@@ -152,7 +152,7 @@ def count(weights: dict[str, torch.Tensor]) -> None:
         (lambda folder: (folder / "config.json").write_text("{}"), "/config.json: has no model; name a folder"),
         (
             lambda folder: (folder / "model.safetensors").unlink(),
-            ": has no model.safetensors and no model.safetensors.index.json; name a folder written by `longstride",
+            ": has neither model.safetensors nor model.safetensors.index.json; name a folder written by `longstride",
         ),
         (
             lambda folder: change_json(folder / "config.json", lambda content: content["model"].update(width=64)),
@@ -172,7 +172,7 @@ def count(weights: dict[str, torch.Tensor]) -> None:
             "it has unknown more",
         ),
         (lambda folder: resave(folder, narrow), "it has embedding.start of [5] instead of [32]"),
-        (lambda folder: resave(folder, count), "tensors of F32, I64; all must be of one of F32, F16, BF16"),
+        (lambda folder: resave(folder, count), "tensors of F32, I64; all must have one type of F32, F16, BF16"),
     ],
 )
 def test_what_is_no_export_is_refused(
@@ -219,7 +219,7 @@ def test_files_that_do_not_fit_together_are_refused(
 def test_index_leads_nowhere_else(sharded: Path, file: object) -> None:
     (sharded.parent / "other.safetensors").write_bytes((sharded / "model-00001-of-00002.safetensors").read_bytes())
     change_json(sharded / INDEX, lambda content: content["weight_map"].update({"norm.bias": file}))
-    with pytest.raises(ConfigError, match=r"weight_map\.norm\.bias=.*: must be the name of a file beside it"):
+    with pytest.raises(ConfigError, match=r"weight_map\.norm\.bias=.*: must name a file in the same folder"):
         load_model(sharded)
 
 

@@ -52,7 +52,7 @@ def test_data_is_what_is_told_unless_asked(
             TEXT,
             "--modality=image: config.json does not say how large its pictures are",
         ),
-        ({"modality": "image", "properties": PICTURE | {"width": 5}}, TEXT, "says pictures of 2 x 5 x 3, and the con"),
+        ({"modality": "image", "properties": PICTURE | {"width": 5}}, TEXT, "says pictures of 2 x 5 x 3, but the con"),
         ({}, model({"type": "image", "height": 3, "width": 4, "channels": 2}), "pictures of 2 channels cannot be draw"),
     ],
 )

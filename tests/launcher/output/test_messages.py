@@ -34,7 +34,7 @@ from longstride.launcher.output.lasting import LastingOutput
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "gone"), "gone: No such file or directory"),
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            "standard output, or a file: cannot be written: No space left on device; write where there is room",
+            "standard output, or a file: cannot be written: No space left on device; write to a disk with free space",
         ),
         (
             OSError(errno.EFBIG, "File too large"),

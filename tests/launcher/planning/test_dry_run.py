@@ -74,7 +74,7 @@ def test_one_process_stands_for_the_first_of_four(dry_run: DryRun, case: tuple[s
     stage, *more = case
     found = dry_run("--processes", 4, f"deepspeed={stage}", *more)
     assert loss_of(found) == (8.0 if stage < "zero3" and SHARED not in case else None)
-    assert "dry run: this process stands for the first of 4 processes, on cpu; it writes nothing" in found.err
+    assert "dry run: this process acts as the first of 4 processes, on cpu; it writes nothing" in found.err
     assert "memory of a process on a CPU" in found.out and f"\n          4     {stage[4]} " in found.out  # the plan
 
 
@@ -101,15 +101,15 @@ def test_run_that_goes_on_is_verified(dry_run: DryRun, trained: Callable[..., Pa
     more = ("--resume", "auto", "train.steps=16")
     newest = run / "checkpoints/step-00000008"
     found = dry_run(*more)
-    assert loss_of(found) == 8.0 and f"would go on from {newest}, which is whole" in found.err
+    assert loss_of(found) == 8.0 and f"would continue from {newest}, which is complete" in found.err
     with next(newest.rglob("*model_states.pt")).open("r+b") as file:
         file.seek(1000)
         file.write(b"damage")
     found = dry_run(*more)
     assert f"would be skipped: {newest}" in found.err
-    assert f"would go on from {newest.with_name('step-00000004')}, which is whole" in found.err
+    assert f"would continue from {newest.with_name('step-00000004')}, which is complete" in found.err
     assert "no checkpoint is whole" in dry_run("--resume", "8", "train.steps=16").err
-    assert "holds a run already" in dry_run().check_refused()
+    assert "already holds a run" in dry_run().check_refused()
 
 
 def test_step_that_does_not_fit_the_memory_is_not_taken(dry_run: DryRun) -> None:
@@ -125,8 +125,8 @@ def test_what_would_keep_the_run_from_starting_is_one_line(dry_run: DryRun, conf
         (["--processes", "3"], "train.global_batch=8: must be a multiple of micro_batch 2 × 3 processes"),
         (["--processes", "0"], "--processes=0: must be at least 1"),
         (["--max-restarts", "-1"], "--max-restarts=-1: must be at least 0"),
-        (["--replay", "3"], "--replay=3: needs steps, and --dry-run takes none; leave out one of them"),
-        (["--profile", "3"], "--profile=3: needs steps, and --dry-run takes none; leave out one of them"),
+        (["--replay", "3"], "--replay=3: needs steps, but --dry-run takes none; leave out one of them"),
+        (["--profile", "3"], "--profile=3: needs steps, but --dry-run takes none; leave out one of them"),
         (["data.path=missing"], "missing: no such folder; build one with `longstride data build`"),
         (["deepspeed.zero_optimization.stage=9"], "deepspeed.zero_optimization.stage=9"),
     ):  # fmt: skip

@@ -190,7 +190,7 @@ def test_less_memory_takes_smaller_batches_and_then_recomputes(
     monkeypatch.setitem(new.MOST_MICRO_BATCH, "cuda", 16)
     words = ["--data", str(folders / "pictures"), "--size", "small", "--memory"]
     assert cli.main(["new", "none", *words, "1"]) == 2
-    least = float(re.search(r"takes ([0-9.]+) GiB a process at least", capsys.readouterr().err)[1])
+    least = float(re.search(r"takes ([0-9.]+) GiB per process at least", capsys.readouterr().err)[1])
     assert cli.main(["new", "much", *words, "80"]) == 0
     much = load_config(place / "much.json").train
     peak = float(re.search(r"planned at ([0-9.]+) GiB", (place / "much.json").read_text())[1])
@@ -215,10 +215,13 @@ def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
 @pytest.mark.parametrize(
     "words, line",
     [
-        (["mine"], "data/mine: no such folder; build it by `longstride data build FILES --output data/mine`, or name"),
+        (
+            ["mine"],
+            "data/mine: no such folder; build it with `longstride data build FILES --output data/mine`, or name",
+        ),
         (
             ["mine", "--modality", "image"],
-            "data/mine: no such folder; build it by `longstride data build FILES --modal",
+            "data/mine: no such folder; build it with `longstride data build FILES --modal",
         ),
         (["mine", "--modality", "video"], "--modality=video: must be one of text, image, audio; such as text"),
         (["mine", "--data", "{text}", "--modality", "audio"], "--modality=audio: {text} holds text; leave --modality"),
@@ -228,13 +231,13 @@ def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
             "--like=enwik8_routin: no preset of that name; nearest enwik8_routing",
         ),
         (["mine", "--like", "demo", "--size", "small"], "--size=small: --like shrinks a preset to tiny; leave --size"),
-        (["mine", "--like", "enwik8_fixed"], "data/enwik8: no such folder; build it by `longstride data build "),
+        (["mine", "--like", "enwik8_fixed"], "data/enwik8: no such folder; build it with `longstride data build "),
         (["mine", "--like", "cifar10_dense", "--data", "{text}"], "--like=cifar10_dense: the preset reads image, and"),
         (
             ["mine", "--like", "image_gpt_small", "--data", "{pictures}"],
             "--like=image_gpt_small: the preset reads image in colours of a palette, and {pictures} holds image in byt",
         ),
-        (["taken", "--data", "{text}"], "taken.json: exists already; take another NAME, or another file by --output"),
+        (["taken", "--data", "{text}"], "taken.json: already exists; give another NAME, or another file with --output"),
         (
             ["a/b", "--data", "{text}"],
             "NAME=a/b: must be at most 100 letters, digits, dots, dashes and underscores, the",
@@ -244,12 +247,15 @@ def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
             ["mine", "--data", "taken.d"],
             "taken.d: the folder is empty: it lacks manifest.json, so it is not a data folder;",
         ),
-        (["mine", "--data", "{text}", "--output", "no/a.json"], "--output=no/a.json: no is no folder; make it first"),
+        (
+            ["mine", "--data", "{text}", "--output", "no/a.json"],
+            "--output=no/a.json: no is not a folder; create it first",
+        ),
         (["mine", "--data", "{text}", "--output", "a.txt"], "--output=a.txt: must end in .json; such as a.json"),
-        (["mine", "--data", "{text}", "--processes", "two"], "--processes=two: must be a whole number from 1 to"),
+        (["mine", "--data", "{text}", "--processes", "two"], "--processes=two: must be an integer from 1 to"),
         (
             ["mine", "--data", "{text}", "--processes", "1.5"],
-            "--processes=1.5: must be a whole number from 1 to 16,384",
+            "--processes=1.5: must be an integer from 1 to 16,384",
         ),
         (["mine", "--data", "{text}", "--memory", "0"], "--memory=0: must be a number from 1 to 1,000,000;"),
         (["mine", "--data", "{text}", "--size", "base", "--memory", "1"], "--size=base: takes "),

@@ -167,21 +167,21 @@ def test_published_run_fits_the_cards_that_it_names(name: str, processes: int) -
 @pytest.mark.parametrize(
     "words, line",
     [
-        (["enwik9"], "enwik9: no such file, and none of that name in ds_configs/experiments; known: "),
+        (["enwik9"], "enwik9: no such file, and no preset of that name in ds_configs/experiments; known: "),
         (["missing/x.json"], "missing/x.json: cannot be read: No such file or directory"),
         (["paper_small", "train.stesp=3"], "train.stesp: unknown key; nearest steps"),
         (
             ["paper_small", "--processes", "3"],
             "train.global_batch=2: must be a multiple of micro_batch 1 × 3 processes",
         ),
-        (["paper_small", "--processes", "0"], "--processes=0: must be whole numbers from 1 to 16,384; such as 8"),
+        (["paper_small", "--processes", "0"], "--processes=0: must be integers from 1 to 16,384; such as 8"),
         (
             ["paper_small", "--processes", "1", "x"],
-            "--processes=x: must be whole numbers from 1 to 16,384; such as 8",
+            "--processes=x: must be integers from 1 to 16,384; such as 8",
         ),
         (
             ["paper_small", "--device", "cuda", "model.backend=cpu"],
-            "--device=cuda: model.backend=cpu computes on a CPU alone; leave --device out, or give model.backend=auto",
+            "--device=cuda: model.backend=cpu computes only on a CPU; leave --device out, or give model.backend=auto",
         ),
         (["paper_small", "--contexts", "0"], "--contexts=0: must be from 1 to 1,000,000,000,000; such as 10000"),
         (

@@ -86,5 +86,7 @@ def test_file_system_without_locks_costs_a_line(
     monkeypatch.setattr("fcntl.lockf", unsupported)
     with run_lock(tmp_path, Ranks()):
         assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
-    line = f"longstride: {tmp_path}: this file system has no locks; make sure that no second run writes there\n"
+    line = (
+        f"longstride: {tmp_path}: this file system does not support locks; make sure that no second run writes there\n"
+    )
     assert capsys.readouterr().err == line

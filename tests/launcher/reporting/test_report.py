@@ -188,7 +188,7 @@ def test_incident_is_told_once_with_what_followed(tmp_path: Path) -> None:
     assert page.tables[0][1:] == [["5", "guard", "rewind: the loss is nan; back to step 4"]]
     assert [row[1:3] for row in page.tables[1][1:]] == [["0", "new"], ["12", "resume"]]
     assert "guards/step-00000007.json: cannot be read" in page.text
-    assert "starts.jsonl: a line that is no start was left out" in page.text
+    assert "starts.jsonl: a line that does not record a start was left out" in page.text
 
 
 def test_runs_beside_each_other_show_what_differs(tmp_path: Path) -> None:
@@ -268,15 +268,15 @@ def test_ticks_are_round_and_inside() -> None:
 @pytest.mark.parametrize(
     "words, line",
     [
-        ("missing --output new.html", "missing: there is no such folder; such as runs/demo"),
-        ("run/metrics.jsonl --output new.html", "run/metrics.jsonl: is a file; name the folder around it"),
+        ("missing --output new.html", "missing: no such folder; such as runs/demo"),
+        ("run/metrics.jsonl --output new.html", "run/metrics.jsonl: is a file; name the folder that contains it"),
         ("nothing --output new.html", "nothing: holds no run: it has no metrics.jsonl"),
-        ("empty --output new.html", "empty/metrics.jsonl: holds no line yet; wait for the first step"),
+        ("empty --output new.html", "empty/metrics.jsonl: is empty; wait for the first step"),
         ("run ./run --output new.html", "run: is named twice; name each run once"),
-        ("run --output old.html", "--output=old.html: exists already; nothing is overwritten"),
+        ("run --output old.html", "--output=old.html: already exists and is not overwritten"),
         ("run --output new.pdf", "--output=new.pdf: must be a .html in a folder that exists"),
         ("run --output none/new.html", "--output=none/new.html: must be a .html in a folder that exists"),
-        ("run --output new.html --quick --by-position", "--by-position: needs the model, which --quick leaves out;"),
+        ("run --output new.html --quick --by-position", "--by-position: needs the model, which --quick does not load;"),
         ("run --output new.html --positions run/config.json", "--positions=run/config.json: must be a JSON file that"),
         ("--output new.html", "the following arguments are required: RUN; `longstride report --help`"),
     ],

@@ -119,7 +119,7 @@ def test_refusal_is_shown_and_the_next_sample_goes_well(tmp_path: Path) -> None:
     async def test(page: Page, url: str) -> None:
         await page.type("#bytes", "5000")
         await sample(page)
-        error = "bytes=5000: must be a whole number from 1 to 1024"
+        error = "bytes=5000: must be an integer from 1 to 1024"
         assert await page.value("document.querySelector('#error').innerText") == error
         await page.screenshot(tmp_path / "error.png")
         await page.type("#bytes", "5")

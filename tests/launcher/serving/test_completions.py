@@ -229,15 +229,15 @@ def test_penalties_and_bias_change_what_is_likely(url: str, model: SparseTransfo
         ({"prompt": [True]}, "prompt", "prompt: must be a string"),
         ({"prompt": ["a"] * 129}, "prompt", "prompt: has 129 prompts; at most 128"),
         ({"prompt": ["a"] * 3, "n": 50}, "n", "n: 3 prompts have 150 choices; at most 128"),
-        ({"suffix": "x"}, "suffix", "suffix: the model goes on from what stands before"),
-        ({"best_of": 3}, "best_of", "best_of=3: no choice is better than another here; leave it out"),
+        ({"suffix": "x"}, "suffix", "suffix: the model continues the prompt and cannot see a suffix"),
+        ({"best_of": 3}, "best_of", "best_of=3: choices are not ranked here; leave it out"),
         ({"stop": ["a", ""]}, "stop", "stop: must be a string that is not empty, or a list of at most 16"),
         ({"logprobs": 257}, "logprobs", "logprobs=257: must be less than or equal to 256"),
-        ({"logit_bias": {"256": 1}}, "logit_bias", "logit_bias: '256' is no token; they are \"0\" to \"255\""),
+        ({"logit_bias": {"256": 1}}, "logit_bias", "logit_bias: '256' is not a token; tokens are \"0\" to \"255\""),
         ({"temperature": -1}, "temperature", "temperature=-1: must be a number from 0"),
-        ({"top_k": 0}, "top_k", "top_k=0: must be a whole number from 1"),
-        ({"seed": -1}, "seed", "seed=-1: must be a whole number from 0"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: is of a stream"),
+        ({"top_k": 0}, "top_k", "top_k=0: must be an integer of at least 1"),
+        ({"seed": -1}, "seed", "seed=-1: must be an integer from 0"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: only applies to streams"),
         ({"max_token": 3}, "max_token", "max_token: unknown key; nearest max_tokens"),
     ],
     ids=str,
@@ -258,7 +258,7 @@ def test_scores_of_one_request_are_bounded() -> None:
 
     assert ask(logprobs=256) == ask() == 32
     for changes in ({"n": 33}, {"prompt": "a" * 20, "echo": True}):
-        with pytest.raises(ConfigError, match=r"logprobs=256: is too much for 16,\d{3} bytes.*; with it 16,320"):
+        with pytest.raises(ConfigError, match=r"logprobs=256: is too much for 16,\d{3} bytes.*; at most 16,320"):
             ask(logprobs=256, **changes)
 
 
@@ -338,6 +338,6 @@ def test_context_without_numbers_ends_alone(shared: bool, model: SparseTransform
     while group.step():
         assert group.jobs == jobs or group.jobs == jobs[1:]
     assert group.jobs == jobs[1:]
-    assert events[0] == [End("the model computes logits that are no numbers")]
+    assert events[0] == [End("the model's logits are not finite")]
     sampled = b"".join(event.content for event in events[1] if isinstance(event, Piece))
     assert sampled == alone(model, b"a", 3, 1)

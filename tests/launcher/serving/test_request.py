@@ -44,26 +44,26 @@ def test_every_prompt_that_fits_has_room_in_a_body() -> None:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ({"sed": 1}, "sed: no such field; take prompt, prompt_base64, bytes, temperature, top_k, top_p, seed"),
+        ({"sed": 1}, "sed: unknown field; fields are prompt, prompt_base64, bytes, temperature, top_k, top_p, seed"),
         ({"prompt": 3}, "prompt=3: must be a string"),
         ({"prompt": None}, "prompt=null: must be a string"),
         ({"prompt": "\ud800"}, "prompt: holds half a character (a surrogate); give bytes as prompt_base64"),
         ({"prompt": "a" * 64}, "prompt: has 64 bytes; give at most 63, as the context has 64"),
         ({"prompt_base64": "AP/"}, "prompt_base64: must be base64, with its padding"),
         ({"prompt_base64": "ä"}, "prompt_base64: must be base64, with its padding"),
-        ({"prompt": "", "prompt_base64": ""}, "prompt_base64: stands beside prompt; give one of them"),
-        ({"bytes": 0}, "bytes=0: must be a whole number from 1 to 50"),
-        ({"bytes": 51}, "bytes=51: must be a whole number from 1 to 50"),
-        ({"bytes": None}, "bytes=null: must be a whole number from 1 to 50"),
+        ({"prompt": "", "prompt_base64": ""}, "prompt_base64: conflicts with prompt; give one of them"),
+        ({"bytes": 0}, "bytes=0: must be an integer from 1 to 50"),
+        ({"bytes": 51}, "bytes=51: must be an integer from 1 to 50"),
+        ({"bytes": None}, "bytes=null: must be an integer from 1 to 50"),
         (
             {"prompt": "a" * 60, "bytes": 5},
-            "bytes=5: must be a whole number from 1 to 4: prompt and sample fit in the context of 64",
+            "bytes=5: must be an integer from 1 to 4: prompt and sample must fit in the context of 64",
         ),
-        ({"top_k": 0}, "top_k=0: must be a whole number from 1; leave it out to sample from all"),
-        ({"top_k": True}, "top_k=true: must be a whole number from 1; leave it out to sample from all"),
+        ({"top_k": 0}, "top_k=0: must be an integer of at least 1; leave it out to sample from all"),
+        ({"top_k": True}, "top_k=true: must be an integer of at least 1; leave it out to sample from all"),
         ({"top_p": 0}, "top_p=0: must be above 0 and at most 1; leave it out to sample from all"),
         ({"top_p": "x"}, 'top_p="x": must be above 0 and at most 1; leave it out to sample from all'),
-        ({"seed": 2**63}, f"seed={2**63}: must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn"),
+        ({"seed": 2**63}, f"seed={2**63}: must be an integer from 0 to 2**63 - 1; leave it out for a random one"),
     ],
 )
 def test_wrong_field_is_told_with_a_good_value(content: dict[str, Any], line: str) -> None:
@@ -86,7 +86,7 @@ def test_all_problems_are_told_and_no_name_at_length() -> None:
 
 
 def test_byte_that_the_model_does_not_know_is_refused() -> None:
-    with pytest.raises(ConfigError, match="prompt: has a byte of 97; this model knows 0 to 15"):
+    with pytest.raises(ConfigError, match="prompt: contains byte 97; this model knows 0 to 15"):
         parsed({"prompt": "a"}, vocabulary=16)
 
 

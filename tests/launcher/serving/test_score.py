@@ -72,7 +72,7 @@ def test_text_that_takes_too_long_is_ended_and_the_next_goes_well(
 def test_logits_that_are_no_numbers_are_told(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "nats_by_piece", lambda *_: iter([[float("nan")]]))
     with served(exported) as url:
-        assert asked(url, text="a") == (500, {"error": "the model computes logits that are no numbers"})
+        assert asked(url, text="a") == (500, {"error": "the model's logits are not finite"})
 
 
 def test_short_sample_does_not_wait_for_a_long_text(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,17 +105,17 @@ def test_short_sample_does_not_wait_for_a_long_text(exported: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ({"text": ""}, "text: holds no bytes; give some to score"),
-        ({}, "text: holds no bytes; give some to score"),
-        ({"prompt": "a", "text": "a"}, "prompt: no such field; take text, text_base64, min_context"),
+        ({"text": ""}, "text: is empty; give bytes to score"),
+        ({}, "text: is empty; give bytes to score"),
+        ({"prompt": "a", "text": "a"}, "prompt: unknown field; fields are text, text_base64, min_context"),
         ({"text": 3}, "text=3: must be a string"),
         ({"text": "a" * 257}, "text: has 257 bytes; give at most 256, 4 contexts of 64"),
-        ({"text": "a", "text_base64": "AA=="}, "text_base64: stands beside text; give one of them"),
+        ({"text": "a", "text_base64": "AA=="}, "text_base64: conflicts with text; give one of them"),
         ({"text": "\ud800"}, "text: holds half a character (a surrogate); give bytes as text_base64"),
         ({"text_base64": "AP/"}, "text_base64: must be base64, with its padding"),
-        ({"text": "a", "min_context": 33}, "min_context=33: must be a whole number from 0 to 32, half the context"),
-        ({"text": "a", "min_context": True}, "min_context=true: must be a whole number from 0 to 32, half the context"),
-        ({"text": "a", "min_context": -1}, "min_context=-1: must be a whole number from 0 to 32, half the context"),
+        ({"text": "a", "min_context": 33}, "min_context=33: must be an integer from 0 to 32, half the context"),
+        ({"text": "a", "min_context": True}, "min_context=true: must be an integer from 0 to 32, half the context"),
+        ({"text": "a", "min_context": -1}, "min_context=-1: must be an integer from 0 to 32, half the context"),
     ],
 )
 def test_wrong_field_is_told_with_a_good_value(content: dict[str, Any], line: str) -> None:
@@ -131,5 +131,5 @@ def test_every_text_that_may_be_scored_has_room_in_a_body() -> None:
 
 
 def test_byte_that_the_model_lacks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^text: has a byte of 98; this model knows 0 to 97$"):
+    with pytest.raises(ConfigError, match=r"^text: contains byte 98; this model knows 0 to 97$"):
         parse_score(b'{"text": "ab"}', plain_config(vocabulary=98))

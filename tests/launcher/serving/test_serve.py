@@ -57,9 +57,12 @@ def test_command_serves_until_it_is_stopped(
         (["--timeout", "nan"], "--timeout=NaN: must be above 0 and finite"),
         (
             ["--port", "0", "--host", "203.0.113.1"],
-            "--host=203.0.113.1: is no address of this machine; take 127.0.0.1",
+            "--host=203.0.113.1: is not an address of this machine; use 127.0.0.1",
         ),
-        (["--port", "0", "--host", "no.invalid"], "--host=no.invalid: is no address of this machine; take 127.0.0.1"),
+        (
+            ["--port", "0", "--host", "no.invalid"],
+            "--host=no.invalid: is not an address of this machine; use 127.0.0.1",
+        ),
         (["--device", "gpu"], "--device=gpu: cannot be used: "),
     ],
 )

@@ -287,7 +287,7 @@ def test_request_that_takes_too_long_is_ended(model: SparseTransformer, gate: Ga
     "error, told",
     [
         (MemoryError("no room"), "sampling failed: MemoryError"),
-        (FloatingPointError("logits that are no numbers"), "the model computes logits that are no numbers"),
+        (FloatingPointError("logits are not finite"), "the model's logits are not finite"),
     ],
     ids=["memory", "numbers"],
 )

@@ -51,11 +51,11 @@ def agreed(monkeypatch: pytest.MonkeyPatch) -> Agreed:
 @pytest.mark.parametrize(
     ("first", "second", "line"),
     [
-        ("train.learning_rate=0.003", "train.learning_rate=0.03", "train.learning_rate=0.003: is so"),
-        ("model.dropout=0.1", "model.dropout=0", "model.dropout=0.1: is so"),
-        ("model.rotary={}", "model.rotary=null", "model.rotary.base=10000.0: is so"),
-        ("train.seed=0", "train.seed=1", "train.seed=0: is so"),
-        ("deepspeed=zero1_bf16", "deepspeed=zero1_fp32", "deepspeed.bf16.enabled=true: is so"),
+        ("train.learning_rate=0.003", "train.learning_rate=0.03", "train.learning_rate=0.003:"),
+        ("model.dropout=0.1", "model.dropout=0", "model.dropout=0.1:"),
+        ("model.rotary={}", "model.rotary=null", "model.rotary.base=10000.0:"),
+        ("train.seed=0", "train.seed=1", "train.seed=0:"),
+        ("deepspeed=zero1_bf16", "deepspeed=zero1_fp32", "deepspeed.bf16.enabled=true:"),
     ],
 )
 def test_first_difference_is_named_with_both_values(
@@ -64,19 +64,19 @@ def test_first_difference_is_named_with_both_values(
     """Of two out of three ranks, the first one that has it otherwise is named."""
     configs = [load_config(config_file, [override]) for override in (first, first, second)]
     said = agreed(*configs)
-    assert said is not None and said.startswith(f"{line} for rank 0 on host0, and "), said
-    assert said.endswith(" for rank 2 on host2; give all ranks the same configuration"), said
+    assert said is not None and said.startswith(f"{line} rank 0 on host0 has it, and rank 2 on host2 "), said
+    assert said.endswith("; give all ranks the same configuration"), said
     assert "\n" not in said
 
 
 def test_value_that_is_left_out_is_told_from_either_side(agreed: Agreed, config_file: Path) -> None:
     configs = [load_config(config_file, overrides) for overrides in ([], ["model.convolution=4"])]
     assert agreed(*configs) == (
-        "model.convolution: is left out for rank 0 on host0, and 4 for rank 1 on host1; "
+        "model.convolution: rank 0 on host0 leaves it out, and rank 1 on host1 has 4; "
         "give all ranks the same configuration"
     )
     assert agreed(*configs[::-1]) == (
-        "model.convolution=4: is so for rank 0 on host0, and left out for rank 1 on host1; "
+        "model.convolution=4: rank 0 on host0 has it, and rank 1 on host1 leaves it out; "
         "give all ranks the same configuration"
     )
 
@@ -115,13 +115,15 @@ def test_number_may_be_written_in_several_ways(agreed: Agreed, config_file: Path
     one, same, other = (load_config(config_file, overrides) for overrides in clipping)
     assert agreed(one, same) is None
     said = agreed(one, same, other)
-    assert said is not None and "for rank 0 on host0, and 1.5 for rank 2 on host2" in said
+    assert said is not None and "rank 0 on host0 has it, and rank 2 on host2 has 1.5" in said
 
 
 def test_options_are_agreed_on(agreed: Agreed, config_file: Path) -> None:
     config = load_config(config_file)
     said = agreed(config, config, resume=("auto", "never"))
-    assert said is not None and said.startswith('--resume="auto": is so for rank 0 on host0, and "never" for rank 1')
+    assert said is not None and said.startswith(
+        '--resume="auto": rank 0 on host0 has it, and rank 1 on host1 has "never"'
+    )
 
 
 @pytest.mark.parametrize("name", ["torch", "own_parts.recurrence:GatedRecurrence"])

@@ -333,7 +333,7 @@ def test_skipping_or_rewinding_for_ever_ends_the_run(what: str, data: Path, tmp_
     ended = spawn_series(runs)
     cases = [*skipping, *rewinding, *early]
     acted = [["skip", "skip", "stop"], ["rewind", "rewind", "stop"], ["rewind"]]
-    reasons = ["it is step 3 in a row", "max_rewinds=2 did not get beyond step 6", "there is no whole checkpoint"]
+    reasons = ["it is step 3 in a row", "max_rewinds=2 did not get beyond step 6", "there is no complete checkpoint"]
     for number, (case, end) in enumerate(zip(cases, ended, strict=True)):
         kind = number // len(names)
         assert end.codes == [exit_codes.GUARDED] * 2, (case.folder.name, end.stderr)

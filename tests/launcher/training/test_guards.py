@@ -94,7 +94,7 @@ def test_skipping_for_ever_ends_the_run() -> None:
     assert [take(judge, step, 2.0, Overflow.GRADIENT) for step in (4, 5, 6)] == ["skip", "skip", "stop"]
     assert judge.verdict is not None
     assert judge.verdict.reason == (
-        "the loss is finite, and its gradients are not; it is step 3 in a row, and train.guards.max_skips_in_a_row=3"
+        "the loss is finite, but its gradients are not; it is step 3 in a row, and train.guards.max_skips_in_a_row=3"
     )
     assert take(judge, 6, math.nan) == "stop"  # a run that goes on from there has not moved
 
@@ -132,7 +132,7 @@ def test_stop_tells_step_figure_policy_and_the_way_on() -> None:
     take(judge, 7, math.nan)
     assert judge.verdict is not None
     assert str(GuardStopError(7, judge.verdict)) == (
-        "step 7: the loss is nan; --replay 7 shows the batch; --resume auto train.guards.non_finite=skip goes on "
+        "step 7: the loss is nan; --replay 7 shows the batch; --resume auto train.guards.non_finite=skip continues "
         "without it, =rewind from the last checkpoint"
     )
 
@@ -155,9 +155,9 @@ def test_wrong_settings_are_told_by_their_path(settings: dict[str, Any], line: s
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--replay", "0"], "--replay=0: must be the number of a step, from 1 on"),
-        (["--replay", "last"], "--replay=last: must be the number of a step, from 1 on"),
-        (["--replay", "3", "--resume", "auto"], "--resume=auto: a replay finds its checkpoint by itself; leave it out"),
+        (["--replay", "0"], "--replay=0: must be the number of a step, at least 1"),
+        (["--replay", "last"], "--replay=last: must be the number of a step, at least 1"),
+        (["--replay", "3", "--resume", "auto"], "--resume=auto: a replay chooses its own checkpoint; leave it out"),
         (["--replay", "3"], "train.output=RUN: holds no run to replay a step of; name one that does"),
     ],
 )

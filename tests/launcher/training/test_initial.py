@@ -113,7 +113,7 @@ def test_longer_context_asks_how_positions_are_made() -> None:
     fresh = fitted({"context": 128}, positions="fresh")
     assert fresh.anew == ("embedding.positions.0.weight", "embedding.positions.1.weight") and not fresh.extended
     with pytest.raises(
-        ConfigError, match=r"^--from-positions=repeat: no position table is to be extended; leave it out$"
+        ConfigError, match=r"^--from-positions=repeat: no position table needs extending; leave it out$"
     ):
         fitted({}, positions="repeat")
     without: dict[str, Any] = {"embedding": {"type": "tokens"}, "rotary": {}}
@@ -197,7 +197,9 @@ def test_first_loss_is_that_of_the_source_and_a_run_goes_on_from_its_own(
     words[3] = str(tmp_path / "gone")  # a restart needs no source any more
     ended = spawn([*words, "train.steps=2"], 2)
     assert ended.codes == [0, 0], ended.stderr
-    assert f"longstride: --from={tmp_path / 'gone'}: not needed, as the run goes on from its own" in ended.stderr[0]
+    assert (
+        f"longstride: --from={tmp_path / 'gone'}: not needed, because the run continues from its own" in ended.stderr[0]
+    )
     assert open_checkpoint(tmp_path / "run", None).manifest.origin == made.manifest.origin
     last = json.loads((tmp_path / "run/starts.jsonl").read_text().splitlines()[-1])
     assert last["how"] == "resume" and "from" not in last

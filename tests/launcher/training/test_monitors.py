@@ -59,7 +59,7 @@ def test_monitors_that_cannot_begin_anew_end_no_run(monkeypatch: pytest.MonkeyPa
     monitors.rewind(4)
     monitors.write({"step": 5, "split": "train"})
     monitors.close()
-    reason = "no route to host; the run goes on without them"
+    reason = "no route to host; the run continues without them"
     assert said == [f"step 4: the monitors could not restart: {reason}"]
     assert engine.events == [] and not engine.monitor.enabled
 
@@ -90,7 +90,7 @@ def test_runs_of_one_name_have_folders_of_their_own_over_every_start(
 ) -> None:
     assert start_of(tmp_path, "a/one", begun=False, **settings) == both("one") and not capsys.readouterr().err
     assert start_of(tmp_path, "b/one", begun=False, **settings) == both("one-2")
-    line = "longstride: deepspeed.{0}: {1}/one has files already; this run writes to {1}/one-2"
+    line = "longstride: deepspeed.{0}: {1}/one already contains files; this run writes to {1}/one-2"
     told = [
         line.format(name, tmp_path / place) for name, place in (("tensorboard", "boards"), ("csv_monitor", "tables"))
     ]
@@ -158,7 +158,7 @@ def test_a_full_disk_is_told_once() -> None:
     monitors = Monitors(engine, said.append)
     for step in (5, 6):
         monitors.write({"step": step, "split": "train"})
-    assert said == ["step 5: Csv could not write: [Errno 28] No space left on device; the run goes on"]
+    assert said == ["step 5: Csv could not write: [Errno 28] No space left on device; the run continues"]
 
 
 def test_a_service_that_is_gone_ends_no_step_of_deepspeeds_and_keeps_others_from_nothing() -> None:
@@ -171,7 +171,7 @@ def test_a_service_that_is_gone_ends_no_step_of_deepspeeds_and_keeps_others_from
     Monitors(engine, said.append)
     engine.monitor.write_events([("Train/Samples/lr", 0.1, 40)])  # as DeepSpeed does in its step
     engine.monitor.write_events([("Train/Samples/lr", 0.1, 48)])
-    assert said == ["step 5: Service could not write: the service is gone; the run goes on"]
+    assert said == ["step 5: Service could not write: the service is gone; the run continues"]
     assert engine.events == [[("Train/Samples/lr", 0.1, 40)], [("Train/Samples/lr", 0.1, 48)]]
 
 

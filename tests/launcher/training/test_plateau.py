@@ -158,7 +158,7 @@ def test_rewound_and_killed_run_ends_where_the_undisturbed_one_does(config_file:
     arguments = ["--config", str(config_file), *EVERY, STOP, "train.keep_best=2", "train.guards.non_finite=rewind"]
     hurt = {"SPOIL": "loss,1,8,8,1", "HALT": "step,10,killed"}
     ended = spawn([*arguments, SHARED], 2, EXTRA | hurt)
-    assert ended.codes[1] == -9 and "step 6: going on from" in ended.stderr[0], ended.stderr
+    assert ended.codes[1] == -9 and "step 6: continuing from" in ended.stderr[0], ended.stderr
     assert [each.manifest.step for each in list_checkpoints(tmp_path / "run")[0]] == [8, 4]
     ended = spawn([*arguments, "--resume", "auto", "deepspeed=zero3_bf16"], 1, EXTRA)
     assert ended.codes == [0], ended.stderr
@@ -181,7 +181,7 @@ def test_best_step_is_found_by_metrics_or_manifests_or_refused(trained: Trained,
     assert cli.main(["export", str(run), "--step", "best", "--no-check", "--output", str(output)]) == 0
     assert json.loads((output / "config.json").read_text())["origin"]["step"] == 4
     ended = spawn(["--config", str(whole.parent / "run.json"), f"train.output={run}", "--resume", "best"], 1)
-    assert ended.codes == [0] and f"going on from {checkpoint_folder(run, 4)}\n" in ended.stderr[0], ended.stderr
+    assert ended.codes == [0] and f"continuing from {checkpoint_folder(run, 4)}\n" in ended.stderr[0], ended.stderr
     (run / "metrics.jsonl").write_text(lines_of({4: 1.0, 8: 2.0}))
     (checkpoint_folder(run, 4) / "manifest.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"step-00000004/manifest\.json"):
@@ -189,7 +189,7 @@ def test_best_step_is_found_by_metrics_or_manifests_or_refused(trained: Trained,
     (run / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError) as caught:
         open_checkpoint(run, "best")
-    rule = "no checkpoint of a step that metrics.jsonl or a manifest has a validation loss of; whole ones: 8"
+    rule = "no checkpoint has a validation loss in metrics.jsonl or in its manifest; complete ones: 8"
     assert str(caught.value).startswith(f"{run / 'checkpoints'}: {rule}")
 
 

@@ -81,5 +81,5 @@ def test_profiled_run_is_the_same_run_with_its_steps_told(stage: int, trained: C
 
 @pytest.mark.parametrize("number", ["0", "-3", "ten"])
 def test_profile_of_no_steps_is_refused(number: str, refused: Callable[..., list[str]], config_file: Path) -> None:
-    line = f"--profile={number}: must be a number of steps, from 1 on; such as 10"
+    line = f"--profile={number}: must be a number of steps, at least 1; such as 10"
     assert refused("--config", str(config_file), f"--profile={number}") == [line]

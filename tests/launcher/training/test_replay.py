@@ -92,7 +92,7 @@ def test_guarded_step_is_replayed_by_as_many_processes(run: RunSetup) -> None:
         (guarded, [(1, None), (2, 1)], "2 processes"),
         (shared, [(2, 1), (4, 2)], "2 processes, 2 to a context"),
     ):
-        line = f"--replay=3: the step was taken by {who}, and can only be repeated so: start as many"
+        line = f"--replay=3: the step was taken by {who}; a replay needs as many"
         for other in others:
             with pytest.raises(ConfigError) as caught:
                 check_processes(taken, *other)

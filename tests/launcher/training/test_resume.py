@@ -45,8 +45,8 @@ def test_damaged_newest_checkpoint_is_passed_over_and_settings_apply(run_copy: P
     arguments = ["--config", str(config_file), "--resume", "auto", "train.learning_rate=0.0015", "model.backend=auto"]
     ended = spawn([*arguments, "train.weight_decay=0.1"], 1)
     assert ended.codes == [0], ended.stderr
-    assert f"longstride: passed over: {damaged}: damaged, its SHA-256 is not the manifest's" in ended.stderr[0]
-    assert f"longstride: going on from {run_copy / 'checkpoints/step-00000004'}" in ended.stderr[0]
+    assert f"longstride: passed over: {damaged}: is damaged: its SHA-256 is not the manifest's" in ended.stderr[0]
+    assert f"longstride: continuing from {run_copy / 'checkpoints/step-00000004'}" in ended.stderr[0]
     (change,) = (line for line in ended.stderr[0].splitlines() if "the learning rate" in line)
     assert change.startswith("longstride: train.learning_rate=0.0015 (was 0.003): the learning rate was ")
     after = metrics(run_copy)
@@ -183,7 +183,7 @@ def test_run_without_a_whole_checkpoint_is_refused(run_copy: Path, config_file: 
     ended = spawn(["--config", str(config_file), "--resume", "auto"], 1)
     assert ended.codes == [2]
     lines = [line for line in ended.stderr[0].splitlines() if line.startswith("longstride")]
-    assert lines[0] == "longstride: error: no checkpoint is whole:"
+    assert lines[0] == "longstride: error: no checkpoint is complete:"
     assert len(lines) == 3
     assert "Traceback" not in ended.stderr[0]
     assert len(metrics(run_copy)) == 10

@@ -190,6 +190,6 @@ def test_rewind_without_a_whole_checkpoint_is_a_stop_in_line_and_incident(folder
     (checkpoint_folder(folder.run, 2) / "deepspeed/mp_rank_00_model_states.pt").unlink()
     with pytest.raises(GuardStopError):
         folder.act(REWIND)
-    said = "stop: the loss is nan; there is no whole checkpoint to rewind to"
+    said = "stop: the loss is nan; there is no complete checkpoint to rewind to"
     (incident,) = read_incidents(folder.run).values()
     assert folder.lines()[-1]["guard"] == f"{incident.outcome}: {incident.reason}" == said

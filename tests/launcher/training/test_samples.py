@@ -88,7 +88,7 @@ def test_pictures_are_whole_and_four(config_file: Path) -> None:
 @pytest.mark.parametrize(
     ("samples", "kind", "line"),
     [
-        ({"prompt": "x" * 64}, "text", 'train.samples.prompt="' + "x" * 40 + '": has 64 bytes, and must leave room'),
+        ({"prompt": "x" * 64}, "text", 'train.samples.prompt="' + "x" * 40 + '": has 64 bytes; must leave room'),
         ({"bytes": 63, "prompt": "xy"}, "text", "train.samples.bytes=63: prompt and sample must fit"),
         ({"prompt": "def "}, "audio", 'train.samples.prompt="def ": only applies to text, and the data are sounds'),
         ({"bytes": 3}, "image", "train.samples.bytes=3: the size of pictures is fixed, 12 bytes; leave it out"),

@@ -58,21 +58,19 @@ def test_what_reads_evaluations_works_or_names_the_way(
         return capsys.readouterr().err
 
     rule = "the data lacks the run's split 'validation'; name another split, such as --split train, or"
-    assert f"error: --split: {rule} other data by --data" in told("evaluate", run, code=2)
+    assert f"error: --split: {rule} name other data with --data" in told("evaluate", run, code=2)
     assert "bits per byte on train" in told("evaluate", run, "--split", "train")
-    rule = (
-        f"--data={data}: the data has no split 'validation' to show a context of; name data that has it, or give --te"
-    )
+    rule = f"--data={data}: the data has no split 'validation'; name data that has it, or give --te"
     assert rule in told("show", "attention", run, "--output", "a.png", code=2)
     told("show", "attention", run, "--output", "b.png", "--text", str(alone / "my.txt"))
     told("show", "loss", run, "--output", "c.png")
-    rule = "no checkpoint of a step that metrics.jsonl or a manifest has a validation loss of; whole ones: 4, 8; give"
+    rule = "no checkpoint has a validation loss in metrics.jsonl or in its manifest; complete ones: 4, 8; give"
     assert rule in told("export", run, "--step", "best", "--output", "best", code=2)
     told("export", run, "--output", "model")
     assert "training bits per byte" in (card := Path("model/README.md").read_text()) and "validation" not in card
     page = compose([read_run(alone / "run")], [], [Answers()])
     assert "none, as train.evaluate_every is null" in page and f"evaluate {run} --split train --positions" in page
-    with pytest.raises(ConfigError, match="whole ones: 4, 8; give the number of one"):
+    with pytest.raises(ConfigError, match="complete ones: 4, 8; give the number of one"):
         open_checkpoint(alone / "run", "best")
 
 
@@ -114,7 +112,7 @@ def test_bytes_beyond_the_vocabulary_are_looked_for_in_what_is_trained_on(alone:
     """There is no validation split to look into."""
     config = load_config(alone / "run.json", [NEVER, "model.vocabulary=128"])
     check_data(config)
-    with pytest.raises(Exception, match=r"^model\.vocabulary=64: a byte of the data is 1\d\d; 256 takes any"):
+    with pytest.raises(Exception, match=r"^model\.vocabulary=64: the data contains byte 1\d\d; 256 allows any"):
         check_data(load_config(alone / "run.json", [NEVER, "model.vocabulary=64"]))
 
 
