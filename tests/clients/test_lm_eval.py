@@ -197,7 +197,7 @@ def test_continuations_stop_where_the_task_says(words: Path, tasks: Tasks) -> No
 def test_what_it_is_not_given_rightly_is_told_in_one_line(words: Path, tmp_path: Path) -> None:
     rules = [
         ({"path": None}, "path: must be given; path=FOLDER of an export"),
-        ({"path": words, "pretrained": "x"}, "--model_args: pretrained: is not supported;  path=FOLDER of an export"),
+        ({"path": words, "pretrained": "x"}, "--model_args: pretrained: is not supported; path=FOLDER of an export"),
         ({"path": words, "batch_size": 0}, "batch_size=0: must be at least 1, or auto"),
         ({"path": words, "dtype": "int8"}, "dtype=int8: must be one of"),
         ({"path": words, "min_context": 192}, "min_context=192: must be from 0 to 191"),
