@@ -131,7 +131,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     if not is_as_written:
         raise ConfigError(f"{path}: is damaged: its content has changed since it was written")
     if content != add_digest(content):
-        raise ConfigError(f"{path}: is damaged: its SHA-256 does not match its content")
+        raise ConfigError(f"{path}: is damaged: its SHA-256 is not that of its content")
     del content[_SEAL]
     try:
         manifest = CheckpointManifest.model_validate(content)

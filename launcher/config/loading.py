@@ -59,7 +59,7 @@ def load_config(
         rule = "can only be set in a file; to change the base, write a file with it"
         raise ConfigError.at(EXTENDS, values[EXTENDS], rule)
     if SCHEMA in values:
-        raise ConfigError.at(SCHEMA, values[SCHEMA], "can only stand in a file, for editors; leave it out")
+        raise ConfigError.at(SCHEMA, values[SCHEMA], "can only be set in a file, for editors; leave it out")
     train_values = {name.removeprefix("train."): value for name, value in values.items() if name.startswith("train.")}
     warm_up = _shorter_warm_up(content.get("train"), train_values) if "train" not in values else None
     _replace_length(content.get("train"), train_values)

@@ -113,7 +113,7 @@ def test_a_base_that_is_none_is_told_in_one_line(base: Path, tmp_path: Path) -> 
     (line,) = refused(write(own, {"extends": "bases/base.json", "deepspeed": {"log_level": "info"}}))
     assert line.startswith(f'{base}: deepspeed="zero9": no such file in ds_configs')
     (line,) = refused(base, "extends=enwik8_fixed")
-    assert line.startswith('extends="enwik8_fixed": can only stand in a file')
+    assert line.startswith('extends="enwik8_fixed": can only be set in a file')
 
 
 def test_a_circle_is_told_by_all_its_files(tmp_path: Path) -> None:

@@ -411,7 +411,7 @@ def test_positions_are_written_beside_each_other(
             ["--sequence-parallel", "2"],
             "--sequence-parallel=2: must divide the 1 process that a launcher started; nearest 1",
         ),
-        (["--split", "test"], "manifest.json: no split 'test'; it holds train, validation"),
+        (["--split", "test"], "manifest.json: has no split 'test'; it has train, validation"),
     ],
 )
 def test_evaluate_refuses_in_one_line(
