@@ -44,7 +44,7 @@ def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:
             config = class_named(kind, FEED_FORWARDS, GROUP) if isinstance(kind, str) else None
             if config is None:
                 near = nearest(str(kind), [*FEED_FORWARDS, *registered_names(GROUP)])
-                raise ConfigError.at("type", kind, f"not known; {near}")
+                raise ConfigError.at("type", kind, f"is not known; {near}")
             if not issubclass(config, FeedForwardConfig):
                 raise ConfigError.at("type", kind, f"must name a FeedForwardConfig, and {import_path(config)} is none")
             configs.append(config.model_validate(entry))

@@ -183,7 +183,7 @@ WRONG: list[tuple[str, str]] = [
     (f"show attention run --output new.png --context-number {MANY}", "--context-number="),
     ("slurm --config run.json --nodes 0 --processes-per-node 1 --time 1:00:00", "--nodes=0: must be at least 1"),
     ("slurm --config run.json --nodes 1 --processes-per-node 1 --time soon", "--time=soon: must be"),
-    ("slurm --config run.json --nodes 1 --processes-per-node 1 --time 1:00:00 --output-dir text", "/text: is a file, not a folder"),
+    ("slurm --config run.json --nodes 1 --processes-per-node 1 --time 1:00:00 --output-dir text", "/text: is a file"),
     # longstride new.
     ("new", "the following arguments are required: NAME; `longstride new --help` lists the options"),
     ("new mine more", "unrecognized arguments: more; `longstride new --help` lists the options"),
