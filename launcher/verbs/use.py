@@ -143,7 +143,7 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
 def add_decompress_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=path, metavar="FILE.lsz", help="file that `longstride compress` wrote")
     _add_coding_arguments(parser, "FILE")
-    elsewhere = "try it even if the model computes other bits here than where the file was compressed"
+    elsewhere = "try it even if the model computes different bits here than where the file was compressed"
     parser.add_argument("--elsewhere", action="store_true", help=elsewhere)
 
 
