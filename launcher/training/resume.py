@@ -137,7 +137,7 @@ def begin(run: RunSetup) -> Checkpoint | None:
     chosen, damaged = first_undamaged(run.folder, start.candidates, run.ranks)
     damaged = [*start.refused, *damaged]
     if chosen is None and not start.may_begin:
-        raise AgreedError("\n".join(["no checkpoint is whole:", *damaged]))
+        raise AgreedError("\n".join(["no checkpoint is complete:", *damaged]))
     if chosen is not None and chosen.folder != start.candidates[0].folder:  # an older one has not been checked
         older = chosen
         run.ranks.run_on_first(lambda: _check_fits(run, older))
@@ -147,7 +147,7 @@ def begin(run: RunSetup) -> Checkpoint | None:
         saved = {} if chosen is None else chosen.manifest.versions
         for name, source in run.config.model.foreign_code().items():
             if saved.get(name, source) != source:
-                say(f"notice: {name} is {source}, but the checkpoint was made with {saved[name]}")
+                say(f"notice: {name} comes from {source}, but the checkpoint was made with {saved[name]}")
     return chosen
 
 

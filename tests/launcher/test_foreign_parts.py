@@ -85,7 +85,7 @@ def test_installed_parts_go_through_every_verb(packages: Path, tmp_path: Path) -
     with (packages / "own_parts/recurrence.py").open("a") as file:
         file.write("# another version\n")
     resumed = run("train", "--config", "run.json", "--processes", "2", "--resume", "auto")
-    assert f"notice: own_parts.recurrence:GatedRecurrence is of {PACKAGE}, source " in resumed
+    assert f"notice: own_parts.recurrence:GatedRecurrence comes from {PACKAGE}, source " in resumed
     starts = [json.loads(line) for line in (tmp_path / "run/starts.jsonl").read_text().splitlines()]
     assert [start["step"] for start in starts] == [0, 4]
     assert all("own_parts.recurrence:GatedRecurrence" in start["versions"] for start in starts)

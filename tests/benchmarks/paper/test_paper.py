@@ -127,5 +127,5 @@ def test_a_folder_without_pictures_is_told_in_one_line(tmp_path: Path, capsys: p
     words = ["--size", "tiny", "--datasets", "images", "--images", str(ROOT / "launcher"), "--device", "cpu"]
     assert paper.main([*words, "--output", str(tmp_path / "found.json")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"paper: --images={ROOT / 'launcher'}: no file to take")
+    assert line.startswith(f"paper: --images={ROOT / 'launcher'}: no matching file")
     assert list(tmp_path.iterdir()) == []

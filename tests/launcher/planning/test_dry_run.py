@@ -108,7 +108,7 @@ def test_run_that_goes_on_is_verified(dry_run: DryRun, trained: Callable[..., Pa
     found = dry_run(*more)
     assert f"would be skipped: {newest}" in found.err
     assert f"would continue from {newest.with_name('step-00000004')}, which is complete" in found.err
-    assert "no checkpoint is whole" in dry_run("--resume", "8", "train.steps=16").err
+    assert "no checkpoint is complete" in dry_run("--resume", "8", "train.steps=16").err
     assert "already holds a run" in dry_run().check_refused()
 
 

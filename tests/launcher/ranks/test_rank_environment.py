@@ -79,7 +79,7 @@ def test_process_that_is_no_rank_stays_alone(environment: dict[str, str]) -> Non
         ({k: v for k, v in SRUN.items() if k != "SLURM_LOCALID"}, r"SLURM_LOCALID=\(missing\)"),
         ({k: v for k, v in SRUN.items() if "NODELIST" not in k}, "SLURM_PROCID=3 given without MASTER_ADDR; export"),
         (SRUN | {"SLURM_STEP_NODELIST": "node[1-"}, r"SLURM_STEP_NODELIST=node\[1-: must be hosts"),
-        (SRUN | {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID=x: must be a whole number"),
+        (SRUN | {"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID=x: must be an integer"),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_line(environment: dict[str, str], message: str) -> None:

@@ -193,7 +193,7 @@ def test_run_without_a_whole_checkpoint_is_refused(run_copy: Path, config_file: 
 @pytest.mark.parametrize(
     ("differing", "change", "line"),
     [
-        (1, "train.global_batch=16", "train.global_batch=8: is so for rank 0 on "),
+        (1, "train.global_batch=16", "train.global_batch=8: rank 0 on "),
         (0, 'data.path="{other}"', 'data.path="{other}": has another split train'),
         (None, "train.global_batch=16", "train.global_batch=16: the checkpoint "),
     ],
