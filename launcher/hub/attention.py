@@ -34,7 +34,7 @@ UNSUPPORTED = {
     "position_bias": "no bias is added to scores",
     "indices": "the pattern alone selects keys",
     "block_indices": "the pattern alone selects keys",
-    "output_attentions": "attention by blocks has no weights to return",
+    "output_attentions": "block-sparse attention has no weights to return",
 }
 
 

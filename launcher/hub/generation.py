@@ -111,7 +111,7 @@ class SessionGenerationMixin(GenerationMixin):
         count = self._most_tokens(tokens, mask)
         if cache is not None:
             if not isinstance(cache, SessionCache):
-                rule = "this model keeps a session; give what an earlier call of it returned, or leave it out"
+                rule = "this model keeps its own session; pass what an earlier call returned, or leave it out"
                 raise ValueError(f"{CACHE_NAME}: a {type(cache).__name__}: {rule}")
             visible, places = generation_config._mask_length if mask is None else mask.shape[1], cache.get_seq_length()
             if visible != tokens.shape[1]:  # transformers then treats all tokens as new

@@ -249,7 +249,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
                 raise ValueError(f"cache, past_key_values: two names of one argument; give only {CACHE_NAME}")
             cache = past_key_values
         if cache is not None and not isinstance(cache, SessionCache):
-            rule = "this model keeps a session; leave it out, and give what a call with use_cache=True returns"
+            rule = "this model keeps its own session; leave it out, and pass what a call with use_cache=True returns"
             raise ValueError(f"{CACHE_NAME}: a {type(cache).__name__}: {rule}")
         if inputs_embeds is not None and self.network.config.ngrams is not None:
             raise ValueError("inputs_embeds: this model looks up n-grams of tokens too; give input_ids")

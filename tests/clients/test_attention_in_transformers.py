@@ -349,7 +349,7 @@ def test_what_patterns_cannot_do_is_refused() -> None:
         inputs,
     )
     refused(
-        f"output_attentions=true: attention by blocks has no weights to return; {remedy}",
+        f"output_attentions=true: block-sparse attention has no weights to return; {remedy}",
         model,
         inputs,
         output_attentions=True,

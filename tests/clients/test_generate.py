@@ -313,10 +313,10 @@ def test_what_generate_cannot_do_is_told(hub: Any, past: str) -> None:
 
     for options, line in (
         ({"cache_implementation": "static"}, "^cache_implementation='static': this model keeps its own session"),
-        ({"cache_implementation": "quantized"}, "^cache_implementation='quantized': this model keeps a session"),
+        ({"cache_implementation": "quantized"}, "^cache_implementation='quantized': this model keeps its own session"),
         ({"cache_implementation": "paged"}, "^continuous batching: this model keeps sessions, not pages"),
         ({"assistant_early_exit": 1}, "^assistant_early_exit=1: this model has no exit before its last layer"),
-        ({past: DynamicCache()}, f"^{past}: a DynamicCache: this model keeps a session"),
+        ({past: DynamicCache()}, f"^{past}: a DynamicCache: this model keeps its own session"),
         ({"forced_eos_token_id": END}, "^forced_eos_token_id: the end is token 257: the model never predicts it"),
         ({"exponential_decay_length_penalty": (2, 1.5)}, "^exponential_decay_length_penalty: the end is token 257"),
     ):
@@ -331,7 +331,7 @@ def test_what_generate_cannot_do_is_told(hub: Any, past: str) -> None:
         (lambda: hub(tokens(3, 1), cache=cache), f"^input_ids: 3 contexts: {past} holds 2"),
         (lambda: cache.crop(3), "^crop: tokens_to_remove=3: must be 0 or less: -3 removes 3 places"),
         (lambda: hub(tokens(2, 56), cache=cache), "^65 tokens: more than the model's context of 64"),
-        (lambda: hub(torch.full((2, 1), START), past_key_values=cache), "^input_ids: the start, 256, behind tokens"),
+        (lambda: hub(torch.full((2, 1), START), past_key_values=cache), "^input_ids: the start, 256, after tokens"),
         (
             lambda: hub(tokens(2, 1), attention_mask=torch.ones(2, 3), cache=cache),
             f"^attention_mask: 3 places: must be 10, for all that {past} holds and the new ones",

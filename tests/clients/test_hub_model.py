@@ -151,8 +151,8 @@ def test_what_it_cannot_do_is_told(hub: Any, past: str) -> None:
     for wrong, rule in {
         "attention_mask": (torch.tensor([[1, 0, 1]]), "padding between tokens"),
         "position_ids": (torch.tensor([[0, 1, 0]]), "positions always count from 0 in each row; leave them out"),
-        past: (DynamicCache(), "a DynamicCache: this model keeps a session; leave it out"),
-        "output_attentions": (True, "attention by blocks has no weights to return; leave it out"),
+        past: (DynamicCache(), "a DynamicCache: this model keeps its own session; leave it out"),
+        "output_attentions": (True, "block-sparse attention has no weights to return; leave it out"),
         "cu_seq_lens_q": (inputs, "this model does not take this argument; leave it out"),
     }.items():
         with pytest.raises(ValueError, match=f"^{wrong}: {rule[1]}"):
@@ -164,7 +164,7 @@ def test_what_it_cannot_do_is_told(hub: Any, past: str) -> None:
             with pytest.raises(ValueError, match=rf"^input_ids: {number}: a token is 0 to 255"):
                 hub(inputs * 0 + number, use_cache=use_cache)
     cache = hub(inputs, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=f"^cache, past_key_values: two names of one argument; give {past} alone"):
+    with pytest.raises(ValueError, match=f"^cache, past_key_values: two names of one argument; give only {past}"):
         hub(inputs, cache=cache, past_key_values=cache)
     for wrong in (inputs[0], inputs.float()):
         with pytest.raises(ValueError, match=r"^input_ids: torch.*: must be integers \(B, n\)"):

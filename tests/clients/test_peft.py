@@ -128,5 +128,5 @@ def test_prompts_are_tuned(folder: Path, past: str) -> None:
             expected = model(input_ids=output.sequences[:, :-1]).logits[:, -6:]
         torch.testing.assert_close(torch.stack(output.logits, 1), expected)  # behind what was tuned
     model = get_peft_model(loaded(folder).float(), PrefixTuningConfig(task_type="CAUSAL_LM", **sizes))
-    with pytest.raises(ValueError, match=f"^{past}: a DynamicCache: this model keeps a session; leave it out"):
+    with pytest.raises(ValueError, match=f"^{past}: a DynamicCache: this model keeps its own session; leave it out"):
         model(input_ids=TOKENS, labels=TOKENS)
