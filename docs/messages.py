@@ -1,4 +1,4 @@
-"""Print every message that the four packages may show: `python docs/messages.py` lists `file:line  message`."""
+"""Print every text that the four packages may show, with its file and line: `python docs/messages.py`."""
 
 import ast
 from collections.abc import Iterator
@@ -10,24 +10,27 @@ PACKAGES = ("launcher", "sparse_model", "kernels", "data_pipelines")
 SPEAKERS = {"append", "error", "Problem", "report", "say", "warn", "warning"}
 
 
-def text_of(node: ast.AST) -> str:
-    """Return a string expression as text; empty for other expressions."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
+def texts(node: ast.AST) -> Iterator[str]:
+    """Yield the strings of several words in an expression, each f-string as one."""
     if isinstance(node, ast.JoinedStr):
-        return ast.unparse(node)[2:-1]
-    return ""
+        text = ast.unparse(node)[2:-1]
+    else:
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        for child in ast.iter_child_nodes(node):
+            yield from texts(child)
+    if " " in text.strip():
+        yield " ".join(text.split())
 
 
 def messages(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each message: strings of several words that are raised, reported or collected."""
+    """Yield line and text of each string that is raised, reported or collected, or has a name such as ``rule``."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name in SPEAKERS or name.endswith(("Error", "problem")):
-                for argument in [*node.args, *(k.value for k in node.keywords)]:
-                    if " " in (text := text_of(argument)).strip():
-                        yield node.lineno, " ".join(text.split())
+                yield from ((node.lineno, text) for part in [*node.args, *node.keywords] for text in texts(part))
+        elif isinstance(node, ast.Assign):  # a part that is put together with others later
+            yield from ((node.lineno, text) for text in texts(node.value))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -22,21 +23,21 @@ class Differs(NamedTuple):
     """A difference of the last rank."""
 
     changes: dict[str, object]  # of the configuration, by dotted path; the ellipsis takes a key away
-    message: str  # how the line begins
+    message: str  # how the line begins; HOST stands for this host
     data: str = "data"  # the folder
     versions: dict[str, str] = {}  # noqa: RUF012
 
 
 DIFFERENCES = {
-    "rate": Differs({"train.learning_rate": 0.03}, "train.learning_rate=0.003: rank 0 on "),
-    "dropout": Differs({"model.dropout": 0.2}, "model.dropout=0.1: rank 0 on "),
-    "a key that is missing": Differs({"model.dropout": ...}, "model.dropout=0.1: rank 0 on "),
-    "a key too many": Differs({"model.convolution": 4}, "model.convolution: rank 0 on "),
-    "seed": Differs({"train.seed": 7}, "train.seed=0: rank 0 on "),
-    "seed of the data": Differs({"data.seed": 7}, "data.seed=0: rank 0 on "),
-    "width": Differs({"model.width": 64}, "model.width=32: rank 0 on "),
-    "steps": Differs({"train.steps": 4}, "train.steps=8: rank 0 on "),
-    "batch": Differs({"train.micro_batch": 1}, "train.micro_batch=2: rank 0 on "),
+    "rate": Differs({"train.learning_rate": 0.03}, "train.learning_rate=0.003: rank 0 on HOST has it, "),
+    "dropout": Differs({"model.dropout": 0.2}, "model.dropout=0.1: rank 0 on HOST has it, "),
+    "a key that is missing": Differs({"model.dropout": ...}, "model.dropout=0.1: rank 0 on HOST has it, "),
+    "a key too many": Differs({"model.convolution": 4}, "model.convolution: rank 0 on HOST leaves it out, "),
+    "seed": Differs({"train.seed": 7}, "train.seed=0: rank 0 on HOST has it, "),
+    "seed of the data": Differs({"data.seed": 7}, "data.seed=0: rank 0 on HOST has it, "),
+    "width": Differs({"model.width": 64}, "model.width=32: rank 0 on HOST has it, "),
+    "steps": Differs({"train.steps": 4}, "train.steps=8: rank 0 on HOST has it, "),
+    "batch": Differs({"train.micro_batch": 1}, "train.micro_batch=2: rank 0 on HOST has it, "),
     "precision": Differs({"deepspeed": "zero{stage}_bf16"}, "deepspeed.bf16.enabled"),
     "ZeRO stage": Differs({"deepspeed": "zero{other}_fp32"}, "deepspeed."),
     "package": Differs({}, "torch=", versions={"torch": "1.0.0"}),
@@ -102,8 +103,11 @@ def check_refused_start(
     assert ended.codes == [exit_codes.WRONG_INPUT] * world_size, ended.stderr
     lines = [line for text in ended.stderr for line in text.splitlines() if line.startswith("longstride: ")]
     (line,) = lines
-    assert line in ended.stderr[0] and line.startswith(f"longstride: error: {difference.message}"), line
-    assert f" rank {world_size - 1} on {socket.gethostname()}" in line and len(line) < 1000, line
+    host = socket.gethostname()
+    assert line in ended.stderr[0] and len(line) < 1000, line
+    assert line.startswith(f"longstride: error: {difference.message.replace('HOST', host)}"), line
+    second = rf"rank {world_size - 1} on {re.escape(host)}"  # a difference of data names it at the end
+    assert re.search(rf", and {second} (has \S|leaves it out; )| for {second}; give", line), line
     assert not any("Traceback" in text for text in ended.stderr), ended.stderr
     assert not list(tmp_path.glob("run/*")) or "--resume" in words
 
@@ -129,6 +133,6 @@ def test_equal_data_elsewhere_goes_on_and_a_resume_is_held_too(places: Path, tmp
     ended = run_ranks(places, tmp_path / "run", Differs(host_own, "", "copy"), 2, 1)
     assert ended.codes == [exit_codes.DONE] * 2, ended.stderr
     lines = metrics(tmp_path / "run")
-    changed = Differs({"train.learning_rate": 0.03}, "train.learning_rate=0.003: rank 0 on ")
+    changed = Differs({"train.learning_rate": 0.03}, "train.learning_rate=0.003: rank 0 on HOST has it, ")
     check_refused_start(places, tmp_path, changed, 2, 1, "--resume", "4")
     assert metrics(tmp_path / "run") == lines
