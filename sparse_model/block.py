@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
+from typing_extensions import Self
 
 from longstride.sparse_model.config import BlockConfig, ModelConfig
 from longstride.sparse_model.norm import norm_of
@@ -34,10 +35,12 @@ class ResidualBlock(Part):
     """H + a + b with a = dropout(attention(norm(H))) and b = dropout(ff(norm(H + a))) (section 5.2), or one of the two.
 
     The mixer is called ``attention`` whatever its kind, so that published models keep the names of their tensors.
+    ``mixer`` is the one in use: ``attention``, or during a stage of a run another one with the same parameters.
     """
 
     attention: Mixer | None
     feed_forward: FeedForward | None
+    mixer: Mixer | None
 
     def __init__(self, config: ModelConfig, block: BlockConfig, rotary: Rotary | None) -> None:
         super().__init__()
@@ -45,14 +48,25 @@ class ResidualBlock(Part):
         if block.mixer is not None:
             self.attention_norm = norm_of(config)
             self.attention = block.mixer.make(config, rotary)
+        self.use(self.attention)
         if block.feed_forward is not None:
             self.feed_forward_norm = norm_of(config)
             self.feed_forward = block.feed_forward.make(config)
         self.dropout = nn.Dropout(config.dropout)
 
+    def use(self, mixer: Mixer | None) -> None:
+        """Mix by this mixer from now on. It is not registered: its parameters are those of ``attention``."""
+        object.__setattr__(self, "mixer", mixer)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if self.mixer is not None:
+            self.mixer.training = mode
+        return self
+
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
         """Return the residual stream (B, N, C) after the block, as the rows of an output."""
-        if self.attention is None:
+        if self.mixer is None:
             output = self.feed(h, context)
             return output._replace(rows=h + output.rows)
         output = self.mix(h, context)
@@ -63,8 +77,8 @@ class ResidualBlock(Part):
 
     def mix(self, h: Tensor, context: BlockContext) -> MixerOutput:
         """Return the mixer's output for a stream (B, N, C), with dropout and without the residual."""
-        assert self.attention is not None
-        return self._dropped(self.attention(self.attention_norm(h), context), context.columns)
+        assert self.mixer is not None
+        return self._dropped(self.mixer(self.attention_norm(h), context), context.columns)
 
     def feed(self, h: Tensor, context: BlockContext) -> MixerOutput:
         """Return the feed-forward's output for a stream (B, N, C), with dropout and without the residual."""
@@ -76,7 +90,7 @@ class ResidualBlock(Part):
 
     def work(self, positions: int, batch: int) -> Work:
         """Count the operations of all sub-layers."""
-        parts = [part for part in (self.attention, self.feed_forward) if part is not None]
+        parts = [part for part in (self.mixer, self.feed_forward) if part is not None]
         return sum((part.work(positions, batch) for part in parts), Work())
 
     def _dropped(self, output: MixerOutput, columns: int) -> MixerOutput:
@@ -154,7 +168,7 @@ class ReversibleBlock(ResidualBlock):
 
     def sublayers(self) -> list[Callable[[Tensor, BlockContext], MixerOutput]]:
         """Return the mixer and the feed-forward. Each maps a stream (B, N, C) to what is added to the other stream."""
-        parts = (self.attention, self.mix), (self.feed_forward, self.feed)
+        parts = (self.mixer, self.mix), (self.feed_forward, self.feed)
         return [sublayer for part, sublayer in parts if part is not None]
 
 

@@ -159,6 +159,32 @@ class Mixer(Part, ABC):
     def work(self, positions: int, batch: int) -> Work:
         """Count the operations of one context in a batch."""
 
+    def shared_with(self, config: MixerConfig, network: NetworkConfig, rotary: Rotary | None) -> Mixer:
+        """Make a mixer that computes with this one's parameters.
+
+        Raises:
+            ConfigError: it has other parameters, or buffers, which no checkpoint would save.
+        """
+        with torch.device("meta"):
+            mixer = config.make(network, rotary)
+
+        def shapes(part: Mixer) -> dict[str, torch.Size]:  # under ZeRO 3 a parameter may be released
+            return {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in part.named_parameters()}
+
+        if shapes(mixer) != shapes(self):
+            raise ConfigError(Problem("attention", f"{config.type} has other parameters than model.attention"))
+        if any(True for _ in mixer.buffers()):
+            raise ConfigError(Problem("attention", f"{config.type} has buffers, which only model.attention may have"))
+        for name, module in self.named_children():
+            if getattr(mixer, name, None) is not None:
+                setattr(mixer, name, module)
+        for name, parameter in self.named_parameters(recurse=False):
+            setattr(mixer, name, parameter)
+        mixer.training = self.training
+        if self.is_divided:
+            mixer.division = self.division
+        return mixer
+
     def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int) -> State:
         """Make an empty state with room for ``length`` positions, of which ``back`` may be forgotten again.
 

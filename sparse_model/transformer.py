@@ -50,13 +50,14 @@ class SparseTransformer(Part):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config)
-        rotary = Rotary.of(config)
+        self._rotary = rotary = Rotary.of(config)
         kind = ReversibleBlock if config.reversible else ResidualBlock
         modules = (kind(config, block, rotary) for block in (config.blocks() if blocks is None else blocks))
         self.blocks = cast("Sequence[ResidualBlock]", nn.ModuleList(modules))
         self.norm = norm_of(config)
         self.logits = Logits(config.width, config.vocabulary, bias=False)
         self.activation_checkpoint: Recompute | None = None  # set to recompute activations
+        self.attention_from: ModelConfig | None = None  # see ``use_attention``
         self._supported: set[str] = set()  # abilities that have been checked
         if initialize:  # after making all modules, so that published models keep their random values
             for part in self.parts():
@@ -92,12 +93,27 @@ class SparseTransformer(Part):
     @property
     def mixers(self) -> list[Mixer]:
         """The mixers of all blocks that have one, in order."""
-        return [block.attention for block in self.blocks if block.attention is not None]
+        return [block.mixer for block in self.blocks if block.mixer is not None]
 
     @property
     def observers(self) -> list[Part]:
         """The parts that return statistics in training and observe their sums, in the order of the statistics."""
-        return [part for part in self.parts() if part.observes]
+        replaced = [block.attention for block in self.blocks if block.mixer is not block.attention]
+        return [part for part in self.parts() if part.observes and part not in replaced]
+
+    def use_attention(self, config: ModelConfig | None) -> None:
+        """Mix by the mixers of another configuration, with this network's parameters; None: by its own again.
+
+        Raises:
+            ConfigError: a mixer has other parameters, or buffers.
+        """
+        others = (self.config if config is None else config).blocks()
+        for block, usual, other in zip(self.blocks, self.config.blocks(), others, strict=True):
+            mixer = block.attention
+            if mixer is not None and other.mixer is not None and other.mixer != usual.mixer:
+                mixer = mixer.shared_with(other.mixer, self.config, self._rotary)
+            block.use(mixer)
+        self.attention_from = config
 
     def parameter_roles(self) -> dict[str, Role]:
         """Map each parameter's name to its role, in the order of ``named_parameters``.
@@ -220,8 +236,8 @@ class SparseTransformer(Part):
             selections: dict[tuple[Pattern, ...], Selection] = {}  # shared by layers with the same patterns
             for block in self.blocks:
                 selection = None
-                if block.attention is not None:
-                    patterns = block.attention.patterns
+                if block.mixer is not None:
+                    patterns = block.mixer.patterns
                     if patterns not in selections:
                         selections[patterns] = within_documents(patterns, starts)
                     selection = selections[patterns]
@@ -232,8 +248,8 @@ class SparseTransformer(Part):
             in_sections = block.feed_forward is not None and block.feed_forward.in_sections
             if self.division.size == 1 or self.config.reversible or in_sections:
                 columns = 0
-            elif block.attention is not None:
-                columns = block.attention.columns(context)
+            elif block.mixer is not None:
+                columns = block.mixer.columns(context)
             contexts.append(BlockContext(columns=columns, real=real))
         return contexts
 
@@ -258,7 +274,7 @@ class SparseTransformer(Part):
             ConfigError: a mixer cannot generate, or the model's backend cannot run here.
         """
         back = length if back is None else back
-        mixers = (block.attention for block in self.blocks)
+        mixers = (block.mixer for block in self.blocks)
         return [None if mixer is None else mixer.new_state(batch, length, device, dtype, back) for mixer in mixers]
 
     def forward_cached(self, h: Tensor, states: Sequence[State | None], first: int) -> Tensor:

@@ -78,7 +78,7 @@ def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         for _ in range(warm + 1):
             counted.take()
             comms_logger.reset_data()
-            train_step(engine, next(batches), config.train.micro_batch, ranks, Guards(config.train.guards, None))
+            train_step(engine, next(batches), config.stages()[0], ranks, Guards(config.train.guards, None))
     counts = {**counted.take(), "logged": logged(comms_logger.comms_dict, ranks.world_size)}
     engine.destroy()
     return counts

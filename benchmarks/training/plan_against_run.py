@@ -180,7 +180,7 @@ def take_steps(config: RunConfig) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: it is that of steps
         for _ in range(STEPS):
             began = time.process_time()
-            train_step(engine, next(batches), train.micro_batch, ranks, guards)
+            train_step(engine, next(batches), config.stages()[0], ranks, guards)
             seconds.append(time.process_time() - began)
         peak = resident_bytes("VmHWM")
         engine.destroy()

@@ -80,7 +80,7 @@ def measure(config: RunConfig, steps: int) -> dict[str, Any]:
         seconds, losses = [], []
         for _ in range(steps):
             began = time.perf_counter()
-            line = train_step(engine, next(batches), train.micro_batch, ranks, Guards(train.guards, None))
+            line = train_step(engine, next(batches), config.stages()[0], ranks, Guards(train.guards, None))
             losses.append(line["loss_nats"])
             if on_card:
                 torch.cuda.synchronize()

@@ -6,5 +6,12 @@
 from longstride.data_pipelines.order.contexts import Cut, Span
 from longstride.data_pipelines.order.evaluation import EvaluationBatch, evaluation_contexts, read_context, split_bytes
 from longstride.data_pipelines.order.lanes import StreamState
-from longstride.data_pipelines.order.stream import Batch, ByteStream, StreamSettings, Substitution, stream_fingerprint
+from longstride.data_pipelines.order.stream import (
+    Batch,
+    ByteStream,
+    StreamSettings,
+    Substitution,
+    join_batches,
+    stream_fingerprint,
+)
 from longstride.data_pipelines.order.workers import LostWorkerError

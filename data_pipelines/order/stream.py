@@ -110,8 +110,8 @@ def _batch_of_arrays(*values: Any) -> Batch:
     return Batch(*arguments)
 
 
-def _join(parts: Sequence[Batch]) -> Batch:
-    """Join the workers' parts of a step."""
+def join_batches(parts: Sequence[Batch]) -> Batch:
+    """Join the workers' parts of a step, or several batches in their order."""
     # Not torch.cat: its threads would compete for the cores with the workers.
     first = parts[0]
     tensors: dict[str, Any] = {
@@ -119,7 +119,8 @@ def _join(parts: Sequence[Batch]) -> Batch:
         for field in fields(first)
         if isinstance(getattr(first, field.name), Tensor)
     }
-    return replace(first, **tensors, substitutions=tuple(chain.from_iterable(part.substitutions for part in parts)))
+    substitutions = tuple(chain.from_iterable(part.substitutions for part in parts))
+    return replace(first, **tensors, state=parts[-1].state, substitutions=substitutions)
 
 
 class LanesReader:
@@ -305,7 +306,7 @@ class ByteStream(IterableDataset[Batch]):
                 self.contexts.split.close()  # a fork during a fetch could deadlock in the child
                 workers = Workers(shares, self.settings.prefetch, self.settings.worker_timeout_seconds)
                 stack.enter_context(closing(workers))
-                batches = (_join(workers.take()) for _ in count())
+                batches = (join_batches(workers.take()) for _ in count())
             for batch in batches:
                 self._taken = batch.state
                 yield batch if self.settings.span is None else self._pad_span(batch)

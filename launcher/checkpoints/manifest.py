@@ -45,13 +45,17 @@ class Score(StrictModel):
     split: str
     tokens: int  # scored bytes of content, or pixels; losses over different data do not compare
     bits_per_byte: float | None  # bits per pixel for pictures with a palette; None: not finite
+    context: int | None = None  # positions, if the run has stages of several lengths
+
+    left_out_at_default = ("context",)
 
     @classmethod
     def of_line(cls, line: dict[str, Any]) -> Score:
         """Return the score in an evaluation's line of metrics.jsonl."""
         _, bits = metrics_file.bits_of(line)
         finite = bits if bits is not None and math.isfinite(bits) else None
-        return cls(step=line["step"], split=line["split"], tokens=metrics_file.content_of(line), bits_per_byte=finite)
+        tokens, context = metrics_file.content_of(line), line.get("context")
+        return cls(step=line["step"], split=line["split"], tokens=tokens, bits_per_byte=finite, context=context)
 
     @classmethod
     def recorded(cls, run: Path, split: str) -> list[Score]:
@@ -60,8 +64,8 @@ class Score(StrictModel):
         return [cls.of_line(lines[step]) for step in sorted(lines)]
 
     def compares_with(self, score: Score) -> bool:
-        """Whether both were measured over the same bytes."""
-        return (self.split, self.tokens) == (score.split, score.tokens)
+        """Whether both were measured over the same bytes, in contexts of one length."""
+        return (self.split, self.tokens, self.context) == (score.split, score.tokens, score.context)
 
     def improves_on(self, score: Score | None, by: float) -> bool:
         """Whether it is better by more than ``by`` bits per byte.

@@ -136,10 +136,13 @@ def take_probe(engine: DeepSpeedEngine, config: RunConfig, folder: Path, ranks: 
 
 def _loss_nats(engine: DeepSpeedEngine, content: Tensor, ranks: Ranks) -> float:
     """Return the mean loss of one context, (N,) uint8, without dropout. All ranks must call and get the same."""
-    training = engine.module.training
+    model = engine.module
+    training, attention = model.training, model.attention_from
     engine.eval()
+    model.use_attention(None)  # as the model will be used, whatever the stage of the run
     with torch.no_grad():
         nats = engine(content[None].to(engine.device), return_nats=True)
+    model.use_attention(attention)
     engine.train(training)
     if ranks.sequence_parallel == 1:
         return float(nats.double().mean())

@@ -186,10 +186,16 @@ def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace_length(train: Any, changes: Mapping[str, Any]) -> None:
-    """Drop a file's epochs where changes set the steps, and the other way round, in place. A null changes nothing."""
+    """Drop a file's epochs where changes set the steps, and the other way round, in place. A null changes nothing.
+
+    The length of the last stage follows from either.
+    """
     for name, replaced in (("steps", "epochs"), ("epochs", "steps")):
         if isinstance(train, dict) and changes.get(name) is not None and replaced not in changes:
             train.pop(replaced, None)
+            stages = train.get("context_schedule")
+            if isinstance(stages, list) and stages and isinstance(stages[-1], dict):
+                stages[-1].pop("steps", None)
 
 
 def _resolve_deepspeed(content: dict[str, Any]) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import torch
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from longstride.kernels import ConfigError, Problem
+from longstride.kernels.patterns import divisors
 from longstride.launcher.config.data_keys import DataConfig, resolve_saved_path, saved_path
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
-from longstride.launcher.config.train_keys import AdafactorConfig, TrainConfig, batch_problem
-from longstride.sparse_model import ModelConfig, StrictModel
+from longstride.launcher.config.train_keys import AdafactorConfig, StageConfig, TrainConfig, batch_problem
+from longstride.sparse_model import ModelConfig, SparseTransformer, StrictModel
 
 EXTENDS, SCHEMA = "extends", "$schema"  # keys of a file; a run saves neither
 _NAME_OR_OBJECT = {
@@ -33,6 +36,30 @@ _FILE_KEYS = {  # what only a file may have
         "description": "the configuration that this one changes: a path from this file's folder, or a preset's name",
     },
 }
+
+
+class Stage(NamedTuple):
+    """A stage of ``train.context_schedule``. A run without one has a single stage.
+
+    Each context of the data is cut into ``pieces`` contexts of the stage, so the schedule does not change which bytes
+    a step reads.
+    """
+
+    first: int  # steps before it
+    config: RunConfig  # of a run that has only this stage: context, attention, batch and micro-batch are the stage's
+    pieces: int = 1  # contexts of the stage in one of ``model.context``
+    batches: int = 1  # global batches of the data in a step
+    attention: ModelConfig | None = None  # whose mixers the stage uses; None: those of ``model.attention``
+
+    @property
+    def context(self) -> int:
+        """Positions of a context."""
+        return self.config.model.context
+
+    @property
+    def rows(self) -> int:
+        """Contexts of ``model.context`` in a micro-batch."""
+        return self.config.train.micro_batch // self.pieces
 
 
 class RunConfig(StrictModel):
@@ -89,7 +116,60 @@ class RunConfig(StrictModel):
             raise ConfigError.at(
                 "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
             )
+        self.stages()  # raises
         return self
+
+    def stages(self) -> tuple[Stage, ...]:
+        """Return the stages of the run in their order.
+
+        Raises:
+            ConfigError: a stage does not fit the run, or its attention has other parameters.
+        """
+        stages: list[Stage] = []
+        first = 0
+        for number, described in enumerate(self.train.context_schedule or ()):
+            path = f"train.context_schedule[{number}]"
+            try:
+                stages.append(self._stage(described, first))
+            except ConfigError as error:
+                raise ConfigError(*(_under_stage(problem, path, described) for problem in error.problems)) from None
+            if number and stages[-2].context > stages[-1].context:
+                rule = f"must be at least that of the stage before it, {stages[-2].context}"
+                raise ConfigError.at(f"{path}.context", described.context, rule)
+            first += described.steps or 0
+        if stages and stages[-1].context != self.model.context:
+            rule = f"must be model.context {self.model.context}: it is the last stage"
+            raise ConfigError.at(f"{path}.context", stages[-1].context, rule)
+        return tuple(stages) or (Stage(0, self),)
+
+    def _stage(self, described: StageConfig, first: int) -> Stage:
+        """Return a stage; its problems have the paths of the run that has only this stage."""
+        model, train = self.model, self.train
+        pieces = model.context // described.context
+        if pieces * described.context != model.context:
+            near = min(divisors(model.context), key=lambda divisor: abs(divisor - described.context))
+            rule = f"must divide model.context {model.context}; nearest {near}"
+            raise ConfigError.at("context", described.context, rule)
+        unit = train.global_batch * pieces
+        global_batch = described.global_batch or unit
+        if global_batch % unit:
+            divisor = f"{unit}, which read as many bytes as train.global_batch"
+            raise ConfigError(batch_problem("global_batch", global_batch, unit, divisor))
+        content = self.to_json()
+        content["model"]["context"] = described.context
+        content["train"] |= {
+            "context_schedule": None,
+            "global_batch": global_batch,
+            "micro_batch": train.micro_batch * pieces * (global_batch // unit),
+        }
+        if described.attention is not None:
+            content["model"]["attention"] = described.attention
+        config = RunConfig.model_validate(content)
+        attention = None if described.attention is None else config.model
+        if attention is not None:
+            with torch.device("meta"):
+                SparseTransformer(model, initialize=False).use_attention(attention)  # raises
+        return Stage(first, config, pieces, global_batch // unit, attention)
 
     @classmethod
     def model_json_schema(cls, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -214,6 +294,11 @@ class RunConfig(StrictModel):
         return self.model_dump(mode="json")
 
 
+def stage_after(stages: Sequence[Stage], step: int) -> Stage:
+    """Return the stage of the step that follows ``step`` steps."""
+    return next(stage for stage in reversed(stages) if stage.first <= step)
+
+
 def schema_entries(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the dotted path and the entry of every key in a JSON schema.
 
@@ -231,6 +316,15 @@ def schema_entries(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield from walk(alternative, prefix)
 
     return walk(schema, prefix)
+
+
+def _under_stage(problem: Problem, path: str, described: StageConfig) -> Problem:
+    """Return a problem of a stage's run as one of the schedule's key, or of the stage if no key of it is wrong."""
+    key = problem.path.removeprefix("model.").removeprefix("train.")
+    name = re.split(r"[.\[]", key)[0]
+    if name in StageConfig.model_fields and getattr(described, name) is not None:
+        return replace(problem, path=f"{path}.{key}")
+    return replace(problem, path=": ".join(filter(None, [path, problem.path])))
 
 
 def _find_split_host(hosts: Sequence[str], shared: int) -> str | None:

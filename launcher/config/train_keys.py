@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from longstride.kernels import ConfigError, Problem
 from longstride.sparse_model import StrictModel
 
+MOST_STEPS = 10**15
 GuardPolicy = Literal["skip", "rewind", "stop"]
 _RATES = "learning rates of parts of the network; default: train.learning_rate"
 
@@ -122,6 +124,23 @@ class SamplesConfig(StrictModel):
     seed: int = Field(default=0, ge=0, lt=2**62, description="seed, combined with the step")
 
 
+class StageConfig(StrictModel):
+    """A stage of a run, in which contexts have one length."""
+
+    context: int = Field(gt=0, description="positions; divides model.context, which is the last stage's")
+    steps: int | None = Field(
+        default=None, gt=0, le=MOST_STEPS, description="optimiser steps; null: the rest of the run, in the last stage"
+    )
+    global_batch: int | None = Field(
+        default=None, gt=0, description="contexts of this length per step; null: as many bytes as train.global_batch"
+    )
+    attention: Any = Field(
+        default=None, description="mixers with the same parameters, in place of model.attention; null: model.attention"
+    )
+
+    left_out_at_default = ("steps", "global_batch", "attention")
+
+
 class TrainConfig(StrictModel):
     """The length and the optimisation of a run, and its outputs."""
 
@@ -132,7 +151,7 @@ class TrainConfig(StrictModel):
     steps: int | None = Field(
         default=None,
         gt=0,
-        le=10**15,
+        le=MOST_STEPS,
         description="optimiser steps of the run, skipped ones included",
     )
     epochs: float | None = Field(
@@ -143,6 +162,11 @@ class TrainConfig(StrictModel):
     global_batch: int = Field(gt=0, le=10**9, description="contexts per step over all processes")
     micro_batch: int = Field(
         gt=0, le=MOST_CONTEXTS, description="contexts that a process runs at once; gradients are accumulated"
+    )
+    context_schedule: tuple[StageConfig, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="stages of growing contexts, the last of model.context; null: all steps have model.context",
     )
     learning_rate: float = Field(gt=0, description="highest rate, reached at the end of the warm-up")
     optimizer: OptimizerConfig | None = Field(default=None, description="object with a type; null: AdamW with one rate")
@@ -216,6 +240,7 @@ class TrainConfig(StrictModel):
     samples: SamplesConfig = Field(default=SamplesConfig(), description="what is sampled")
 
     left_out_at_default = (
+        "context_schedule",
         "optimizer",
         "compile",
         "sequence_parallel",
@@ -226,9 +251,25 @@ class TrainConfig(StrictModel):
         "samples",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_steps(cls, content: Any) -> Any:
+        """Move the length of the last stage to ``steps``, so that only that changes if a run is prolonged."""
+        stages = content.get("context_schedule") if isinstance(content, dict) else None
+        if not (isinstance(stages, list | tuple) and stages and all(isinstance(stage, dict) for stage in stages)):
+            return content
+        lengths = [stage.get("steps") for stage in stages]
+        if not all(isinstance(length, int) for length in lengths) or content.get("epochs") is not None:
+            return content
+        if content.get("steps") not in (None, sum(lengths)):
+            rule = f"the stages have {sum(lengths)} steps, and train.steps is {content['steps']}; leave out one of both"
+            raise ConfigError.at(f"context_schedule[{len(stages) - 1}].steps", lengths[-1], rule)
+        last = {name: value for name, value in stages[-1].items() if name != "steps"}
+        return content | {"steps": sum(lengths), "context_schedule": [*stages[:-1], last]}
+
     @model_validator(mode="after")
     def _check_together(self) -> TrainConfig:
-        problems = []
+        problems = [*self._schedule_problems()]
         if self.steps is None and self.epochs is None:
             problems.append(Problem("steps", "required, and missing; or give epochs"))
         elif self.steps is not None and self.epochs is not None:
@@ -259,6 +300,21 @@ class TrainConfig(StrictModel):
         if problems:
             raise ConfigError(*problems)
         return self
+
+    def _schedule_problems(self) -> Iterator[Problem]:
+        if self.context_schedule == ():
+            yield Problem("context_schedule", "must have a stage; leave it out, or give null", [])
+        *early, last = self.context_schedule or (None,)
+        for number, stage in enumerate(early):
+            if stage.steps is None:
+                yield Problem(f"context_schedule[{number}].steps", "required, and missing: only the last may lack it")
+        if last is not None and last.steps is not None:  # else it became ``steps``
+            rule = "is the rest of the run; leave it out"
+            yield Problem(f"context_schedule[{len(early)}].steps", rule, last.steps)
+        first = sum(stage.steps or 0 for stage in early)
+        if self.steps is not None and first >= self.steps:
+            rule = f"the stages before the last have {first} steps; must be more than that"
+            yield Problem("steps", rule, self.steps)
 
     def rate_of(self, part: str | None) -> float:
         """Return the learning rate of a part of the network, a field of ``RatesConfig``; None: the general one."""

@@ -8,11 +8,12 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from longstride.kernels import ConfigError
-from longstride.launcher.config import RunConfig, TrainConfig
+from longstride.launcher.config import RunConfig
 from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
@@ -107,7 +108,7 @@ def resolve_steps(config: RunConfig, data: TrainingData, ranks: Ranks | None = N
     if train.steps is not None or train.epochs is None:
         return config
     contexts = data.stream().lanes.num_contexts
-    steps = steps_of(train, contexts)
+    steps = steps_of(config, contexts)
     if ranks is not None and ranks.is_first:
         say(f"{train.epochs:g} epochs are {steps:,} steps, of {contexts:,} contexts an epoch")
     content = config.to_json()
@@ -115,14 +116,22 @@ def resolve_steps(config: RunConfig, data: TrainingData, ranks: Ranks | None = N
     return RunConfig.model_validate(content)
 
 
-def steps_of(train: TrainConfig, contexts: int) -> int:
+def steps_of(config: RunConfig, contexts: int) -> int:
     """Return the number of whole steps in the run's epochs of ``contexts`` contexts; at least 1.
 
     Raises:
-        ConfigError: the warm-up is longer.
+        ConfigError: the warm-up or the stages before the last are longer.
     """
+    train = config.train
     # A decimal fraction, as the user wrote it: 0.29 of 100 contexts are 29, but 28.999… in binary.
-    steps = max(1, int(Fraction(str(train.epochs)) * contexts / train.global_batch))
+    batches = int(Fraction(str(train.epochs)) * contexts / train.global_batch)
+    *early, last = config.stages()
+    for stage, following in pairwise([*early, last]):
+        batches -= (following.first - stage.first) * stage.batches
+    if early and batches < last.batches:
+        rule = f"the stages before the last read {train.epochs:g} epochs; give them fewer steps, or more epochs"
+        raise ConfigError(f"train.context_schedule: {rule}")
+    steps = last.first + max(1, batches // last.batches)
     if train.warmup_steps > steps:
         rule = f"must be at most the {steps:,} steps that {train.epochs:g} epochs are"
         raise ConfigError.at("train.warmup_steps", train.warmup_steps, rule)

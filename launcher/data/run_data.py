@@ -5,16 +5,19 @@ Letters: G contexts in a global batch, W ranks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
 import traceback
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +34,7 @@ from longstride.data_pipelines.order import (
     StreamState,
     Substitution,
     evaluation_contexts,
+    join_batches,
     read_context,
     stream_fingerprint,
 )
@@ -38,7 +42,7 @@ from longstride.data_pipelines.palette import CHANNELS, Palette
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, check_split
 from longstride.kernels import ConfigError
-from longstride.launcher.config import DATA_PATHS, RunConfig
+from longstride.launcher.config import DATA_PATHS, RunConfig, stage_after
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
@@ -68,6 +72,18 @@ class GlobalBatch(Generic[SomeBatch]):
     sample_ids: tuple[int, ...]  # of all ranks, in rank order; ranks that share contexts count once
     sample_ids_crc32: int  # of the same as little-endian int64
     substitutions: tuple[Substitution, ...]  # of all ranks: replacements for damaged contexts
+
+    def joined(self: GlobalBatch[Batch], following: GlobalBatch[Batch]) -> GlobalBatch[Batch]:
+        """Join the next batch to this one, for a step that reads both."""
+        ids = following.sample_ids
+        return GlobalBatch(
+            join_batches([self.part, following.part]),
+            self.num_tokens + following.num_tokens,
+            self.content + following.content,
+            self.sample_ids + ids,
+            zlib.crc32(np.array(ids, dtype="<i8").tobytes(), self.sample_ids_crc32),
+            self.substitutions + following.substitutions,
+        )
 
 
 def global_batches(
@@ -184,8 +200,9 @@ class TrainingData:
             config.data.check_order()
         data = config.data
         self._cut = Cut(packing=data.packed, separator=data.separator, hop=data.hop, apart=data.apart)
-        self._span: Span | None = None  # the positions that this rank's model reads of a shared context
-        if ranks.sequence_parallel > 1:
+        # The positions that this rank's model reads of a shared context; of its pieces, each rank needs a section.
+        self._span: Span | None = None
+        if ranks.sequence_parallel > 1 and config.train.context_schedule is None:
             section = Division(ranks.sequence_rank, ranks.sequence_parallel).section(config.model.context)
             self._span = Span(section.start - config.model.reach, section.stop)
         with _with_config_paths():
@@ -287,11 +304,11 @@ class TrainingData:
             return ByteStream(self._folder, settings, data.train_split, state=state)
 
     def batches(
-        self, stream: ByteStream | StreamState | None, device: torch.device, stop: StopFlag | None = None
+        self, stream: ByteStream | StreamState | None, step: int, device: torch.device, stop: StopFlag | None = None
     ) -> Generator[GlobalBatch[Batch]]:
-        """Yield the global batches of a stream, or of one that is opened at a state; see ``global_batches``.
+        """Yield the batches of the steps after ``step``, from a stream or one that is opened at a state.
 
-        All ranks must call.
+        All ranks must call. Raises like ``global_batches``.
         """
 
         def open_batches() -> Iterator[Batch]:
@@ -299,7 +316,14 @@ class TrainingData:
             return within_vocabulary(iter(opened), self._config.model.vocabulary)
 
         rows = self._config.train.global_batch // self._ranks.data_world_size
-        return global_batches(open_batches, rows, self._ranks, device, stop)
+        stages = self._config.stages()
+        with closing(global_batches(open_batches, rows, self._ranks, device, stop)) as batches:
+            for number in itertools.count(step):
+                count = stage_after(stages, number).batches
+                taken = list(itertools.islice(batches, count))
+                if len(taken) < count:
+                    return
+                yield functools.reduce(GlobalBatch.joined, taken)
 
     def evaluation(
         self,

@@ -195,12 +195,15 @@ def check_sharing(config: RunConfig, ranks: Ranks) -> None:
             raise ConfigError(*(f"{option}: {problem}" for problem in error.problems)) from None
 
 
-def evaluate_split(engine: DeepSpeedEngine, run: RunSetup) -> dict[str, Any]:
-    """Return the validation split's line for metrics.jsonl, over the configured number of contexts."""
+def evaluate_split(engine: DeepSpeedEngine, run: RunSetup, pieces: int = 1) -> dict[str, Any]:
+    """Return the validation split's line for metrics.jsonl, over the configured number of contexts.
+
+    Each is cut into ``pieces`` contexts.
+    """
     start, train = time.perf_counter(), run.config.train
     engine.eval()
     contexts = partial(run.data.evaluation, limit=train.evaluate_contexts)
-    sums = score(engine, contexts, train.micro_batch, run.ranks, engine.device, stop=run.stop)
+    sums = score(engine, contexts, train.micro_batch, run.ranks, engine.device, stop=run.stop, pieces=pieces)
     engine.train()
     return evaluation_line(engine.global_steps, run.config.data.validation_split, sums, start, run.data.unit)
 
@@ -221,6 +224,7 @@ def score(
     edges: np.ndarray | None = None,
     threads: int = 0,
     stop: StopFlag | None = None,
+    pieces: int = 1,
     scored_content: Callable[[int], None] = lambda _: None,
 ) -> ExactSums:
     """Sum the nats of all ranks' scored bytes without rounding, in total or by the position bins ``edges``.
@@ -232,22 +236,26 @@ def score(
         threads: batches computed at a time, each by one thread, since the bits of a matrix product may depend on how
             many threads share it. 0: one after another, by all threads of torch.
         stop: if any rank was asked to stop, every rank raises StopRequestedError.
+        pieces: contexts into which each context is cut; not with ``edges``.
         scored_content: called for each batch with the number of tokens that this rank has scored, without separators.
     """
     sums = ExactSums() if edges is None else ExactSums(len(edges) - 1, squares=True)
     bins = None if edges is None else bin_numbers(edges)
 
+    def cut(rows: Tensor) -> Tensor:
+        return rows.reshape(pieces * len(rows), -1)
+
     def nats_of(batch: EvaluationBatch) -> Tensor:
         with torch.no_grad():  # applies to one thread only
-            begins = {} if batch.begins is None else {"begins": batch.begins.to(device)}
-            return model(batch.tokens.to(device), return_nats=True, **begins).float().cpu()  # (B, N)
+            begins = {} if batch.begins is None else {"begins": cut(batch.begins).to(device)}
+            return model(cut(batch.tokens).to(device), return_nats=True, **begins).float().cpu()  # (B, N)
 
     parts = (batch.part for batch in global_batches(contexts, batch_size, ranks, device, stop))
     for batch, nats in _compute_in_order(nats_of, parts, threads):
         first = ranks.sequence_rank * nats.shape[1]
         section = slice(first, first + nats.shape[1])  # this rank's positions
-        scored = batch.scored[:, section]  # (B, n)
-        content = batch.content[:, section][scored]  # (n,)
+        scored = cut(batch.scored)[:, section]  # (B, n)
+        content = cut(batch.content)[:, section][scored]  # (n,)
         scored_content(int(content.sum()))
         bins_of_scored = None if bins is None else bins[section][scored.nonzero()[:, 1].numpy()]
         sums.add(nats[scored].numpy(), bins_of_scored, content.numpy())

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 
-from longstride.data_pipelines.order import StreamState
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import first_undamaged
-from longstride.launcher.config import RunConfig
+from longstride.launcher.checkpoints import Checkpoint, first_undamaged
+from longstride.launcher.config import RunConfig, stage_after
 from longstride.launcher.data import RunSetup, TrainingData, WeightSource, check_output, resolve_steps
 from longstride.launcher.engine import build_engine, check_engine, prepare_accelerator
 from longstride.launcher.output import exit_codes, metrics_file, print_if_slow, say
@@ -31,6 +30,7 @@ from longstride.launcher.training import (
     check_samples,
     choose_start,
     compile_step,
+    enter_stage,
     open_initial,
     train_step,
 )
@@ -89,13 +89,16 @@ def start(config: RunConfig, processes: int, resume: str, source: WeightSource |
         rule = f"it takes {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} are free here; everything else is ready"
         say(f"no step is taken: {rule}")
         return exit_codes.DONE
-    return _take_step(run, checkpoint.stream if checkpoint else None, initial)
+    return _take_step(run, checkpoint, initial)
 
 
-def _take_step(run: RunSetup, state: StreamState | None, initial: InitialWeights | None) -> int:
-    """Build the engine, read the first batch after ``state``, and take a step with one micro-batch of it."""
-    config, ranks, size = run.config, run.ranks, run.config.train.micro_batch
-    train = config.train.model_copy(update={"global_batch": size * ranks.data_world_size})
+def _take_step(run: RunSetup, checkpoint: Checkpoint | None, initial: InitialWeights | None) -> int:
+    """Build the engine, read the first batch after a checkpoint, and take a step with one micro-batch of it."""
+    step, state = (checkpoint.manifest.step, checkpoint.stream) if checkpoint else (0, None)
+    config, ranks = run.config, run.ranks
+    stage = stage_after(config.stages(), step)
+    size = stage.rows
+    train = config.train.model_copy(update={"global_batch": config.train.micro_batch * ranks.data_world_size})
     with process_group(ranks, config.train.timeout_seconds) as watchdog:
         initial = agree_on_initial(run, initial, None, watchdog.hosts)
         with print_if_slow("compiling kernels"):
@@ -105,7 +108,7 @@ def _take_step(run: RunSetup, state: StreamState | None, initial: InitialWeights
             engine = build_engine(config.model_copy(update={"train": train}), ranks, fill)
         for line in initial.lines() if initial is not None else ():
             say(line)
-        with closing(run.data.batches(state, engine.device, run.stop)) as batches:
+        with closing(run.data.batches(state, step, engine.device, run.stop)) as batches:
             batch = next(batches)
         part = batch.part
         for substitution in batch.substitutions:
@@ -118,7 +121,8 @@ def _take_step(run: RunSetup, state: StreamState | None, initial: InitialWeights
         guards, begin = Guards(config.train.guards), time.perf_counter()
         engine.train()
         with print_if_slow("taking a step"):
-            metrics = train_step(engine, batch, size, ranks, guards, unit=run.data.unit)
+            enter_stage(stage, engine, guards)
+            metrics = train_step(engine, batch, stage, ranks, guards, unit=run.data.unit)
         seconds = time.perf_counter() - begin
         engine.destroy()
     unit, bits = metrics_file.bits_of(metrics)

@@ -60,14 +60,18 @@ def run(arguments: argparse.Namespace) -> int:
     rate = pace.requested_rate(arguments)
     device = device_of(config, arguments.device, is_timed=arguments.measure)
     plan = make_plan(config, processes, arguments.contexts, device)
+    stages = plan["stages"]
     if rate is not None:
-        seconds = {count: rate.step_seconds(sum_of_flops(plan), count) for count in processes}
-        plan["pace"] = pace.pace_json(rate.origin, plan["length"]["steps"], seconds)
+        for stage in stages:
+            stage["seconds"] = {count: rate.step_seconds(stage["flops"], count) for count in processes}
     elif arguments.measure:
         from longstride.launcher.planning import measuring
 
-        seconds = measuring.step_seconds(config, processes)
-        plan["pace"] = pace.pace_json("by blocks timed on this machine", plan["length"]["steps"], seconds)
+        for stage, part in zip(stages, config.stages(), strict=True):
+            stage["seconds"] = measuring.step_seconds(part.config, processes)
+    if "seconds" in stages[0]:
+        origin = rate.origin if rate is not None else "by blocks timed on this machine"
+        plan["pace"] = pace.pace_json(origin, plan["length"]["steps"], mean_seconds(stages))
     print(json.dumps(plan) if arguments.json else describe(plan))
     return 0
 
@@ -110,6 +114,7 @@ def make_plan(
         rule = f"would take hours to plan; at most {rehearsal.MOST_POSITIONS} positions are allowed"
         raise ConfigError.at("model.context", model.context, rule)
     length = run_length(config, contexts)
+    stages = stage_plans(config, length.steps, device)
     parts, numel = costs.parameter_parts(model), costs.engine_parameters(model)
     work, dense = costs.work(model, train.micro_batch), costs.dense_pairs(model)
     pairs = [layer.pairs for layer in work.layers]
@@ -117,9 +122,10 @@ def make_plan(
     with_dense = model.model_copy(update={"attention": {"type": "dense"}})
     as_dense = costs.step_flops(costs.work(with_dense, train.micro_batch), config)
     activations = {
-        name: rehearsal.activations(config, is_recomputed, device)
-        for name, is_recomputed in (("kept", False), ("recomputed", True))
+        name: max((stage["activations"][name] for stage in stages), key=lambda needed: needed.peak)
+        for name in ("kept", "recomputed")
     }
+    batches = sum((stage["steps"] or 0) * stage["batches"] for stage in stages)
     memory = []
     for count in processes:
         for stage in costs.STAGES:
@@ -159,10 +165,51 @@ def make_plan(
             "unit": "byte" if model.vocabulary == BYTE_VALUES else "token",
             "at_most": not length.is_full,  # padding and separators are not bytes of the data
             "tokens_per_step": train.global_batch * model.context,
-            "tokens": length.steps and length.steps * train.global_batch * model.context,
-            "flops": length.steps and length.steps * sum(step.values()),
+            "tokens": length.steps and batches * train.global_batch * model.context,
+            "flops": length.steps and sum(stage["steps"] * stage["flops"] for stage in stages),
         },
+        "stages": [
+            {**stage, "activations": {name: asdict(needed) for name, needed in stage["activations"].items()}}
+            for stage in stages
+        ],
         "pace": None,  # the duration, if a rate is requested: see ``pace.pace_json``
+    }
+
+
+def stage_plans(config: RunConfig, steps: int | None, device: str) -> list[dict[str, Any]]:
+    """Return the length, operations and activations of each stage; ``steps`` of the run, if known."""
+    from longstride.launcher.planning import costs, rehearsal
+
+    stages, plans = config.stages(), []
+    ends = [*(stage.first for stage in stages[1:]), steps]
+    for stage, end in zip(stages, ends, strict=True):
+        part = stage.config
+        work = costs.work(part.model, part.train.micro_batch)
+        plans.append(
+            {
+                "context": stage.context,
+                "steps": end and end - stage.first,
+                "global_batch": part.train.global_batch,
+                "batches": stage.batches,
+                "density": work.blocks.pairs / (costs.dense_pairs(part.model) * part.model.layers),
+                "flops": sum(costs.step_flops(work, part).values()),
+                "activations": {
+                    name: rehearsal.activations(part, is_recomputed, device)
+                    for name, is_recomputed in (("kept", False), ("recomputed", True))
+                },
+            }
+        )
+    return plans
+
+
+def mean_seconds(stages: list[dict[str, Any]]) -> dict[int, float]:
+    """Return the mean seconds of a step by the number of processes; of the last stage if its length is unknown."""
+    lengths = [stage["steps"] for stage in stages]
+    if lengths[-1] is None:
+        return stages[-1]["seconds"]
+    return {
+        count: sum(n * stage["seconds"][count] for n, stage in zip(lengths, stages, strict=True)) / sum(lengths)
+        for count in stages[0]["seconds"]
     }
 
 
@@ -191,11 +238,14 @@ def run_length(config: RunConfig, contexts: int | None) -> Length:
     if contexts is None:
         return Length(train.steps, train.epochs, None, origin, is_full)
     if train.steps is not None:
-        return Length(train.steps, train.steps * train.global_batch / contexts, contexts, origin, is_full)
+        stages = config.stages()
+        ends = [*(stage.first for stage in stages[1:]), train.steps]
+        batches = sum(stage.batches * (end - stage.first) for stage, end in zip(stages, ends, strict=True))
+        return Length(train.steps, batches * train.global_batch / contexts, contexts, origin, is_full)
     assert train.epochs is not None
     from longstride.launcher.data import steps_of
 
-    return Length(steps_of(train, contexts), train.epochs, contexts, origin, is_full)
+    return Length(steps_of(config, contexts), train.epochs, contexts, origin, is_full)
 
 
 def _contexts_of(config: RunConfig, is_full: bool) -> tuple[int | None, str, bool]:
@@ -225,7 +275,7 @@ def _contexts_of(config: RunConfig, is_full: bool) -> tuple[int | None, str, boo
 def describe(plan: dict[str, Any]) -> str:
     """Format the plan for people."""
     hours = pace.describe(plan["pace"]) if plan["pace"] else []
-    parts = (_parameters(plan), _memory(plan), _exchanges(plan), _work(plan), _length(plan), hours)
+    parts = (_parameters(plan), _memory(plan), _exchanges(plan), _work(plan), _length(plan), _stages(plan), hours)
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -330,6 +380,24 @@ def _work(plan: dict[str, Any]) -> list[str]:
     lines.append(f"  attention to {most}{share:.2%} of the pairs of dense causal attention; by layer:")
     for (density, bound), names in _group_layers([*zip(attention["density"], attention["bounds"], strict=True)]):
         lines.append(f"    {density:7.2%}  {names}{f': {bound}' if bound else ''}")
+    return lines
+
+
+def _stages(plan: dict[str, Any]) -> list[str]:
+    if len(plan["stages"]) == 1:
+        return []
+    name = "recomputed" if plan["activation_checkpointing"] else "kept"
+    lines = ["stages  the figures of a step above are of the last, and the memory is of the largest"]
+    for stage in plan["stages"]:
+        facts = [
+            "the rest" if stage["steps"] is None else f"{stage['steps']:,} steps",
+            f"{stage['global_batch']:,} contexts of {stage['context']:,}",
+            f"{stage['density']:.2%} of the pairs",
+            f"{counting.flops(stage['flops'], ',.2f')} a step",
+            f"activations at most {stage['activations'][name]['peak'] / _GIB:.2f} GiB",
+            *(f"{counting.step_duration(seconds)} a step" for seconds in [*stage.get("seconds", {}).values()][:1]),
+        ]
+        lines.append(f"  {', '.join(facts)}")
     return lines
 
 

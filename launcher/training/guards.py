@@ -82,6 +82,10 @@ class Guards:
         """Return the state of the guards for a checkpoint, as JSON values."""
         return self._memory.model_dump(mode="json")
 
+    def begin_stage(self) -> None:
+        """Forget the losses of contexts of another length."""
+        self._memory = self._memory.model_copy(update={"losses": []})
+
     def judge_loss(self, loss: float) -> Verdict | None:
         """Check a step by its loss, in nats per byte over all ranks; return None if it passes."""
         spike = self._settings.spike
@@ -263,6 +267,8 @@ class Plateau:
         """Add the evaluation of a step, in the order of steps. A repeated step changes nothing."""
         settings, memory = self._settings, self._memory
         if settings is None or score.step <= memory.step:
+            return
+        if score.context not in (None, self._run.config.model.context):  # only the last stage ends a run
             return
         if score.improves_on(memory.best, settings.by):
             self._memory = PlateauMemory(step=score.step, best=score)

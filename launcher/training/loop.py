@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.launcher.checkpoints import Checkpoint, NotSavedError, Saver, Score, error_line, write_text
+from longstride.launcher.config import Stage, stage_after
 from longstride.launcher.data import GlobalBatch, RunSetup, discard_start
 from longstride.launcher.engine import EngineStep, StepPart, compile_kernels, weights_are_finite
 from longstride.launcher.evaluation import evaluate_split
@@ -24,7 +25,7 @@ from longstride.launcher.output import AgreedError, counting, exit_codes, file_n
 from longstride.launcher.ranks import Ranks, Watchdog
 from longstride.launcher.stops import StopRequestedError
 from longstride.launcher.training.guards import Guards, GuardStopError, Plateau, as_number
-from longstride.launcher.training.profile import StepProfiler, Utilization, device_seconds, peak_memory_bytes
+from longstride.launcher.training.profile import StepProfiler, StepWork, Utilization, device_seconds, peak_memory_bytes
 from longstride.launcher.training.recorder import Recorder
 from longstride.launcher.training.resume import GuardResponse
 from longstride.launcher.training.samples import Sampler
@@ -33,18 +34,19 @@ from longstride.sparse_model import Division, SparseTransformer
 
 def compile_step(run: RunSetup) -> None:
     """Compile the kernels of a training step as this rank will call them. Needs no process group."""
-    config, ranks = run.config, run.ranks
-    train = config.train
-    compile_kernels(
-        config.model,
-        train.micro_batch,
-        config.precision,
-        ranks.device,
-        train=train,
-        apart=config.data.apart,
-        padded=not run.data.packed,
-        division=Division(ranks.sequence_rank, ranks.sequence_parallel, None, train.sequence_exchange),
-    )
+    ranks, exchange = run.ranks, run.config.train.sequence_exchange
+    for stage in run.config.stages():
+        config = stage.config
+        compile_kernels(
+            config.model,
+            config.train.micro_batch,
+            config.precision,
+            ranks.device,
+            train=config.train,
+            apart=config.data.apart,
+            padded=not run.data.packed,
+            division=Division(ranks.sequence_rank, ranks.sequence_parallel, None, exchange),
+        )
 
 
 class Trainer:
@@ -67,6 +69,8 @@ class Trainer:
         # Bytes of content, or pixels, that all steps have read; None if an earlier start did not count them.
         self._content_seen = manifest.content_seen if manifest else 0
         self._recorder = Recorder(run.folder, engine, run.ranks.is_first, run.config.train.last_step)
+        self._stages = run.config.stages()
+        self._stage: Stage | None = None
         self._utilization = Utilization(run.config, run.ranks, engine.device)
         self._sampler = Sampler(run, engine, self._recorder)
         self._saver = Saver(engine, run.config, run.ranks, self._recorder.say, self._recorder.flush)
@@ -107,6 +111,7 @@ class Trainer:
         engine.train()
         try:
             if evaluation_is_missing:
+                self._enter(stage_after(self._stages, first - 1))
                 self._evaluate()
             while engine.global_steps < run.config.train.last_step and not self._plateau.reason:
                 profiler.before_step()
@@ -140,17 +145,20 @@ class Trainer:
         Data is not rewound: training continues with the next batch.
         """
         settings, engine = self._run.config.train, self._engine
+        self._enter(stage := stage_after(self._stages, engine.global_steps))
         start = time.perf_counter()
         self._watchdog.at(f"step {engine.global_steps + 1}")
         with StepPart.STEP.marked(engine.device):
             with StepPart.DATA.marked(engine.device):
                 batch = next(self._batches)
             ranks, unit, split = self._run.ranks, self._run.data.unit, self._run.config.data.train_split
-            line = train_step(engine, batch, settings.micro_batch, ranks, self._guards, None, unit, split)
+            line = train_step(engine, batch, stage, ranks, self._guards, None, unit, split)
             line["seconds"] = device_seconds(engine.device) - start
             line["tokens_per_second"] = batch.num_tokens / line["seconds"]
             line |= self._utilization.fields(line["seconds"])
             line["peak_memory_bytes"] = peak_memory_bytes(engine.device)
+            if len(self._stages) > 1:
+                line["context"] = stage.context
             self._report(line, batch)
         rewound_to = None
         if verdict := self._guards.verdict:
@@ -177,10 +185,22 @@ class Trainer:
             self._watchdog.at(f"samples after step {step}")
             self._sampler.sample(step)
 
+    def _enter(self, stage: Stage) -> None:
+        """Go over to a stage, if another one is in use."""
+        if stage is self._stage:
+            return
+        self._stage, engine = stage, self._engine
+        enter_stage(stage, engine, self._guards)
+        self._utilization.work = StepWork.of(stage.config, engine.device)
+        if len(self._stages) > 1:
+            number, batch = self._stages.index(stage) + 1, stage.config.train.global_batch
+            contexts = f"{batch:,} contexts of {stage.context:,} a step"
+            self._recorder.say(f"step {engine.global_steps}: stage {number} of {len(self._stages)}, {contexts}")
+
     def _open_batches(self, state: StreamState | None) -> None:
         stream = self._stream = self._run.data.stream(state)
         self._state = stream.state
-        self._batches = self._run.data.batches(stream, self._engine.device, self._run.stop)
+        self._batches = self._run.data.batches(stream, self._engine.global_steps, self._engine.device, self._run.stop)
 
     def _report(self, line: dict[str, Any], batch: GlobalBatch[Batch]) -> None:
         """Record a step, show the progress, and report replaced contexts and a new epoch."""
@@ -198,7 +218,10 @@ class Trainer:
     def _evaluate(self) -> None:
         """Evaluate after the engine's step, record the result, and save the step if it is one of the best."""
         self._watchdog.at(f"evaluation after step {self._engine.global_steps}")
-        line = evaluate_split(self._engine, self._run)
+        assert self._stage is not None
+        line = evaluate_split(self._engine, self._run, self._stage.pieces)
+        if len(self._stages) > 1:
+            line["context"] = self._stage.context
         score = Score.of_line(line)
         self._plateau.add(score)
         self._recorder.write(line)
@@ -247,7 +270,7 @@ class Trainer:
 def train_step(
     engine: DeepSpeedEngine,
     batch: GlobalBatch[Batch],
-    micro_batch: int,
+    stage: Stage,
     ranks: Ranks,
     guards: Guards,
     context_nats: list[float] | None = None,
@@ -262,7 +285,7 @@ def train_step(
     Args:
         engine: the engine of this rank.
         batch: the batch of all ranks, with this rank's part.
-        micro_batch: contexts per forward pass.
+        stage: of the run, which ``enter_stage`` has prepared.
         ranks: all ranks; all must call.
         guards: judge the step.
         context_nats: if not None, gets the loss of each context of this rank.
@@ -272,15 +295,16 @@ def train_step(
     step, part = EngineStep(engine), batch.part
     # DeepSpeed takes the mean over micro-batches and ranks, which may have different numbers of bytes. This factor
     # turns it into the mean over all bytes.
-    factor = len(part.tokens) // micro_batch * ranks.world_size / batch.num_tokens
+    factor = len(part.tokens) // stage.rows * ranks.world_size / batch.num_tokens
     nats = torch.zeros((), dtype=torch.float64, device=engine.device)
     observed: list[Tensor] = []  # statistics of each observing part, summed over micro-batches
-    for first in range(0, len(part.tokens), micro_batch):
+    for first in range(0, len(part.tokens), stage.rows):
         with StepPart.FORWARD.marked(engine.device):
-            total, loss, statistics = score(engine, part, slice(first, first + micro_batch), context_nats)
+            rows = slice(first, first + stage.rows)
+            total, loss, statistics = score(engine, part, rows, stage.pieces, context_nats)
         nats += total.detach().double()
         observed = [a + b for a, b in zip(observed, statistics, strict=True)] if observed else list(statistics)
-        if first + micro_batch < len(part.tokens):
+        if first + stage.rows < len(part.tokens):
             step.accumulate(loss * factor)
     # Judge before the last backward pass, as the step can still be dropped there.
     rank_nats = ranks.gather_float64(nats, engine.device).tolist()
@@ -320,16 +344,22 @@ class LossOutput(NamedTuple):
     statistics: tuple[Tensor, ...]  # of the observing parts
 
 
-def score(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list[float] | None = None) -> LossOutput:
-    """Compute the loss of some contexts of a batch. ``context_nats`` gets the loss of each context."""
-    tokens, device = batch.tokens[rows], engine.device
-    extra_inputs = {} if batch.begins is None else {"begins": batch.begins[rows].to(device)}
-    real = torch.arange(tokens.shape[1]) < batch.lengths[rows, None]
+def score(
+    engine: DeepSpeedEngine, batch: Batch, rows: slice, pieces: int = 1, context_nats: list[float] | None = None
+) -> LossOutput:
+    """Compute the loss of some contexts of a batch, each cut into ``pieces``. ``context_nats`` gets that of each."""
+
+    def cut(values: Tensor) -> Tensor:  # (contexts, positions) to (B, N)
+        return values.reshape(pieces * len(values), -1)
+
+    tokens, device = cut(batch.tokens[rows]), engine.device
+    extra_inputs = {} if batch.begins is None else {"begins": cut(batch.begins[rows]).to(device)}
+    real = cut(torch.arange(batch.tokens.shape[1]) < batch.lengths[rows, None])
     if not bool(real.all()):
         extra_inputs["real"] = real.to(device)
     nats, auxiliary, statistics = engine(tokens.to(device), return_nats=True, return_extras=True, **extra_inputs)
     if context_nats is not None:  # nats (B, N)
-        context_nats += nats.detach().double().sum(1).tolist()
+        context_nats += nats.detach().double().view(len(nats) // pieces, -1).sum(1).tolist()
     total = nats.sum()
     section = engine.module.division.section(tokens.shape[1])  # the positions that this rank computes
     loss = total if auxiliary is None else total + auxiliary * int(real[:, section].sum())
@@ -343,6 +373,13 @@ def observe(model: SparseTransformer, observed: Sequence[Tensor], ranks: Ranks) 
     totals = gathered.sum(0).split([tensor.numel() for tensor in observed])
     for part, tensor, total in zip(model.observers, observed, totals, strict=True):
         part.observe(total.view(tensor.shape))
+
+
+def enter_stage(stage: Stage, engine: DeepSpeedEngine, guards: Guards) -> None:
+    """Prepare the model and the guards for the steps of a stage."""
+    engine.module.use_attention(stage.attention)
+    if engine.global_steps == stage.first:
+        guards.begin_stage()
 
 
 def lacks_evaluation(step: int, run: RunSetup) -> bool:

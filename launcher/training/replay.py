@@ -21,7 +21,7 @@ from deepspeed import DeepSpeedEngine
 from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, first_undamaged, list_checkpoints
-from longstride.launcher.config import load_json_object
+from longstride.launcher.config import load_json_object, stage_after
 from longstride.launcher.data import GlobalBatch, RunSetup
 from longstride.launcher.engine import build_engine
 from longstride.launcher.identity import check_matches
@@ -157,7 +157,7 @@ def way_batches(run: RunSetup, checkpoint: Checkpoint | None, record: Record | N
     """
 
     def take(state: StreamState | None) -> Batches:
-        return run.data.batches(state, device, run.stop)
+        return run.data.batches(state, number, device, run.stop)
 
     number = checkpoint.manifest.step if checkpoint else 0
     state = checkpoint.stream if checkpoint else None
@@ -196,14 +196,15 @@ def _repeat(run: RunSetup, engine: DeepSpeedEngine, step: int, batches: Batches,
 
     Contexts are sorted by loss per byte, highest first; a loss that is not finite counts as the highest.
     """
-    first = engine.global_steps
+    first, stages, before = engine.global_steps, run.config.stages(), None
     engine.train()
     for number in range(first + 1, step + 1):
         batch = next(batches)
         context_nats: list[float] = []
-        line = loop.train_step(
-            engine, batch, run.config.train.micro_batch, run.ranks, guards, context_nats, run.data.unit
-        )
+        if (stage := stage_after(stages, number - 1)) is not before:
+            loop.enter_stage(stage, engine, guards)
+            before = stage
+        line = loop.train_step(engine, batch, stage, run.ranks, guards, context_nats, run.data.unit)
         if number == step or (guards.verdict and guards.verdict.outcome != "skip"):
             break
     bits = [name for name in line if name.startswith("bits_per_")]

@@ -169,4 +169,5 @@ def undivided_network(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) 
     with torch.device("meta"):
         network = SparseTransformer(config.model, initialize=False)
     network.load_state_dict(state, assign=True)
+    network.use_attention(engine.module.attention_from)
     return network.requires_grad_(False).eval()

@@ -37,13 +37,13 @@ def dump_buffers(folder: Path) -> None:
     train_step = loop.train_step
     buffers: list[dict[str, Any]] = []
 
-    def step_and_dump(engine: Any, taken: Any, micro_batch: int, ranks: Any, *args: Any) -> Any:
+    def step_and_dump(engine: Any, taken: Any, stage: Any, ranks: Any, *args: Any) -> Any:
         def keep() -> None:
             buffers.append({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
 
         if not buffers:
             keep()
-        line = train_step(engine, taken, micro_batch, ranks, *args)
+        line = train_step(engine, taken, stage, ranks, *args)
         keep()
         torch.save(buffers, folder / f"rank-{ranks.rank}.pt")
         return line
@@ -75,8 +75,8 @@ def dump_master_weights(path: str) -> None:
     train_step = loop.train_step
     steps: list[dict[str, Any]] = []
 
-    def step_and_dump(engine: Any, taken: Any, micro_batch: int, ranks: Any, *args: Any) -> Any:
-        line = train_step(engine, taken, micro_batch, ranks, *args)
+    def step_and_dump(engine: Any, taken: Any, stage: Any, ranks: Any, *args: Any) -> Any:
+        line = train_step(engine, taken, stage, ranks, *args)
         masters = {}
         if hasattr(engine.optimizer, "fp32_groups"):  # ZeRO 0 in half precision
             pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
@@ -322,8 +322,8 @@ def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
     loop.score = score_and_spoil
     train_step = loop.train_step
 
-    def step_and_tell(engine: Any, taken: Any, micro_batch: int, ranks: Any, guards: Any, *args: Any) -> Any:
-        line = train_step(engine, taken, micro_batch, ranks, guards, *args)
+    def step_and_tell(engine: Any, taken: Any, stage: Any, ranks: Any, guards: Any, *args: Any) -> Any:
+        line = train_step(engine, taken, stage, ranks, guards, *args)
         print("verdict", line["step"], guards.verdict, flush=True)
         return line
 

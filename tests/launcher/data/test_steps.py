@@ -10,7 +10,7 @@ import pytest
 from longstride.data_pipelines.shards.reading import DataFolder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
-from longstride.launcher.config import TrainConfig, find_config, load_config
+from longstride.launcher.config import find_config, load_config
 from longstride.launcher.config.json_file import load_json_object
 from longstride.launcher.data.run import RunSetup, resolve_steps, steps_of
 from longstride.launcher.data.run_data import TrainingData
@@ -35,8 +35,8 @@ def train_bytes(data: Path) -> int:
     ],
 )
 def test_steps_are_whole_and_at_least_one(epochs: float, contexts: int, global_batch: int, steps: int) -> None:
-    train = TrainConfig(output="run", epochs=epochs, global_batch=global_batch, micro_batch=1, learning_rate=1.0)
-    assert steps_of(train, contexts) == steps
+    config = load_config("paper_small", [f"train.epochs={epochs}", f"train.global_batch={global_batch}"])
+    assert steps_of(config, contexts) == steps
 
 
 def test_epochs_are_resolved_by_the_data_on_every_rank_alike(

@@ -55,7 +55,7 @@ def run(config: RunConfig) -> RunSetup:
 
 
 def batches(run: RunSetup, count: int) -> list[GlobalBatch]:
-    return list(itertools.islice(run.data.batches(None, CPU), count))
+    return list(itertools.islice(run.data.batches(None, 0, CPU), count))
 
 
 def way(run: RunSetup, count: int) -> list[int]:
