@@ -110,7 +110,7 @@ def _read_lines(metrics: Metrics) -> int:
     """Fill in the curves and events; return the number of lines."""
     steps, columns = array("q"), {name: array("d") for name in ("bits", *MEASURES)}
     evaluations: dict[str, dict[int, float]] = {}
-    num_lines, num_refused, skipped = 0, 0, 0.0
+    num_lines, num_refused, skipped, longest = 0, 0, 0.0, 0.0
     replaced: list[Event] = []
     for line in metrics_file.read_lines(metrics.folder):
         if not line:
@@ -129,6 +129,10 @@ def _read_lines(metrics: Metrics) -> int:
         line["content"] = metrics_file.content_of(line)
         for name in MEASURES:
             columns[name].append(_number(line.get(name)))
+        if (context := _number(line.get("context"))) > longest:
+            if longest:
+                metrics.events.append(Event(step, "stage", f"contexts of {context:,.0f} from this step on"))
+            longest = context
         count = _number(line.get("skipped_steps"))
         if count > skipped and "guard" not in line:
             text = "gradients overflowed; the step was dropped and the loss scale halved"

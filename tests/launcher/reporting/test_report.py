@@ -177,6 +177,14 @@ def test_verbs_fill_their_parts_or_say_why_not(tmp_path: Path, trained: Callable
     assert f"longstride evaluate {run} --positions positions.png" in page.text
 
 
+def test_a_stage_of_longer_contexts_is_an_event(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    write_metrics(run, [line | {"context": 16 if line["step"] < 5 else 64} for line in lines])
+    page = Page(report(tmp_path / "report.html", run, "--quick"))
+    assert page.tables[0][1:] == [["5", "stage", "contexts of 64 from this step on"]]
+
+
 def test_incident_is_told_once_with_what_followed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", guard="rewind: the loss is nan")
     (run / "guards").mkdir()
