@@ -50,7 +50,9 @@ class Learner:
         names = [name for name, _ in model.named_parameters()]
         train = case.train_config()
         self._optimizer = make_optimizer(
-            dict(zip(names, self._masters, strict=True)), parameter_groups(model, train.optimizer), train
+            dict(zip(names, self._masters, strict=True)),
+            parameter_groups(model, split=train.optimizer is not None),
+            train,
         )
         self._schedule = make_schedule(self._optimizer, train)
         self._nats: list[Tensor] = []  # of each step, where it was computed: reading one would wait for the device

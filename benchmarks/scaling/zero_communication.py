@@ -84,7 +84,7 @@ def parameters_of(model: ModelConfig) -> Parameters:
     with FakeTensorMode():
         network = SparseTransformer(model)
     named = dict(network.named_parameters())
-    groups = tuple(tuple(group.names) for group in parameter_groups(network, None) if group.names)
+    groups = tuple(tuple(group.names) for group in parameter_groups(network, split=False) if group.names)
     return Parameters({name: parameter.numel() for name, parameter in named.items()}, groups)
 
 

@@ -203,7 +203,9 @@ class _Save:
             "zero_stage": config.zero_stage,
             "precision": config.precision,
             "stream": stream.to_json(),
-            "parameter_groups": [group.names for group in parameter_groups(engine.module, config.train.optimizer)],
+            "parameter_groups": [
+                group.names for group in parameter_groups(engine.module, split=config.train.optimizer is not None)
+            ],
             "versions": package_versions(config.model),
             **memory,
         }

@@ -51,6 +51,11 @@ class Stage(NamedTuple):
     batches: int = 1  # global batches of the data in a step
     attention: ModelConfig | None = None  # whose mixers the stage uses; None: those of ``model.attention``
 
+    @staticmethod
+    def after(step: int, stages: Sequence[Stage]) -> Stage:
+        """Return the stage of the step that follows ``step`` steps."""
+        return next(stage for stage in reversed(stages) if stage.first <= step)
+
     @property
     def context(self) -> int:
         """Positions of a context."""
@@ -292,11 +297,6 @@ class RunConfig(StrictModel):
     def to_json(self) -> dict[str, Any]:
         """Return the resolved configuration as JSON values, which ``RunConfig.model_validate`` accepts."""
         return self.model_dump(mode="json")
-
-
-def stage_after(stages: Sequence[Stage], step: int) -> Stage:
-    """Return the stage of the step that follows ``step`` steps."""
-    return next(stage for stage in reversed(stages) if stage.first <= step)
 
 
 def schema_entries(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -42,7 +42,7 @@ from longstride.data_pipelines.palette import CHANNELS, Palette
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, check_split
 from longstride.kernels import ConfigError
-from longstride.launcher.config import DATA_PATHS, RunConfig, stage_after
+from longstride.launcher.config import DATA_PATHS, RunConfig, Stage
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
@@ -319,7 +319,7 @@ class TrainingData:
         stages = self._config.stages()
         with closing(global_batches(open_batches, rows, self._ranks, device, stop)) as batches:
             for number in itertools.count(step):
-                count = stage_after(stages, number).batches
+                count = Stage.after(number, stages).batches
                 taken = list(itertools.islice(batches, count))
                 if len(taken) < count:
                     return

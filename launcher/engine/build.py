@@ -71,7 +71,10 @@ def build_engine(
     tables = None
     if model.embedding.ngrams is not None:
         tables = Tables(model.embedding.ngrams, config.train, ranks, sharded=config.zero_stage == 3)
-    parameters, groups = dict(model.named_parameters()), parameter_groups(model, config.train.optimizer)
+    parameters, groups = (
+        dict(model.named_parameters()),
+        parameter_groups(model, split=config.train.optimizer is not None),
+    )
     optimizer = make_optimizer(parameters, groups, config.train, half=config.precision != "fp32")
     if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:  # else DeepSpeed demands a key that allows it, and warns
         ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))

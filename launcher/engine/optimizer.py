@@ -17,7 +17,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from longstride.launcher.config import AdafactorConfig, MuonConfig, OptimizerConfig, TrainConfig
+from longstride.launcher.config import AdafactorConfig, MuonConfig, TrainConfig
 from longstride.launcher.engine import states
 from longstride.launcher.engine.muon import Muon
 from longstride.launcher.models import AVERAGE
@@ -36,17 +36,17 @@ class Group(NamedTuple):
     part: str | None  # of the network; None: grouped by weight decay alone
 
 
-def parameter_groups(model: SparseTransformer, optimizer: OptimizerConfig | None) -> list[Group]:
+def parameter_groups(model: SparseTransformer, *, split: bool) -> list[Group]:
     """Return the optimiser's groups in order.
 
-    With `train.optimizer` there is a group for each part of the network. Otherwise there are two, the parameters with
-    weight decay (two or more dimensions) and those without (section 6).
+    With ``split`` there is one for each part of the network: `train.optimizer` has a rate for each. Otherwise there
+    are two, the parameters with weight decay (two or more dimensions) and those without (section 6).
     """
     roles = model.parameter_roles()
     unknown = {role.part for role in roles.values()} - {*PARTS, "tables"}
     assert not unknown, f"{unknown} would stay untrained"
     by_part = {part: [name for name, role in roles.items() if role.part == part] for part in PARTS}
-    if optimizer is not None:
+    if split:
         return [Group(names, part != VECTORS, part) for part, names in by_part.items() if names]
     decayed = [name for name, role in roles.items() if role.part in PARTS and role.part != VECTORS]
     return [Group(decayed, True, None), Group(by_part[VECTORS], False, None)]

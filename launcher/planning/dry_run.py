@@ -16,7 +16,7 @@ import torch
 
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, first_undamaged
-from longstride.launcher.config import RunConfig, stage_after
+from longstride.launcher.config import RunConfig, Stage
 from longstride.launcher.data import RunSetup, TrainingData, WeightSource, check_output, resolve_steps
 from longstride.launcher.engine import build_engine, check_engine, prepare_accelerator
 from longstride.launcher.output import exit_codes, metrics_file, print_if_slow, say
@@ -30,7 +30,6 @@ from longstride.launcher.training import (
     check_samples,
     choose_start,
     compile_step,
-    enter_stage,
     open_initial,
     train_step,
 )
@@ -96,7 +95,7 @@ def _take_step(run: RunSetup, checkpoint: Checkpoint | None, initial: InitialWei
     """Build the engine, read the first batch after a checkpoint, and take a step with one micro-batch of it."""
     step, state = (checkpoint.manifest.step, checkpoint.stream) if checkpoint else (0, None)
     config, ranks = run.config, run.ranks
-    stage = stage_after(config.stages(), step)
+    stage = Stage.after(step, config.stages())
     size = stage.rows
     train = config.train.model_copy(update={"global_batch": config.train.micro_batch * ranks.data_world_size})
     with process_group(ranks, config.train.timeout_seconds) as watchdog:
@@ -121,7 +120,7 @@ def _take_step(run: RunSetup, checkpoint: Checkpoint | None, initial: InitialWei
         guards, begin = Guards(config.train.guards), time.perf_counter()
         engine.train()
         with print_if_slow("taking a step"):
-            enter_stage(stage, engine, guards)
+            engine.module.use_attention(stage.attention)
             metrics = train_step(engine, batch, stage, ranks, guards, unit=run.data.unit)
         seconds = time.perf_counter() - begin
         engine.destroy()

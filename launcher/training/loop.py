@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.launcher.checkpoints import Checkpoint, NotSavedError, Saver, Score, error_line, write_text
-from longstride.launcher.config import Stage, stage_after
+from longstride.launcher.config import Stage
 from longstride.launcher.data import GlobalBatch, RunSetup, discard_start
 from longstride.launcher.engine import EngineStep, StepPart, compile_kernels, weights_are_finite
 from longstride.launcher.evaluation import evaluate_split
@@ -111,7 +111,7 @@ class Trainer:
         engine.train()
         try:
             if evaluation_is_missing:
-                self._enter(stage_after(self._stages, first - 1))
+                self._enter(Stage.after(first - 1, self._stages))
                 self._evaluate()
             while engine.global_steps < run.config.train.last_step and not self._plateau.reason:
                 profiler.before_step()
@@ -145,7 +145,7 @@ class Trainer:
         Data is not rewound: training continues with the next batch.
         """
         settings, engine = self._run.config.train, self._engine
-        self._enter(stage := stage_after(self._stages, engine.global_steps))
+        self._enter(stage := Stage.after(engine.global_steps, self._stages))
         start = time.perf_counter()
         self._watchdog.at(f"step {engine.global_steps + 1}")
         with StepPart.STEP.marked(engine.device):
@@ -186,7 +186,7 @@ class Trainer:
             self._sampler.sample(step)
 
     def _enter(self, stage: Stage) -> None:
-        """Go over to a stage, if another one is in use."""
+        """Begin a stage, unless it is in use."""
         if stage is self._stage:
             return
         self._stage, engine = stage, self._engine

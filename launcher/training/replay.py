@@ -21,7 +21,7 @@ from deepspeed import DeepSpeedEngine
 from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, first_undamaged, list_checkpoints
-from longstride.launcher.config import load_json_object, stage_after
+from longstride.launcher.config import Stage, load_json_object
 from longstride.launcher.data import GlobalBatch, RunSetup
 from longstride.launcher.engine import build_engine
 from longstride.launcher.identity import check_matches
@@ -201,7 +201,7 @@ def _repeat(run: RunSetup, engine: DeepSpeedEngine, step: int, batches: Batches,
     for number in range(first + 1, step + 1):
         batch = next(batches)
         context_nats: list[float] = []
-        if (stage := stage_after(stages, number - 1)) is not before:
+        if (stage := Stage.after(number - 1, stages)) is not before:
             loop.enter_stage(stage, engine, guards)
             before = stage
         line = loop.train_step(engine, batch, stage, run.ranks, guards, context_nats, run.data.unit)

@@ -35,7 +35,9 @@ def train_bytes(data: Path) -> int:
     ],
 )
 def test_steps_are_whole_and_at_least_one(epochs: float, contexts: int, global_batch: int, steps: int) -> None:
-    config = load_config("paper_small", [f"train.epochs={epochs}", f"train.global_batch={global_batch}"])
+    config = load_config(
+        "paper_small", [f"train.epochs={epochs}", f"train.global_batch={global_batch}", "train.warmup_steps=0"]
+    )
     assert steps_of(config, contexts) == steps
 
 

@@ -127,7 +127,7 @@ def test_monitors_are_named_after_the_run_where_nothing_else_is_asked_for() -> N
 @pytest.mark.parametrize("kind", [{"type": "text", "row_width": 8}, {"type": "image", "height": 4, "width": 4}])
 def test_weight_decay_is_on_tensors_of_two_dimensions_alone(kind: dict[str, Any]) -> None:
     model = SparseTransformer(small(context=48, embedding=kind))
-    decayed, others = (group.names for group in parameter_groups(model, None))
+    decayed, others = (group.names for group in parameter_groups(model, split=False))
     shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
     assert sorted(decayed + others) == sorted(shapes)
     assert all(shapes[name] == 2 and name.endswith("weight") and "norm" not in name for name in decayed)

@@ -157,7 +157,7 @@ def test_matrices_of_a_parameter_are_its_last_two_dimensions_or_what_is_stacked(
 def test_each_part_has_its_rate_and_one_schedule_scales_all() -> None:
     config = run_config(optimizer={"type": "muon", "rates": RATES}, warmup_steps=2, weight_decay=0.1)
     model = SparseTransformer(config.model)
-    groups = parameter_groups(model, config.train.optimizer)
+    groups = parameter_groups(model, split=config.train.optimizer is not None)
     assert [group.part for group in groups] == list(PARTS)
     assert sorted(name for group in groups for name in group.names) == sorted(dict(model.named_parameters()))
     matrices, embeddings, output, vectors = (group.names for group in groups)
@@ -175,7 +175,7 @@ def test_muon_has_no_moments_of_adam_and_what_is_planned(monkeypatch: pytest.Mon
     config = run_config(optimizer={"type": "muon"})
     model = SparseTransformer(config.model)
     parameters = dict(model.named_parameters())
-    groups = parameter_groups(model, config.train.optimizer)
+    groups = parameter_groups(model, split=config.train.optimizer is not None)
     optimizer = make_optimizer(parameters, groups, config.train)
     assert isinstance(optimizer, Muon)
     names = {parameter: name for name, parameter in parameters.items()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longstride.kernels import ConfigError
-from longstride.launcher.config import RunConfig, load_config, stage_after
+from longstride.launcher.config import RunConfig, Stage, load_config
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import configuration, metrics, spawn
 
@@ -82,7 +82,7 @@ def test_a_step_of_a_stage_computes_the_pieces_as_contexts_of_their_own(data: Pa
 
     torch.manual_seed(config.train.seed)
     model = SparseTransformer(config.model)
-    short = SparseTransformer(stage_after(config.stages(), 0).config.model)
+    short = SparseTransformer(Stage.after(0, config.stages()).config.model)
     short.load_state_dict(model.state_dict())
     batch = next(TrainingData(config, Ranks()).batches(None, 0, torch.device("cpu")))
     with torch.no_grad():
