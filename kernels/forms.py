@@ -31,10 +31,11 @@ class Intervals(NamedTuple):
 class Fold:
     """An order in closed form: a table read in another direction. Row r stands for position
 
-        (r // period) * step + (r % period + shift) * stride        0 <= r < length
+        (r // period) * step + (r % period) * stride + shift        0 <= r < length
 
-    with ``stride == 1`` (a few positions of every block) or ``step == 1`` and ``shift == 0`` (column after column).
-    Its inverse is a fold too, in which only the r with ``0 <= r % period + shift < width`` stand for a row.
+    with ``stride == 1`` (a few positions of every block) or ``step == 1`` (column after column).
+    Its inverse is a fold too. It adds ``before`` to a position first. Only the sums s >= 0 with
+    ``s % period < width`` then stand for a row.
     """
 
     length: int  # M
@@ -42,20 +43,22 @@ class Fold:
     step: int
     stride: int
     shift: int = 0
+    before: int = 0
     width: int | None = None  # None: every r below the length stands for a position
 
     def __post_init__(self) -> None:
-        assert self.stride == 1 or (self.step == 1 and self.shift == 0), self
+        assert (self.stride == 1 or self.step == 1) and 0 in (self.shift, self.before), self
 
     def __call__(self, row: Row) -> Row:
         """Return the positions of rows; an arbitrary number for a row that stands for none."""
-        return row // self.period * self.step + (row % self.period + self.shift) * self.stride
+        row = row + self.before
+        return row // self.period * self.step + row % self.period * self.stride + self.shift
 
     def inverse(self) -> Fold:
         """Return the fold from positions to rows. Its ``length`` is the number of rows."""
         if self.stride == 1:
-            return Fold(self.length, self.step, self.period, 1, -self.shift, width=self.period)
-        return Fold(self.length, self.stride, 1, self.period, width=self.stride)
+            return Fold(self.length, self.step, self.period, 1, before=-self.shift, width=self.period)
+        return Fold(self.length, self.stride, 1, self.period, before=-self.shift, width=self.stride)
 
 
 class Bound(NamedTuple):

@@ -47,6 +47,10 @@ DEFAULTS = [
     *(f"{kernel}:{case}" for kernel in KERNELS for case in ("bfloat16:64:folded", "float16:128:natural")),
     "forward:bfloat16:64:merged",
     *(f"{kernel}:bfloat16:64:stairs" for kernel in KERNELS),
+    # Strided patterns aligned to the target
+    *(f"{kernel}:bfloat16:64:shifted:resume" for kernel in ("forward", "dq")),
+    "dkdv:bfloat16:64:shifted:between",
+    *(f"{case}:shifted_sources" for case in ("dkdv:bfloat16:64:natural:resume", "gather:bfloat16:64")),
     "dkdv:bfloat16:64:natural:resume",
     "dq:bfloat16:64:merged",
     "closed:bfloat16:64:folded:resume",

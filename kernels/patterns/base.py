@@ -6,14 +6,16 @@ Letters: N positions, M keys a part reads (M <= N). All positions are 0-indexed.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
+from typing_extensions import Doc
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bounds, Intervals, Order
 
 MOST_POSITIONS = 1 << 62  # largest field of a pattern: beyond every context, and within 64 bits
+Align = Annotated[Literal["row", "target"], Doc("where strides count from: the row, or the token that it predicts")]
 
 
 @runtime_checkable
@@ -126,6 +128,12 @@ def require_positive(name: str, value: object, least: int = 1) -> None:
         raise ConfigError.at(name, value, f"must be an integer of at least {least}")
     if value > MOST_POSITIONS:
         raise ConfigError.at(name, value, f"must be at most {MOST_POSITIONS}, which is beyond every context")
+
+
+def require_align(value: object) -> None:
+    """Raise ConfigError unless the value is an ``Align``."""
+    if value not in ("row", "target"):
+        raise ConfigError.at("align", value, "must be row or target")
 
 
 def divisors(number: int) -> list[int]:

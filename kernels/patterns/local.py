@@ -10,10 +10,12 @@ from typing_extensions import Doc
 
 from longstride.kernels.forms import Bound, Bounds, constant, ramp, whole
 from longstride.kernels.patterns.base import (
+    Align,
     NaturalOrder,
     PatternDefaults,
     PatternPart,
     SinglePart,
+    require_align,
     require_divides,
     require_positive,
 )
@@ -46,28 +48,35 @@ class Local(PatternDefaults):
 
     With a ``dilation`` d they are at distances 0, d, 2d, …: still ``window`` keys, but d times as far (Beltagy et al.
     2020, section 3.1, causal).
+
+    With ``align`` "target" and a dilation above 1, query q reads the positions q + 1 - k * dilation from 1 on, for k
+    from 1 to ``window``: see ``Column``. The query itself is not one of them.
     """
 
     window: Annotated[int, Doc("keys, the query included")]
     dilation: Annotated[int, Doc("distance between keys")] = 1
+    align: Align = "row"
 
-    left_out_at_default = ("dilation",)
+    left_out_at_default = ("dilation", "align")
 
     def __post_init__(self) -> None:
         require_positive("window", self.window)
         require_positive("dilation", self.dilation)
+        require_align(self.align)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         (part,) = self.parts()
         return part.mask(q, k)
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """Return the window; with a dilation, its entries in the query's column."""
-        return (Window(self.window) if self.dilation == 1 else Entries(self.dilation, count=self.window),)
+        """Return the window; with a dilation, its entries in a column."""
+        if self.dilation == 1:
+            return (Window(self.window),)
+        return (Entries(self.dilation, int(self.align == "target"), self.window, align=self.align),)
 
-    def period(self) -> int:
-        """Return 1: only distances matter."""
-        return 1
+    def period(self) -> int | None:
+        """Return 1, as only distances matter; None if position 0 differs."""
+        return 1 if self.dilation == 1 or self.align == "row" else None
 
     def check(self, context: int) -> None:
         """Raise ConfigError if the dilation does not divide the context."""

@@ -10,41 +10,55 @@ from typing_extensions import Doc
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bound, Bounds, Fold, Order, constant, whole
-from longstride.kernels.patterns.base import PatternDefaults, PatternPart, require_divides, require_positive
+from longstride.kernels.patterns.base import (
+    Align,
+    PatternDefaults,
+    PatternPart,
+    require_align,
+    require_divides,
+    require_positive,
+)
 from longstride.kernels.patterns.column import Entries, column_order
 from longstride.kernels.patterns.local import Local, Window
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Longformer(PatternDefaults):
     """A dilated window joined with the first ``globals`` positions (Beltagy et al. 2020, section 3.1), causal.
 
     Every position reads the global ones up to itself. In the paper a global position also reads everything. A causal
-    one cannot read the future, so it reads its window and the global positions before it.
+    one cannot read the future, so it reads its window and the global positions before it. ``align`` is that of the
+    window (``Local``).
 
     A plan is in closed form if ``dilation`` or ``globals`` is 1. Otherwise the window's bounds by key are vectors of 16
-    bytes per position. If the dilation does not divide ``globals``, so are its bounds by query.
+    bytes per position. If the dilation does not divide ``globals`` (or ``globals - 1`` with ``align`` "target"), so are
+    its bounds by query.
     """
 
     window: Annotated[int, Doc("keys, the query included")]
     dilation: Annotated[int, Doc("distance between keys")] = 1
     globals: Annotated[int, Doc("first positions, which all later ones read")] = 1
+    align: Align = "row"
+
+    left_out_at_default = ("align",)
 
     def __post_init__(self) -> None:
         for name in ("window", "dilation", "globals"):
             require_positive(name, getattr(self, name))
+        require_align(self.align)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        return Local(self.window, self.dilation).mask(q, k) | ((k <= q) & (k < self.globals))
+        return Local(self.window, self.dilation, self.align).mask(q, k) | ((k <= q) & (k < self.globals))
 
     def parts(self) -> tuple[PatternPart, ...]:
         """Return the window and the global positions, without the overlap in one of them."""
         if self.dilation == 1:
             return Window(self.window), FirstKeys(self.globals, self.window)
-        if self.globals == 1:
+        if self.globals == 1 and self.align == "row":
             return Entries(self.dilation, count=self.window), FirstKeys(1, self.window, stride=self.dilation)
         # Globals of the query's column lie between those of other columns: no order of all of them ends at the window.
-        return Entries(self.dilation, count=self.window, start=self.globals), FirstKeys(self.globals)
+        skip = int(self.align == "target")
+        return Entries(self.dilation, skip, self.window, self.globals, self.align), FirstKeys(self.globals)
 
     def check(self, context: int) -> None:
         """Raise ConfigError unless the dilation divides the context, which has that many global positions."""

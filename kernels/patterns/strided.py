@@ -13,9 +13,11 @@ from typing_extensions import Doc
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.patterns.base import (
     MOST_POSITIONS,
+    Align,
     Pattern,
     PatternDefaults,
     PatternPart,
+    require_align,
     require_divides,
     require_positive,
 )
@@ -36,13 +38,16 @@ class Strided(PatternDefaults):
     distances that are multiples of stride^(j-1) below stride^j. The last factor reads at all multiples of
     stride^(p-1). If the stride is the p-th root of N, there are O(N · ᵖ√N) pairs, and p layers with one factor each
     reach every earlier position.
+
+    ``align`` is that of all factors but the window: see ``Column``.
     """
 
     stride: Annotated[int, Doc("size of the window and distance between keys of the column; the paper's l")]
     span: Annotated[Literal["paper", "released"], Doc("paper: the window counts one position more")] = "released"
     num_factors: Annotated[int, Doc("factors that together reach every earlier position; the paper's p")] = 2
+    align: Align = "row"
 
-    left_out_at_default = ("num_factors",)
+    left_out_at_default = ("num_factors", "align")
 
     def __post_init__(self) -> None:
         require_positive("stride", self.stride)
@@ -51,6 +56,7 @@ class Strided(PatternDefaults):
         require_positive("num_factors", self.num_factors, least=2)
         if self.num_factors > MOST_FACTORS:
             raise ConfigError.at("num_factors", self.num_factors, f"must be at most {MOST_FACTORS}")
+        require_align(self.align)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         return reduce(or_, (factor.mask(q, k) for factor in self.factors()))
@@ -58,17 +64,24 @@ class Strided(PatternDefaults):
     def factors(self) -> tuple[Pattern, ...]:
         """Return the window, then dilated windows if there are more than two factors, then the column."""
         *between, last = self._strides()
-        dilated = (Local(self.stride, stride) for stride in between)
-        return (Local(self._window()), *dilated, Column(last))
+        dilated = (Local(self.stride, stride, self.align) for stride in between)
+        return (Local(self._window()), *dilated, Column(last, self.align))
 
     def parts(self) -> tuple[PatternPart, ...]:
         """Return the window, and the entries of each further factor beyond it, which are disjoint."""
         window = Local(self._window())
         *between, last = self._strides()
-        # The window has the distances 0, stride, … below its width. Each other factor has the query itself.
-        skips = {stride: -(-window.window // stride) for stride in (*between, last)}
-        dilated = (Entries(s, skips[s], self.stride - skips[s]) for s in between if skips[s] < self.stride)
-        return (*window.parts(), *dilated, Entries(last, skips[last]))
+        if self.align == "row":
+            # The window has the distances 0, stride, … below its width. Each other factor has the query itself.
+            skips = {stride: -(-window.window // stride) for stride in (*between, last)}
+            end = self.stride
+        else:
+            # Counted from the target, the window has the distances 1 to its width. A factor's first distance is the
+            # last one of the factor before it.
+            skips = {stride: max(window.window // stride, 1) + 1 for stride in (*between, last)}
+            end = self.stride + 1
+        dilated = (Entries(s, skips[s], end - skips[s], align=self.align) for s in between if skips[s] < end)
+        return (*window.parts(), *dilated, Entries(last, skips[last], align=self.align))
 
     def _window(self) -> int:
         return self.stride + (self.span == "paper")
@@ -77,9 +90,9 @@ class Strided(PatternDefaults):
         """Return the strides of the factors after the first."""
         return [min(self.stride**power, MOST_POSITIONS) for power in range(1, self.num_factors)]
 
-    def period(self) -> int:
-        """Return 1: only distances matter."""
-        return 1
+    def period(self) -> int | None:
+        """Return 1, as only distances matter; None with ``align`` "target", as position 0 differs."""
+        return 1 if self.align == "row" else None
 
     def check(self, context: int) -> None:
         """Raise ConfigError unless the stride, or the largest power of it in a factor, divides the context."""

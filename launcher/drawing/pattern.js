@@ -16,7 +16,7 @@ function bound([step, offset, least, most, grain], row, period) {
 }
 
 function folded([period, step, stride, shift], row) {
-  return Math.floor(row / period) * step + (row % period + shift) * stride;
+  return Math.floor(row / period) * step + row % period * stride + shift;
 }
 
 // The piece of [[row, value, slope], …] that holds a row, by its number.

@@ -362,10 +362,12 @@ class Attention(Mixer):
 def _within_columns(pattern: Pattern, sharing: int) -> tuple[int, Pattern]:
     """Return the stride of the columns that a pattern stays in, and the pattern among the columns of one process.
 
-    If it does not stay in columns: 0, and the pattern itself.
+    If it does not stay in columns: 0, and the pattern itself. With ``align`` "target", keys are in the next column.
     """
+    if not isinstance(pattern, Column | Local) or pattern.align == "target":
+        return 0, pattern
     if isinstance(pattern, Column):
         return pattern.stride, Column(max(1, pattern.stride // sharing))
-    if isinstance(pattern, Local) and pattern.dilation > 1:
+    if pattern.dilation > 1:
         return pattern.dilation, replace(pattern, dilation=max(1, pattern.dilation // sharing))
     return 0, pattern

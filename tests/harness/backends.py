@@ -22,6 +22,7 @@ MIXES: tuple[list[Pattern], ...] = (
     [Local(20), Column(3), Fixed(8, 2)],
     [Summary(8, 2, num_summaries=3), Dense(), Summary(8, 2, num_summaries=3)],
     [Fixed(8, 2, 3), Strided(8), Summary(9, 2, include_self=True)],
+    [Strided(8, align="target"), Column(8), Summary(8, 2)],
 )
 
 

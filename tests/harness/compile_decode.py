@@ -17,16 +17,17 @@ from triton.compiler import ASTSource
 
 from benchmarks.attention.compiled import read
 from longstride.kernels.backends.triton.decode import MOST_SPLITS, NUM_WARPS, block_of, decode_kernel, merge_kernel
-from tests.harness.compile_triton import TABLES, TYPES, amdgcn_usage, target_of
+from tests.harness.compile_triton import FOLDED, LISTED, NATURAL, SHIFTED, TABLES, TYPES, amdgcn_usage, target_of
 
 KERNELS = {"decode": decode_kernel, "split": decode_kernel, "merge": merge_kernel}
 POINTERS = {"q", "k", "v", "out"}
 WIDE = {"lse", "partial", "partial_stats"}
 SHAPES = {  # (row of a position, positions of keys, intervals) of each part
-    "natural": ((0, 0, 1),),  # local, block
-    "strided": ((0, 0, 1), (1, 1, 1)),
-    "merged": ((0, 0, 1), (0, 1, 1)),  # fixed
-    "listed": ((2, 2, 2),),  # anything else
+    "natural": ((NATURAL, NATURAL, FOLDED),),  # local, block
+    "strided": ((NATURAL, NATURAL, FOLDED), (FOLDED, FOLDED, FOLDED)),
+    "shifted": ((NATURAL, NATURAL, FOLDED), (FOLDED, SHIFTED, FOLDED)),  # strided, aligned to the target
+    "merged": ((NATURAL, NATURAL, FOLDED), (NATURAL, FOLDED, FOLDED)),  # fixed
+    "listed": ((LISTED, LISTED, LISTED),),  # anything else
 }
 
 

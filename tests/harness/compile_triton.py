@@ -3,7 +3,8 @@
 Run as a program, in a process without TRITON_INTERPRET: ``python compile_triton.py sm_90:forward:bfloat16:64 …``.
 Further fields: ``block_q,block_k,num_warps,num_stages`` (and ``,maxnreg``) for other tiles than the first candidate, a
 name in SHAPES for how queries and keys are read, ``resume`` for kernels of a second pass, ``between`` for those before
-the last one, ``overlap3`` for the fourth of a selection's parts that may have the same pairs.
+the last one, ``overlap3`` for the fourth of a selection's parts that may have the same pairs, ``shifted_sources`` if
+earlier passes have keys in the order of "shifted".
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from longstride.kernels.backends.triton.configurations import Configuration, can
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
+from longstride.kernels.backends.triton.packing import Form
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 
 KERNELS = {
@@ -44,13 +46,15 @@ TABLES = {"table", "data", "source_table", "source_data"}
 WIDE = {"lse", "delta", "grad_lse", "per_query", "previous", "workspace", "dk_by_head", "dv_by_head"}
 POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
 PLANNED = ("forward", "dkdv", "dq", "closed", "closed_forward")  # kernels with configurations of their own
+NATURAL, FOLDED, SHIFTED, LISTED, STAIRS = map(int, Form)
 # How queries and keys are read: (order of queries, order of keys, intervals) of each segment.
 SHAPES = {
-    "natural": ((0, 0, 1),),  # local, block
-    "folded": ((1, 1, 1),),  # column
-    "merged": ((0, 0, 1), (0, 1, 1)),  # fixed
-    "stairs": ((0, 0, 3), (0, 1, 3)),  # window and first keys by blocks
-    "listed": ((2, 2, 2),),  # anything else
+    "natural": ((NATURAL, NATURAL, FOLDED),),  # local, block
+    "folded": ((FOLDED, FOLDED, FOLDED),),  # column
+    "shifted": ((FOLDED, SHIFTED, FOLDED),),  # column aligned to the target
+    "merged": ((NATURAL, NATURAL, FOLDED), (NATURAL, FOLDED, FOLDED)),  # fixed
+    "stairs": ((NATURAL, NATURAL, STAIRS), (NATURAL, FOLDED, STAIRS)),  # window and first keys by blocks
+    "listed": ((LISTED, LISTED, LISTED),),  # anything else
 }
 
 
@@ -132,7 +136,7 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "DOUBLINGS": chosen.pair_doublings(),
         "RESUME": "resume" in further,
         "SOURCES": "resume" in further,
-        "SOURCE_FORM": 1,
+        "SOURCE_FORM": SHIFTED if "shifted_sources" in further else FOLDED,
         "FINAL": "between" not in further,
         "GRAD_LSE": True,
         "WIDTH": width,

@@ -30,6 +30,7 @@ ATTENTIONS: dict[str, Any] = {
     "strided merged": {"type": "strided", "stride": 8},
     "strided paper's span": {"type": "strided", "stride": 8, "span": "paper"},
     "strided interleaved": {"type": "strided", "stride": 8, "combine": "interleaved"},
+    "strided aligned": {"type": "strided", "stride": 8, "align": "target", "combine": "interleaved"},
     "strided multihead": {"type": "strided", "stride": 8, "combine": "multihead"},
     "fixed merged": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 4},
     "fixed interleaved": {"type": "fixed", "stride": 8, "summary": 2, "combine": "interleaved"},

@@ -64,6 +64,11 @@ VARIANTS: tuple[dict[str, object], ...] = (  # what the required fields alone do
     {"type": "local", "window": 5, "dilation": 4},
     {"type": "strided", "stride": 2, "num_factors": 4},
     {"type": "longformer", "window": 5, "dilation": 4},
+    {"type": "column", "stride": 8, "align": "target"},
+    {"type": "strided", "stride": 8, "align": "target"},
+    {"type": "strided", "stride": 2, "num_factors": 4, "align": "target"},
+    {"type": "local", "window": 5, "dilation": 4, "align": "target"},
+    {"type": "longformer", "window": 5, "dilation": 4, "align": "target"},
 )
 
 

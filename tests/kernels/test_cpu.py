@@ -222,9 +222,12 @@ def test_chunks_cover_every_pair_once(part: PatternPart, context: int) -> None:
             row, key = batch.row + i * batch.row_step, batch.key + i * batch.key_step
             seen[row : row + batch.rows, key : key + batch.width] += allowed
             rows_seen[row : row + batch.rows] += 1
-    natural = torch.arange(context) if chunks.columns is None else chunks.columns(torch.arange(context))
-    q = natural if chunks.query_order is None else chunks.query_order
-    k = natural if chunks.key_order is None else chunks.key_order
+    if chunks.columns is not None:
+        q, k = (order(torch.arange(order.length)) for order in chunks.columns)
+    else:
+        natural = torch.arange(context)
+        q = natural if chunks.query_order is None else chunks.query_order
+        k = natural if chunks.key_order is None else chunks.key_order
     assert torch.equal(seen, part.mask(q[:, None], k[None]).long())
     assert chunks.has_all_rows == bool((rows_seen == 1).all())
     assert int(rows_seen.max()) <= 1
@@ -235,7 +238,7 @@ def test_chunks_are_aligned() -> None:
     assert all(batch.width % 16 == 0 for batch in chunks.batches)
 
 
-@pytest.mark.parametrize("pattern", [Column(128), Strided(128)], ids=str)
+@pytest.mark.parametrize("pattern", [Column(128), Strided(128), Strided(128, align="target")], ids=str)
 def test_columns_of_a_long_context_are_read_in_place(pattern: Pattern) -> None:
     """Bringing them into order, and the results back, took a quarter of the time."""
     *_, column = _chunks(pattern, 12_288)

@@ -378,6 +378,7 @@ def test_the_kernels_compile_without_spilling_and_once_for_all_positions() -> No
         "split:bfloat16:64:merged",
         "split:bfloat16:64:merged:stored",
         "split:float16:128:strided",
+        "split:bfloat16:64:shifted",
         "decode:float32:256:listed",
         "merge:bfloat16:64:natural",
         "merge:float32:256:natural",

@@ -41,6 +41,17 @@ def longformer(window: int, dilation: int, count: int) -> Reads:
     return lambda head, i, j: j < count or dilated(window, dilation)(head, i, j)
 
 
+def before_target(stride: int, count: int) -> Reads:
+    """The tokens at the first multiples of the stride before token i; row j holds token j - 1, and row 0 none."""
+    return lambda head, i, j: j >= 1 and (i - (j - 1)) in range(stride, stride * (count + 1), stride)
+
+
+def powers_before_target(stride: int, factors: int, span: int) -> Reads:
+    far = [before_target(stride**p, stride) for p in range(1, factors - 1)]
+    far.append(before_target(stride ** (factors - 1), 1000))
+    return lambda head, i, j: i - j < span or any(reads(head, i, j) for reads in far)
+
+
 def powers(stride: int, factors: int, span: int) -> Reads:
     """Window of ``span``, then for every further factor its multiples, as many as there are below the next power."""
 
@@ -96,6 +107,24 @@ DEFINITIONS: dict[Pattern, Reads] = {
     Strided(4, "paper", 3): powers(4, 3, 5),
     Strided(1, "paper", 3): powers(1, 3, 2),
     Strided(50, num_factors=4): powers(50, 4, 50),
+    Column(1, "target"): before_target(1, 1000),
+    Column(7, "target"): before_target(7, 1000),
+    Column(8, "target"): before_target(8, 1000),
+    Column(200, "target"): before_target(200, 1000),
+    Local(5, 3, "target"): before_target(3, 5),
+    Local(60, 7, "target"): before_target(7, 60),
+    Local(3, 1, "target"): dilated(3, 1),
+    Strided(8, align="target"): powers_before_target(8, 2, 8),
+    Strided(8, "paper", align="target"): powers_before_target(8, 2, 9),
+    Strided(4, num_factors=3, align="target"): powers_before_target(4, 3, 4),
+    Strided(2, "paper", 5, "target"): powers_before_target(2, 5, 3),
+    Strided(1, "paper", 3, "target"): powers_before_target(1, 3, 2),
+    Strided(50, num_factors=4, align="target"): powers_before_target(50, 4, 50),
+    Longformer(5, 4, 1, "target"): lambda head, i, j: j < 1 or before_target(4, 5)(head, i, j),
+    Longformer(5, 4, 9, "target"): lambda head, i, j: j < 9 or before_target(4, 5)(head, i, j),
+    Longformer(3, 8, 6, "target"): lambda head, i, j: j < 6 or before_target(8, 3)(head, i, j),
+    Longformer(1, 3, 60, "target"): lambda head, i, j: j < 60 or before_target(3, 1)(head, i, j),
+    Longformer(7, 1, 2, "target"): longformer(7, 1, 2),
     Longformer(7): longformer(7, 1, 1),
     Longformer(5, globals=9): longformer(5, 1, 9),
     Longformer(5, 4): longformer(5, 4, 1),
@@ -130,7 +159,13 @@ def test_masks_are_those_of_the_definitions_and_parts_those_of_the_masks(pattern
 
 @pytest.mark.parametrize(
     "pattern",
-    [Longformer(5, 4, 8), Longformer(3, 8, 6), LongNet((8, 16, 48), (1, 2, 8)), BigBird(16, 2, 1, 1)],
+    [
+        Longformer(5, 4, 8),
+        Longformer(3, 8, 6),
+        Longformer(5, 4, 9, "target"),
+        LongNet((8, 16, 48), (1, 2, 8)),
+        BigBird(16, 2, 1, 1),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("backend", [on("cpu"), on("triton")])
@@ -140,10 +175,14 @@ def test_forms_that_the_examples_have_not_are_within_precision(backend: str, pat
     check_against_reference(backend, pattern, torch.float32, shape, grad_lse=True, device=DEVICES[backend])
 
 
-def test_a_dilation_of_one_and_two_factors_are_written_as_they_always_were() -> None:
+def test_defaults_of_later_fields_are_written_as_they_always_were() -> None:
     assert pattern_to_json(Local(4, 1)) == {"type": "local", "window": 4}
     assert pattern_to_json(Strided(4)) == {"type": "strided", "stride": 4, "span": "released"}
     assert (str(Local(4)), str(Local(4, 2))) == ("Local(window=4)", "Local(window=4, dilation=2)")
+    assert pattern_to_json(Column(4)) == {"type": "column", "stride": 4}
+    assert pattern_to_json(Longformer(4)) == {"type": "longformer", "window": 4, "dilation": 1, "globals": 1}
+    assert (str(Column(4)), str(Column(4, "target"))) == ("Column(stride=4)", "Column(stride=4, align='target')")
+    assert str(Longformer(4)) == "Longformer(window=4, dilation=1, globals=1)"
     for pattern in DEFINITIONS:
         assert pattern_from_json(pattern_to_json(pattern.for_head(3))) == pattern.for_head(3)
     assert Strided(4, num_factors=4).factors() == (Local(4), Local(4, 4), Local(4, 16), Column(64))
@@ -171,6 +210,17 @@ def test_p_hops_of_p_factors_reach_every_earlier_position_in_any_order(stride: i
     for start in range(factors):
         assert torch.equal(reached(hops[start:] + hops[:start]), mask_of(Dense(), context))
     assert not torch.equal(reached(hops[1:]), mask_of(Dense(), context))
+
+
+@pytest.mark.parametrize("stride, factors, context", [(6, 3, 216), (6, 2, 36), (3, 4, 81), (2, 6, 64), (4, 3, 96)])
+def test_p_hops_of_factors_aligned_to_the_target_reach_every_earlier_token(
+    stride: int, factors: int, context: int
+) -> None:
+    """Row 0, which holds no token, is only read by windows."""
+    hops = [mask_of(factor, context) for factor in Strided(stride, num_factors=factors, align="target").factors()]
+    for start in range(factors):
+        assert torch.equal(reached(hops[start:] + hops[:start])[:, 1:], mask_of(Dense(), context)[:, 1:])
+    assert not torch.equal(reached(hops[1:])[:, 1:], mask_of(Dense(), context)[:, 1:])
 
 
 @pytest.mark.parametrize("pattern", [LongNet((8, 16, 64), (1, 2, 4)), LongNet((8, 64), (1, 4))], ids=str)
@@ -223,6 +273,11 @@ def vector_bytes(pattern: Pattern, context: int) -> int:
 @pytest.mark.parametrize(
     "pattern, bytes_a_position",
     [
+        (Column(8, "target"), 0),
+        (Strided(8, align="target"), 0),
+        (Strided(4, num_factors=3, align="target"), 0),
+        (Local(8, 4, "target"), 0),
+        (Longformer(8, 4, 1, "target"), 0),
         (Longformer(8, 4, 1), 0),
         (Longformer(8, 1, 6), 0),
         (Longformer(8, 4, 8), 16),
@@ -255,6 +310,8 @@ def test_pairs_of_a_window_and_globals_are_linear_in_the_context() -> None:
     "value, message",
     [
         ({"type": "local", "window": 4, "dilation": 0}, "dilation=0: must be an integer of at least 1"),
+        ({"type": "column", "stride": 4, "align": "pixel"}, 'align="pixel": must be row or target'),
+        ({"type": "strided", "stride": 4, "align": ["row"]}, 'align=["row"]: must be row or target'),
         ({"type": "strided", "stride": 4, "num_factors": 1}, "num_factors=1: must be an integer of at least 2"),
         ({"type": "strided", "stride": 4, "num_factors": 33}, "num_factors=33: must be at most 32"),
         ({"type": "longformer", "window": 4, "globals": 0}, "globals=0: must be an integer of at least 1"),

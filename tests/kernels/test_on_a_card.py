@@ -121,6 +121,8 @@ OTHERS: tuple[Pattern, ...] = (
     Fixed(L, C, num_summaries=2),
     Summary(L, C, include_self=True),
     Strided(L, span="paper"),
+    Strided(L, align="target"),
+    Column(L, "target"),
     Strided(16 if CARD else 5, num_factors=3),
     Longformer(2 * L, globals=L // 2),
     LongNet((4 * L, 16 * L), (1, 4)),

@@ -110,8 +110,8 @@ def test_an_unresolved_pattern_has_no_mask() -> None:
 
 def has_a_row(inverse: Fold, position: torch.Tensor) -> torch.Tensor:
     """Which positions an inverse gives a row, by its width and length: what a kernel asks."""
-    offset = position % inverse.period + inverse.shift
-    return (offset >= 0) & (offset < (inverse.width or 0)) & (inverse(position) < inverse.length)
+    moved = position + inverse.before
+    return (moved >= 0) & (moved % inverse.period < (inverse.width or 0)) & (inverse(position) < inverse.length)
 
 
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)
@@ -222,8 +222,8 @@ def test_json_round_trips(pattern: Pattern) -> None:
         ({"type": {}}, "type={}: must be a pattern's name; "
          f"known: {NAMES}"),
         ({1: "fixed"}, f"type: missing; one of {NAMES}"),
-        ({"type": "local", "window": 4, 7: 4}, "7: unknown key for local; known: window, dilation, type"),
-        ({"type": "local", "window": 4, None: 4}, "None: unknown key for local; known: window, dilation, type"),
+        ({"type": "local", "window": 4, 7: 4}, "7: unknown key for local; known: window, dilation, align, type"),
+        ({"type": "local", "window": 4, None: 4}, "None: unknown key for local; known: window, dilation, align, type"),
         ({"type": "fixd"}, "type=\"fixd\": must be a pattern's name; nearest fixed"),
         ({"type": "local"}, "window: missing; local needs it"),
         ({"type": "local", "window": 4, "windw": 4}, "windw: unknown key for local; nearest window"),

@@ -80,6 +80,7 @@ def test_sections_read_together_what_patterns_allow(context: int, sections: int)
 
 def test_patterns_of_distances_and_blocks_have_a_period() -> None:
     """What is drawn at random or read by all has none; the conformance suite checks periods against masks."""
+    assert Column(8, "target").period() is Local(4, 8, "target").period() is None  # position 0 differs
     assert [pattern.period() is None for pattern in EIGHT] == [type(each) in (BigBird, Longformer) for each in EIGHT]
 
 

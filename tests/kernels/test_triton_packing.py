@@ -58,15 +58,18 @@ def test_passes_over_keys_end_with_the_part_that_holds_every_key() -> None:
 
 
 def test_whole_blocks_are_read_by_closed_forms_alone() -> None:
-    for pattern in (Dense(), Local(9), Column(8), Block(8), Summary(8, 2), Strided(8), Fixed(8, 2)):
+    plain = (Dense(), Local(9), Column(8), Block(8), Summary(8, 2), Strided(8), Fixed(8, 2))
+    for pattern in (*plain, Strided(8, align="target")):
+        forms = {Form.NATURAL, Form.FOLDED} if pattern in plain else {Form.NATURAL, Form.FOLDED, Form.SHIFTED}
         for number in range(len(groups((pattern,), 40, "queries", "all"))):
             one = pack((pattern,), 40, "queries", "all", number, 16, True, CPU)
             assert one.num_bytes() == 4 * (len(one.columns) * len(FIELDS) + 1), pattern
-            assert {one.rows, *one.columns, *one.bounds} <= {Form.NATURAL, Form.FOLDED}
+            assert {one.rows, *one.columns, *one.bounds} <= forms
 
 
 def test_heads_whose_forms_differ_are_read_by_the_more_general_one() -> None:
     assert pack((Local(8), Column(8)), 40, "queries", "all", 0, 16, True, CPU).rows == Form.FOLDED
+    assert pack((Column(8), Column(8, "target")), 40, "queries", "all", 0, 16, True, CPU).columns == (Form.SHIFTED,)
     listed = pack((Local(8), Column(8)), 41, "queries", "all", 0, 16, True, CPU)
     assert (listed.rows, listed.columns, listed.bounds) == (Form.LISTED, (Form.LISTED,), (Form.LISTED,))
 

@@ -61,6 +61,9 @@ PASSES: dict[str, Pass] = {
     "later parts, documents apart, recomputed": Pass(LATER_PARTS, begins=(5, 10, 31), recompute=False),
     "dropout, recomputed, another batch": Pass(LEARNED, batch=3, recompute=True),
     "an exchange for each layer, with dropout, recomputed": Pass(IN_TURN, recompute=True, exchange="auto"),
+    "columns aligned to the target": Pass(
+        {**IN_TURN, "attention": ATTENTIONS["strided aligned"], "feed_forward": {"type": "dense"}}, exchange="auto"
+    ),
     "padding": Pass(EVERY_MIXER, lengths=(29, 3)),
     "padding, an exchange for each layer, recomputed": Pass(
         {**IN_TURN, "feed_forward": {"type": "experts", "count": 4}, "ngrams": {"orders": [2], "rows": 300}},
@@ -115,6 +118,11 @@ def test_layers_of_columns_have_their_rows_divided_by_columns() -> None:
         ({}, "heads", [0, 0, 0, 0, 0]),
         ({"convolution": 3}, "auto", [0, 0, 0, 0, 0]),
         ({"reversible": True}, "auto", [0, 0, 0, 0, 0]),
+        (
+            {"attention": {"type": "column", "stride": 8, "align": "target"}, "feed_forward": {"type": "dense"}},
+            "auto",
+            [0, 0, 0, 0, 0],
+        ),  # a query reads the next column
     ]
     for changes, exchange, strides in cases:
         model = SparseTransformer(small(**{**IN_TURN, **changes}))

@@ -70,6 +70,21 @@ def test_a_changed_byte_changes_no_earlier_logit(attention: Any, backend: str) -
         assert not torch.equal(before[:, changed + 1], after[:, changed + 1])
 
 
+@pytest.mark.parametrize("kind, nearest", [("column", 1), ("strided", 2)])  # the window has the token one stride back
+def test_one_layer_reads_the_token_whole_strides_before_the_predicted_one_if_aligned_to_it(
+    kind: str, nearest: int
+) -> None:
+    tokens = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
+    for align, behind in (("row", 1), ("target", 0)):
+        model = awake(layers=1, attention={"type": kind, "stride": 8, "align": align})
+        for changed in range(16):
+            other = tokens.clone()
+            other[0, changed] = (other[0, changed] + 1) % 256
+            differs = (model(tokens) != model(other)).any(-1).squeeze(0)
+            far = differs[changed + 8 * nearest :].nonzero().flatten()  # these far predictions change
+            assert torch.equal(far, torch.arange(behind, len(differs) - changed - 8 * nearest, 8)), (align, changed)
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
 def test_the_fast_backend_gives_the_references_gradients(attention: Any) -> None:
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -55,7 +55,7 @@ class EqualChunks:
 class Chunks:
     """A part's orders, and batches that cover each of its pairs once."""
 
-    columns: Fold | None  # both orders, if chunks are read and written in place: see ``_in_place``
+    columns: tuple[Fold, Fold] | None  # orders of queries and keys, if chunks are read and written in place
     query_order: Tensor | None  # (N,) int64; None: natural, or in place
     query_inverse: Tensor | None  # (N,) int64, the row of each original position
     key_order: Tensor | None  # (M,) int64
@@ -79,7 +79,7 @@ def chunked(part: PatternPart, context: int) -> Chunks:
     first, last = low[start], high[stop - 1]
     once = bool((first[1:] == last[:-1]).all()) and len(first) > 0 and first[0] == 0 and last[-1] == o.num_columns
     batches = tuple(_batches(o, start, stop, 1 if once else STEP))
-    columns = o.row_order if isinstance(o.row_order, Fold) and _in_place(o, o.row_order, batches) else None
+    columns = _columns(o, batches)
     return Chunks(
         columns=columns,
         query_order=None if columns else o.row_positions,
@@ -88,25 +88,27 @@ def chunked(part: PatternPart, context: int) -> Chunks:
         num_keys=o.num_columns,
         batches=batches,
         has_all_rows=int((stop - start).sum()) == context,
-        has_all_keys_once=once,
+        has_all_keys_once=once and (columns is None or o.num_columns == context),
     )
 
 
-def _in_place(o: View, order: Fold, batches: tuple[EqualChunks, ...]) -> bool:
-    """Whether each chunk is in one column, at equal steps, so that chunks are views of tensors in the natural order."""
-    rows = order.period
-    return (
-        o.column_order is order
-        and order.step == 1
-        and all(
-            first % rows + length <= rows and step % rows == 0
-            for batch in batches
-            for first, step, length in (
-                (batch.row, batch.row_step, batch.rows),
-                (batch.key, batch.key_step, batch.width),
-            )
+def _columns(o: View, batches: tuple[EqualChunks, ...]) -> tuple[Fold, Fold] | None:
+    """Return the orders of queries and keys, if chunks are views of tensors in the natural order; else None.
+
+    Each chunk must be in one column of queries and one of keys, at equal steps.
+    """
+    queries, keys = o.row_order, o.column_order
+    if not (isinstance(queries, Fold) and isinstance(keys, Fold) and queries.step == keys.step == 1):
+        return None
+    in_place = all(
+        first % rows + length <= rows and step % rows == 0
+        for batch in batches
+        for first, step, length, rows in (
+            (batch.row, batch.row_step, batch.rows, queries.period),
+            (batch.key, batch.key_step, batch.width, keys.period),
         )
     )
+    return (queries, keys) if in_place else None
 
 
 def _candidates(o: View) -> Iterator[tuple[np.ndarray, np.ndarray]]:

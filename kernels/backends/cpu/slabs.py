@@ -108,7 +108,7 @@ class Slab(NamedTuple):
     """Equal chunks computed together: ``chunks`` from ``first_chunk`` on, of ``groups`` from ``first_group`` on."""
 
     batch: EqualChunks
-    columns: Fold | None  # order of rows and keys, if tensors stay in the natural order: see ``Chunks``
+    columns: tuple[Fold, Fold] | None  # orders of queries and keys, if tensors stay in the natural order
     first_group: int
     groups: int
     first_chunk: int
@@ -120,15 +120,15 @@ class Slab(NamedTuple):
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Return the queries' rows of (G, N, D): (b, R, D), a view if possible."""
-        return _join_groups(self._view(x, self.batch.row, self.batch.row_step, self.batch.rows))
+        return _join_groups(self._rows(x))
 
     def keys_of(self, x: Tensor) -> Tensor:
         """Return the keys' rows of (G, M, D): (b, W, D), a view if possible."""
-        return _join_groups(self._view(x, self.batch.key, self.batch.key_step, self.batch.width))
+        return _join_groups(self._keys(x))
 
     def write_rows(self, x: Tensor, rows: Tensor, divisor: Tensor | None = None) -> None:
         """Write (b, R, D), divided by (b, R, 1), to the queries' rows of (G, N, D)."""
-        target = self._view(x, self.batch.row, self.batch.row_step, self.batch.rows)
+        target = self._rows(x)
         if divisor is None:
             target.copy_(rows.view(target.shape))
         else:
@@ -136,12 +136,12 @@ class Slab(NamedTuple):
 
     def add_rows(self, x: Tensor, rows: Tensor) -> None:
         """Add (b, R, D) to the queries' rows of (G, N, D)."""
-        target = self._view(x, self.batch.row, self.batch.row_step, self.batch.rows)
+        target = self._rows(x)
         target.add_(rows.view(target.shape))
 
     def write_keys(self, x: Tensor, rows: Tensor) -> None:
         """Write (b, W, D) to the keys' rows of (G, M, D). No key may occur twice."""
-        target = self._view(x, self.batch.key, self.batch.key_step, self.batch.width)
+        target = self._keys(x)
         target.copy_(rows.view(target.shape))
 
     def add_keys(self, x: Tensor, rows: Tensor) -> None:
@@ -153,16 +153,26 @@ class Slab(NamedTuple):
         # Adjacent chunks overlap: add slices no wider than a step, so that no key occurs twice in a slice.
         for column in range(0, width, step if parts.shape[1] > 1 else width):
             piece = parts[:, :, column : column + step if parts.shape[1] > 1 else width]
-            target = self._view(x, self.batch.key + column, self.batch.key_step, piece.shape[2])
-            target[:, : parts.shape[1]].add_(piece)
+            self._keys(x, column, piece.shape[2])[:, : parts.shape[1]].add_(piece)
 
-    def _view(self, x: Tensor, first: int, step: int, length: int) -> Tensor:
+    def _rows(self, x: Tensor) -> Tensor:
+        """Return the queries' rows of (G, N, D) without a copy: (groups, chunks, R, D)."""
+        columns = self.columns and self.columns[0]
+        return self._view(x, self.batch.row, self.batch.row_step, self.batch.rows, columns)
+
+    def _keys(self, x: Tensor, first: int = 0, count: int | None = None) -> Tensor:
+        """Return the keys' rows of (G, M, D), or some of them, without a copy: (groups, chunks, W, D)."""
+        columns = self.columns and self.columns[1]
+        count = self.batch.width if count is None else count
+        return self._view(x, self.batch.key + first, self.batch.key_step, count, columns)
+
+    def _view(self, x: Tensor, first: int, step: int, length: int, columns: Fold | None) -> Tensor:
         """Return rows first + i * step … of chunk i without a copy: (groups, chunks, length, D)."""
         between_groups, between_rows, _ = x.stride()
         spacing = 1  # positions from one row of a chunk to the next
         first += self.first_chunk * step
-        if self.columns is not None:
-            first, step, spacing = self.columns(first), step // self.columns.period, self.columns.stride
+        if columns is not None:
+            first, step, spacing = columns(first), step // columns.period, columns.stride
         strides = (between_groups, step * between_rows, spacing * between_rows, 1)
         offset = self.first_group * between_groups + first * between_rows
         return x.as_strided((self.groups, self.chunks, length, x.shape[2]), strides, x.storage_offset() + offset)

@@ -51,8 +51,9 @@ class Form(IntEnum):
 
     NATURAL = 0  # positions are row numbers
     FOLDED = 1  # closed form
-    LISTED = 2  # vectors
-    STAIRS = 3  # intervals in closed form with a grain, which takes another division
+    SHIFTED = 2  # positions in closed form, also of columns with a shift
+    LISTED = 3  # vectors
+    STAIRS = 4  # intervals in closed form with a grain, which takes another division
 
 
 # Parts of a pattern: all, the one with independent runs of rows ("closed"), or all others ("open").
@@ -194,7 +195,7 @@ def sources(
         device: device of the result.
 
     Returns:
-        A table (H, sources, SOURCE_FIELDS) int32, its data, and the form of rows: FOLDED or LISTED.
+        A table (H, sources, SOURCE_FIELDS) int32, its data, and the form of rows: FOLDED, SHIFTED or LISTED.
     """
     passes = groups(patterns, context, "keys", parts)[: len(slices)]
     form = max((form_of(head[0].row_order) for group in passes for head in group), default=Form.FOLDED)
@@ -227,7 +228,11 @@ def _positions(order: Tensor | None, count: int) -> Tensor:
 
 def form_of(order: Order) -> Form:
     """Return the cheapest way to read an order."""
-    return Form.NATURAL if order is None else Form.FOLDED if isinstance(order, Fold) else Form.LISTED
+    if order is None:
+        return Form.NATURAL
+    if not isinstance(order, Fold):
+        return Form.LISTED
+    return Form.SHIFTED if order.stride > 1 and order.shift else Form.FOLDED
 
 
 def forms_of(heads: Sequence[Sequence[View]]) -> tuple[tuple[Form, ...], tuple[Form, ...], tuple[Form, ...]]:
@@ -255,7 +260,7 @@ def fold_fields(order: Order) -> list[int]:
     """Return the integers of a fold, or those of the natural order for any other order."""
     if not isinstance(order, Fold):
         return [*divisor(UNREACHED), 0, 1, 0]
-    return [*divisor(order.period), order.step, order.stride, order.shift]
+    return [*divisor(order.period), order.step, order.stride, order.shift or order.before]
 
 
 def int32_table(rows: list[list[int]] | np.ndarray, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite fp32
 
 NATURAL = tl.constexpr(int(Form.NATURAL))
 FOLDED = tl.constexpr(int(Form.FOLDED))
+SHIFTED = tl.constexpr(int(Form.SHIFTED))
 LISTED = tl.constexpr(int(Form.LISTED))
 STAIRS = tl.constexpr(int(Form.STAIRS))
 
@@ -59,7 +60,7 @@ def load_divisor(fields):
 @triton.jit
 def load_fold(fields, FORM: tl.constexpr):
     """Load a fold from six fields; for another form, load nothing."""
-    if FORM == FOLDED:
+    if FORM == FOLDED or FORM == SHIFTED:  # noqa: SIM109  Triton has no "in"
         period, magic, bits = load_divisor(fields)
         fold = (period, magic, bits, tl.load(fields + 3), tl.load(fields + 4), tl.load(fields + 5))
     else:
@@ -75,10 +76,18 @@ def divided(row, magic, bits):
 
 @triton.jit
 def folded(row, fold):
-    """Return the positions of rows of a fold, int32."""
+    """Return the positions of rows of a fold without a shift, or with a stride of 1, int32."""
     period, magic, bits, step, stride, shift = fold
     quotient = divided(row, magic, bits)
     return quotient * step + (row - quotient * period + shift) * stride
+
+
+@triton.jit
+def shifted(row, fold):
+    """Return the positions of rows of any fold, int32."""
+    period, magic, bits, step, stride, shift = fold
+    quotient = divided(row, magic, bits)
+    return quotient * step + (row - quotient * period) * stride + shift
 
 
 @triton.jit
@@ -88,6 +97,8 @@ def original_positions(row, inside, fold, vector, FORM: tl.constexpr, CHECKED: t
         position = row
     elif FORM == FOLDED:
         position = folded(row, fold)
+    elif FORM == SHIFTED:
+        position = shifted(row, fold)
     elif CHECKED:
         position = tl.load(vector + row, mask=inside, other=0)
     else:
@@ -225,8 +236,13 @@ def source_rows(position, inside, fields, data, FORM: tl.constexpr):
         exists = row >= 0
     else:
         fold = load_fold(fields + SOURCE_FOLD, FOLDED)
-        period, magic, bits, _step, _stride, shift = fold
+        period, magic, bits, step, stride, shift = fold
         position = position.to(tl.int32)
+        if FORM == SHIFTED:  # added first, as in an inverse (``forms.Fold``)
+            position += shift
+            inside = inside & (position >= 0)
+            shift = 0
+            fold = (period, magic, bits, step, stride, shift)
         row = folded(position, fold)
         offset = position - divided(position, magic, bits) * period + shift
         exists = (offset >= 0) & (offset < tl.load(fields + SOURCE_WIDTH)) & (row < tl.load(fields + SOURCE_LENGTH))
