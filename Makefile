@@ -10,7 +10,7 @@ LOCK = locks/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version
 
 .PHONY: demo test arithmetic campaign cluster browser hostile clients clients-oldest image locks pages site lint format clean
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed-demo
 	$(BIN)/python -m longstride.launcher.demo
 
 test: $(VENV)/.installed-dev

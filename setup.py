@@ -13,6 +13,8 @@ AUDIO = ["soundfile>=0.13,<1", "soxr>=0.5,<2"]
 FORMATS = ["zstandard>=0.23,<1", "pyarrow>=18.1,<27"]
 # Scripts by which shells complete verbs and options: plain ones, so that a TAB starts no Python.
 COMPLETION = ["shtab>=1.7.2,<2"]
+# PPMd, which `make demo` measures beside gzip and xz.
+DEMO = ["pyppmd>=1.2,<2"]
 
 setup(
     name="longstride",
@@ -69,6 +71,7 @@ setup(
         "serve": SERVE,
         "transformers": ["transformers>=5.23,<6"],
         "completion": COMPLETION,
+        "demo": DEMO,
         "lm_eval": ["lm_eval>=0.4.13,<0.5"],
         "onnx": ["onnx>=1.19,<2", "onnxscript>=0.7,<1", "onnxruntime>=1.22,<2"],  # `longstride export --format onnx`
         "clients": [
@@ -100,6 +103,7 @@ setup(
             *AUDIO,
             *FORMATS,
             *COMPLETION,
+            *DEMO,
             "setuptools>=77",  # tests build the wheel
             "pytest>=8.3.4,<10",
             "pytest-xdist>=3.6,<4",

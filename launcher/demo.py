@@ -35,6 +35,8 @@ PROMPT = "def read_lines(path):\n    "
 MIN_CONTEXT = 128  # bytes before each scored byte: a fair comparison with compressors, which see all before it
 SAMPLE_BYTES = 160  # of each evaluation's sample
 _SHOWN_LINES = 6  # of a sample
+PRIMED = " that has read the train split"
+PPMD_ORDER_AND_MEMORY = 24, 1 << 30  # it holds all contexts of the sources; with half of it, PPMd forgets them
 FILES, FILE_BYTES = 3, 20_000  # number and approximate length of the compressed files
 
 
@@ -74,7 +76,7 @@ def run_stages(folder: Path) -> str:
     stage("train", "--config", CONFIG, *processes, *places, f"train.samples={samples}", *precision)
     training_seconds = time.monotonic() - begin
     with ThreadPoolExecutor() as pool:
-        xz_bits = pool.submit(xz_that_has_read, DATA)  # a minute of one core, in parallel
+        others = pool.submit(compressors, DATA)  # a minute of one core, in parallel
         positions = folder / "by-position.png"
         words = ("--batch", 16, "--min-context", MIN_CONTEXT, "--positions", positions)
         held_out = json.loads(stage("evaluate", trained, *words, capture=True))
@@ -83,8 +85,7 @@ def run_stages(folder: Path) -> str:
         stage("show", "loss", trained, "--output", folder / "loss.png")
         stage("show", "attention", trained, "--output", folder / "attention.png")
         stage("sample", exported, "--prompt", PROMPT, "--bytes", 400, "--temperature", 0.7)
-        sizes = compressors() | {"xz -9 that has read the train split": xz_bits.result()}
-    sizes["this model"] = held_out["bits_per_byte"]
+        sizes = others.result() | {"this model": held_out["bits_per_byte"]}
     parts = by_position(json.loads(positions.with_suffix(".json").read_text()))
     return "\n".join(
         [
@@ -117,19 +118,29 @@ def samples_on_the_way(folder: Path) -> list[str]:
     return lines
 
 
-def compressors() -> dict[str, float]:
-    """Return the bits per byte of general compressors on the held-out bytes, with all files in one stream."""
-    held_out = content(DATA, "validation")
-    sizes = {"gzip -9": len(gzip.compress(held_out, 9)), "xz -9": len(lzma.compress(held_out, preset=9))}
-    return {name: 8 * size / len(held_out) for name, size in sizes.items()}
+def compressors(data: Path) -> dict[str, float]:
+    """Return the bits per byte of compressors on the held-out bytes, alone and after reading the train split.
 
-
-def xz_that_has_read(data: Path) -> float:
-    """Return the bits per byte that the held-out bytes add to an xz stream of the train split."""
+    All files are in one stream. PPMd is left out, with a message, if pyppmd is not installed.
+    """
     before, held_out = content(data, "train"), content(data, "validation")
     with ThreadPoolExecutor(2) as pool:
-        alone, both = pool.map(lambda text: len(lzma.compress(text, preset=9)), (before, before + held_out))
-    return 8 * (both - alone) / len(held_out)
+        primed, primer = pool.map(lambda text: len(lzma.compress(text, preset=9)), (before + held_out, before))
+    sizes = {
+        "gzip -9": len(gzip.compress(held_out, 9)),
+        "xz -9": len(lzma.compress(held_out, preset=9)),
+        f"xz -9{PRIMED}": primed - primer,
+    }
+    try:
+        from pyppmd import Ppmd7Encoder
+    except ImportError:
+        say('demo: PPMd is left out, as pyppmd is not installed; pip install -e ".[demo]" adds it')
+    else:
+        for name, texts in (("PPMd", [held_out]), (f"PPMd{PRIMED}", [before, held_out])):
+            encoder = Ppmd7Encoder(*PPMD_ORDER_AND_MEMORY)
+            *_, last = [len(encoder.encode(text)) for text in texts]
+            sizes[name] = last + len(encoder.flush())
+    return {name: 8 * size / len(held_out) for name, size in sizes.items()}
 
 
 def content(data: Path, split: str) -> bytes:

@@ -147,7 +147,7 @@ def test_metadata_is_complete(wheel: Path) -> None:
     assert "Typing :: Typed" in classifiers and "longstride/py.typed" in contents(wheel)
     assert fields.get_all("Project-URL")
     extras = {"completion", "remote", "gs", "az", "hf", "audio", "formats", "serve", "transformers", "lm_eval", "onnx"}
-    extras |= {"clients", "docs", "dev"}
+    extras |= {"clients", "demo", "docs", "dev"}
     assert {extra.replace("-", "_") for extra in fields.get_all("Provides-Extra", [])} == extras
     assert not [key for key in fields if key.startswith("License")]  # the owner's to choose
 

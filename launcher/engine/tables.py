@@ -132,7 +132,7 @@ class Tables:
         second = torch.where(moved, DECAY * second + (1 - DECAY) * square, second)
         self._second[touched], self._touches[touched] = second, touches
         size = (second / (1 - DECAY ** touches.clamp(min=1))).sqrt_().add_(_TINY)
-        # Each row occurs once, so it can be read, moved and written: index_add_ adds row by row and takes twice as long.
+        # Rows are distinct, so they can be read, moved and written. index_add_ adds row by row, in twice the time.
         rows = self.rows.index_select(0, touched).addcdiv_(sums, size[:, None], value=-rate)
         self.rows.index_copy_(0, touched, rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,17 +49,36 @@ def test_loss_by_position_is_the_mean_over_the_bytes_of_each_eighth() -> None:
     assert len(lines) == 7
 
 
-def test_xz_that_has_read_the_train_split_needs_less(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def repetitive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight texts that share most of their bytes."""
+    folder = tmp_path_factory.mktemp("demo")
     rng = random.Random(0)
-    texts = tmp_path / "texts"
+    texts = folder / "texts"
     texts.mkdir()
     shared = rng.randbytes(4_000).hex()
     for number in range(8):
         (texts / f"{number}.txt").write_text(shared + rng.randbytes(50).hex())
-    build([texts], tmp_path / "data", validation_fraction=0.25)
-    alone = 8 * len(lzma.compress(demo.content(tmp_path / "data", "validation"), preset=9))
-    held_out = len(demo.content(tmp_path / "data", "validation"))
-    assert demo.xz_that_has_read(tmp_path / "data") < 0.5 * alone / held_out
+    build([texts], folder / "data", validation_fraction=0.25)
+    return folder / "data"
+
+
+def test_compressors_that_have_read_the_train_split_need_less(repetitive: Path) -> None:
+    sizes = demo.compressors(repetitive)
+    held_out = demo.content(repetitive, "validation")
+    assert sizes["xz -9"] == 8 * len(lzma.compress(held_out, preset=9)) / len(held_out)
+    names = {"xz -9", "PPMd"} & set(sizes)
+    assert {f"{name}{demo.PRIMED}" for name in names} <= set(sizes)
+    for name in names:
+        assert sizes[f"{name}{demo.PRIMED}"] < 0.5 * sizes[name]
+
+
+def test_ppmd_is_left_out_with_a_word_if_it_is_not_installed(
+    repetitive: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyppmd", None)
+    assert set(demo.compressors(repetitive)) == {"gzip -9", "xz -9", f"xz -9{demo.PRIMED}"}
+    assert 'pip install -e ".[demo]"' in capsys.readouterr().err
 
 
 def test_samples_on_the_way_are_shown_behind_their_prompt(tmp_path: Path) -> None:
