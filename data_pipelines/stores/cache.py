@@ -15,8 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -81,7 +80,11 @@ class Cache:
         path = self._folder / f"{self._path(file).name}.{file.size}-{file.sha256[:8]}.partial"
         pause = _POLL_SECONDS
         while not stop.is_set():
-            with self._usable(), self._cache_lock():
+            with self._usable(), (self._root / ".lock").open("ab") as lock, ExitStack() as after:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                after.callback(
+                    fcntl.flock, lock, fcntl.LOCK_UN
+                )  # a child forked meanwhile holds it after a close alone
                 if self.find(file) is not None:
                     return None
                 self._folder.mkdir(exist_ok=True)
@@ -157,15 +160,6 @@ class Cache:
                 with suppress(OSError):  # not empty
                     path.parent.rmdir()
         return excess <= 0
-
-    @contextmanager
-    def _cache_lock(self) -> Iterator[None]:
-        with (self._root / ".lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # after a close alone, a child forked meanwhile would hold it
 
     def _usable(self) -> AbstractContextManager[None]:
         mend = "name a cache folder that you may write to, on a disk with free space and file locks"

@@ -69,7 +69,13 @@ class SavedState:
                 raise self._broken(f"its manifest says step {self._manifest.step}, and its files {step}")
             if missing := sorted(set(self._names) - self.shapes.keys()):
                 raise self._broken(f"without the weights {', '.join(missing)}")
-            self._kinds = {name: self._find_kinds(name) for name in self.shapes}
+            self._kinds: dict[str, tuple[str, ...]] = {}
+            for name in self.shapes:
+                saved_kinds = [self._states[piece.rank].get(piece.vector, {}) for piece in self._pieces[name]]
+                for kind in KINDS:
+                    if 0 < sum(kind in state for state in saved_kinds) < len(saved_kinds):
+                        raise self._broken(f"only a part of {name} has {kind}")
+                self._kinds[name] = tuple(kind for kind in KINDS if kind == MASTER or kind in saved_kinds[0])
             self.kinds = tuple(kind for kind in KINDS if any(kind in kinds for kinds in self._kinds.values()))
             averaged = {AVERAGE in kinds for kinds in self._kinds.values()}
             moments = {tuple(kind for kind in kinds if kind not in (MASTER, AVERAGE)) for kinds in self._kinds.values()}
@@ -109,7 +115,20 @@ class SavedState:
         self._masters: list[list[Tensor]] = []  # a list of flat vectors a rank
         self._states: list[Mapping[int, Mapping[str, Tensor]]] = []  # of the optimiser, by vector
         if self._manifest.zero_stage:
-            self._read_shards()
+            ranks = {int(match[1]): name for name in self._manifest.files if (match := _SHARD.fullmatch(name))}
+            if sorted(ranks) != list(range(self._manifest.world_size)):
+                rule = f"optimiser's files of the ranks {sorted(ranks)}, not of {self._manifest.world_size}"
+                raise self._broken(rule)
+            shards = [self._read(ranks[rank])["optimizer_state_dict"] for rank in range(len(ranks))]
+            scaler = shards[0].get("loss_scaler")
+            if scaler is not None and scaler.dynamic:
+                self.loss_scale = {key: float(getattr(scaler, key)) for key in _SCALE}
+            weights = self._manifest.zero_stage == 3
+            for shard in shards:
+                content = shard["optimizer_state_dict" if weights else "base_optimizer_state"]
+                self._states.append(content["state"] if isinstance(content, dict) else dict(enumerate(content)))
+                self._masters.append(shard["fp32_flat_groups" if weights else "single_partition_of_fp32_groups"])
+            (self._lay_out_parameters if weights else self._lay_out_groups)(shards)
         else:  # one file; in half precision its master weights are unnamed, in the order of the groups
             optimizer = self._model["optimizer"]
             if self._manifest.precision == "fp32":
@@ -181,30 +200,6 @@ class SavedState:
         if kind not in self.kinds:
             raise self._broken("has no moving average, which needs train.ema_decay; use --weights trained")
         return kind
-
-    def _find_kinds(self, name: str) -> tuple[str, ...]:
-        """Return the kinds that a parameter has; ConfigError if only some ranks have one."""
-        saved = [self._states[piece.rank].get(piece.vector, {}) for piece in self._pieces[name]]
-        for kind in KINDS:
-            if 0 < sum(kind in state for state in saved) < len(saved):
-                raise self._broken(f"only a part of {name} has {kind}")
-        return tuple(kind for kind in KINDS if kind == MASTER or kind in saved[0])
-
-    def _read_shards(self) -> None:
-        ranks = {int(match[1]): name for name in self._manifest.files if (match := _SHARD.fullmatch(name))}
-        if sorted(ranks) != list(range(self._manifest.world_size)):
-            raise self._broken(f"optimiser's files of the ranks {sorted(ranks)}, not of {self._manifest.world_size}")
-        shards = [self._read(ranks[rank])["optimizer_state_dict"] for rank in range(len(ranks))]
-        scaler = shards[0].get("loss_scaler")
-        if scaler is not None and scaler.dynamic:
-            self.loss_scale = {key: float(getattr(scaler, key)) for key in _SCALE}
-        weights = self._manifest.zero_stage == 3
-        inner = "optimizer_state_dict" if weights else "base_optimizer_state"
-        for shard in shards:
-            content = shard[inner]
-            self._states.append(content["state"] if isinstance(content, dict) else dict(enumerate(content)))
-            self._masters.append(shard["fp32_flat_groups" if weights else "single_partition_of_fp32_groups"])
-        (self._lay_out_parameters if weights else self._lay_out_groups)(shards)
 
     def _lay_out_groups(self, shards: list[dict[str, Any]]) -> None:
         """Locate parameters under ZeRO 1 and 2, which concatenate a group and cut it evenly over the ranks."""

@@ -127,7 +127,13 @@ def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_d
             return Outcome(exit_codes.STOPPED, "left at once")
         return outcome_of(child.returncode, request.signal, is_done=not orphaned and is_done(), orphaned=orphaned)
     finally:
-        _kill_descendants(child.pid)
+        end = time.monotonic() + _KILL_SECONDS
+        while (alive := _descendants()) and time.monotonic() < end:  # also those that they start meanwhile
+            for process in alive:
+                with suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.02)
+            _reap_adopted(child.pid)
         child.wait()
         file.remove()
 
@@ -249,14 +255,3 @@ def _reap_adopted(child_pid: int) -> None:
         if ended is None or ended.si_pid == child_pid:
             return
         os.waitpid(ended.si_pid, os.WNOHANG)
-
-
-def _kill_descendants(child_pid: int) -> None:
-    """Kill every descendant, and those that they start meanwhile, until none is left."""
-    end = time.monotonic() + _KILL_SECONDS
-    while (alive := _descendants()) and time.monotonic() < end:
-        for process in alive:
-            with suppress(psutil.Error):
-                process.kill()
-        time.sleep(0.02)
-        _reap_adopted(child_pid)

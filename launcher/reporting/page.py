@@ -236,32 +236,32 @@ def _starts(record: RunHistory, room: Room) -> str:
     """List the starts of a run: times, machines, versions and changes."""
     if not record.starts:
         return pieces().absent("the run has no starts.jsonl: the code that trained it wrote none")
-    fitting = list(takewhile(room.take, map(_start_row, record.starts[-_MOST_STARTS:])))
+    rows = []
+    for start in record.starts[-_MOST_STARTS:]:
+        devices, hosts, changes = (start.get(name) for name in ("devices", "hosts", "changes"))
+        counts = devices.items() if isinstance(devices, dict) else ()
+        machines = ", ".join(f"{count} × {name}" for name, count in counts)
+        if isinstance(hosts, list) and hosts:
+            hidden_hosts = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
+            machines += f" on {', '.join(map(str, hosts[:4]))}{hidden_hosts}"
+        pairs = []
+        for path, pair in [*changes.items()] if isinstance(changes, dict) else []:
+            old, new = pair if isinstance(pair, list) and len(pair) == 2 else (None, pair)
+            pairs.append((path, _json(old), _json(new)))
+        cells = [
+            str(start.get("time", "")).replace("T", " ").replace("+00:00", " UTC"),
+            f"{start['step']:,}",
+            pieces().start_way(start.get("how", ""), _listed(start.get("from"))),
+            machines,
+            _listed(start.get("versions")),
+            pieces().changes(pairs[:_MOST_CHANGES], max(0, len(pairs) - _MOST_CHANGES)),
+        ]
+        rows.append(pieces().row(cells, [1]))
+    fitting = list(takewhile(room.take, rows))
     text = pieces().table(["time", "from step", "how", "machines", "versions", "changes"], fitting, [1])
     if hidden := len(record.starts) - len(fitting):
         text += pieces().absent(f"{hidden} more starts are in starts.jsonl")
     return text
-
-
-def _start_row(start: dict[str, Any]) -> str:
-    devices, hosts, changes = (start.get(name) for name in ("devices", "hosts", "changes"))
-    machines = ", ".join(f"{count} × {name}" for name, count in devices.items()) if isinstance(devices, dict) else ""
-    if isinstance(hosts, list) and hosts:
-        hidden = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-        machines += f" on {', '.join(map(str, hosts[:4]))}{hidden}"
-    pairs = []
-    for path, pair in [*changes.items()] if isinstance(changes, dict) else []:
-        old, new = pair if isinstance(pair, list) and len(pair) == 2 else (None, pair)
-        pairs.append((path, _json(old), _json(new)))
-    cells = [
-        str(start.get("time", "")).replace("T", " ").replace("+00:00", " UTC"),
-        f"{start['step']:,}",
-        pieces().start_way(start.get("how", ""), _listed(start.get("from"))),
-        machines,
-        _listed(start.get("versions")),
-        pieces().changes(pairs[:_MOST_CHANGES], max(0, len(pairs) - _MOST_CHANGES)),
-    ]
-    return pieces().row(cells, [1])
 
 
 def _listed(content: Any) -> str:

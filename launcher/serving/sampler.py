@@ -177,7 +177,15 @@ class Sampler:
                         self._changed.wait_for(lambda: self.closed, _GATHERING_SECONDS)
                 if self.closed:
                     return
-                taken = self._take()
+                # The contexts for which there is room: of the first request, or of that one's shape.
+                taken: list[Job] = []
+                if self._queue and (room := self._contexts - len(self._running)) > 0:
+                    first = self._queue[0]
+                    if self._shared:
+                        first = [job for jobs in self._queue for job in jobs if job.shape == first[0].shape]
+                    taken = first[:room]
+                    remaining = ([job for job in jobs if job not in taken] for jobs in self._queue)
+                    self._queue = deque(filter(None, remaining))
                 self._running += taken
             start = time.monotonic()
             if taken and isinstance(taken[0].request, ScoreRequest):
@@ -186,18 +194,6 @@ class Sampler:
                 groups.append(_Group(self._model, self._device, taken, self.metrics, self._shared))
             groups = [group for group in groups if self._advance(group)]
             self.metrics.sampling_seconds += time.monotonic() - start
-
-    def _take(self) -> list[Job]:
-        """Take the contexts for which there is room from the queue: of its first request, or of that one's shape."""
-        room = self._contexts - len(self._running)
-        if not self._queue or room <= 0:
-            return []
-        first = self._queue[0]
-        if self._shared:
-            first = [job for jobs in self._queue for job in jobs if job.shape == first[0].shape]
-        taken = first[:room]
-        self._queue = deque(filter(None, ([job for job in jobs if job not in taken] for jobs in self._queue)))
-        return taken
 
     def _advance(self, group: _Group | _Scoring) -> bool:
         """Compute one more byte of each context of a group, or one more piece of a text; return whether it goes on."""
