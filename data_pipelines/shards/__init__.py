@@ -12,6 +12,5 @@ from longstride.data_pipelines.shards.manifest import (
     load_palette,
 )
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
-from longstride.data_pipelines.shards.samples import Sample, sample_documents
 from longstride.data_pipelines.shards.tar_stream import TarStream
-from longstride.data_pipelines.shards.verify import Progress, check_split, verify
+from longstride.data_pipelines.shards.verify import Progress, Sample, check_split, sample_documents, verify

@@ -14,7 +14,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.shards import DataFolder, index_tars
-from longstride.data_pipelines.shards.samples import sample_documents
+from longstride.data_pipelines.shards.verify import sample_documents
 from longstride.launcher import cli
 from tests.harness.data.tars import add, write_tar
 

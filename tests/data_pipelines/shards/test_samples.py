@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.shards.samples import sample_documents
+from longstride.data_pipelines.shards.verify import sample_documents
 
 ALL = 10**6
 

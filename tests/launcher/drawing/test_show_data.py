@@ -15,7 +15,7 @@ from PIL import Image
 
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.shards.manifest import DataManifest
-from longstride.data_pipelines.shards.samples import Sample, sample_documents
+from longstride.data_pipelines.shards.verify import Sample, sample_documents
 from longstride.data_pipelines.stores import open_store
 from longstride.launcher import cli
 from longstride.launcher.drawing.samples import draw_samples, envelope, print_texts, safe_text
