@@ -148,6 +148,7 @@ class LastingOutput:
 
     def _write_queue(self) -> None:
         """Write until the queue is empty; then the thread ends."""
+        assert self._file is not None
         while True:
             with self._changed:
                 if not self._queue:
@@ -157,28 +158,24 @@ class LastingOutput:
                     self._changed.notify_all()
                     return
                 content = self._queue.popleft()
-            failure = self._write_content(content)
+            failure: OSError | None = None
+            remaining = content
+            try:  # however long it takes
+                while remaining:
+                    try:
+                        remaining = remaining[os.write(self._file, remaining) :]
+                    except BlockingIOError:  # another process made the file non-blocking
+                        poll = select.poll()
+                        poll.register(self._file, select.POLLOUT)
+                        poll.poll()
+            except OSError as error:
+                failure = None if error.errno in self._dropped else error
             with self._changed:
                 self._queue_bytes -= len(content)
                 self._written += len(content)
                 self._moved = time.monotonic()
                 self._failure = failure or self._failure
                 self._changed.notify_all()
-
-    def _write_content(self, content: bytes) -> OSError | None:
-        """Write bytes to the file, however long that takes; return an error unless it is ignored."""
-        assert self._file is not None
-        try:
-            while content:
-                try:
-                    content = content[os.write(self._file, content) :]
-                except BlockingIOError:  # another process made the file non-blocking
-                    poll = select.poll()
-                    poll.register(self._file, select.POLLOUT)
-                    poll.poll()
-        except OSError as error:
-            return None if error.errno in self._dropped else error
-        return None
 
     def _write_directly(self, work: Callable[[], int]) -> int:
         try:

@@ -116,10 +116,19 @@ class Experts(FeedForward):
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
         """Map (B, N, C) to (B, N, C), in training with the auxiliary loss."""
         gates, chosen, auxiliary_loss = self.route(h, context.real)
-        if torch.compiler.is_exporting():
-            return MixerOutput(self._by_all_experts(h, gates, chosen))
+        if torch.compiler.is_exporting():  # each expert computes all rows: shapes must not depend on the choice
+            rows = h.flatten(0, 1)
+            out = torch.zeros_like(rows)
+            for expert in range(self.count):
+                weight = (gates * (chosen == expert)).sum(-1, keepdim=True).to(h.dtype)
+                out = out + self._by_expert(rows, expert) * weight
+            return MixerOutput(out.view(h.shape))
         if h.shape[1] == 1 and context.real is None and chosen.numel() <= self.count and not torch.is_grad_enabled():
-            return MixerOutput(self._few_rows(h, gates, chosen))
+            sums = []  # one position of a few contexts, without sorting
+            for row, weights, experts in zip(h, gates.to(h.dtype), chosen.tolist(), strict=True):
+                terms = [self._by_expert(row, expert) * weight for weight, expert in zip(weights, experts, strict=True)]
+                sums.append(sum(terms[1:], terms[0]))
+            return MixerOutput(torch.stack(sums))
         parameters = (self.expand, self.expand_bias, self.contract, self.contract_bias)
         long = dense.CHUNK_ROWS if chosen.numel() > dense.LONG_ROWS else None
         out = SortedExperts.apply(h.flatten(0, 1), gates, chosen, *parameters, self.config.activation, long)
@@ -195,23 +204,6 @@ class Experts(FeedForward):
         before, within = (counts.gather(-1, chosen[..., None]) for counts in (earlier, arrivals))
         fits = before + within <= room
         return (fits if real is None else fits & counted).view(-1, top)
-
-    def _by_all_experts(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
-        """Compute all rows by each expert, for traced programs, whose shapes must not depend on the choice."""
-        rows = h.flatten(0, 1)
-        out = torch.zeros_like(rows)
-        for expert in range(self.count):
-            weight = (gates * (chosen == expert)).sum(-1, keepdim=True).to(h.dtype)
-            out = out + self._by_expert(rows, expert) * weight
-        return out.view(h.shape)
-
-    def _few_rows(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
-        """Compute one position of a few contexts, (B, 1, C) to (B, 1, C), without sorting them."""
-        rows = []
-        for row, weights, experts in zip(h, gates.to(h.dtype), chosen.tolist(), strict=True):
-            terms = [self._by_expert(row, expert) * weight for weight, expert in zip(weights, experts, strict=True)]
-            rows.append(sum(terms[1:], terms[0]))
-        return torch.stack(rows)
 
     def _by_expert(self, rows: Tensor, expert: int) -> Tensor:
         """Compute rows (…, C) by one expert."""
