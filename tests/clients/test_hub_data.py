@@ -7,14 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from longstride.data_pipelines.building.build import build
 from tests.harness.clients import client
 from tests.harness.data.builds import write_files
-from tests.hostile.generators.http_servers import serving
+from tests.hostile.generators.http_servers import QuietHandler, serving
 
 
 @client(
@@ -26,8 +25,8 @@ def test_data_folder_on_a_hub_is_verified(tmp_path: Path) -> None:
     build([texts], hub / "mine", validation_fraction=0.2, shard_bytes=10_000)
     parts: list[str] = []  # of shards that were asked for
 
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Hub(QuietHandler):
+        def do_GET(self) -> None:  # noqa: N802
             path = unquote(urlsplit(self.path).path)
             if path == "/api/datasets/me/set":
                 self.answer(json.dumps({"id": "me/set", "sha": "0" * 40, "siblings": []}).encode())
@@ -44,15 +43,6 @@ def test_data_folder_on_a_hub_is_verified(tmp_path: Path) -> None:
                     parts.append(path)
                     content = content[int(interval[1]) : int(interval[2]) + 1]
                 self.answer(content, 206 if interval else 200)
-
-        def answer(self, content: bytes, status: int = 200) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *arguments: object) -> None:
-            pass
 
     with serving(Hub) as url:
         command = [sys.executable, "-m", "longstride.launcher.cli", "data", "verify", "hf://datasets/me/set/mine"]

@@ -9,7 +9,6 @@ import logging
 import resource
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.harness.data.builds import write_files
 from tests.harness.data.streams import open_stream
 from tests.harness.runs import configuration
 from tests.hostile.commands import Commands, campaign, sampled
-from tests.hostile.generators.http_servers import Exchange, FaultyServer, serving
+from tests.hostile.generators.http_servers import Exchange, FaultyServer, QuietHandler, serving
 from tests.hostile.generators.lies import CUT_BYTES, LIES, SECRET
 
 SECONDS = {"timeout_seconds": 0.3, "window_seconds": 1.5, "least_bytes_per_second": 20_000.0}
@@ -156,16 +155,9 @@ def test_tls_of_a_server_that_speaks_none(folder: Path, settings: RemoteSettings
 def test_pages_without_end_are_not_listed(tmp_path: Path, settings: RemoteSettings) -> None:
     """Serve pages each of which links to a folder below it."""
 
-    class Pages(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            content = b'<a href="below/">below/</a> <a href="a.tar">a.tar</a>'
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *arguments: object) -> None:
-            pass
+    class Pages(QuietHandler):
+        def do_GET(self) -> None:  # noqa: N802
+            self.answer(b'<a href="below/">below/</a> <a href="a.tar">a.tar</a>')
 
     start = time.monotonic()
     with serving(Pages) as url, pytest.raises(DataError, match=r"window_seconds=1\.5; name the files themselves"):

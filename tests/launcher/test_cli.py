@@ -16,7 +16,7 @@ import pytest
 
 from longstride.launcher import cli
 from longstride.launcher.cluster.supervisor import Launch, Outcome
-from tests.harness.runs import ROOT, free_port, metrics, plain_environment, rank_environment
+from tests.harness.runs import ROOT, free_port, metrics, plain_environment
 
 Trained = Callable[..., Path]
 
@@ -179,25 +179,6 @@ def test_data_build_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str
     build[build.index("--output") + 1] = str(tmp_path / "data/manifest.json/data")
     assert cli.main([*build, "0.3"]) == 2
     assert "manifest.json is not a folder); name an output where you may write" in capsys.readouterr().err
-
-
-def run_cli(arguments: list[str], cwd: Path, world_size: int = 1) -> list[subprocess.CompletedProcess[str]]:
-    port = free_port()
-    command = [sys.executable, "-m", "longstride.launcher.cli", *arguments]
-    ranks = []
-    for rank in range(world_size):
-        environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
-        environment |= rank_environment(rank, world_size, port) if world_size > 1 else {}
-        ranks.append(
-            subprocess.Popen(
-                command, env=environment, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
-        )
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
-    return [
-        subprocess.CompletedProcess(command, rank.returncode, out, error)
-        for rank, (out, error) in zip(ranks, outputs, strict=True)
-    ]
 
 
 def test_deepspeed_launcher_gives_the_same_training(trained: Trained, tmp_path: Path) -> None:

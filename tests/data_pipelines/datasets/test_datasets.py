@@ -174,11 +174,15 @@ def test_cifar10_with_a_batch_missing_is_refused(cifar, tmp_path):
     ids=["empty", "CIFAR-100", "rows", "nothing", "label", "test alone", "no pickle", "no archive"],
 )
 def test_cifar10_refuses_in_one_line(tmp_path, files, rule):
-    source = write_files(tmp_path / "source", files)
+    refuses_in_one_line("cifar10", tmp_path, files, rule)
+
+
+def refuses_in_one_line(name, folder, files, rule):
+    source = write_files(folder / "source", files)
     source.mkdir(exist_ok=True)
     with pytest.raises(DataError, match=rule) as caught:
-        made("cifar10", source, tmp_path / "data")
-    assert "\n" not in str(caught.value) and not (tmp_path / "data").exists()
+        made(name, source, folder / "data")
+    assert "\n" not in str(caught.value) and not (folder / "data").exists()
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
@@ -332,11 +336,7 @@ def test_imagenet64_reads_folders_of_pictures(tmp_path, validation):
     ids=["empty", "validation alone", "32 pixels", "no zip", "cut short"],
 )
 def test_imagenet64_refuses_in_one_line(tmp_path, files, rule):
-    source = write_files(tmp_path / "source", files)
-    source.mkdir(exist_ok=True)
-    with pytest.raises(DataError, match=rule) as caught:
-        made("imagenet64", source, tmp_path / "data")
-    assert "\n" not in str(caught.value) and not (tmp_path / "data").exists()
+    refuses_in_one_line("imagenet64", tmp_path, files, rule)
 
 
 def test_imagenet64_in_pickles_and_in_other_sizes_is_refused(tmp_path):

@@ -6,9 +6,12 @@ import io
 import random
 import subprocess
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import webdataset as wds
+
+from longstride.data_pipelines.shards import index_tars
 
 UNEVEN = (1, 7, 2, 12, 3)  # samples of each tar
 
@@ -29,6 +32,17 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], form: int = tarfile.
         for name, payload in members:
             add(archive, name, payload)
     return path
+
+
+def peak_of_indexing(tar: Path, mode: str, output: Path, **options: object) -> int:
+    """Write a tar with a member of 64 MiB, index it, and return the most bytes of Python's memory."""
+    with tarfile.open(tar, mode) as archive:
+        add(archive, "big.txt", bytes(2**26))
+    tracemalloc.start()
+    index_tars([str(tar)], output, **options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 def write_shards(folder: Path, samples=UNEVEN, prefix="train-", sizes=(1, 200), seed=0) -> list[list[bytes]]:

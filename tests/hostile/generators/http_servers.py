@@ -162,12 +162,22 @@ class _Server(ThreadingHTTPServer):
         """Ignore errors: clients of these tests disconnect within a body."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class QuietHandler(BaseHTTPRequestHandler):
+    """A handler that answers with a content, and prints nothing."""
+
+    def answer(self, content: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+class _Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
-
-    def log_message(self, *arguments) -> None:
-        pass
 
     def do_GET(self) -> None:
         self._answer(with_body=True)

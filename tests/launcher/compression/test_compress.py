@@ -83,17 +83,23 @@ def test_a_file_comes_back_from_the_size_of_its_likelihood(exported: Path, tmp_p
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+def check_round_trip(model: Path, folder: Path) -> float:
+    """Compress and decompress 500 bytes; return the bytes that their likelihood asks for."""
+    content = content_of("text", 500, 0)
+    (folder / "file").write_bytes(content)
+    packed = compress(model, folder / "file", folder / "file.lsz")
+    assert decompress(model, folder / "file.lsz", folder / "again") == content
+    expected = 500 * likelihood(load_model(model), content)["bits_per_byte"] / 8
+    check_size(packed, expected)
+    return expected
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_compress_too(dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny_export(tmp_path / "model", "text", steps=3, model={"ngrams": {"orders": [2, 4], "rows": 997}})
     weights = {name: tensor.to(dtype) for name, tensor in load_file(model / "model.safetensors").items()}
     save_file(weights, model / "model.safetensors")
-    content = content_of("text", 500, 0)
-    (tmp_path / "file").write_bytes(content)
-    packed = compress(model, tmp_path / "file", tmp_path / "file.lsz")
-    assert decompress(model, tmp_path / "file.lsz", tmp_path / "again") == content
-    expected = 500 * likelihood(load_model(model), content)["bits_per_byte"] / 8
-    check_size(packed, expected)
+    check_round_trip(model, tmp_path)
 
 
 BY_CONTENT: tuple[dict[str, Any], ...] = (
@@ -110,13 +116,7 @@ def test_models_whose_content_chooses_keys_compress_too(attention: dict[str, Any
     """At the size that the forward pass says: so that likelihood had seen nothing of the future."""
     changes = {"attention": attention, "layers": 2, "backend": "auto"}
     model = tiny_export(tmp_path / "model", "text", steps=20, model=changes)
-    content = content_of("text", 500, 0)
-    (tmp_path / "file").write_bytes(content)
-    packed = compress(model, tmp_path / "file", tmp_path / "file.lsz")
-    assert decompress(model, tmp_path / "file.lsz", tmp_path / "again") == content
-    expected = 500 * likelihood(load_model(model), content)["bits_per_byte"] / 8
-    check_size(packed, expected)
-    assert expected < 450
+    assert check_round_trip(model, tmp_path) < 450
 
 
 @pytest.mark.campaign

@@ -21,6 +21,7 @@ from longstride.launcher.compression import coding, compress
 from longstride.launcher.models.exported import load_model
 from longstride.sparse_model import SparseTransformer
 from tests.harness.tiny_models import plain_config, random_export
+from tests.launcher.compression.test_compress import BY_CONTENT
 
 ROOT = Path(__file__).parents[3]
 CONTENT = bytes(range(32, 127)) * 3
@@ -163,11 +164,7 @@ def setting(name: str) -> Iterator[None]:
 ATTENTION: tuple[dict[str, Any], ...] = (
     {"type": "strided", "stride": 8},
     {"type": "dense"},
-    {"type": "routing", "clusters": 4, "window": 9, "local": {"heads": 1, "window": 8}},
-    {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 5},
-    {"type": "moba", "block": 8, "top": 3},
-    {"type": "adaptive_span", "ramp": 4, "penalty": 0.001, "initial": 5.5},
-    {"type": "entmax", "pattern": {"type": "local", "window": 9}},
+    *BY_CONTENT,
     {"type": "synthesizer", "kind": "dense"},
 )
 

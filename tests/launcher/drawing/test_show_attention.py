@@ -28,20 +28,12 @@ from longstride.launcher.drawing.attention import (
     spread,
 )
 from longstride.launcher.drawing.pattern import Grid
-from longstride.sparse_model import ModelConfig, SparseTransformer
-from tests.harness.configs import small
+from longstride.sparse_model import ModelConfig
 from tests.harness.runs import files_under
+from tests.sparse_model.test_transformer import awake
 
 Trained = Callable[..., Path]
 PICTURE = Grid(4, 5, 3, "pixel")
-
-
-def random_model(**changes: object) -> SparseTransformer:
-    torch.manual_seed(0)
-    model = SparseTransformer(small(**changes))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
 
 
 def small_run_pattern(run: Path) -> Any:
@@ -68,7 +60,7 @@ def test_matrix_of_each_layer_holds_its_rows(trained: Trained) -> None:
 
 def test_keys_of_a_long_context_are_summed() -> None:
     changes = {"attention": {"type": "strided", "stride": 24}, "layers": 9, "heads": 2, "width": 16}
-    model = random_model(context=312, **changes)
+    model = awake(context=312, **changes)
     tokens = torch.arange(312).to(torch.uint8)
     figure = draw_matrices(model, tokens, 1, "a run")
     panels = [axis for axis in figure.axes if axis.get_title()]
@@ -81,7 +73,7 @@ def test_keys_of_a_long_context_are_summed() -> None:
 
 
 def test_views_of_a_picture_have_the_picture_and_a_panel_for_each_layer() -> None:
-    model = random_model(
+    model = awake(
         context=60, attention={"type": "strided", "stride": 15}, embedding={"type": "image", "height": 4, "width": 5}
     )
     tokens = torch.randint(256, (60,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
@@ -95,7 +87,7 @@ def test_views_of_a_picture_have_the_picture_and_a_panel_for_each_layer() -> Non
 
 
 def test_views_of_bytes_say_what_rows_columns_and_greys_are() -> None:
-    model = random_model(context=60, attention={"type": "strided", "stride": 15})
+    model = awake(context=60, attention={"type": "strided", "stride": 15})
     figure = draw_views(model, torch.arange(60).to(torch.uint8), [10], None, Grid(4, 15, 1, "position"), "a run")
     assert (figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()) == ("column of 15", "row of 4")
     assert figure.legends[0].get_texts()[1].get_text() == "not read (lighter: a greater byte)"
@@ -115,7 +107,7 @@ def test_keys_that_are_not_read_are_no_zeros() -> None:
     weights = np.array([[math.nan, math.nan, 0.0, 0.5, math.nan, 0.5]])
     found = by_run(weights, np.array([0, 2, 4]))
     assert np.isnan(found[0, 0]) and found[0, 1:].tolist() == [0.5, 0.5]
-    model = random_model(attention={"type": "fixed", "stride": 8, "summary": 2}, layers=1)
+    model = awake(attention={"type": "fixed", "stride": 8, "summary": 2}, layers=1)
     tokens = torch.arange(40).to(torch.uint8)
     rows = attention_rows(model, tokens, [0, 20, 39], layers=[0], unread=math.nan)[0]
     patterns, position = model.config.layer_patterns()[0], torch.arange(40)
