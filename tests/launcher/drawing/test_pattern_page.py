@@ -38,6 +38,7 @@ PATTERNS: list[Pattern] = [
     Dense(), Local(5), Local(3, dilation=4), Column(8), Strided(12), Strided(12, "paper"), Strided(4, num_factors=3),
     Block(16), Summary(8, 3), Summary(8, 2, 3, True, 1), Fixed(16, 3), Fixed(8, 2, 4, 2), Longformer(5, globals=3),
     Longformer(4, 2), Longformer(3, 4, 6), LongNet((4, 16, 48), (1, 2, 4), 3), BigBird(8, 2, 1, 3, seed=5, index=2),
+    Column(8, "target"), Strided(12, align="target"),
 ]  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def value(found: list[list[int]], row: int) -> int:
 
 def folded(fold: list[int], row: int) -> int:
     period, step, stride, shift = fold
-    return row // period * step + (row % period + shift) * stride
+    return row // period * step + row % period * stride + shift
 
 
 def bound(numbers: list[int], row: int, period: int) -> int:
