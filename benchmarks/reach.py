@@ -1,0 +1,302 @@
+"""What each pattern can carry, and what it costs: ``python benchmarks/reach.py``.
+
+Every run trains a network of two layers for the same seconds of processor time, on one thread. The first layer has a
+window of 128; the second has the pattern. Runs begin with contexts of 512, where attention is dense, and continue with
+long ones (``benchmarks/reach_training.py``). All patterns of a task continue from the same weights. The tasks are in
+``benchmarks/reach_tasks.py``.
+
+Rows are written to the result file as they finish. A second call continues the file: it trains only the missing rows.
+``--tables`` makes the tables of docs/results.md and the picture docs/pictures/reach.svg from the result files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from benchmarks.machine import about
+from benchmarks.reach_picture import Point, picture
+from benchmarks.reach_tasks import TASKS, version_folders
+from benchmarks.reach_training import CLOCK_STEPS, Progress, Stage, best_device, score, solved_at, trained
+from benchmarks.recipe import changed, preset
+from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, replaced, rounded, write_json
+from longstride.kernels import ConfigError
+from longstride.sparse_model import ModelConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "results.md"
+PICTURE = ROOT / "docs" / "pictures" / "reach.svg"
+BEGIN, END = "<!-- made by benchmarks/reach.py: begin -->", "<!-- end -->"
+WINDOW = {"type": "local", "window": 128}  # of the first layer
+SHORT_CONTEXT = 512
+WARMUP_SHARE = 0.03
+TABLE_ROWS = 65_536  # of each order of n-grams
+DRAWN = ("versions", "python")  # tasks of the picture
+FIRST = 3  # section of a context that has scored bytes in every task
+TRAIN = {
+    "global_batch": 1,
+    "micro_batch": 1,
+    "learning_rate": 0.01,
+    "optimizer": {"type": "muon", "rates": {"matrices": 0.01, "tables": 0.015}},
+    "betas": [0.9, 0.95],
+    "warmup_steps": round(WARMUP_SHARE * CLOCK_STEPS),
+    "schedule": {"type": "wsd", "decay_fraction": 0.5},
+}
+
+
+class Size(NamedTuple):
+    """How long and how large runs are."""
+
+    seconds: float  # of a run
+    short_seconds: float  # of them, with short contexts
+    seeds: int
+    step_bytes: int
+    evaluated: int  # held-out contexts
+    changes: dict[str, Any]  # of the model
+
+
+SIZES = {
+    "small": Size(20, 10, 1, 4_096, 12, {}),
+    "large": Size(900, 450, 3, 65_536, 64, {"layers": 4, "width": 512, "heads": 4, "ngrams.rows": 1 << 20}),
+}
+
+
+DENSE: Mapping[str, Any] = {"type": "dense"}
+NO_CHANGES: Mapping[str, Any] = {}
+
+
+class Pattern(NamedTuple):
+    """The attention of the second layer, and changes of the network that it needs."""
+
+    attention: Mapping[str, Any]
+    changes: Mapping[str, Any] = NO_CHANGES
+    short: Mapping[str, Any] = DENSE  # attention in short contexts
+
+
+# Hashed queries are their keys. A single bucket whose chunk is half of a short context makes them dense.
+HASHED = Pattern(
+    {"type": "lsh", "buckets": 32, "rounds": 2, "chunk": 64},
+    {"query_key_norm": False},
+    {"type": "lsh", "buckets": 1, "chunk": SHORT_CONTEXT // 2},
+)
+PATTERNS = {
+    "dense": Pattern(DENSE),
+    **{f"window {size}": Pattern({"type": "local", "window": size}) for size in (128, 256, 512, 1_024, 2_048)},
+    "fixed 128, summary 32": Pattern({"type": "fixed", "stride": 128, "summary": 32}),
+    "strided 128": Pattern({"type": "strided", "stride": 128}),
+    "strided 128, aligned": Pattern({"type": "strided", "stride": 128, "align": "target"}),
+    "dilated 256 by 8": Pattern({"type": "local", "window": 256, "dilation": 8}),
+    "routing": Pattern(
+        {"type": "routing", "clusters": 32, "window": 256, "shared_query_key": False, "decay": 0.95}
+    ),
+    "hashing": HASHED,
+    "MoBA 64, top 3": Pattern({"type": "moba", "block": 64, "top": 3}),
+    "MoBA 64, top 8": Pattern({"type": "moba", "block": 64, "top": 8}),
+    "MoBA 128, top 4": Pattern({"type": "moba", "block": 128, "top": 4}),
+}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
+    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS), metavar="PATTERN")
+    for name, kind in (("seconds", float), ("short-seconds", float), ("seeds", int), ("context", int)):
+        parser.add_argument(f"--{name}", type=kind, help="instead of the size's or the task's")
+    parser.add_argument("--parallel", type=int, default=2, help="trainings at once, each on a core of its own")
+    parser.add_argument("--tables", action="store_true", help="only make the tables and the picture anew")
+    options = parser.parse_args(arguments)
+    if options.tables:
+        write_tables()
+        return 0
+    size = SIZES[options.size]
+    for name in ("seconds", "short_seconds", "seeds"):
+        if getattr(options, name) is not None:
+            size = size._replace(**{name: getattr(options, name)})
+    if size.short_seconds >= size.seconds:
+        parser.error(f"--short-seconds={size.short_seconds:g}: must be below --seconds={size.seconds:g}")
+    options.output = options.output or RESULTS / cpu_file("reach")
+    measure(options, size)
+    return 0
+
+
+def measure(options: argparse.Namespace, size: Size) -> None:
+    """Train all missing rows, and write the result file after each."""
+    if options.overwrite or not options.output.exists():
+        result = about(best_device()) | {"threads": 1}
+        write_json(options.output, result | {"versions": [path.name for path in version_folders()], "rows": []})
+    units = [(task, seed) for seed in range(size.seeds) for task in options.tasks]
+    processes = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.parallel, processes, torch.set_num_threads, (1,)) as pool:
+        futures = [pool.submit(run_unit, *unit, options.patterns, size, options) for unit in units]
+        for future in futures:
+            future.result()
+
+
+def run_unit(task_name: str, seed: int, names: Sequence[str], size: Size, options: argparse.Namespace) -> None:
+    """Train the rows of a task and seed that the result file lacks. Those with equal first stages share them."""
+    task, step_bytes = TASKS[task_name], size.step_bytes
+    context = options.context or task.context
+    beginnings: dict[str, Progress] = {}
+    for name in names:
+        row = {"task": task_name, "context": context, "pattern": name, "size": options.size, "seed": seed}
+        row |= {"seconds": size.seconds, "short_seconds": size.short_seconds}
+        if any(row.items() <= before.items() for before in json.loads(options.output.read_text())["rows"]):
+            continue
+        try:
+            first, last = (model_of(PATTERNS[name], n, size, task.is_text) for n in (SHORT_CONTEXT, context))
+            ModelConfig.model_validate(last)
+        except ConfigError as error:
+            print(f"{name}: skipped: {error}", flush=True)
+            continue
+        key = json.dumps(first)
+        if key not in beginnings:
+            stage = Stage(first, step_bytes // SHORT_CONTEXT)
+            _, beginnings[key] = trained(task, stage, TRAIN, seed, (size.short_seconds, size.seconds))
+        stage = Stage(last, max(1, step_bytes // context))
+        network, end = trained(task, stage, TRAIN, seed, (size.seconds, size.seconds), beginnings[key])
+        row |= {
+            "steps": [beginnings[key].steps, end.steps],
+            "seconds_per_step": [rounded(part.seconds_per_step) for part in (beginnings[key], end)],
+            "pairs": network.mixers[-1].num_pairs(context),
+            "solved_at": solved_at(end.curve, task.floor),
+        } | score(task, network, size.evaluated)
+        append(options.output, row)
+        print(json.dumps(row), flush=True)
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a row to a result file, which several processes may extend at once."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        result = json.loads(path.read_text())
+        write_json(path, result | {"rows": [*result["rows"], row]})
+    finally:
+        os.close(folder)
+
+
+def model_of(pattern: Pattern, context: int, size: Size, is_text: bool) -> dict[str, Any]:
+    """Return the `model` of a stage: the demo's, with the pattern in the later layers; dense in short contexts."""
+    attention = pattern.short if context == SHORT_CONTEXT else pattern.attention
+    content = {"model": preset("demo")["model"]}
+    changes = {"context": context, "ngrams.rows": TABLE_ROWS, **size.changes, **pattern.changes}
+    changes["attention"] = [WINDOW, attention]
+    content = changed(content, {f"model.{path}": value for path, value in changes.items()})
+    return changed(content, {} if is_text else {"model.ngrams": None})["model"]
+
+
+def write_tables() -> None:
+    """Make the tables of the page and the picture from the result files."""
+    results = result_files()
+    PAGE.write_text(with_tables(PAGE.read_text(), results))
+    PICTURE.write_text(drawing(results[-1]))
+
+
+def result_files() -> list[dict[str, Any]]:
+    """Return the contents of all result files."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("reach-*.json"))]
+
+
+def with_tables(page: str, results: Sequence[dict[str, Any]]) -> str:
+    """Return the page's text with the tables of the result files."""
+    return replaced(page, BEGIN, "\n".join(map(tables, results)), END)
+
+
+def rows_of(result: dict[str, Any], task: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of a task by pattern, in the order of ``PATTERNS``: those of its longest runs."""
+    rows = [row for row in result["rows"] if row["task"] == task]
+    longest = max((row["seconds"] for row in rows), default=0)
+    by_pattern = {
+        name: [row for row in rows if (row["pattern"], row["seconds"]) == (name, longest)] for name in PATTERNS
+    }
+    return {name: runs for name, runs in by_pattern.items() if runs}
+
+
+def tables(result: dict[str, Any]) -> str:
+    """Format one device's result: a table of copies and look-ups, and one of each text."""
+    text = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}.\n\n"
+    synthetic = {task: rows_of(result, task) for task in TASKS if TASKS[task].floor is not None}
+    synthetic = {task: rows for task, rows in synthetic.items() if rows}
+    if synthetic:
+        lines = [
+            [name, *(solution(rows.get(name, [])) for rows in synthetic.values())]
+            for name in PATTERNS
+            if any(name in rows for rows in synthetic.values())
+        ]
+        text += markdown(["pattern", *(title(task, rows) for task, rows in synthetic.items())], lines) + "\n"
+    for task in TASKS:
+        rows = rows_of(result, task)
+        if rows and task not in synthetic:
+            heading = f"{title(task, rows)}: bits per byte"
+            columns = [heading, "first eighth", "last eighth", "pairs", "ms a step", "steps at length"]
+            text += markdown(columns, [[name, *cells(runs)] for name, runs in rows.items()]) + "\n"
+    return text.rstrip("\n") + "\n"
+
+
+def title(task: str, rows: dict[str, list[dict[str, Any]]]) -> str:
+    """Name a task with its context and the seconds of its runs."""
+    row = next(iter(rows.values()))[0]
+    return f"{task} ({row['context']:,}; {row['seconds']:g} s)"
+
+
+def solution(runs: Sequence[dict[str, Any]]) -> str:
+    """Format bits per known byte, and after how many steps at full length each seed solved the task."""
+    if not runs:
+        return ""
+    bits = statistics.fmean(run["bits"] for run in runs)
+    solved = [run["solved_at"] for run in runs if run["solved_at"] is not None]
+    return f"{bits:.2f}" + (f", {'/'.join(map(str, solved))} steps" if solved else "")
+
+
+def cells(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Format the bits of a text, where they were lost, and the cost."""
+    bits = [run["bits_per_byte"] for run in runs]
+    ends = (statistics.fmean(run["by_position"][place] for run in runs) for place in (FIRST, -1))
+    cost = 1_000 * statistics.fmean(run["seconds_per_step"][1] for run in runs)
+    steps = statistics.fmean(run["steps"][1] for run in runs)
+    spread = f" ({min(bits):.3f}–{max(bits):.3f})" if len(bits) > 1 else ""
+    pairs = f"{runs[0]['pairs'] / 1e6:.2f} M"
+    return [
+        f"{statistics.fmean(bits):.3f}{spread}",
+        *(f"{end:.3f}" for end in ends),
+        pairs,
+        f"{cost:.0f}",
+        f"{steps:.0f}",
+    ]
+
+
+def drawing(result: dict[str, Any]) -> str:
+    """Draw bits per byte against the cost of a step for each text."""
+    panels = {}
+    for task in DRAWN:
+        rows = rows_of(result, task)
+        if rows:
+            panels[title(task, rows)] = [
+                Point(
+                    name,
+                    1_000 * statistics.fmean(run["seconds_per_step"][1] for run in runs),
+                    [run["bits_per_byte"] for run in runs],
+                )
+                for name, runs in rows.items()
+            ]
+    return picture(panels)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The benchmark of reach: its tasks can be solved as it says, its runs learn, and its page has its result files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import reach, reach_picture, reach_tasks, reach_training
+from longstride.kernels import ConfigError
+from longstride.launcher.config import TrainConfig
+from longstride.sparse_model import ModelConfig, SparseTransformer
+
+COPIES = {"copy at 512": 512, "copy at 513": 513, "copy at 2,048": 2_048}
+TINY = {
+    "layers": 2, "heads": 1, "width": 32, "attention": {"type": "dense"}, "embedding": {"type": "tokens"},
+    "rotary": {}, "norm": "rms", "initialization": "zero_outputs",
+}  # fmt: skip
+
+
+def example(name: str, seed: int = 0, length: int | None = None, held_out: bool = False) -> reach_tasks.Example:
+    task = reach_tasks.TASKS[name]
+    return task.make(np.random.default_rng(seed), length or task.context, held_out)
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_scored_bytes_of_a_copy_are_those_at_its_distance(name: str) -> None:
+    tokens, scored = example(name)
+    distance = COPIES[name]
+    assert scored.sum() == len(tokens) - distance
+    assert (tokens[distance:] == tokens[:-distance])[scored[distance:]].all()
+
+
+@pytest.mark.parametrize("length", [512, 2_048])
+def test_scored_bytes_of_induction_follow_an_earlier_copy(length: int) -> None:
+    periods = set()
+    for seed in range(10):
+        tokens, scored = example("induction", seed, length)
+        period = int(scored.argmax()) - 4
+        periods.add(period)
+        assert (tokens[period:] == tokens[:-period]).all()
+        assert scored[period + 4 :].all()
+    assert len(periods) > 5
+
+
+def test_scored_bytes_of_recall_are_values_of_earlier_keys() -> None:
+    tokens, scored = example("recall")
+    values = {bytes(tokens[n : n + 2]): tokens[n + 3] for n in range(0, len(tokens) // 2 - 4, 5)}
+    places = np.flatnonzero(scored)
+    assert len(places) == len(values) == 204
+    assert all(values[bytes(tokens[place - 3 : place - 1])] == tokens[place] for place in places)
+
+
+def test_the_floor_of_the_grid_is_the_entropy_of_its_bytes() -> None:
+    tokens, scored = example("grid")
+    above, same = tokens[: -reach_tasks.GRID_WIDTH], 0.9 + 0.1 / 64
+    agreeing = float((tokens[reach_tasks.GRID_WIDTH :] == above).mean())
+    assert abs(agreeing - same) < 4 * math.sqrt(same * (1 - same) / len(above))
+    assert reach_tasks.grid_floor() == pytest.approx(-same * math.log2(same) - (1 - same) * math.log2(0.1 / 64))
+    assert not scored[: reach_tasks.GRID_WIDTH].any()
+
+
+def test_versions_begin_at_the_same_place_and_split_by_files() -> None:
+    training, held_out = reach_tasks.version_pairs()
+    assert not {new for _, new in training} & {new for _, new in held_out}
+    for seed in range(5):
+        tokens, scored = example("versions", seed, held_out=True)
+        content = tokens.tobytes()
+        old, new = content.split(b"\0", 1)
+        assert old[: reach_tasks.ANCHOR_BYTES] == new[: reach_tasks.ANCHOR_BYTES]
+        assert any(old in a and new in b for a, b in held_out)
+        assert int(scored.argmax()) == len(old) + 1
+
+
+def test_an_edited_file_keeps_most_lines() -> None:
+    content = Path(reach_tasks.__file__).read_bytes()
+    edited = reach_tasks.edited(content, np.random.default_rng(0))
+    lines = set(content.splitlines())
+    assert edited != content
+    assert sum(line in lines for line in edited.splitlines()) > 0.5 * len(lines)
+
+
+def test_texts_are_split_by_files_and_batches_follow_from_their_seed() -> None:
+    task = reach_tasks.TASKS["python"]
+    first, again, other = (task.batch((seed, 0), 64, 2)[0] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    training = reach_tasks.corpus("python", False).tobytes()
+    held_out = reach_tasks.corpus("python", True).tobytes()
+    assert all(held_out[place : place + 4_096] not in training for place in range(0, 40_000, 10_000))
+
+
+def test_a_second_stage_continues_with_weights_optimiser_and_tables() -> None:
+    train = TrainConfig.model_validate(reach.TRAIN | {"output": "none", "seed": 0, "steps": reach_training.CLOCK_STEPS})
+    ngrams = {"ngrams": {"orders": [2], "rows": 64}}
+    short, long = (reach_training.Learner(TINY | ngrams | {"context": n}, train, torch.device("cpu")) for n in (16, 32))
+    tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        short.step(tokens, 0.5)
+    long.load(short.state())
+    for _ in range(2):
+        assert torch.equal(short.step(tokens, 0.5), long.step(tokens, 0.5))
+    assert all(torch.equal(master, long.masters[name]) for name, master in short.masters.items())
+
+
+def test_a_run_learns_within_its_time() -> None:
+    task = reach_tasks.Task(reach_tasks.repeated(4, 4), context=32, floor=0.0, chance=6.0)
+    short, long = (reach_training.Stage(TINY | {"context": n}, 256 // n) for n in (16, 32))
+    _, begin = reach_training.trained(task, short, reach.TRAIN, 0, (1.5, 3.0))
+    network, end = reach_training.trained(task, long, reach.TRAIN, 0, (3.0, 3.0), begin)
+    assert 1.5 <= begin.seconds < 2.5
+    assert 3.0 <= end.seconds < 4.0
+    assert len(end.curve) == end.steps > 0
+    after = reach_training.score(task, network, 8)
+    assert after["bits"] < 5.0
+    assert after["by_position"][0] is None
+
+
+def test_a_task_is_solved_when_the_mean_of_some_steps_is_near_the_floor() -> None:
+    near, far = 1.04, 1.06
+    assert reach_training.solved_at([far] * 20, 1.0) is None
+    assert reach_training.solved_at([far] * 3 + [near] * 20, 1.0) in range(4, 12)
+    assert reach_training.solved_at([near] * 20, None) is None
+
+
+@pytest.mark.parametrize("size", reach.SIZES)
+@pytest.mark.parametrize("name", reach.PATTERNS)
+def test_every_pattern_is_a_configuration_at_both_lengths(name: str, size: str) -> None:
+    shapes = []
+    for context in (reach.SHORT_CONTEXT, 4_096):
+        model = reach.model_of(reach.PATTERNS[name], context, reach.SIZES[size], is_text=False)
+        try:
+            with torch.device("meta"):
+                blocks = SparseTransformer(ModelConfig.model_validate(model))
+        except ConfigError as error:
+            assert "align" in str(error) and name == "strided 128, aligned"
+            return
+        shapes.append({path: parameter.shape for path, parameter in blocks.named_parameters()})
+    assert shapes[0] == shapes[1]
+
+
+def test_rows_are_written_as_they_finish_and_not_trained_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, size = tmp_path / "reach.json", reach.SIZES["small"]._replace(seconds=0.2, short_seconds=0.1, evaluated=1)
+    output.write_text(json.dumps({"rows": []}))
+    options = argparse.Namespace(output=output, context=1_024, size="small")
+    for names in (["window 128"], ["window 128", "dense"]):
+        reach.run_unit("grid", 0, names, size, options)
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["pattern"] for row in rows] == ["window 128", "dense"]
+    assert rows[1]["pairs"] == 1_024 * 1_025 // 2
+    assert rows[0]["steps"][0] > 0
+    monkeypatch.setattr(reach, "trained", None)
+    reach.run_unit("grid", 0, ["window 128", "dense"], size, options)
+
+
+def test_a_picture_has_a_point_and_a_label_for_each_pattern() -> None:
+    points = [reach_picture.Point("dense", 120.0, [1.0, 1.1]), reach_picture.Point("window 128", 60.0, [1.5])]
+    drawing = reach_picture.picture({"left": points, "right": points[:1]})
+    ElementTree.fromstring(drawing)
+    assert drawing.count("<circle") == 3
+    assert drawing.count(">dense</text>") == 2
