@@ -26,7 +26,7 @@ HELD_OUT_EVERY = 8  # files
 OLD_BYTES = (1_200, 2_600)  # of the old version in a context of 4,096
 ANCHOR_BYTES = 24  # of a line that begins the same place in both versions
 LONGEST_CORPUS = 24_000_000  # bytes
-LONG = 4_096
+LONG, LESSON_CONTEXT = 4_096, 128
 
 
 class Example(NamedTuple):
@@ -44,18 +44,16 @@ class Task:
     """A source of contexts.
 
     Args:
-        make: makes a context of any length. Short contexts are the same task at a smaller distance.
-        context: N of the second stage, and of the evaluation.
+        make: makes a context. Short contexts of ``versions`` have shorter pieces.
+        context: N of the last stage, and of the evaluation.
         floor: least possible bits per scored byte; None: unknown.
         chance: bits per scored byte without any knowledge.
-        is_text: has n-gram tables, and all of its bytes are scored.
     """
 
     make: Maker
     context: int = LONG
     floor: float | None = None
     chance: float = 8.0
-    is_text: bool = False
 
     def batch(self, seed: tuple[int, ...], length: int, count: int, held_out: bool = False) -> tuple[Tensor, Tensor]:
         """Return ``count`` contexts (B, N) uint8 and which bytes are scored (B, N) bool; the same for the same seed."""
@@ -65,17 +63,16 @@ class Task:
         return tokens, scored
 
 
-def repeated(shortest: int, longest: int, unknown: int = 0) -> Maker:
+def repeated(shortest: int, longest: int, unknown: int = 0, symbols: int = SYMBOLS) -> Maker:
     """Return the maker of a random string that is repeated to the end of the context.
 
-    Its length is drawn from ``shortest`` to ``longest``. Short contexts draw from a range of an eighth to a half of N.
-    The first ``unknown`` bytes of the repetition do not count: only they tell where it begins.
+    Its length is drawn from ``shortest`` to ``longest``. The first ``unknown`` bytes of the repetition do not count:
+    only they show where it begins.
     """
 
     def make(random: np.random.Generator, length: int, held_out: bool) -> Example:
-        low, high = (shortest, longest) if longest < length else (length // 8, length // 2)
-        period = int(random.integers(low, high + 1))
-        string = random.integers(SYMBOLS, size=period)
+        period = int(random.integers(shortest, longest + 1))
+        string = random.integers(symbols, size=period)
         return Example(np.resize(string, length).astype(np.uint8), np.arange(length) >= period + unknown)
 
     return make
@@ -97,16 +94,12 @@ def recall(random: np.random.Generator, length: int, held_out: bool) -> Example:
 
 
 def grid(random: np.random.Generator, length: int, held_out: bool) -> Example:
-    """Make rows of symbols in which a byte is the one above, but for a share of bytes that are drawn anew.
-
-    Rows of short contexts are narrower.
-    """
-    width = min(GRID_WIDTH, length // 4)
-    rows = random.integers(SYMBOLS, size=(-(-length // width), width))
+    """Make rows of symbols in which a byte is the one above, but for a share of bytes that are drawn anew."""
+    rows = random.integers(SYMBOLS, size=(-(-length // GRID_WIDTH), GRID_WIDTH))
     same = random.random(rows.shape) >= GRID_NOISE
     for above, row, keep in zip(rows, rows[1:], same[1:], strict=False):
         row[keep] = above[keep]
-    return Example(rows.ravel()[:length].astype(np.uint8), np.arange(length) >= width)
+    return Example(rows.ravel()[:length].astype(np.uint8), np.arange(length) >= GRID_WIDTH)
 
 
 def grid_floor() -> float:
@@ -130,11 +123,16 @@ def versions(random: np.random.Generator, length: int, held_out: bool) -> Exampl
         anchor = old[first : first + ANCHOR_BYTES]
         if b"\n" in anchor.strip() or len(anchor.strip()) < ANCHOR_BYTES // 2:
             continue
-        place = new.find(anchor, max(0, first - len(old) // 8))
-        rest = length - size - 1
+        place, rest = nearest(new, anchor, first * len(new) // max(1, len(old))), length - size - 1
         if first + size <= len(old) and 0 <= place <= len(new) - rest:
             content = old[first : first + size] + b"\0" + new[place : place + rest]
             return Example(np.frombuffer(content, np.uint8), np.arange(length) > size)
+
+
+def nearest(content: bytes, anchor: bytes, place: int) -> int:
+    """Return where an anchor begins nearest to a place; -1: nowhere."""
+    before, after = content.rfind(anchor, 0, place + len(anchor)), content.find(anchor, place)
+    return min((found for found in (before, after) if found >= 0), key=lambda at: abs(at - place), default=-1)
 
 
 @cache
@@ -148,7 +146,7 @@ def version_pairs() -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]
     pairs = []
     for path in sorted(new.rglob("*.py")):
         name = path.relative_to(new)
-        if name.parts[0] in ("site-packages", "test", "idlelib") or path.stat().st_size < 2 * LONG:
+        if name.parts[0] in ("site-packages", "test", "idlelib", "encodings") or path.stat().st_size < 2 * LONG:
             continue
         if len(folders) == 1:
             content = path.read_bytes()
@@ -226,6 +224,12 @@ def text(name: str) -> Maker:
     return make
 
 
+def lesson_of(task: Task) -> Task:
+    """Return the task that runs begin with: repeated strings, of all bytes if the task is a text."""
+    symbols = 256 if task.floor is None else SYMBOLS
+    return Task(repeated(LESSON_CONTEXT // 8, LESSON_CONTEXT // 2, 4, symbols), LESSON_CONTEXT)
+
+
 TASKS = {
     "copy at 512": Task(repeated(512, 512), 2_048, 0.0, 6.0),
     "copy at 513": Task(repeated(513, 513), 2_048, 0.0, 6.0),
@@ -234,6 +238,6 @@ TASKS = {
     "recall": Task(recall, 2_048, 0.0, 6.0),
     "grid": Task(grid, 2_048, grid_floor(), 6.0),
     "versions": Task(versions),
-    "python": Task(text("python"), is_text=True),
-    "manuals": Task(text("manuals"), is_text=True),
+    "python": Task(text("python")),
+    "manuals": Task(text("manuals")),
 }

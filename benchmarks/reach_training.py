@@ -1,7 +1,6 @@
 """Training for a time in `benchmarks/reach.py`, in one process, with the trainer's optimisers and precision.
 
-A run begins with short contexts, where attention is dense, and continues with long ones: weights and the optimiser's
-state go from one network to the next. All patterns continue from the same first stage.
+Contexts become longer from stage to stage. Weights and the optimiser's state go from one network to the next.
 
 Letters: B contexts, N positions of a context.
 """
@@ -39,10 +38,12 @@ SEED_OF_EVALUATION = 1 << 20
 
 
 class Stage(NamedTuple):
-    """A part of a run: a network for contexts of one length, and how many of them a step has."""
+    """A part of a run."""
 
+    task: Task
     model: dict[str, Any]
-    batch: int
+    batch: int  # contexts in a step
+    seconds: float
 
 
 class Learner:
@@ -116,15 +117,16 @@ class Progress(NamedTuple):
 
     state: dict[str, Any]
     seconds: float  # since the run began
+    end: float  # when the stage should end
     steps: int  # of the stage
     seconds_per_step: float
     curve: list[float]  # bits per scored byte of each of its steps
 
 
 def trained(
-    task: Task, stage: Stage, settings: dict[str, Any], seed: int, span: Sequence[float], before: Progress | None = None
+    stage: Stage, settings: dict[str, Any], seed: int, seconds: float, before: Progress | None = None
 ) -> tuple[SparseTransformer, Progress]:
-    """Train a stage until ``span[0]`` of the ``span[1]`` seconds of a run are over, from the end of another stage.
+    """Train a stage of a run that takes some seconds in all, from the end of the stage before it.
 
     The time counts steps only, neither making contexts nor evaluations. It is processor time, on a GPU wall time.
     """
@@ -134,17 +136,18 @@ def trained(
     if before is not None:
         learner.load(before.state)
         spent = before.seconds
-    end, seconds = span
+    end = stage.seconds + (0.0 if before is None else before.end)
     times: list[float] = []
     curve = []
     while spent < end:
-        tokens, scored = task.batch((seed, before is not None, len(times)), stage.model["context"], stage.batch)
+        context = stage.model["context"]
+        tokens, scored = stage.task.batch((seed, context, len(times)), context, stage.batch)
         begin = clock(device)
         nats = learner.step(tokens.to(device), spent / seconds)
         times.append(clock(device) - begin)
         spent += times[-1]
         curve.append(float(nats[scored.to(device)].mean()) / math.log(2))
-    return learner.network.eval(), Progress(learner.state(), spent, len(times), statistics.median(times), curve)
+    return learner.network.eval(), Progress(learner.state(), spent, end, len(times), statistics.median(times), curve)
 
 
 def best_device() -> torch.device:

@@ -37,11 +37,14 @@ def test_scored_bytes_of_a_copy_are_those_at_its_distance(name: str) -> None:
     assert (tokens[distance:] == tokens[:-distance])[scored[distance:]].all()
 
 
-@pytest.mark.parametrize("length", [512, 2_048])
-def test_scored_bytes_of_induction_follow_an_earlier_copy(length: int) -> None:
+@pytest.mark.parametrize("is_lesson", [False, True])
+def test_scored_bytes_of_induction_follow_an_earlier_copy(is_lesson: bool) -> None:
+    task = reach_tasks.TASKS["induction"]
+    if is_lesson:
+        task = reach_tasks.lesson_of(task)
     periods = set()
     for seed in range(10):
-        tokens, scored = example("induction", seed, length)
+        tokens, scored = task.make(np.random.default_rng(seed), task.context, False)
         period = int(scored.argmax()) - 4
         periods.add(period)
         assert (tokens[period:] == tokens[:-period]).all()
@@ -111,9 +114,9 @@ def test_a_second_stage_continues_with_weights_optimiser_and_tables() -> None:
 
 def test_a_run_learns_within_its_time() -> None:
     task = reach_tasks.Task(reach_tasks.repeated(4, 4), context=32, floor=0.0, chance=6.0)
-    short, long = (reach_training.Stage(TINY | {"context": n}, 256 // n) for n in (16, 32))
-    _, begin = reach_training.trained(task, short, reach.TRAIN, 0, (1.5, 3.0))
-    network, end = reach_training.trained(task, long, reach.TRAIN, 0, (3.0, 3.0), begin)
+    short, long = (reach_training.Stage(task, TINY | {"context": n}, 256 // n, 1.5) for n in (16, 32))
+    _, begin = reach_training.trained(short, reach.TRAIN, 0, 3.0)
+    network, end = reach_training.trained(long, reach.TRAIN, 0, 3.0, begin)
     assert 1.5 <= begin.seconds < 2.5
     assert 3.0 <= end.seconds < 4.0
     assert len(end.curve) == end.steps > 0
@@ -131,22 +134,21 @@ def test_a_task_is_solved_when_the_mean_of_some_steps_is_near_the_floor() -> Non
 
 @pytest.mark.parametrize("size", reach.SIZES)
 @pytest.mark.parametrize("name", reach.PATTERNS)
-def test_every_pattern_is_a_configuration_at_both_lengths(name: str, size: str) -> None:
-    shapes = []
-    for context in (reach.SHORT_CONTEXT, 4_096):
-        model = reach.model_of(reach.PATTERNS[name], context, reach.SIZES[size], is_text=False)
+def test_every_pattern_has_the_parameters_of_the_stages_before_it(name: str, size: str) -> None:
+    task, shapes = reach_tasks.TASKS["versions"], []
+    for stage in reach.stages(task, task.context, reach.PATTERNS[name], reach.SIZES[size]):
         try:
             with torch.device("meta"):
-                blocks = SparseTransformer(ModelConfig.model_validate(model))
+                network = SparseTransformer(ModelConfig.model_validate(stage.model))
         except ConfigError as error:
             assert "align" in str(error) and name == "strided 128, aligned"
             return
-        shapes.append({path: parameter.shape for path, parameter in blocks.named_parameters()})
-    assert shapes[0] == shapes[1]
+        shapes.append({path: parameter.shape for path, parameter in network.named_parameters()})
+    assert shapes[0] == shapes[1] == shapes[2]
 
 
 def test_rows_are_written_as_they_finish_and_not_trained_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output, size = tmp_path / "reach.json", reach.SIZES["small"]._replace(seconds=0.2, short_seconds=0.1, evaluated=1)
+    output, size = tmp_path / "reach.json", reach.SIZES["small"]._replace(seconds=(0.1, 0.1, 0.1), evaluated=1)
     output.write_text(json.dumps({"rows": []}))
     options = argparse.Namespace(output=output, context=1_024, size="small")
     for names in (["window 128"], ["window 128", "dense"]):
