@@ -4,7 +4,7 @@ Every run trains a network of two layers for the same seconds of processor time,
 window of 128; the second has the pattern. A run has stages (``benchmarks/reach_training.py``):
 
 1. The lesson: random strings that are repeated, in contexts of 128. The network learns to copy.
-2. Texts only: contexts of 512. Attention is dense up to here.
+2. Texts only: contexts of 512, and n-gram tables from here on. Attention is dense up to here.
 3. Long contexts. All patterns of a task continue from the same weights.
 
 The tasks are in ``benchmarks/reach_tasks.py``.
@@ -51,6 +51,7 @@ WARMUP_SHARE = 0.03
 # Unlike the demo's: logits of normalised queries and keys are at most √128, too few to find one key among thousands.
 # Slow rotations let what is learned in short contexts reach far.
 MODEL = {"query_key_norm": None, "rotary": {"base": 1e8}, "ngrams": None}
+TABLE_ROWS = 65_536  # of each order of n-grams
 DRAWN = ("versions", "python")  # tasks of the picture
 FIRST = 3  # section of a context that has scored bytes in every task
 TRAIN = {
@@ -101,9 +102,10 @@ PATTERNS = {
     "dilated 256 by 8": Pattern({"type": "local", "window": 256, "dilation": 8}),
     "routing": Pattern({"type": "routing", "clusters": 32, "window": 256, "shared_query_key": False, "decay": 0.95}),
     "hashing": HASHED,
-    "MoBA 64, top 3": Pattern({"type": "moba", "block": 64, "top": 3}),
-    "MoBA 64, top 8": Pattern({"type": "moba", "block": 64, "top": 8}),
-    "MoBA 16, top 8": Pattern({"type": "moba", "block": 16, "top": 8}),
+    **{
+        f"MoBA {block}, top {top}": Pattern({"type": "moba", "block": block, "top": top})
+        for block, top in ((16, 8), (32, 6), (64, 3), (64, 8), (128, 4))
+    },
 }
 
 
@@ -182,15 +184,17 @@ def run_unit(task_name: str, seed: int, names: Sequence[str], size: Size, option
 def stages(task: Task, context: int, pattern: Pattern, size: Size) -> list[Stage]:
     """Return the stages of a run: the lesson, short contexts of a text, and long contexts."""
     lesson, short, long = size.seconds
-    model = changed({"model": preset("demo")["model"]}, {f"model.{path}": value for path, value in MODEL.items()})
-    model = model["model"] | size.changes
+    demo = preset("demo")["model"]
+    model = changed(demo, MODEL) | size.changes
+    ngrams = {} if task.floor is not None else {"ngrams": demo["ngrams"] | {"rows": TABLE_ROWS}}
 
-    def stage(task: Task, context: int, seconds: float, attention: Mapping[str, Any]) -> Stage:
-        content = model | {"context": context, "attention": [WINDOW, attention]}
+    def stage(task: Task, context: int, seconds: float, attention: Mapping[str, Any], tables: dict[str, Any]) -> Stage:
+        content = model | tables | {"context": context, "attention": [WINDOW, attention]}
         return Stage(task, content, max(1, size.step_bytes // context), seconds)
 
-    run = [stage(lesson_of(task), LESSON_CONTEXT, lesson, pattern.short), stage(task, context, long, pattern.long)]
-    return [run[0], stage(task, SHORT_CONTEXT, short, pattern.short), run[1]] if task.floor is None else run
+    first = stage(lesson_of(task), LESSON_CONTEXT, lesson, pattern.short, {})
+    middle = [stage(task, SHORT_CONTEXT, short, pattern.short, ngrams)] if ngrams else []
+    return [first, *middle, stage(task, context, long, pattern.long, ngrams)]
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

@@ -82,12 +82,15 @@ class Learner:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another network whose parameters have the same names and shapes."""
+        """Continue from the state of another network whose parameters have the same names and shapes.
+
+        It may lack n-gram tables, whose rows then stay zero.
+        """
         assert self.masters.keys() == state["masters"].keys()
         for name, master in self.masters.items():
             self.weights[name].copy_(master.copy_(state["masters"][name]))
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.tables is not None:
+        if self.tables is not None and "tables" in state:
             self.tables.fill(0, 1, state["tables"], None)
 
     def step(self, tokens: Tensor, share: float) -> Tensor:
