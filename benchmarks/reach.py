@@ -53,7 +53,6 @@ WARMUP_SHARE = 0.03
 MODEL = {"query_key_norm": None, "rotary": {"base": 1e8}, "ngrams": None}
 TABLE_ROWS = 65_536  # of each order of n-grams
 DRAWN = ("versions", "python")  # tasks of the picture
-FIRST = 3  # section of a context that has scored bytes in every task
 TRAIN = {
     "global_batch": 1,
     "micro_batch": 1,
@@ -96,7 +95,7 @@ HASHED = Pattern(
 PATTERNS = {
     "dense": Pattern(DENSE),
     **{f"window {size:,}": Pattern({"type": "local", "window": size}) for size in (128, 256, 512, 1_024, 2_048)},
-    "fixed 128, summary 32": Pattern({"type": "fixed", "stride": 128, "summary": 32}),
+    **{f"fixed 128, summary {size}": Pattern({"type": "fixed", "stride": 128, "summary": size}) for size in (32, 64)},
     "strided 128": Pattern({"type": "strided", "stride": 128}),
     "strided 128, aligned": Pattern({"type": "strided", "stride": 128, "align": "target"}),
     "dilated 256 by 8": Pattern({"type": "local", "window": 256, "dilation": 8}),
@@ -104,7 +103,7 @@ PATTERNS = {
     "hashing": HASHED,
     **{
         f"MoBA {block}, top {top}": Pattern({"type": "moba", "block": block, "top": top})
-        for block, top in ((16, 8), (32, 6), (64, 3), (64, 8), (128, 4))
+        for block, top in ((16, 8), (32, 6), (64, 3))
     },
 }
 
@@ -236,73 +235,62 @@ def rows_of(result: dict[str, Any], task: str) -> dict[str, list[dict[str, Any]]
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Format one device's result: a table of copies and look-ups, and one of each text."""
-    text = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}.\n\n"
-    synthetic = {task: rows_of(result, task) for task in TASKS if TASKS[task].floor is not None}
-    synthetic = {task: rows for task, rows in synthetic.items() if rows}
-    if synthetic:
-        lines = [
-            [name, *(solution(rows.get(name, [])) for rows in synthetic.values())]
-            for name in PATTERNS
-            if any(name in rows for rows in synthetic.values())
-        ]
-        text += markdown(["pattern", *(title(task, rows) for task, rows in synthetic.items())], lines) + "\n"
-    for task in TASKS:
-        rows = rows_of(result, task)
-        if rows and task not in synthetic:
-            heading = f"{title(task, rows)}: bits per byte"
-            columns = [heading, "first eighth", "last eighth", "pairs", "ms a step", "steps at length"]
-            text += markdown(columns, [[name, *cells(runs)] for name, runs in rows.items()]) + "\n"
-    return text.rstrip("\n") + "\n"
-
-
-def title(task: str, rows: dict[str, list[dict[str, Any]]]) -> str:
-    """Name a task with its context and the seconds of its runs."""
-    row = next(iter(rows.values()))[0]
-    return f"{task} ({row['context']:,})"
+    """Format one device's result: a table of the tasks with a floor, and one of texts."""
+    text = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}.\n"
+    for has_floor, cell in ((True, solution), (False, bits_and_ends)):
+        tasks = {task: rows_of(result, task) for task in TASKS if (TASKS[task].floor is not None) == has_floor}
+        tasks = {task: rows for task, rows in tasks.items() if rows}
+        if not tasks:
+            continue
+        lines = []
+        for name in PATTERNS:
+            runs = [rows.get(name, []) for rows in tasks.values()]
+            if any(runs):
+                lines.append([name, *map(cell, runs), *costs(next(filter(None, reversed(runs))))])
+        titles = [f"{task} ({next(iter(rows.values()))[0]['context']:,})" for task, rows in tasks.items()]
+        text += "\n" + markdown(["pattern", *titles, "pairs", "ms a step"], lines)
+    return text
 
 
 def solution(runs: Sequence[dict[str, Any]]) -> str:
     """Format bits per known byte, and after how many steps at full length each seed solved the task."""
     if not runs:
         return ""
-    bits = statistics.fmean(run["bits"] for run in runs)
-    solved = [run["solved_at"] for run in runs if run["solved_at"] is not None]
-    return f"{bits:.2f}" + (f", {'/'.join(map(str, solved))} steps" if solved else "")
+    solved = [str(run["solved_at"]) for run in runs if run["solved_at"] is not None]
+    return f"{mean(runs, 'bits'):.2f}" + (f", {'/'.join(solved)} steps" if solved else "")
 
 
-def cells(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Format the bits of a text, where they were lost, and the cost."""
-    bits = [run["bits_per_byte"] for run in runs]
-    ends = (statistics.fmean(run["by_position"][place] for run in runs) for place in (FIRST, -1))
-    cost = 1_000 * statistics.fmean(run["seconds_per_step"][-1] for run in runs)
-    steps = statistics.fmean(run["steps"][-1] for run in runs)
-    spread = f" ({min(bits):.3f}–{max(bits):.3f})" if len(bits) > 1 else ""
-    pairs = f"{runs[0]['pairs'] / 1e6:.2f} M"
-    return [
-        f"{statistics.fmean(bits):.3f}{spread}",
-        *(f"{end:.3f}" for end in ends),
-        pairs,
-        f"{cost:.0f}",
-        f"{steps:.0f}",
-    ]
+def bits_and_ends(runs: Sequence[dict[str, Any]]) -> str:
+    """Format bits per scored byte with the least and the most of the seeds; of a text also first and last eighth."""
+    if not runs:
+        return ""
+    bits = [run["bits"] for run in runs]
+    text = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f})"
+    if runs[0]["by_position"][0] is not None:
+        text += f", {mean(runs, 'by_position', 0):.2f}→{mean(runs, 'by_position', -1):.2f}"
+    return text
+
+
+def costs(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Format the pairs of the second layer in a long context, and the milliseconds of a step."""
+    return [f"{runs[0]['pairs'] / 1e6:.2f} M", f"{1_000 * mean(runs, 'seconds_per_step', -1):.0f}"]
+
+
+def mean(runs: Sequence[dict[str, Any]], key: str, place: int | None = None) -> float:
+    """Return the mean of a number of some rows, or of a place of their lists."""
+    return statistics.fmean(run[key] if place is None else run[key][place] for run in runs)
 
 
 def drawing(result: dict[str, Any]) -> str:
-    """Draw bits per byte against the cost of a step for each text."""
+    """Draw bits per scored byte against the cost of a step for each text."""
     panels = {}
     for task in DRAWN:
         rows = rows_of(result, task)
-        if rows:
-            panels[title(task, rows)] = [
-                Point(
-                    name,
-                    1_000 * statistics.fmean(run["seconds_per_step"][-1] for run in runs),
-                    [run["bits_per_byte"] for run in runs],
-                )
-                for name, runs in rows.items()
-            ]
-    return picture(panels)
+        panels[f"{task}, contexts of {TASKS[task].context:,}"] = [
+            Point(name, 1_000 * mean(runs, "seconds_per_step", -1), [run["bits"] for run in runs])
+            for name, runs in rows.items()
+        ]
+    return picture({title: points for title, points in panels.items() if points})
 
 
 if __name__ == "__main__":
