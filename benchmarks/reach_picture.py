@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 WIDTH, HEIGHT = 420, 340  # pixels of a panel
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 34, 44  # margins
-INK, FAINT, LINE = "#24292f", "#8b949e", "#d8dee4"
-WINDOW, OTHER, DENSE = "#8b949e", "#c2410c", "#1d4ed8"  # colours of points
+INK, LINE = "#24292f", "#d8dee4"
+WINDOW, OTHER, DENSE = "#57606a", "#c2410c", "#1d4ed8"  # colours of points
 FONT = "font-family='system-ui, sans-serif'"
-TICKS = 5
-LETTER, LABEL_HEIGHT = 5.6, 11  # pixels of a label
+TICKS = 7
+LETTER, LABEL_HEIGHT = 6.2, 12  # pixels of a label
 
 
 class Point(NamedTuple):
@@ -40,7 +40,8 @@ def picture(panels: Mapping[str, Sequence[Point]]) -> str:
 def panel(title: str, points: Sequence[Point]) -> str:
     """Draw one task: a point for each pattern, with a bar from the best seed to the worst; windows are joined."""
     costs, bits = [point.cost for point in points], [bit for point in points for bit in point.bits]
-    x = scale(0, max(costs) * 1.08, LEFT, WIDTH - RIGHT)
+    least, most = 0.8 * min(costs), 1.1 * max(costs)
+    x = scale(least, most, LEFT, WIDTH - RIGHT)
     slack = 0.08 * (max(bits) - min(bits) or 1)
     low, high = min(bits) - slack, max(bits) + slack
     y = scale(low, high, HEIGHT - BOTTOM, TOP)
@@ -48,7 +49,7 @@ def panel(title: str, points: Sequence[Point]) -> str:
     for value in ticks(low, high):
         lines.append(f"<path d='M{LEFT} {y(value):.1f} H{WIDTH - RIGHT}' stroke='{LINE}'/>")
         lines.append(f"<text x='{LEFT - 6}' y='{y(value) + 4:.1f}' text-anchor='end'>{value:.2f}</text>")
-    for value in ticks(0, max(costs) * 1.08):
+    for value in ticks(least, most):
         lines.append(f"<text x='{x(value):.1f}' y='{HEIGHT - BOTTOM + 16}' text-anchor='middle'>{value:.0f}</text>")
     axis = f"y='{HEIGHT - 8}' text-anchor='middle'"
     lines.append(f"<text x='{(LEFT + WIDTH - RIGHT) / 2:.0f}' {axis}>milliseconds of a step at full length</text>")
@@ -59,7 +60,8 @@ def panel(title: str, points: Sequence[Point]) -> str:
     windows = sorted((point for point in points if is_window(point)), key=lambda point: point.cost)
     path = " L".join(f"{x(point.cost):.1f} {y(statistics.fmean(point.bits)):.1f}" for point in windows)
     lines.append(f"<path d='M{path}' fill='none' stroke='{WINDOW}' stroke-dasharray='3 3'/>" if path else "")
-    taken: list[tuple[float, float, float]] = []  # left, right and height of labels
+    # Left, right and height of points and labels.
+    taken = [(x(point.cost) - 4, x(point.cost) + 4, y(statistics.fmean(point.bits))) for point in points]
     for point in sorted(points, key=lambda point: statistics.fmean(point.bits)):
         colour = WINDOW if is_window(point) else DENSE if point.name == "dense" else OTHER
         at, mean = x(point.cost), y(statistics.fmean(point.bits))
@@ -72,20 +74,23 @@ def panel(title: str, points: Sequence[Point]) -> str:
 
 
 def label(name: str, at: float, height: float, colour: str, taken: list[tuple[float, float, float]]) -> str:
-    """Write a name next to its point, at the nearest height where no other label is."""
+    """Write a name next to its point, right or left of it, at the nearest height where nothing else is."""
     size = LETTER * len(name)
-    is_right = at + 8 + size < WIDTH - RIGHT
-    left = at + 8 if is_right else at - 8 - size
-    offsets = sorted(range(-8 * LABEL_HEIGHT, 8 * LABEL_HEIGHT), key=abs)
 
-    def is_free(place: float) -> bool:
-        return TOP < place < HEIGHT - BOTTOM and not any(
+    def is_free(left: float, place: float) -> bool:
+        inside = left > LEFT and left + size < WIDTH and TOP < place < HEIGHT - BOTTOM
+        return inside and not any(
             left < right and start < left + size and abs(place - other) < LABEL_HEIGHT for start, right, other in taken
         )
 
-    place = next((height + offset for offset in offsets if is_free(height + offset)), height)
+    places = [
+        (left, height + offset)
+        for offset in sorted(range(-8 * LABEL_HEIGHT, 8 * LABEL_HEIGHT), key=abs)
+        for left in (at + 8, at - 8 - size)
+    ]
+    left, place = next((place for place in places if is_free(*place)), places[0])
     taken.append((left, left + size, place))
-    anchor, edge = ("start", left) if is_right else ("end", left + size)
+    anchor, edge = ("start", left) if left > at else ("end", left + size)
     return f"<text x='{edge:.1f}' y='{place + 4:.1f}' text-anchor='{anchor}' fill='{colour}'>{name}</text>"
 
 
