@@ -7,6 +7,8 @@ window of 128; the second has the pattern. A run has stages (``benchmarks/reach_
 2. Texts only: contexts of 512, and n-gram tables from here on. Attention is dense up to here.
 3. Long contexts. All patterns of a task continue from the same weights.
 
+Tasks whose distance is always the same have long contexts only.
+
 The tasks are in ``benchmarks/reach_tasks.py``.
 
 Rows are written to the result file as they finish. A second call continues the file: it trains only the missing rows.
@@ -50,7 +52,7 @@ SHORT_CONTEXT = 512
 WARMUP_SHARE = 0.03
 # Unlike the demo's: logits of normalised queries and keys are at most √128, too few to find one key among thousands.
 # Slow rotations let what is learned in short contexts reach far.
-MODEL = {"query_key_norm": None, "rotary": {"base": 1e8}, "ngrams": None}
+MODEL = {"query_key_norm": False, "rotary": {"base": 1e8}}
 TABLE_ROWS = 65_536  # of each order of n-grams
 DRAWN = ("versions", "python")  # tasks of the picture
 TRAIN = {
@@ -103,7 +105,7 @@ PATTERNS = {
     "hashing": HASHED,
     **{
         f"MoBA {block}, top {top}": Pattern({"type": "moba", "block": block, "top": top})
-        for block, top in ((16, 8), (32, 6), (64, 3))
+        for block, top in ((2, 16), (16, 8), (64, 3))
     },
 }
 
@@ -168,7 +170,7 @@ def run_unit(task_name: str, seed: int, names: Sequence[str], size: Size, option
             for stage in first:
                 before = beginnings[key][-1] if beginnings[key] else None
                 beginnings[key].append(trained(stage, TRAIN, seed, whole, before)[1])
-        network, end = trained(last, TRAIN, seed, whole, beginnings[key][-1])
+        network, end = trained(last, TRAIN, seed, whole, beginnings[key][-1] if first else None)
         parts = (*beginnings[key], end)
         row |= {
             "steps": [part.steps for part in parts],
@@ -181,16 +183,23 @@ def run_unit(task_name: str, seed: int, names: Sequence[str], size: Size, option
 
 
 def stages(task: Task, context: int, pattern: Pattern, size: Size) -> list[Stage]:
-    """Return the stages of a run: the lesson, short contexts of a text, and long contexts."""
+    """Return the stages of a run: the lesson, short contexts of a text, and long contexts.
+
+    If the distance is always the same, there are only long contexts, and the network is the demo's.
+    """
     lesson, short, long = size.seconds
     demo = preset("demo")["model"]
-    model = changed(demo, MODEL) | size.changes
+    model = changed(demo, {"ngrams": None}) | (MODEL if task.varies else {}) | size.changes
     ngrams = {} if task.floor is not None else {"ngrams": demo["ngrams"] | {"rows": TABLE_ROWS}}
 
     def stage(task: Task, context: int, seconds: float, attention: Mapping[str, Any], tables: dict[str, Any]) -> Stage:
         content = model | tables | {"context": context, "attention": [WINDOW, attention]}
+        if attention["type"] == "lsh":  # has keys of unit length
+            content["query_key_norm"] = False
         return Stage(task, content, max(1, size.step_bytes // context), seconds)
 
+    if not task.varies:
+        return [stage(task, context, lesson + long, pattern.long, {})]
     first = stage(lesson_of(task), LESSON_CONTEXT, lesson, pattern.short, {})
     middle = [stage(task, SHORT_CONTEXT, short, pattern.short, ngrams)] if ngrams else []
     return [first, *middle, stage(task, context, long, pattern.long, ngrams)]

@@ -151,15 +151,15 @@ def test_every_pattern_has_the_parameters_of_the_stages_before_it(name: str, siz
 def test_rows_are_written_as_they_finish_and_not_trained_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output, size = tmp_path / "reach.json", reach.SIZES["small"]._replace(seconds=(0.1, 0.1, 0.1), evaluated=1)
     output.write_text(json.dumps({"rows": []}))
-    options = argparse.Namespace(output=output, context=1_024, size="small")
+    options = argparse.Namespace(output=output, context=2_048, size="small")
     for names in (["window 128"], ["window 128", "dense"]):
-        reach.run_unit("grid", 0, names, size, options)
+        reach.run_unit("induction", 0, names, size, options)
     rows = json.loads(output.read_text())["rows"]
     assert [row["pattern"] for row in rows] == ["window 128", "dense"]
-    assert rows[1]["pairs"] == 1_024 * 1_025 // 2
+    assert rows[1]["pairs"] == 2_048 * 2_049 // 2
     assert rows[0]["steps"][0] > 0
     monkeypatch.setattr(reach, "trained", None)
-    reach.run_unit("grid", 0, ["window 128", "dense"], size, options)
+    reach.run_unit("induction", 0, ["window 128", "dense"], size, options)
 
 
 def test_a_picture_has_a_point_and_a_label_for_each_pattern() -> None:
