@@ -3,6 +3,7 @@
 - ``docs/pictures/rooms.svg``: the packages, from the imports of every file.
 - ``docs/pictures/patterns.svg``: the mask and the cost of some patterns, from benchmarks/results/.
 - ``docs/pictures/dilated.svg``: the mask of the pattern in docs/tour.md, from its code there.
+- ``docs/pictures/align.svg``: the pixels that a column reads, for each ``align``.
 
 The script also updates the line numbers of the stops in docs/tour.md.
 """
@@ -26,7 +27,7 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402  the path comes first
 
-from longstride.kernels.patterns import Pattern, pattern_from_json  # noqa: E402
+from longstride.kernels.patterns import Column, Pattern, pattern_from_json  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 TOUR = ROOT / "docs" / "tour.md"
@@ -59,7 +60,12 @@ def drawings() -> dict[str, str]:
     """Return the contents of all pictures by file name."""
     dilated = mask_drawing(pattern_of_the_tour()(window=5, dilation=4))
     packages = packages_drawing(imports_of_packages())
-    return {"rooms.svg": packages, "patterns.svg": patterns_drawing(), "dilated.svg": dilated}
+    return {
+        "rooms.svg": packages,
+        "patterns.svg": patterns_drawing(),
+        "dilated.svg": dilated,
+        "align.svg": alignment_drawing(),
+    }
 
 
 def pattern_of_the_tour() -> Any:
@@ -201,6 +207,25 @@ def _mask_lines(pattern: Pattern, left: int) -> list[str]:
     cells = "".join(f"M{left + key * CELL} {GAP + query * CELL}{cell}" for query, key in pairs)
     frame = f"width='{side}' height='{side}' fill='#f6f8fa' stroke='{FAINT}' stroke-width='0.5'"
     return [f"<rect x='{left}' y='{GAP}' {frame}/>", f"<path fill='#0969da' d='{cells}'/>"]
+
+
+def alignment_drawing() -> str:
+    """Draw a small grey picture for each ``align``: the pixel to predict, and the pixels that a column then reads."""
+    rows, width, side = 5, 8, 20
+    query = 3 * width + 4
+    lines = []
+    for number, align in enumerate(("row", "target")):
+        left = GAP + number * (width * side + 3 * GAP)
+        keys = Column(width, align).mask(torch.tensor(query), torch.arange(rows * width)).nonzero().flatten()
+        read = {int(key) - 1 for key in keys}  # row j holds token j - 1
+        for token in range(rows * width):
+            colour = "#cf222e" if token == query else "#0969da" if token in read else "#d0d7de"
+            x, y = left + token % width * side, GAP + token // width * side
+            fill = "white" if token > query else colour
+            box = f"width='{side - 2}' height='{side - 2}' fill='{fill}' stroke='{FAINT}' stroke-width='0.5'"
+            lines.append(f"<rect x='{x}' y='{y}' {box}/>")
+        lines.append(_text(left + width * side / 2, GAP + rows * side + 18, 13, f"align: {align}"))
+    return _svg(2 * (width * side + GAP) + 3 * GAP, rows * side + 2 * GAP + 18, lines)
 
 
 def _cost(measured: dict, name: str) -> tuple[float, float]:

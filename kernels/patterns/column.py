@@ -96,7 +96,7 @@ class Entries:
         return column_order(context, self.stride)
 
     def key_order(self, context: int) -> Order:
-        """Return column after column, with each key where the position ``_shift`` before it would be."""
+        """Return column after column; with ``align`` "target" a key is where the position before it would be."""
         order = column_order(context, self.stride)
         num_keys = context - self._shift
         if num_keys == context:
@@ -120,7 +120,8 @@ class Entries:
         position = positions_of(column_order(context, self.stride))
         position = row if position is None else position
         before = (start - position % self.stride + self.stride - 1) // self.stride  # in this column
-        row = row - self._shift * (position % self.stride > (context - 1) % self.stride).long()  # the last key lacks
+        if self._shift:  # the key order lacks one position, so the columns after that one begin a row earlier
+            row = row - (position % self.stride > (context - 1) % self.stride).long()
         top_row = row - position // self.stride + before.clamp_min(0)
         high = torch.maximum(row + 1 - self.skip, top_row)
         return Intervals(top_row if count is None else torch.maximum(row + 1 - self.skip - count, top_row), high)
@@ -135,5 +136,5 @@ class Entries:
 
     @property
     def _shift(self) -> int:
-        """Positions from the query's column to that of its keys."""
+        """Columns from the query's to that of its keys."""
         return int(self.align == "target")

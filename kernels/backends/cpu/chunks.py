@@ -88,7 +88,7 @@ def chunked(part: PatternPart, context: int) -> Chunks:
         num_keys=o.num_columns,
         batches=batches,
         has_all_rows=int((stop - start).sum()) == context,
-        has_all_keys_once=once and (columns is None or o.num_columns == context),
+        has_all_keys_once=once and (columns is None or o.num_columns == context),  # in place there are N keys
     )
 
 

@@ -18,7 +18,7 @@ from longstride.launcher.planning.rehearsal import activations
 from longstride.sparse_model import SparseTransformer
 
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
-RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small")  # docs/recipes.md
+RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small", "pictures_miniature")  # docs/recipes.md
 SYSTEMS = {  # docs/systems.md, with their parameters
     "enwik8_adaptive_span": 38_092_384,
     "cifar10_routing": 95_096_832,
@@ -103,6 +103,12 @@ def test_preset_trains_as_the_paper_does(name: str) -> None:
     assert min(train.checkpoint_every, train.evaluate_every) > 0
     assert "Not stated by the paper, and ours: " in config.notes
     assert config.notes.endswith(("Eight cards of 16 GB.", "One card of 16 GB.", "eight of 80 GB that share each."))
+
+
+def test_small_pictures_are_read_at_whole_rows_above_the_predicted_byte() -> None:
+    model = preset("pictures_miniature").model
+    assert model.context == 32 * 32 * 3
+    assert {pattern for heads in model.layer_patterns() for pattern in heads} == {Strided(96, align="target")}
 
 
 @pytest.mark.parametrize("name", MUSIC)
