@@ -61,7 +61,7 @@ class Learner:
         self.network.to(device, torch.bfloat16 if half else torch.float32)
         self.weights = dict(self.network.named_parameters())
         self.masters = {name: nn.Parameter(weight.detach().float()) for name, weight in self.weights.items()}
-        groups = parameter_groups(self.network, train.optimizer)
+        groups = parameter_groups(self.network, split=train.optimizer is not None)
         self.optimizer = make_optimizer(self.masters, groups, train, half=half)
         self.rates = [train.rate_of(group.get("part")) for group in self.optimizer.param_groups]
         if isinstance(self.optimizer, Muon):
