@@ -54,7 +54,7 @@ WARMUP_SHARE = 0.03
 # Slow rotations let what is learned in short contexts reach far.
 MODEL = {"query_key_norm": False, "rotary": {"base": 1e8}}
 TABLE_ROWS = 65_536  # of each order of n-grams
-DRAWN = ("versions", "python")  # tasks of the picture
+DRAWN = (("versions", 4_096), ("versions", 16_384), ("python", 4_096))  # tasks and contexts of the picture
 TRAIN = {
     "global_batch": 1,
     "micro_batch": 1,
@@ -175,7 +175,7 @@ def run_unit(task_name: str, seed: int, names: Sequence[str], size: Size, option
         row |= {
             "steps": [part.steps for part in parts],
             "seconds_per_step": [rounded(part.seconds_per_step) for part in parts],
-            "pairs": network.mixers[-1].num_pairs(context),
+            "pairs": sum(mixer.work(context, 1).pairs for mixer in network.mixers[1:]),
             "solved_at": solved_at(end.curve, task.floor),
         } | score(task, network, size.evaluated)
         append(options.output, row)
@@ -233,46 +233,63 @@ def with_tables(page: str, results: Sequence[dict[str, Any]]) -> str:
     return replaced(page, BEGIN, "\n".join(map(tables, results)), END)
 
 
-def rows_of(result: dict[str, Any], task: str) -> dict[str, list[dict[str, Any]]]:
+Rows = dict[str, list[dict[str, Any]]]  # by pattern
+
+
+def rows_of(result: dict[str, Any], task: str, context: int) -> Rows:
     """Return the rows of a task by pattern, in the order of ``PATTERNS``: those of its longest runs."""
-    rows = [row for row in result["rows"] if row["task"] == task]
-    longest = max((row["seconds"] for row in rows), default=[])
-    by_pattern = {
-        name: [row for row in rows if (row["pattern"], row["seconds"]) == (name, longest)] for name in PATTERNS
-    }
+    rows = [row for row in result["rows"] if (row["task"], row["context"]) == (task, context)]
+    if not rows:
+        return {}
+    longest = max(row["seconds"] for row in rows)
+    by_pattern = {name: [r for r in rows if (r["pattern"], r["seconds"]) == (name, longest)] for name in PATTERNS}
     return {name: runs for name, runs in by_pattern.items() if runs}
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Format one device's result: a table of the tasks with a floor, and one of texts."""
+    """Format one device's result: a table of the tasks with a floor, and one of texts for each context."""
     text = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}.\n"
-    for has_floor, cell in ((True, solution), (False, bits_and_ends)):
-        tasks = {task: rows_of(result, task) for task in TASKS if (TASKS[task].floor is not None) == has_floor}
-        tasks = {task: rows for task, rows in tasks.items() if rows}
-        if not tasks:
-            continue
-        lines = []
-        for name in PATTERNS:
-            runs = [rows.get(name, []) for rows in tasks.values()]
-            if any(runs):
-                lines.append([name, *map(cell, runs), *costs(next(filter(None, reversed(runs))))])
-        titles = [f"{task} ({next(iter(rows.values()))[0]['context']:,})" for task, rows in tasks.items()]
-        text += "\n" + markdown(["pattern", *titles, "pairs", "ms a step"], lines)
+    with_floor = [name for name, task in TASKS.items() if task.floor is not None]
+    text += table({title(name, TASKS[name].context): rows_of(result, name, TASKS[name].context) for name in with_floor})
+    for context in sorted({row["context"] for row in result["rows"] if row["task"] not in with_floor}):
+        texts = {title(name, context): rows_of(result, name, context) for name in TASKS if name not in with_floor}
+        text += table(texts, with_costs=True)
     return text
+
+
+def title(task: str, context: int) -> str:
+    """Name a task with its context."""
+    return f"{task} ({context:,})"
+
+
+def table(columns: dict[str, Rows], with_costs: bool = False) -> str:
+    """Format a table with a row for each pattern, and a column for each task that has rows."""
+    columns = {name: rows for name, rows in columns.items() if rows}
+    lines = []
+    for name in PATTERNS:
+        runs = [rows.get(name, []) for rows in columns.values()]
+        if any(runs):
+            cells = [cell(some) for some in runs]
+            lines.append([name, *cells, *(costs(next(filter(None, runs))) if with_costs else [])])
+    titles = ["pattern", *columns, *(["pairs", "ms a step"] if with_costs else [])]
+    return "\n" + markdown(titles, lines) if lines else ""
+
+
+def cell(runs: Sequence[dict[str, Any]]) -> str:
+    """Format the bits of a task's rows."""
+    if not runs:
+        return ""
+    return solution(runs) if TASKS[runs[0]["task"]].floor is not None else bits_and_ends(runs)
 
 
 def solution(runs: Sequence[dict[str, Any]]) -> str:
     """Format bits per known byte, and after how many steps at full length each seed solved the task."""
-    if not runs:
-        return ""
     solved = [str(run["solved_at"]) for run in runs if run["solved_at"] is not None]
     return f"{mean(runs, 'bits'):.2f}" + (f", {'/'.join(solved)} steps" if solved else "")
 
 
 def bits_and_ends(runs: Sequence[dict[str, Any]]) -> str:
     """Format bits per scored byte with the least and the most of the seeds; of a text also first and last eighth."""
-    if not runs:
-        return ""
     bits = [run["bits"] for run in runs]
     text = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f})"
     if runs[0]["by_position"][0] is not None:
@@ -293,9 +310,9 @@ def mean(runs: Sequence[dict[str, Any]], key: str, place: int | None = None) -> 
 def drawing(result: dict[str, Any]) -> str:
     """Draw bits per scored byte against the cost of a step for each text."""
     panels = {}
-    for task in DRAWN:
-        rows = rows_of(result, task)
-        panels[f"{task}, contexts of {TASKS[task].context:,}"] = [
+    for task, context in DRAWN:
+        rows = rows_of(result, task, context)
+        panels[f"{task}, contexts of {context:,}"] = [
             Point(name, 1_000 * mean(runs, "seconds_per_step", -1), [run["bits"] for run in runs])
             for name, runs in rows.items()
         ]

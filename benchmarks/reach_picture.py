@@ -1,4 +1,4 @@
-"""The picture of `benchmarks/reach.py`: bits per byte against the cost of a step, as SVG."""
+"""The picture of `benchmarks/reach.py`: bits per scored byte against the cost of a step, as SVG."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def panel(title: str, points: Sequence[Point]) -> str:
     lines.append(f"<text x='{(LEFT + WIDTH - RIGHT) / 2:.0f}' {axis}>milliseconds of a step at full length</text>")
     middle = (TOP + HEIGHT - BOTTOM) / 2
     lines.append(
-        f"<text transform='translate(13 {middle:.0f}) rotate(-90)' text-anchor='middle'>bits per byte, held out</text>"
+        f"<text transform='translate(13 {middle:.0f}) rotate(-90)' text-anchor='middle'>bits per scored byte, held out</text>"
     )
     windows = sorted((point for point in points if is_window(point)), key=lambda point: point.cost)
     path = " L".join(f"{x(point.cost):.1f} {y(statistics.fmean(point.bits)):.1f}" for point in windows)

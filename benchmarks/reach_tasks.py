@@ -145,7 +145,7 @@ def version_pairs() -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]
     """
     folders = version_folders()
     new = folders[-1]
-    pairs = []
+    pairs: list[tuple[bytes, bytes]] = []
     for path in sorted(new.rglob("*.py")):
         name = path.relative_to(new)
         if name.parts[0] in ("site-packages", "test", "idlelib", "encodings") or path.stat().st_size < 2 * LONG:
