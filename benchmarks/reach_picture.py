@@ -54,9 +54,8 @@ def panel(title: str, points: Sequence[Point]) -> str:
     axis = f"y='{HEIGHT - 8}' text-anchor='middle'"
     lines.append(f"<text x='{(LEFT + WIDTH - RIGHT) / 2:.0f}' {axis}>milliseconds of a step at full length</text>")
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    lines.append(
-        f"<text transform='translate(13 {middle:.0f}) rotate(-90)' text-anchor='middle'>bits per scored byte, held out</text>"
-    )
+    turned = f"transform='translate(13 {middle:.0f}) rotate(-90)' text-anchor='middle'"
+    lines.append(f"<text {turned}>bits per scored byte, held out</text>")
     windows = sorted((point for point in points if is_window(point)), key=lambda point: point.cost)
     path = " L".join(f"{x(point.cost):.1f} {y(statistics.fmean(point.bits)):.1f}" for point in windows)
     lines.append(f"<path d='M{path}' fill='none' stroke='{WINDOW}' stroke-dasharray='3 3'/>" if path else "")
