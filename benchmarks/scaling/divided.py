@@ -83,7 +83,7 @@ def exchanges(config: RunConfig, rank: int, micro_batches: int, rows: Rows = row
             if train.sequence_exchange == "keys":
                 ways.pop("heads", None)
         way = min(ways, key=ways.__getitem__)
-        strides = {pattern.stride if isinstance(pattern, Column) else 0 for pattern in patterns}
+        strides = {p.stride if isinstance(p, Column) and p.align == "row" else 0 for p in patterns}
         stride = max(strides) if len(strides) == 1 and not model.convolution else 0
         fits = stride > 0 and stride % size == 0 and model.context % (stride * size) == 0
         if fits and train.sequence_exchange != "heads" and 2 * (size - 1) * positions * width <= ways[way]:
