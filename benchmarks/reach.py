@@ -291,7 +291,7 @@ def solution(runs: Sequence[dict[str, Any]]) -> str:
 def bits_and_ends(runs: Sequence[dict[str, Any]]) -> str:
     """Format bits per scored byte with the least and the most of the seeds; of a text also first and last eighth."""
     bits = [run["bits"] for run in runs]
-    text = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f})"
+    text = f"{statistics.fmean(bits):.3f}" + (f" ({min(bits):.3f}–{max(bits):.3f})" if len(bits) > 1 else "")
     if runs[0]["by_position"][0] is not None:
         text += f", {mean(runs, 'by_position', 0):.2f}→{mean(runs, 'by_position', -1):.2f}"
     return text
