@@ -24,7 +24,7 @@ import multiprocessing
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -247,64 +247,54 @@ def rows_of(result: dict[str, Any], task: str, context: int) -> Rows:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Format one device's result: a table of the tasks with a floor, and one of texts for each context."""
+    """Format one device's result: a table of the tasks with a floor, and one of texts."""
     text = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}.\n"
-    with_floor = [name for name, task in TASKS.items() if task.floor is not None]
-    text += table({title(name, TASKS[name].context): rows_of(result, name, TASKS[name].context) for name in with_floor})
-    for context in sorted({row["context"] for row in result["rows"] if row["task"] not in with_floor}):
-        texts = {title(name, context): rows_of(result, name, context) for name in TASKS if name not in with_floor}
-        text += table(texts, with_costs=True)
+    contexts = sorted({row["context"] for row in result["rows"]})
+    for has_floor in (True, False):
+        names = [name for name, task in TASKS.items() if (task.floor is not None) == has_floor]
+        columns: list[tuple[str, Rows, Callable[[Sequence[dict[str, Any]]], str]]] = []
+        for context in contexts:
+            for name in names:
+                columns.append((f"{name} ({context:,})", rows_of(result, name, context), bits))
+            if not has_floor and columns:
+                costs = {pattern: runs for _, rows, _ in columns[-len(names) :] for pattern, runs in rows.items()}
+                columns.append(("ms a step", costs, milliseconds))
+        columns = [column for column in columns if column[1]]
+        lines = [
+            [pattern, *(form(rows[pattern]) if pattern in rows else "" for _, rows, form in columns)]
+            for pattern in PATTERNS
+            if any(pattern in rows for _, rows, _ in columns)
+        ]
+        if lines:
+            text += "\n" + markdown(["pattern", *(title for title, _, _ in columns)], lines)
     return text
 
 
-def title(task: str, context: int) -> str:
-    """Name a task with its context."""
-    return f"{task} ({context:,})"
+def bits(runs: Sequence[dict[str, Any]]) -> str:
+    """Format bits per scored byte, with the least and the most of several seeds.
 
-
-def table(columns: dict[str, Rows], with_costs: bool = False) -> str:
-    """Format a table with a row for each pattern, and a column for each task that has rows."""
-    columns = {name: rows for name, rows in columns.items() if rows}
-    lines = []
-    for name in PATTERNS:
-        runs = [rows.get(name, []) for rows in columns.values()]
-        if any(runs):
-            cells = [cell(some) for some in runs]
-            lines.append([name, *cells, *(costs(next(filter(None, runs))) if with_costs else [])])
-    titles = ["pattern", *columns, *(["pairs", "ms a step"] if with_costs else [])]
-    return "\n" + markdown(titles, lines) if lines else ""
-
-
-def cell(runs: Sequence[dict[str, Any]]) -> str:
-    """Format the bits of a task's rows."""
-    if not runs:
-        return ""
-    return solution(runs) if TASKS[runs[0]["task"]].floor is not None else bits_and_ends(runs)
-
-
-def solution(runs: Sequence[dict[str, Any]]) -> str:
-    """Format bits per known byte, and after how many steps at full length each seed solved the task."""
-    solved = [str(run["solved_at"]) for run in runs if run["solved_at"] is not None]
-    return f"{mean(runs, 'bits'):.2f}" + (f", {'/'.join(solved)} steps" if solved else "")
-
-
-def bits_and_ends(runs: Sequence[dict[str, Any]]) -> str:
-    """Format bits per scored byte with the least and the most of the seeds; of a text also first and last eighth."""
-    bits = [run["bits"] for run in runs]
-    text = f"{statistics.fmean(bits):.3f}" + (f" ({min(bits):.3f}–{max(bits):.3f})" if len(bits) > 1 else "")
+    A task with a floor shows after how many steps at full length each seed solved it. A text shows the bits of the
+    first and the last section of a context.
+    """
+    values = [run["bits"] for run in runs]
+    if TASKS[runs[0]["task"]].floor is not None:
+        solved = [str(run["solved_at"]) for run in runs if run["solved_at"] is not None]
+        return f"{statistics.fmean(values):.2f}" + (f", {'/'.join(solved)} steps" if solved else "")
+    text = f"{statistics.fmean(values):.3f}" + (f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else "")
     if runs[0]["by_position"][0] is not None:
-        text += f", {mean(runs, 'by_position', 0):.2f}→{mean(runs, 'by_position', -1):.2f}"
+        first, last = (statistics.fmean(run["by_position"][place] for run in runs) for place in (0, -1))
+        text += f", {first:.2f}→{last:.2f}"
     return text
 
 
-def costs(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Format the pairs of the second layer in a long context, and the milliseconds of a step."""
-    return [f"{runs[0]['pairs'] / 1e6:.2f} M", f"{1_000 * mean(runs, 'seconds_per_step', -1):.0f}"]
+def milliseconds(runs: Sequence[dict[str, Any]]) -> str:
+    """Format the processor time of a step at full length."""
+    return f"{cost(runs):.0f}"
 
 
-def mean(runs: Sequence[dict[str, Any]], key: str, place: int | None = None) -> float:
-    """Return the mean of a number of some rows, or of a place of their lists."""
-    return statistics.fmean(run[key] if place is None else run[key][place] for run in runs)
+def cost(runs: Sequence[dict[str, Any]]) -> float:
+    """Return the milliseconds of a step at full length: the mean over seeds."""
+    return 1_000 * statistics.fmean(run["seconds_per_step"][-1] for run in runs)
 
 
 def drawing(result: dict[str, Any]) -> str:
@@ -313,8 +303,7 @@ def drawing(result: dict[str, Any]) -> str:
     for task, context in DRAWN:
         rows = rows_of(result, task, context)
         panels[f"{task}, contexts of {context:,}"] = [
-            Point(name, 1_000 * mean(runs, "seconds_per_step", -1), [run["bits"] for run in runs])
-            for name, runs in rows.items()
+            Point(name, cost(runs), [run["bits"] for run in runs]) for name, runs in rows.items()
         ]
     return picture({title: points for title, points in panels.items() if points})
 
