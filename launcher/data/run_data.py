@@ -400,7 +400,7 @@ class TrainingData:
             pictures["channels"] = 1  # a pixel of a palette is one position
         if (
             len(pictures) == 3
-            and embedding.type != "learned"
+            and embedding.type not in ("learned", "tokens")
             and any(getattr(embedding, name, None) != size for name, size in pictures.items())
         ):
             shape = " x ".join(map(str, pictures.values()))

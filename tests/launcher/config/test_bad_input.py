@@ -15,6 +15,8 @@ import torch
 from longstride.data_pipelines.building.build import build
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.manifest import add_digest, write_json
+from longstride.launcher.config import load_config
+from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.ranks.processes import Ranks
 from tests.harness.runs import ROOT, files_under, plain_environment
@@ -352,6 +354,9 @@ def test_picture_of_another_shape_is_refused(
     )
     assert line.startswith("model.embedding=")
     assert 'the data holds pictures of 2 x 4 x 3 (height, width, channels); {"type": "image", "height": 2' in line
+    for fitting in ("tokens", "learned"):  # these have no shape
+        overrides = [f"data.path={tmp_path / 'pictures'}", f'model.embedding={{"type": "{fitting}"}}', *changes]
+        TrainingData(load_config(config_file, overrides), Ranks()).check()
 
 
 @pytest.mark.parametrize(
