@@ -1,0 +1,217 @@
+"""What makes far copying form: ``python benchmarks/lessons.py``.
+
+A network of two layers learns to copy repeated random strings in contexts of 128, until it can: the lesson. It goes on
+for some steps in contexts of 512. Then it is scored in contexts of 2,048 without training there, with dense attention
+and with MoBA in the second layer. Each row changes one thing of the network. The network of the first row goes on with
+MoBA in long contexts until it has solved each task, and the tasks of fixed distances are trained from nothing.
+
+Rows are written as they finish; a second call trains only the missing ones. ``--tables`` makes the tables of
+docs/recipes.md from the result files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from benchmarks.machine import about
+from benchmarks.reach_tasks import TASKS, Task, repeated
+from benchmarks.reach_training import Learner, best_device, score, solved_at
+from benchmarks.recipe import changed, preset
+from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, replaced, rounded, write_json
+from longstride.launcher.config import TrainConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
+BEGIN, END = "<!-- made by benchmarks/lessons.py: begin -->", "<!-- end -->"
+DENSE, MOBA = {"type": "dense"}, {"type": "moba", "block": 2, "top": 16}
+STEP_BYTES, MOST_STEPS, MIDDLE_STEPS = 8_192, 250, 40
+SCORED = 4  # contexts
+SETTINGS = {
+    "output": "none",
+    "steps": 10_000,
+    "global_batch": 1,
+    "micro_batch": 1,
+    "learning_rate": 0.01,
+    "optimizer": {"type": "muon", "rates": {"matrices": 0.01}},
+    "betas": [0.9, 0.95],
+    "warmup_steps": 20,
+    "schedule": "constant",
+}
+CHANGES: dict[str, dict[str, Any]] = {  # of the network; "window" is that of its first layer
+    "as described": {},
+    "window of 64 in the first layer": {"window": 64},
+    "window of 128 in the first layer": {"window": 128},
+    "rotary positions of base 10⁸": {"rotary": {"base": 1e8}},
+    "rotary positions of base 10⁸, no convolution": {"rotary": {"base": 1e8}, "convolution": None},
+    "rotary positions of base 10,000": {"rotary": {}},
+    "four heads of 32": {"heads": 4},
+    "queries and keys not normalised": {"query_key_norm": False},
+}
+LESSON = Task(repeated(16, 48, 4), context=128, floor=0.0)
+MIDDLE = Task(repeated(64, 192, 4), context=512, floor=0.0)
+RECALL = Task(TASKS["recall"].make, context=512, floor=0.0)
+# What the network that has learned to copy is trained on, before the task itself.
+SOLVED: dict[str, tuple[Task, ...]] = {
+    "induction": (),
+    "copy at 512": (),
+    "copy at 513": (),
+    "copy at 2,048": (),
+    "recall": (RECALL,),
+}
+ALIGNED = {"type": "strided", "stride": 128, "align": "target"}
+SCRATCH = {"copy at 513": {"type": "strided", "stride": 128}, "copy at 512": ALIGNED, "copy at 2,048": ALIGNED}
+
+
+class Pupil:
+    """A network that is trained in stages, with what each has cost."""
+
+    def __init__(self, changes: dict[str, Any], seed: int) -> None:
+        demo = changed(preset("demo")["model"], {"ngrams": None})
+        self.model = demo | {"vocabulary": 256, "rotary": None, "layers": 2, **changes}
+        self.window = self.model.pop("window", 8)
+        self.train = TrainConfig.model_validate(SETTINGS | {"seed": seed})
+        self.learner: Learner | None = None
+        self.seed, self.steps, self.seconds = seed, 0, 0.0
+
+    def learn(self, task: Task, attention: dict[str, Any], steps: int, *, until_solved: bool = True) -> bool:
+        """Train for at most some steps with an attention in the second layer; return whether the task is solved."""
+        self.use(task.context, attention)
+        assert self.learner is not None
+        curve: list[float] = []
+        for number in range(steps):
+            seed = (self.seed, task.context, self.steps + number)
+            tokens, scored = task.batch(seed, task.context, STEP_BYTES // task.context)
+            begin = time.process_time()
+            nats = self.learner.step(tokens, (self.steps + number) / SETTINGS["steps"])
+            self.seconds += time.process_time() - begin
+            curve.append(float(nats[scored].mean()) / math.log(2))
+            if until_solved and solved_at(curve, task.floor) is not None:
+                break
+        self.steps += len(curve)
+        return solved_at(curve, task.floor) is not None
+
+    def use(self, context: int, attention: dict[str, Any]) -> None:
+        """Make the network of a context and an attention, with the present weights and state of the optimiser."""
+        content = self.model | {"context": context, "attention": [{"type": "local", "window": self.window}, attention]}
+        before, self.learner = self.learner, Learner(content, self.train, best_device())
+        if before is not None:
+            self.learner.load(before.state())
+
+    def scored(self, task: Task, attention: dict[str, Any]) -> float:
+        """Return the bits of the bytes that can be known, in contexts that are not trained on."""
+        self.use(task.context, attention)
+        assert self.learner is not None
+        return float(score(task, self.learner.network.eval(), SCORED)["bits"])
+
+
+def change_row(name: str, seed: int) -> dict[str, Any]:
+    """Measure a change of the network: the steps of the lesson, and the bits far away without training there."""
+    pupil = Pupil(CHANGES[name], seed)
+    is_solved = pupil.learn(LESSON, DENSE, MOST_STEPS)
+    row: dict[str, Any] = {"lesson": pupil.steps if is_solved else None}
+    pupil.learn(MIDDLE, DENSE, MIDDLE_STEPS, until_solved=False)
+    return row | {
+        way: rounded(pupil.scored(TASKS["induction"], far)) for way, far in (("dense", DENSE), ("moba", MOBA))
+    }
+
+
+def solved_row(name: str, seed: int) -> dict[str, Any]:
+    """Measure the steps and seconds of the lesson, and of everything up to a solved task, with MoBA far away."""
+    pupil = Pupil({}, seed)
+    pupil.learn(LESSON, DENSE, MOST_STEPS)
+    pupil.learn(MIDDLE, DENSE, MIDDLE_STEPS, until_solved=False)
+    for task in SOLVED[name]:
+        pupil.learn(task, DENSE, MIDDLE_STEPS, until_solved=False)
+    return cost(pupil, pupil.learn(TASKS[name], MOBA, MOST_STEPS))
+
+
+def scratch_row(name: str, seed: int) -> dict[str, Any]:
+    """Measure a task of a fixed distance that is trained from nothing, with a strided pattern."""
+    pupil = Pupil({"rotary": {}, "window": 128}, seed)
+    return cost(pupil, pupil.learn(TASKS[name], SCRATCH[name], MOST_STEPS))
+
+
+def cost(pupil: Pupil, is_solved: bool) -> dict[str, Any]:
+    """Return the steps and seconds of a task; no steps if it is not solved."""
+    return {"steps": pupil.steps if is_solved else None, "seconds": rounded(pupil.seconds)}
+
+
+KINDS: dict[str, tuple[dict[str, Any], Callable[[str, int], dict[str, Any]]]] = {
+    "change": (CHANGES, change_row),
+    "solved": (SOLVED, solved_row),
+    "scratch": (SCRATCH, scratch_row),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--tables", action="store_true", help=f"only make the tables of {PAGE.name} anew")
+    options = parser.parse_args(arguments)
+    if options.tables:
+        PAGE.write_text(with_tables(PAGE.read_text()))
+        return 0
+    torch.set_num_threads(1)
+    measure(options, options.output or RESULTS / cpu_file("lessons"))
+    return 0
+
+
+def measure(options: argparse.Namespace, output: Path) -> None:
+    """Measure all missing rows, and write the file after each."""
+    result = about(best_device()) | {"threads": 1, "rows": []}
+    if output.exists() and not options.overwrite:
+        result = json.loads(output.read_text())
+    for seed in range(options.seeds):
+        for kind in options.kinds:
+            names, row_of = KINDS[kind]
+            for name in names:
+                key = {"kind": kind, "name": name, "seed": seed}
+                if not any(key.items() <= row.items() for row in result["rows"]):
+                    result["rows"].append(key | row_of(name, seed))
+                    write_json(output, result)
+                    print(json.dumps(result["rows"][-1]), flush=True)
+
+
+def with_tables(page: str) -> str:
+    """Return the page's text with the tables of the result files."""
+    results = (json.loads(path.read_text()) for path in sorted(RESULTS.glob("lessons-*.json")))
+    return replaced(page, BEGIN, "\n".join(map(tables, results)), END)
+
+
+def tables(result: dict[str, Any]) -> str:
+    """Format a result file; cells have a figure for each seed."""
+
+    def cells(kind: str, name: str, key: str, form: str) -> str:
+        rows = [row[key] for row in result["rows"] if (row["kind"], row["name"]) == (kind, name)]
+        return ", ".join("–" if value is None else format(value, form) for value in rows)
+
+    columns = (("lesson", "d"), ("dense", ".2f"), ("moba", ".2f"))
+    lines = [[name, *(cells("change", name, *column) for column in columns)] for name in CHANGES]
+    text = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}.\n\n"
+    text += markdown(["the network", "steps of the lesson", "at 2,048: dense", "MoBA"], lines) + "\n"
+    lines = [
+        [
+            f"{before}{name} ({TASKS[name].context:,})",
+            *(cells(kind, name, *c) for c in (("steps", "d"), ("seconds", ".0f"))),
+        ]
+        for kind, before in (("solved", "the lesson, then MoBA: "), ("scratch", "no lesson, strided: "))
+        for name in KINDS[kind][0]
+    ]
+    return text + markdown(["until 0.05 bits", "steps in all", "CPU seconds"], lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
