@@ -48,10 +48,12 @@ PAGE = ROOT / "docs" / "results.md"
 PICTURE = ROOT / "docs" / "pictures" / "reach.svg"
 BEGIN, END = "<!-- made by benchmarks/reach.py: begin -->", "<!-- end -->"
 WINDOW = {"type": "local", "window": 128}  # of the first layer
+NARROW = {"type": "local", "window": 8}  # of the first layer, in look-ups
 SHORT_CONTEXT = 512
 WARMUP_SHARE = 0.03
 # Unlike the demo's: logits of normalised queries and keys are at most √128, too few to find one key among thousands.
 # Slow rotations let what is learned in short contexts reach far.
+# Texts need both.
 MODEL = {"query_key_norm": False, "rotary": {"base": 1e8}}
 TABLE_ROWS = 65_536  # of each order of n-grams
 DRAWN = (("versions", 4_096), ("python", 4_096))  # tasks and contexts of the picture
@@ -188,12 +190,15 @@ def stages(task: Task, context: int, pattern: Pattern, size: Size) -> list[Stage
     If the distance is always the same, there are only long contexts, and the network is the demo's.
     """
     lesson, short, long = size.seconds
-    demo = preset("demo")["model"]
-    model = changed(demo, {"ngrams": None}) | (MODEL if task.varies else {}) | size.changes
-    ngrams = {} if task.floor is not None else {"ngrams": demo["ngrams"] | {"rows": TABLE_ROWS}}
+    demo, ngrams, window = preset("demo")["model"], {}, WINDOW
+    model = changed(demo, {"ngrams": None}) | size.changes
+    if task.floor is None:
+        model, ngrams = model | MODEL, {"ngrams": demo["ngrams"] | {"rows": TABLE_ROWS}}
+    elif task.varies:  # without rotations, and with a window that the lesson exceeds, copying reaches far at once
+        model, window = changed(model, {"rotary": None}), NARROW
 
     def stage(task: Task, context: int, seconds: float, attention: Mapping[str, Any], tables: dict[str, Any]) -> Stage:
-        content = model | tables | {"context": context, "attention": [WINDOW, attention]}
+        content = model | tables | {"context": context, "attention": [window, attention]}
         if attention["type"] == "lsh":  # has keys of unit length
             content["query_key_norm"] = False
         return Stage(task, content, max(1, size.step_bytes // context), seconds)
