@@ -48,6 +48,7 @@ SHUFFLE_BYTES = 1 << 25
 
 MUON = {"type": "muon", "rates": {"matrices": 0.015}}
 NGRAMS_4 = {"orders": [2, 3, 4], "rows": 32_768}
+WINDOW_THEN_FIXED = [{"type": "local", "window": 128}, {"type": "fixed", "stride": 128, "summary": 8}]
 
 
 class Row(NamedTuple):
@@ -90,7 +91,8 @@ LADDER = (
 )  # fmt: skip
 RECIPE = "the demo's recipe"
 WITHOUT = (
-    Row("a window of 128 in both layers", {"model.attention": {"type": "local", "window": 128}}),
+    Row("two layers, a window of 128 in both", {"model.layers": 2}),
+    Row("two layers, a window of 128, then fixed", {"model.layers": 2, "model.attention": WINDOW_THEN_FIXED}),
     Row("queries and keys as they are", {"model.query_key_norm": None}),
     Row("no rotary positions", {"model.rotary": None}),
     Row("no convolution", {"model.convolution": None}),

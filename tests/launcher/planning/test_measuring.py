@@ -18,11 +18,12 @@ from tests.harness.runs import ROOT, plain_environment
 
 def test_a_step_is_made_of_its_parts() -> None:
     """Blocks by their kinds, what is around them by the micro-batch, the update by the parameters."""
-    config = load_config("demo")
+    kinds = 'model.attention=[{"type": "local", "window": 128}, {"type": "fixed", "stride": 128, "summary": 8}]'
+    config = load_config("demo", ["model.layers=2", kinds])
     first, second = config.model.blocks()
     timed = Timed({first: 1.0, second: 10.0}, around=100.0, update=1_000.0, parameters=329_216)
     assert timed.step_seconds(config, 2) == 2 * (1 + 10 + 100) + 1_000
-    deeper = load_config("demo", ["model.layers=6"])
+    deeper = load_config("demo", ["model.layers=6", kinds])
     assert 2 * (3 * 11 + 100) + 1_000 < timed.step_seconds(deeper, 2) < 2 * (3 * 11 + 100) + 3_000
 
 
