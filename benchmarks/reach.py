@@ -191,7 +191,7 @@ def stages(task: Task, context: int, pattern: Pattern, size: Size) -> list[Stage
     """
     lesson, short, long = size.seconds
     demo, ngrams, window = preset("demo")["model"], {}, WINDOW
-    model = changed(demo, {"ngrams": None}) | size.changes
+    model = changed(demo, {"ngrams": None, "layers": 2}) | size.changes
     if task.floor is None:
         model, ngrams = model | MODEL, {"ngrams": demo["ngrams"] | {"rows": TABLE_ROWS}}
     elif task.varies:  # without rotations, and with a window that the lesson exceeds, copying reaches far at once

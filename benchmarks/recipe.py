@@ -91,7 +91,7 @@ LADDER = (
 )  # fmt: skip
 RECIPE = "the demo's recipe"
 WITHOUT = (
-    Row("two layers, a window of 128 in both", {"model.layers": 2}),
+    Row("a window of 128", {"model.attention": {"type": "local", "window": 128}}),
     Row("two layers, a window of 128, then fixed", {"model.layers": 2, "model.attention": WINDOW_THEN_FIXED}),
     Row("queries and keys as they are", {"model.query_key_norm": None}),
     Row("no rotary positions", {"model.rotary": None}),
