@@ -26,7 +26,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.machine import about
-from benchmarks.reach_tasks import TASKS, Task, repeated
+from benchmarks.reach_tasks import SYMBOLS, TASKS, Task, repeated
 from benchmarks.reach_training import Learner, best_device, score, solved_at
 from benchmarks.recipe import changed, preset
 from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, replaced, rounded, write_json
@@ -37,7 +37,7 @@ BEGIN, END = "<!-- made by benchmarks/lessons.py: begin -->", "<!-- end -->"
 DENSE, MOBA = {"type": "dense"}, {"type": "moba", "block": 2, "top": 16}
 STEP_BYTES, MOST_STEPS, MIDDLE_STEPS = 8_192, 250, 40
 SCORED = 4  # contexts
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "output": "none",
     "steps": 10_000,
     "global_batch": 1,
@@ -78,7 +78,7 @@ class Pupil:
 
     def __init__(self, changes: dict[str, Any], seed: int) -> None:
         demo = changed(preset("demo")["model"], {"ngrams": None})
-        self.model = demo | {"vocabulary": 256, "rotary": None, "layers": 2, **changes}
+        self.model = demo | {"vocabulary": SYMBOLS + 2, "rotary": None, "layers": 2, **changes}
         self.window = self.model.pop("window", 8)
         self.train = TrainConfig.model_validate(SETTINGS | {"seed": seed})
         self.learner: Learner | None = None
