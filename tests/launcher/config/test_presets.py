@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from longstride.kernels.patterns import Column, Dense, Fixed, Local, Strided
 from longstride.launcher.config import RunConfig, load_config
@@ -105,10 +106,13 @@ def test_preset_trains_as_the_paper_does(name: str) -> None:
     assert config.notes.endswith(("Eight cards of 16 GB.", "One card of 16 GB.", "eight of 80 GB that share each."))
 
 
-def test_small_pictures_are_read_at_whole_rows_above_the_predicted_byte() -> None:
+def test_small_pictures_read_two_rows_of_the_predicted_byte_s_colour() -> None:
     model = preset("pictures_miniature").model
     assert model.context == 32 * 32 * 3
-    assert {pattern for heads in model.layer_patterns() for pattern in heads} == {Strided(96, align="target")}
+    (pattern,) = {pattern for heads in model.layer_patterns() for pattern in heads}
+    positions = torch.arange(model.context)
+    read = positions[pattern.mask(torch.tensor(2_000), positions)]  # row k holds token k - 1
+    assert (2_000 - (read - 1)).tolist() == list(range(195, 0, -3))
 
 
 @pytest.mark.parametrize("name", MUSIC)
