@@ -138,11 +138,12 @@ def table(result: dict[str, Any]) -> str:
 def cells(name: str, runs: Sequence[dict[str, Any]]) -> list[str]:
     """Format the runs of a pattern: bits with the least and the most of the seeds, and costs."""
     bits = [run["bits"] for run in runs]
+    spread = f" ({min(bits):.3f}–{max(bits):.3f})" if len(bits) > 1 else ""
     step, steps = (statistics.fmean(run[key] for run in runs) for key in ("seconds_per_step", "steps"))
     return [
         f"{runs[0]['seconds']:.0f}",
         name,
-        f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f})",
+        f"{statistics.fmean(bits):.3f}{spread}",
         str(len(runs)),
         f"{runs[0]['pairs'] / 1e6:.2f} M",
         f"{1_000 * step:.0f}",
