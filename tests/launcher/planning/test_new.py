@@ -79,7 +79,13 @@ def test_a_new_run_trains_on_its_data(kind: str, folders: Path, place: Path) -> 
 
 
 PRESETS = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
-READ = {"cifar10": "pictures", "imagenet64": "pictures", "image_gpt": "palette", "music": "sounds"}
+READ = {
+    "cifar10": "pictures",
+    "imagenet64": "pictures",
+    "pictures_miniature": "pictures",
+    "image_gpt": "palette",
+    "music": "sounds",
+}
 
 
 def data_of(preset: str, folders: Path) -> str:
