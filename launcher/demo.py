@@ -93,7 +93,7 @@ def run_stages(folder: Path) -> str:
             *(f"  {name:<36}{bits:.3f}" for name, bits in sizes.items()),
             "\nThree of them, compressed, in bytes:",
             *table,
-            "\nThe more it has seen of a file, the better it guesses. Bits per byte by position in the context:",
+            "\nBits per byte by position in the context:",
             *parts,
             "\nHow it learned to write. The same prompt, after so many steps:",
             *samples_on_the_way(trained / file_names.SAMPLES),
