@@ -169,6 +169,7 @@ class Trainer:
             self._content_seen += batch.content
         if rewound_to:
             self._content_seen = rewound_to.manifest.content_seen
+            self._stage = None  # is entered again, as the checkpoint's guards may know the stage before it
             self._saver.go_on()
             self._batches.close()
             self._open_batches(self._state)
