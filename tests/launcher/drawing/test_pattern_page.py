@@ -178,9 +178,11 @@ def test_a_browser_shows_what_a_query_reads(tmp_path: Path) -> None:
                 found = await page.value(f"Array.from({{length: {CONTEXT}}}, (_, q) => positionsRead({head}, q))")
                 assert found == wanted, pattern
                 assert page.told == []
-            # The demo's page, as a person uses it.
-            file = tmp_path / "demo.html"
-            file.write_text(pattern_page(Path("demo"), query=712))
+            # A page of two patterns, as a person uses it.
+            kinds = [{"type": "local", "window": 128}, {"type": "fixed", "stride": 128, "summary": 8}]
+            config, file = tmp_path / "two.json", tmp_path / "two.html"
+            config.write_text(json.dumps({"extends": "demo", "model": {"layers": 2, "attention": kinds}}))
+            file.write_text(pattern_page(config, query=712))
             await page.call(
                 "Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=2, mobile=True
             )
