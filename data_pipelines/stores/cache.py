@@ -82,9 +82,8 @@ class Cache:
         while not stop.is_set():
             with self._usable(), (self._root / ".lock").open("ab") as lock, ExitStack() as after:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                after.callback(
-                    fcntl.flock, lock, fcntl.LOCK_UN
-                )  # a child forked meanwhile holds it after a close alone
+                # Closing alone does not unlock it if a child was forked meanwhile.
+                after.callback(fcntl.flock, lock, fcntl.LOCK_UN)
                 if self.find(file) is not None:
                     return None
                 self._folder.mkdir(exist_ok=True)

@@ -147,6 +147,13 @@ class RunConfig(StrictModel):
             raise ConfigError.at(f"{path}.context", stages[-1].context, rule)
         return tuple(stages) or (Stage(0, self),)
 
+    def batches_in(self, steps: int) -> int:
+        """Return how many global batches of the data the first ``steps`` steps read."""
+        stages = self.stages()
+        ends = [*(stage.first for stage in stages[1:]), steps]
+        lengths = (min(end, steps) - stage.first for stage, end in zip(stages, ends, strict=True))
+        return sum(stage.batches * max(0, length) for stage, length in zip(stages, lengths, strict=True))
+
     def _stage(self, described: StageConfig, first: int) -> Stage:
         """Return a stage; its problems have the paths of the run that has only this stage."""
         model, train = self.model, self.train

@@ -8,7 +8,6 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,11 +123,9 @@ def steps_of(config: RunConfig, contexts: int) -> int:
     """
     train = config.train
     # A decimal fraction, as the user wrote it: 0.29 of 100 contexts are 29, but 28.999… in binary.
-    batches = int(Fraction(str(train.epochs)) * contexts / train.global_batch)
-    *early, last = config.stages()
-    for stage, following in pairwise([*early, last]):
-        batches -= (following.first - stage.first) * stage.batches
-    if early and batches < last.batches:
+    last = config.stages()[-1]
+    batches = int(Fraction(str(train.epochs)) * contexts / train.global_batch) - config.batches_in(last.first)
+    if last.first and batches < last.batches:
         rule = f"the stages before the last read {train.epochs:g} epochs; give them fewer steps, or more epochs"
         raise ConfigError(f"train.context_schedule: {rule}")
     steps = last.first + max(1, batches // last.batches)

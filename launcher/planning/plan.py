@@ -125,7 +125,6 @@ def make_plan(
         name: max((stage["activations"][name] for stage in stages), key=lambda needed: needed.peak)
         for name in ("kept", "recomputed")
     }
-    batches = sum((stage["steps"] or 0) * stage["batches"] for stage in stages)
     memory = []
     for count in processes:
         for stage in costs.STAGES:
@@ -165,7 +164,7 @@ def make_plan(
             "unit": "byte" if model.vocabulary == BYTE_VALUES else "token",
             "at_most": not length.is_full,  # padding and separators are not bytes of the data
             "tokens_per_step": train.global_batch * model.context,
-            "tokens": length.steps and batches * train.global_batch * model.context,
+            "tokens": length.steps and config.batches_in(length.steps) * train.global_batch * model.context,
             "flops": length.steps and sum(stage["steps"] * stage["flops"] for stage in stages),
         },
         "stages": [
@@ -190,7 +189,6 @@ def stage_plans(config: RunConfig, steps: int | None, device: str) -> list[dict[
                 "context": stage.context,
                 "steps": end and end - stage.first,
                 "global_batch": part.train.global_batch,
-                "batches": stage.batches,
                 "density": work.blocks.pairs / (costs.dense_pairs(part.model) * part.model.layers),
                 "flops": sum(costs.step_flops(work, part).values()),
                 "activations": {
@@ -238,10 +236,8 @@ def run_length(config: RunConfig, contexts: int | None) -> Length:
     if contexts is None:
         return Length(train.steps, train.epochs, None, origin, is_full)
     if train.steps is not None:
-        stages = config.stages()
-        ends = [*(stage.first for stage in stages[1:]), train.steps]
-        batches = sum(stage.batches * (end - stage.first) for stage, end in zip(stages, ends, strict=True))
-        return Length(train.steps, batches * train.global_batch / contexts, contexts, origin, is_full)
+        epochs = config.batches_in(train.steps) * train.global_batch / contexts
+        return Length(train.steps, epochs, contexts, origin, is_full)
     assert train.epochs is not None
     from longstride.launcher.data import steps_of
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from longstride.kernels import ConfigError
-from longstride.launcher.config import RunConfig, Stage, load_config
+from longstride.launcher.config import GuardsConfig, RunConfig, Stage, load_config
+from longstride.launcher.data.run_data import TrainingData
+from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.training.guards import Guards
+from longstride.launcher.training.loop import enter_stage
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import configuration, metrics, spawn
 
@@ -77,9 +83,6 @@ def test_a_step_of_a_stage_computes_the_pieces_as_contexts_of_their_own(data: Pa
     ended = spawn(["--config", str(tmp_path / "run.json"), "model.dropout=0"], 1)
     assert ended.codes == [0], ended.stderr
     config = load_config(tmp_path / "run.json", ["model.dropout=0"])
-    from longstride.launcher.data.run_data import TrainingData
-    from longstride.launcher.ranks.processes import Ranks
-
     torch.manual_seed(config.train.seed)
     model = SparseTransformer(config.model)
     short = SparseTransformer(Stage.after(0, config.stages()).config.model)
@@ -92,13 +95,16 @@ def test_a_step_of_a_stage_computes_the_pieces_as_contexts_of_their_own(data: Pa
     assert "stage 2 of 2, 8 contexts of 64 a step" in ended.stderr[0]
 
 
-def test_spikes_are_not_measured_across_stages(trained: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps(configuration(data, tmp_path / "run")))
-    spike = 'train.guards.spike={"window": 2, "deviations": 1e-9, "policy": "stop"}'
-    rising = ["--config", str(tmp_path / "run.json"), BATCH, schedule(3), "train.learning_rate=1e-9", "train.steps=4"]
-    ended = spawn([*rising, spike, "train.warmup_steps=0"], 1)
-    # Steps 1 and 2 fill the window and step 3 may be refused; step 4 begins a stage, and has nothing to compare with.
-    assert "step 4: stop" not in "".join(ended.stderr)
+@pytest.mark.parametrize("taken, forgets", [(3, True), (4, False)])
+def test_guards_forget_the_losses_of_another_stage_where_one_begins(taken: int, forgets: bool, tmp_path: Path) -> None:
+    content = configuration(tmp_path, tmp_path / "run") | {"deepspeed": {}}
+    content["train"]["context_schedule"] = [{"context": 16, "steps": 3}, {"context": 64}]
+    stage = Stage.after(taken, RunConfig.model_validate(content).stages())
+    settings = GuardsConfig.model_validate({"spike": {"window": 2, "policy": "stop"}})
+    guards = Guards(settings, {"losses": [1.0, 1.0]})
+    engine: Any = SimpleNamespace(module=SparseTransformer(stage.config.model), global_steps=taken)
+    enter_stage(stage, engine, guards)
+    assert (guards.judge_loss(5.0) is None) == forgets
 
 
 @pytest.mark.parametrize(
