@@ -11,12 +11,13 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from longstride.kernels import plan
+from longstride.kernels.backends import Saved, cpu, reference, triton
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.op import attention_op
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json, pattern_to_json
@@ -253,27 +254,16 @@ def choose_backend(name: str, choices: tuple[str, ...], tensors: tuple[Tensor, T
 
 
 def load(backend: str) -> ModuleType:
-    """Import a backend's module at first use, as triton may not be installed.
+    """Return a backend's module.
 
     ``why_not`` returns the reason why it cannot run on q, k and v, or None. A backend has ``forward`` and ``backward``,
     or a differentiable ``attend``. Backends for single queries have ``prepare``.
     """
-    # torch.compile can trace an import statement, but not importlib.
-    if backend == "triton":
-        from longstride.kernels.backends import triton
-
-        return triton
-    if backend == "cpu":
-        from longstride.kernels.backends import cpu
-
-        return cpu
-    if backend == "flex":
+    if backend == "flex":  # imported at first use, as that takes long
         from longstride.kernels.backends import flex
 
         return flex
-    from longstride.kernels.backends import reference
-
-    return reference
+    return {"triton": triton, "cpu": cpu, "reference": reference}[backend]
 
 
 def _encode(patterns: tuple[Pattern, ...]) -> str:
@@ -299,13 +289,13 @@ def _forward(
     return module.selected_forward(q, k, v, _selection(q, k, patterns, first_query), scale)
 
 
-def _backward(grad_out: Tensor, grad_lse: Tensor | None, *tensors_and_arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, patterns, scale, backend, first_query = tensors_and_arguments  # tensors: q, k, v, out, lse
+def _backward(
+    saved: Saved, patterns: str, scale: float, backend: str, first_query: int
+) -> tuple[Tensor, Tensor, Tensor]:
     module = load(backend)
     if first_query == ALL_QUERIES:
-        return module.backward(grad_out, grad_lse, *tensors, _decode(patterns), scale)
-    q, k = tensors[:2]
-    return module.selected_backward(grad_out, grad_lse, *tensors, _selection(q, k, patterns, first_query), scale)
+        return module.backward(saved, _decode(patterns), scale)
+    return module.selected_backward(saved, _selection(saved.q, saved.k, patterns, first_query), scale)
 
 
 def _selection(q: Tensor, k: Tensor, patterns: str, first_query: int) -> Selection:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longstride.kernels.backends import accumulator_dtype, empty_like_rows
+from longstride.kernels.backends import Saved, accumulator_dtype, empty_like_rows
 
 NAMESPACE = "longstride"
 # A captured graph would hold addresses of plans, which are created at first use and may be evicted from their cache.
@@ -35,13 +35,13 @@ def attention_op(
         name: name of the op.
         arguments: schema of the arguments after q, k and v. Tensors among them have no gradient.
         forward: maps (q, k, v, *arguments) to the output (B, H, M, Dv) and the logsumexp (B, H, M).
-        backward: maps (grad_out, grad_lse or None, q, k, v, out, lse, *arguments) to the gradients of q, k and v.
+        backward: maps (saved, *arguments) to the gradients of q, k and v.
     """
     inputs = "Tensor q, Tensor k, Tensor v"
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(f"{name}({inputs}, {arguments}) -> (Tensor, Tensor)", tags=TAGS)
     library.define(
-        f"{name}_backward(Tensor grad_out, Tensor? grad_lse, {inputs}, Tensor out, Tensor lse, {arguments})"
+        f"{name}_backward({inputs}, Tensor out, Tensor grad_out, Tensor lse, Tensor? grad_lse, {arguments})"
         " -> (Tensor, Tensor, Tensor)",
         tags=TAGS,
     )
@@ -66,7 +66,7 @@ def attention_op(
             values = ctx.values if not tensors else [tensors if value is None else value for value in ctx.values]
             if grad_out is None:
                 grad_out = torch.zeros_like(out)
-            return *backward_op(grad_out, grad_lse, q, k, v, out, lse, *values), *[None] * len(values)
+            return *backward_op(q, k, v, out, grad_out, lse, grad_lse, *values), *[None] * len(values)
 
     def differentiate(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -74,17 +74,18 @@ def attention_op(
         with torch._C._AutoDispatchBelowAutograd():
             return op(q, k, v, *values)
 
+    def run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return backward(Saved(*arguments[:7]), *arguments[7:])
+
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         out = empty_like_rows(v, heads=q.shape[1], rows=q.shape[2])
         return out, q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
 
-    def fake_backward(
-        grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def fake_backward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
         return empty_like_rows(q), empty_like_rows(k), empty_like_rows(v)
 
     library.impl(name, forward, "CompositeExplicitAutograd")
-    library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
+    library.impl(f"{name}_backward", run_backward, "CompositeExplicitAutograd")
     library.impl(name, differentiate, "Autograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake_forward, lib=library)
     torch.library.register_fake(f"{NAMESPACE}::{name}_backward", fake_backward, lib=library)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from longstride.kernels.attention import check_heads, check_inputs, choose_backend, load, resolve_scale
-from longstride.kernels.backends import accumulator_dtype
+from longstride.kernels.backends import Saved, accumulator_dtype
 from longstride.kernels.op import attention_op
 from longstride.kernels.selections import Part, Selection
 
@@ -140,10 +140,10 @@ def _forward(
     return load(backend).selected_forward(q, k, v, _selection(parts, span, disjoint), scale)
 
 
-def _backward(grad_out: Tensor, grad_lse: Tensor | None, *tensors_and_arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, parts, span, disjoint, scale, backend = tensors_and_arguments  # tensors: q, k, v, out, lse
-    selection = _selection(parts, span, disjoint)
-    return load(backend).selected_backward(grad_out, grad_lse, *tensors, selection, scale)
+def _backward(
+    saved: Saved, parts: Sequence[Tensor], span: int, disjoint: bool, scale: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return load(backend).selected_backward(saved, _selection(parts, span, disjoint), scale)
 
 
 _attention = attention_op(

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Saved(NamedTuple):
+    """Inputs of a backward pass: those of the forward pass, its results, and the gradients of these."""
+
+    q: Tensor  # (B, H, M, D)
+    k: Tensor  # (B, K, N, D)
+    v: Tensor  # (B, K, N, Dv)
+    out: Tensor  # (B, H, M, Dv)
+    grad_out: Tensor
+    lse: Tensor  # (B, H, M)
+    grad_lse: Tensor | None  # None: the logsumexp has no gradient
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

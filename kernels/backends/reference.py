@@ -58,18 +58,12 @@ def prepare(
 
     def attend_one(q: Tensor, position: int, return_lse: bool) -> tuple[Tensor, Tensor]:
         """Return output (B, H, Dv) and logsumexp (B, H) of one query, q (B, H, D). Reads all N keys."""
-        wide = accumulator_dtype(q.dtype)
-        context = torch.arange(k.shape[2], device=q.device)
+        context = torch.arange(k.shape[2], device=k.device)
         allowed = torch.stack([pattern.mask(context[position], context) for pattern in patterns])  # (H, N)
-        blind = ~allowed.any(-1, keepdim=True)
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        keys, values = (x.to(wide).masked_fill(~allowed[..., None], 0.0) for x in (keys, values))  # others may be NaN
-        with _without_autocast(q.device.type):
-            scores = (keys @ q.to(wide)[..., None]).squeeze(-1) * scale
-            scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
-            weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
-            lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
-            return (weights[..., None, :] @ values).squeeze(-2).to(q.dtype), lse
+        keys, values = (x.masked_fill(~allowed[..., None], 0.0) for x in (keys, values))  # others may be NaN
+        out, lse = _attend(q[:, :, None], keys, values, allowed[:, None], scale)
+        return out.squeeze(2), lse.squeeze(2)
 
     return attend_one
 

@@ -21,8 +21,30 @@ from longstride.kernels.patterns.base import (
 )
 
 
+class Blocks(PatternDefaults):
+    """Defaults of patterns whose blocks of ``stride`` positions are alike. Heads may differ in their summaries."""
+
+    stride: int
+    num_summaries: int = 1
+    index: int | None = None
+
+    def for_head(self, head: int) -> Pattern:
+        """Return the pattern with this head's summary sub-block."""
+        if self.num_summaries == 1 or self.index is not None:
+            return self  # type: ignore[return-value]
+        return replace(self, index=head % self.num_summaries)  # type: ignore[type-var]
+
+    def period(self) -> int:
+        """Return the stride: blocks are alike."""
+        return self.stride
+
+    def check(self, context: int) -> None:
+        """Raise ConfigError if the stride does not divide the context."""
+        require_divides("stride", self.stride, context)
+
+
 @dataclass(frozen=True)
-class Block(SinglePart):
+class Block(Blocks, SinglePart):
     """Earlier positions of the query's block, self included (Child et al. 2019, section 4.3, first fixed factor)."""
 
     stride: Annotated[int, Doc("positions in a block; the paper's l")]
@@ -45,17 +67,9 @@ class Block(SinglePart):
             return None  # the last block is short
         return Bounds(context, stride, Bound(stride, 0, 0, stride), constant(stride, stride))
 
-    def period(self) -> int:
-        """Return the stride: blocks are alike."""
-        return self.stride
-
-    def check(self, context: int) -> None:
-        """Raise ConfigError if the stride does not divide the context."""
-        require_divides("stride", self.stride, context)
-
 
 @dataclass(frozen=True)
-class Summary(PatternDefaults):
+class Summary(Blocks):
     """The summary positions up to the query (Child et al. 2019, section 4.3, second fixed factor).
 
     In each block of ``stride`` positions, the head's summary sub-block has the positions
@@ -97,12 +111,6 @@ class Summary(PatternDefaults):
         allowed = (k <= q) & self.is_summary(k)
         return allowed | (k == q) if self.include_self else allowed
 
-    def for_head(self, head: int) -> Pattern:
-        """Return the pattern with this head's summary sub-block."""
-        if self.num_summaries == 1 or self.index is not None:
-            return self
-        return replace(self, index=head % self.num_summaries)
-
     def parts(self) -> tuple[PatternPart, ...]:
         """Return the summary keys and, with ``include_self``, the queries that are not summary positions."""
         keys = SummaryKeys(self)
@@ -110,14 +118,6 @@ class Summary(PatternDefaults):
             return (keys,)
         outside = ((0, self.first()), (self.first() + self.summary, self.stride))
         return (keys, *(SelfBetween(self.stride, first, last) for first, last in outside if first < last))
-
-    def period(self) -> int:
-        """Return the stride: blocks are alike."""
-        return self.stride
-
-    def check(self, context: int) -> None:
-        """Raise ConfigError if the stride does not divide the context."""
-        require_divides("stride", self.stride, context)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class SelfBetween(NaturalOrder):
 
 
 @dataclass(frozen=True)
-class Fixed(PatternDefaults):
+class Fixed(Blocks):
     """The query's block joined with every block's last positions (Child et al. 2019, section 4.3).
 
     ``num_summaries`` and ``index`` are those of Summary: heads take different summary sub-blocks in turn.
@@ -205,12 +205,6 @@ class Fixed(PatternDefaults):
         block, summary = self.factors()
         return block.mask(q, k) | summary.mask(q, k)
 
-    def for_head(self, head: int) -> Pattern:
-        """Return the pattern with this head's summary sub-block."""
-        if self.num_summaries == 1 or self.index is not None:
-            return self
-        return replace(self, index=head % self.num_summaries)
-
     def factors(self) -> tuple[Block, Summary]:
         """Return the block factor and the summary factor."""
         return Block(self.stride), Summary(self.stride, self.summary, self.num_summaries, index=self.index)
@@ -219,11 +213,3 @@ class Fixed(PatternDefaults):
         """Return the query's block, and the summary keys of earlier blocks."""
         block, summary = self.factors()
         return block, SummaryKeys(summary, earlier_blocks=True)
-
-    def period(self) -> int:
-        """Return the stride: blocks are alike."""
-        return self.stride
-
-    def check(self, context: int) -> None:
-        """Raise ConfigError if the stride does not divide the context."""
-        require_divides("stride", self.stride, context)

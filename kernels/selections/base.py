@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,14 @@ class Part(NamedTuple):
     low: Tensor  # (B, H, N), of each row; neither bound ever decreases along the rows
     high: Tensor  # (B, H, N); a row without keys has low == high
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Part:
+        """Apply a function to each tensor."""
+        return Part(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
+
+    def of_head(self, device: torch.device) -> Part:
+        """Return the part of one context and head, (1, 1, ·) int32 on a device, from vectors."""
+        return self.mapped(lambda vector: vector.to(torch.int32)[None, None].to(device))
+
 
 @dataclass(frozen=True, eq=False)
 class Selection:
@@ -37,16 +45,15 @@ class Selection:
 
     def of_heads(self, heads: slice) -> Selection:
         """Return the selection of some heads."""
-        parts = [
-            Part(
-                None if part.query_order is None else part.query_order[:, heads],
-                None if part.key_order is None else part.key_order[:, heads],
-                part.low[:, heads],
-                part.high[:, heads],
-            )
-            for part in self.parts
-        ]
-        return Selection(tuple(parts), self.span, self.disjoint)
+        return self.mapped(lambda tensor: tensor[:, heads])
+
+    def of_batch(self, batch: int) -> Selection:
+        """Expand the selection of a single context to a batch."""
+        return self.mapped(lambda tensor: tensor.expand(batch, -1, -1))
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Selection:
+        """Apply a function to the tensors of all parts."""
+        return Selection(tuple(part.mapped(function) for part in self.parts), self.span, self.disjoint)
 
     def check(self, context: int) -> None:
         """Check all values, which waits for the device. For tests, and for authors of a way to select.
@@ -80,6 +87,14 @@ def inverse_order(order: Tensor, context: int) -> Tensor:
     """Return the index of each position in an order (…, M): (…, N) int32, -1 for positions not in it."""
     rows = torch.arange(order.shape[-1], dtype=torch.int32, device=order.device).expand(order.shape)
     return rows.new_full((*order.shape[:-1], context), -1).scatter_(-1, order.long(), rows)
+
+
+def columns_read(low: Tensor, high: Tensor, count: int) -> Tensor:
+    """Return which of ``count`` columns are in any interval ``low <= column < high``: (count,) bool."""
+    num_open = torch.zeros(count + 1, dtype=torch.int32)  # change in the number of intervals at each column
+    num_open.index_add_(0, low, torch.ones_like(low, dtype=torch.int32))
+    num_open.index_add_(0, high, torch.full_like(high, -1, dtype=torch.int32))
+    return num_open.cumsum(0)[:-1] > 0
 
 
 def followed_by_others(positions: Tensor, length: int) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.cache import cached
-from longstride.kernels.forms import Bounds, Order, intervals_of, positions_of
+from longstride.kernels.forms import Bounds, intervals_of, positions_of
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import positions_at, view
-from longstride.kernels.selections.base import Part, Selection, followed_by_others
+from longstride.kernels.selections.base import Part, Selection, columns_read, followed_by_others, stacked
 
 
 def pattern_parts(pattern: Pattern, context: int) -> tuple[Part, ...]:
@@ -23,19 +23,12 @@ def pattern_parts(pattern: Pattern, context: int) -> tuple[Part, ...]:
     For mixers that process a pattern's keys in their own way.
     """
 
-    def for_one_head(vector: Tensor) -> Tensor:
-        return vector.to(torch.int32)[None, None]
-
-    def listed(order: Order) -> Tensor | None:
-        positions = positions_of(order)
-        return None if positions is None else for_one_head(positions)
-
     return tuple(
         Part(
-            listed(part.query_order(context)),
-            listed(part.key_order(context)),
-            *map(for_one_head, intervals_of(part.by_query(context))),
-        )
+            positions_of(part.query_order(context)),
+            positions_of(part.key_order(context)),
+            *intervals_of(part.by_query(context)),
+        ).of_head(torch.device("cpu"))
         for part in pattern.parts()
     )
 
@@ -88,28 +81,22 @@ def _rows_of(part: PatternPart, first: int, count: int, context: int) -> _Rows:
     low, high = bounds(rows) if isinstance(bounds, Bounds) else (end[rows] for end in bounds)
     start, stop = int(low[0]), int(high[-1])  # neither bound ever decreases
     low, high = low - start, high - start
-    num_open = torch.zeros(stop - start + 1, dtype=torch.int64)  # change in the number of rows that read each column
-    num_open.index_add_(0, low, torch.ones_like(low)).index_add_(0, high, torch.full_like(high, -1))
-    is_read = num_open.cumsum(0)[:-1] > 0
+    is_read = columns_read(low, high, stop - start)
     place = torch.cat([low.new_zeros(1), is_read.cumsum(0)])  # among the columns that are read
     columns = torch.arange(start, stop)[is_read]
     return _Rows(query_order, positions_at(by_query.column_order, columns), place[low], place[high])
 
 
 def _stack_heads(heads: list[_Rows], batch: int, context: int, device: torch.device) -> Part:
-    """Return the rows of all heads as a part, (B, H, ·) each. If heads are alike, their axis is expanded."""
+    """Return the rows of all heads as a part, (B, H, ·) each."""
     width = max(1, *(len(rows.keys) for rows in heads))
-    natural_keys, natural_queries = torch.arange(context), torch.arange(len(heads[0].low))
-    is_alike = all(rows is heads[0] for rows in heads)
+    reads_all = all(torch.equal(rows.keys, torch.arange(context)) for rows in heads)
 
-    def of_heads(vectors: list[Tensor]) -> Tensor:
-        stacked = torch.stack(vectors[:1] if is_alike else vectors).int().to(device)
-        return stacked[None].expand(batch, len(heads), -1)
-
-    query_order = key_order = None
-    if any(rows.query_order is not None for rows in heads):
-        query_order = of_heads([natural_queries if r.query_order is None else r.query_order for r in heads])
-    if not all(torch.equal(rows.keys, natural_keys) for rows in heads):
+    def part_of(rows: _Rows) -> Part:
         # Heads of a part have equally many keys: shorter ones are padded with keys that no row reads.
-        key_order = of_heads([followed_by_others(rows.keys, context)[:width] for rows in heads])
-    return Part(query_order, key_order, of_heads([r.low for r in heads]), of_heads([r.high for r in heads]))
+        keys = None if reads_all else followed_by_others(rows.keys, context)[:width]
+        return Part(rows.query_order, keys, rows.low, rows.high).of_head(device)
+
+    parts = {id(rows): part_of(rows) for rows in heads}
+    part = stacked([parts[id(rows)] for rows in heads], 1, len(heads[0].low), device)
+    return part.mapped(lambda tensor: tensor.expand(batch, -1, -1))

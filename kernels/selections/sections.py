@@ -21,7 +21,7 @@ from longstride.kernels.cache import cached
 from longstride.kernels.forms import intervals_of, positions_of
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import require_causal, view
-from longstride.kernels.selections.base import Part, Selection, followed_by_others, stacked
+from longstride.kernels.selections.base import Part, Selection, columns_read, followed_by_others, stacked
 
 
 @cached
@@ -43,10 +43,8 @@ def keys_before(patterns: tuple[Pattern, ...], context: int, sections: int) -> t
         full = _FullPart.of(part, context)
         for section in range(1, sections):
             _, low, high = full.of_queries(section * rows, (section + 1) * rows)
-            num_open = torch.zeros(len(full.column_positions) + 1, dtype=torch.int32)
-            num_open.index_add_(0, low, torch.ones_like(low, dtype=torch.int32))
-            num_open.index_add_(0, high, torch.full_like(high, -1, dtype=torch.int32))
-            is_read[section, full.column_positions[num_open.cumsum(0)[:-1] > 0]] = True
+            columns = columns_read(low, high, len(full.column_positions))
+            is_read[section, full.column_positions[columns]] = True
     return tuple(is_read[section, : section * rows].nonzero().squeeze(1) for section in range(sections))
 
 
@@ -213,9 +211,7 @@ class _Cut(NamedTuple):
         low, high = (torch.cat([bound, padding]) for bound in (self.low, self.high))
         natural = torch.arange(length)
         orders = (None if torch.equal(order, natural) else order for order in (rows, columns))
-        # Moved before heads are stacked, so that heads that are alike share one copy.
-        tensors = (None if x is None else x.int()[None, None].to(device) for x in (*orders, low, high))
-        return Part(*tensors)  # type: ignore[arg-type]
+        return Part(*orders, low, high).of_head(device)  # before heads are stacked, so that those alike share one copy
 
 
 def _cuts(patterns: tuple[Pattern, ...], keys: Sequence[Tensor], section: range, context: int) -> list[list[_Cut]]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from longstride.kernels import selected_attention, sparse_attention
 from longstride.kernels.patterns import Pattern
-from longstride.kernels.selections import Part, Selection, section_reads
+from longstride.kernels.selections import section_reads
 from longstride.sparse_model.division import Division
 
 
@@ -47,7 +47,7 @@ def section_attention(
     if reads.own is None:
         out, lse = sparse_attention(q, k, v, patterns, backend=backend, return_lse=True)
     else:
-        out, lse = selected_attention(q, k, v, _of_batch(reads.own, len(q)), backend=backend, return_lse=True)
+        out, lse = selected_attention(q, k, v, reads.own.of_batch(len(q)), backend=backend, return_lse=True)
     if not reads.pieces:
         return out
     # A single gather, so that the gradient of ``received`` is computed once.
@@ -59,7 +59,7 @@ def section_attention(
         both = of_piece.unflatten(0, (key_heads, piece.count)).movedim(2, 0)  # (B, K, M, D + Dv)
         keys, values = both.split([k.shape[3], v.shape[3]], -1)
         run, keys, values = (_padded(x, piece.length) for x in (run, keys, values))
-        selection = _of_batch(piece.selection, len(q))
+        selection = piece.selection.of_batch(len(q))
         parts += selected_attention(run, keys, values, selection, backend=backend, return_lse=True)
     merged: Tensor = _Merged.apply([slice(0, rows), *places], *parts)
     return merged
@@ -68,15 +68,6 @@ def section_attention(
 def _padded(x: Tensor, length: int) -> Tensor:
     """Pad (B, H, ·, D) with rows of zeros to ``length``."""
     return F.pad(x, (0, 0, 0, length - x.shape[2])) if x.shape[2] < length else x
-
-
-def _of_batch(selection: Selection, batch: int) -> Selection:
-    """Expand the selection of a single context to a batch."""
-
-    def expanded(part: Part) -> Part:
-        return Part(*(None if tensor is None else tensor.expand(batch, -1, -1) for tensor in part))  # type: ignore[arg-type]
-
-    return Selection(tuple(map(expanded, selection.parts)), selection.span, selection.disjoint)
 
 
 class _Runs(torch.autograd.Function):

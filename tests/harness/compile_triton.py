@@ -22,11 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.attention.compiled import CARDS, fewest_products, read, repeats
-from longstride.kernels.backends.triton.closed_forward_kernel import closed_forward_kernel
-from longstride.kernels.backends.triton.closed_kernel import closed_kernel
+from longstride.kernels.backends.triton.backward_kernel import delta_kernel, dkdv_kernel, dq_kernel
+from longstride.kernels.backends.triton.closed_kernel import closed_forward_kernel, closed_kernel
 from longstride.kernels.backends.triton.configurations import Configuration, candidates, pipelined
-from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
-from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel

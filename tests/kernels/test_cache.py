@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import plan
+from longstride.kernels.backends import Saved
 from longstride.kernels.cache import ENTRY_BYTES, BoundedCache, cached
 from longstride.kernels.patterns import Local
 from tests.harness.backends import WITH_TRITON
@@ -101,7 +102,7 @@ def test_hundreds_of_patterns_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
         planned.clear()
         for window in range(1_001, 1_401):
             launch.forward(q, q, q, (Local(window),), 1.0)
-            launch.backward(q, None, q, q, q, q, q[..., 0], (Local(window),), 1.0)
+            launch.backward(Saved(q, q, q, q, q, q[..., 0], None), (Local(window),), 1.0)
             decode.plan_layout((Local(window),), 4_096, 256, torch.device("cpu"))
             assert plan.num_pairs(Local(window), 4_096) > 0
         return len(planned)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import empty_like_rows
+from longstride.kernels.backends import Saved, empty_like_rows
 from longstride.kernels.backends.cpu import dense
 from longstride.kernels.backends.cpu.chunks import Chunks, chunked
 from longstride.kernels.backends.cpu.slabs import (
@@ -19,6 +19,7 @@ from longstride.kernels.backends.cpu.slabs import (
     Scratch,
     backward_rows,
     empty_by_query_head,
+    input_rows,
     merge,
     put,
     run_pieces,
@@ -26,7 +27,6 @@ from longstride.kernels.backends.cpu.slabs import (
     slab_forward,
     slabs_of,
     sum_groups,
-    take_piece,
 )
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import num_pairs
@@ -56,10 +56,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
     def work(pattern: Pattern, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
         for piece in pieces:
-            rows = {
-                name: scratch.rows(name, take_piece(x, piece, q.shape[1]), numbers.narrow)
-                for name, x in (("q", q), ("k", k), ("v", v))
-            }
+            rows = input_rows(scratch, piece, q=q, k=k, v=v)
             first, *others = pattern.parts()
             target = scratch.results("out", out, piece)
             merged = target, _part_forward(scratch, target, rows, first, scale)
@@ -73,27 +70,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
     return out, lse
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    patterns: tuple[Pattern, ...],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(saved: Saved, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. ``out`` and ``lse`` of the full pattern are used for each of its parts."""
-    if grad_lse is None and dense.serves(q, k, v, patterns, scale):
-        return dense.backward(grad_out, q, k, v, out, lse, scale)
+    q, k, v = saved[:3]
+    if saved.grad_lse is None and dense.serves(q, k, v, patterns, scale):
+        return dense.backward(saved, scale)
     numbers = Numbers.of(q.dtype)
     grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))
 
     def work(pattern: Pattern, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
         for piece in pieces:
-            rows = backward_rows(scratch, piece, (q, k, v), grad_out, grad_lse, out, lse)
+            rows = backward_rows(scratch, piece, saved)
             totals = [scratch.results(f"grad_{name}", x, piece) for name, x in zip("qkv", grads, strict=True)]
             for number, part in enumerate(pattern.parts()):
                 _part_backward(scratch, totals, rows, part, scale, adds=number > 0)

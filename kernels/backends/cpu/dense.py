@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import empty_like_rows
+from longstride.kernels.backends import Saved, empty_like_rows
 from longstride.kernels.cache import cached
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import is_causal, num_pairs
@@ -41,10 +41,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     return _in_layout(out, v), lse.reshape(v.shape[:3]).contiguous()
 
 
-def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(saved: Saved, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. The kernel takes no gradient of the logsumexp."""
+    q, k, v, out, grad_out, lse, _ = saved
     rows = (_rows(x, like=q) for x in (grad_out, q, k, v, out))
     lse_rows = _rows(lse[..., None], like=q).squeeze(3)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, lse_rows, 0.0, True, scale=scale)

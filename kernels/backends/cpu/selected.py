@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import empty_like_rows
+from longstride.kernels.backends import Saved, empty_like_rows
 from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Edge, EqualChunks
 from longstride.kernels.backends.cpu.slabs import (
     Numbers,
@@ -29,6 +29,7 @@ from longstride.kernels.backends.cpu.slabs import (
     Slab,
     backward_rows,
     empty_by_query_head,
+    input_rows,
     merge,
     num_at_once,
     put,
@@ -36,7 +37,6 @@ from longstride.kernels.backends.cpu.slabs import (
     slab_backward,
     slab_forward,
     sum_groups,
-    take_piece,
 )
 from longstride.kernels.selections import Part, Selection
 
@@ -58,10 +58,7 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scal
         scratch = Scratch(numbers)
         for piece in pieces:
             heads = _head_range(piece, q.shape)
-            rows = {
-                name: scratch.rows(name, take_piece(x, piece, q.shape[1]), numbers.narrow)
-                for name, x in (("q", q), ("k", k), ("v", v))
-            }
+            rows = input_rows(scratch, piece, q=q, k=k, v=v)
             merged = reduce(merge, (_part_forward(scratch, rows, parts, i, heads, scale) for i in range(len(parts))))
             put(out, piece, merged[0])
             put(lse, piece, merged[1].squeeze(-1))
@@ -70,18 +67,9 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scal
     return out, lse
 
 
-def selected_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    selection: Selection,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def selected_backward(saved: Saved, selection: Selection, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. ``out`` and ``lse`` of the full selection are used for each of its parts."""
+    q, k, v = saved[:3]
     numbers = Numbers.of(q.dtype)
     grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))
     parts = _cut_parts(selection, k.shape[2])
@@ -90,7 +78,7 @@ def selected_backward(
         scratch = Scratch(numbers)
         for piece in pieces:
             heads = _head_range(piece, q.shape)
-            rows = backward_rows(scratch, piece, (q, k, v), grad_out, grad_lse, out, lse)
+            rows = backward_rows(scratch, piece, saved)
             by_part = (_part_backward(scratch, rows, parts, i, heads, scale) for i in range(len(parts)))
             totals = reduce(lambda sums, part: tuple(a.add_(b) for a, b in zip(sums, part, strict=True)), by_part)
             for grad, total in zip(grads, totals, strict=True):

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import accumulator_dtype, empty_like_rows, has_bf16_products
+from longstride.kernels.backends import Saved, accumulator_dtype, empty_like_rows, has_bf16_products
 from longstride.kernels.backends.cpu.chunks import Chunks, EqualChunks
 from longstride.kernels.forms import Fold
 
@@ -279,19 +279,17 @@ def _scores(scratch: Scratch, q: Tensor, k: Tensor, batch: EqualChunks, scale: f
     return scores if late is None else scores.add_(late)
 
 
-def backward_rows(
-    scratch: Scratch,
-    piece: Piece,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-) -> dict[str, Tensor]:
+def input_rows(scratch: Scratch, piece: Piece, **inputs: Tensor) -> dict[str, Tensor]:
+    """Return the rows of inputs, with q among them, that belong to a piece: (G, N, ·) by name."""
+    heads, narrow = inputs["q"].shape[1], scratch.numbers.narrow
+    return {name: scratch.rows(name, take_piece(x, piece, heads), narrow) for name, x in inputs.items()}
+
+
+def backward_rows(scratch: Scratch, piece: Piece, saved: Saved) -> dict[str, Tensor]:
     """Return what ``slab_backward`` reads of a piece, (G, N, ·): q, k, v, grad_out, minus_lse and minus_delta."""
     numbers = scratch.numbers
-    by_name = zip(("q", "k", "v", "grad_out"), (*inputs, grad_out), strict=True)
-    rows = {name: scratch.rows(name, take_piece(x, piece, out.shape[1]), numbers.narrow) for name, x in by_name}
+    q, k, v, out, grad_out, lse, grad_lse = saved
+    rows = input_rows(scratch, piece, q=q, k=k, v=v, grad_out=grad_out)
     lse_rows = lse[piece].reshape(-1, lse.shape[2], 1)
     # d loss / d score = weight x (grad_out . v - delta); a gradient of the logsumexp adds weight x grad_lse.
     products = grad_out[piece].to(numbers.wide) * out[piece].to(numbers.wide)

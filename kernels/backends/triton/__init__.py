@@ -1,9 +1,9 @@
 """Block-sparse attention in Triton: one family of kernels over plans, independent of patterns.
 
 ``packing`` packs the plans of all heads into a table of integers, and ``selected`` packs selections. ``configurations``
-chooses tiles, and ``tile`` has the functions that kernels share. The kernels are ``forward_kernel``,
-``closed_forward_kernel``, ``dkdv_kernel``, ``dq_kernel``, ``closed_kernel`` and ``sums_kernel``. ``launch`` plans their
-launches (``launch_plan``). ``decode`` computes one query at a time. Only a call that can run imports triton.
+chooses tiles, and ``tile`` has the functions that kernels share. The kernels are in ``forward_kernel``,
+``backward_kernel``, ``closed_kernel`` and ``sums_kernel``. ``launch`` plans their launches (``launch_plan``).
+``decode`` computes one query at a time. Only a call that can run imports triton.
 """
 
 from __future__ import annotations
@@ -55,32 +55,19 @@ def visited_pairs(q: Tensor, pattern: Pattern) -> int:
     return sum(choice.pairs for choice in Planner((q, q, q), (pattern,)).choices("forward", "all"))
 
 
-def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Run ``launch.forward``."""
-    from longstride.kernels.backends.triton.launch import forward
+def _launcher(name: str) -> Callable[..., Any]:
+    """Return a function of ``launch``, which imports triton at its first call."""
 
-    return forward(*arguments)
+    def run(*arguments: Any) -> Any:
+        from longstride.kernels.backends.triton import launch
 
+        return getattr(launch, name)(*arguments)
 
-def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run ``launch.backward``."""
-    from longstride.kernels.backends.triton.launch import backward
-
-    return backward(*arguments)
+    return run
 
 
-def selected_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Run ``launch.selected_forward``."""
-    from longstride.kernels.backends.triton.launch import selected_forward
-
-    return selected_forward(*arguments)
-
-
-def selected_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run ``launch.selected_backward``."""
-    from longstride.kernels.backends.triton.launch import selected_backward
-
-    return selected_backward(*arguments)
+forward, backward = _launcher("forward"), _launcher("backward")
+selected_forward, selected_backward = _launcher("selected_forward"), _launcher("selected_backward")
 
 
 def prepare(

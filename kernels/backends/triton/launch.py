@@ -12,11 +12,10 @@ import numpy as np
 import triton
 from torch import Tensor
 
-from longstride.kernels.backends.triton.closed_forward_kernel import closed_forward_kernel
-from longstride.kernels.backends.triton.closed_kernel import closed_kernel
+from longstride.kernels.backends import Saved
+from longstride.kernels.backends.triton.backward_kernel import delta_kernel, dkdv_kernel, dq_kernel
+from longstride.kernels.backends.triton.closed_kernel import closed_forward_kernel, closed_kernel
 from longstride.kernels.backends.triton.configurations import Choice, closed_choice
-from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
-from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.launch_plan import (
     PLANS,
@@ -110,43 +109,21 @@ class Sums(NamedTuple):
         return self.workspace.shape[2], self.table.shape[-2]
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    patterns: tuple[Pattern, ...],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(saved: Saved, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, with the same bits on every run."""
-    inputs = q, k, v, out, grad_out, lse, grad_lse
-    key = ("backward", patterns, scale, q.device, signature(inputs))
+    key = ("backward", patterns, scale, saved.q.device, signature(saved))
     plan = PLANS.get(key)
     if plan is None:
-        planner = Planner(inputs, patterns)
+        planner = Planner(saved, patterns)
         plan = plan_backward(planner, scale, closed_choice(planner.candidates("closed"), patterns, planner.context))
         PLANS.put(key, plan)
-    dq, dk, dv = plan.run(inputs)
+    dq, dk, dv = plan.run(saved)
     return dq, dk, dv
 
 
-def selected_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    selection: Selection,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def selected_backward(saved: Saved, selection: Selection, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients for a selection."""
-    inputs = q, k, v, out, grad_out, lse, grad_lse
-    dq, dk, dv = plan_backward(SelectedPlanner(inputs, selection), scale).run(inputs)
+    dq, dk, dv = plan_backward(SelectedPlanner(saved, selection), scale).run(saved)
     return dq, dk, dv
 
 
