@@ -114,14 +114,10 @@ class Division:
 
         Each tensor may have another H, which U divides.
         """
-        if self.size == 1:
-            return tensors
         return self._exchanged(_heads, _sections, *tensors)
 
     def to_sections(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Exchange tensors (B, H / U, N, ·) back to (B, H, n, ·)."""
-        if self.size == 1:
-            return tensors
         return self._exchanged(_sections, _heads, *tensors)
 
     def traffic(
@@ -149,8 +145,9 @@ class Division:
             k and v again, whose gradients include those of the rows that were sent, and the received rows (R, B, D +
             Dv).
         """
-        fetched: tuple[Tensor, Tensor, Tensor] = _Fetched.apply(self, reads, k, v)
-        return fetched
+        ways = functools.partial(_send_rows, reads=reads), functools.partial(_add_sent_rows, reads=reads)
+        k, v, rows = self._exchanged(*ways, k, v)
+        return k, v, rows
 
     def before(self, rows: Tensor, count: int) -> Tensor:
         """Return the ``count`` rows before those of this process, (B, count, C) of (B, n, C); 0 before the first.
@@ -162,13 +159,12 @@ class Division:
             raise ValueError(f"{count} rows before a section of {rows.shape[1]} lie in several other sections")
         if self.size == 1:
             return rows.new_zeros(len(rows), count, *rows.shape[2:])
-        earlier: Tensor = _Before.apply(self, rows, count)
+        back = functools.partial(_to_earlier, length=rows.shape[1])
+        (earlier,) = self._exchanged(functools.partial(_earlier, count=count), back, rows)
         return earlier
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum the values of all processes, on each of them."""
-        if self.size == 1:
-            return values
         (total,) = self._exchanged(_sum, _sum, values)
         return total
 
@@ -177,9 +173,7 @@ class Division:
 
         Needed if the operations that made ``values`` are not linear in their gradient.
         """
-        if self.size == 1:
-            return values
-        same: Tensor = _Alike.apply(self, values)
+        (same,) = self._exchanged(lambda _, values: (values,), _mean_of_sum, values)
         return same
 
     def sum_before(self, values: Tensor) -> Tensor:
@@ -225,7 +219,8 @@ class Division:
         return mask.transpose(0, 1)
 
     def _exchanged(self, there: Exchanger, back: Exchanger, *tensors: Tensor) -> Sequence[Tensor]:
-        exchanged: Sequence[Tensor] = _Exchanged.apply(self, there, back, *tensors)
+        """Apply the exchange ``there``, whose gradient is the exchange ``back``; with one process neither."""
+        exchanged: Sequence[Tensor] = tensors if self.size == 1 else _Exchanged.apply(self, there, back, *tensors)
         return exchanged
 
     def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
@@ -340,25 +335,22 @@ class _Exchanged(torch.autograd.Function):
         return None, None, None, *ctx.back(ctx.division, *grads)
 
 
-class _Before(torch.autograd.Function):
-    """Hand the last rows of each process to the next one."""
+def _earlier(division: Division, rows: Tensor, count: int) -> tuple[Tensor]:
+    """Hand the last ``count`` rows of each process to the next one: (B, n, ·) to (B, count, ·)."""
+    last = rows[:, rows.shape[1] - count :].movedim(1, 0)
+    received = division.swap(last[: count * (division.rank < division.size - 1)], *_to_next(division, count))
+    return (received.movedim(0, 1) if len(received) else rows.new_zeros(len(rows), count, *rows.shape[2:]),)
 
-    @staticmethod
-    def forward(ctx: Any, division: Division, rows: Tensor, count: int) -> Tensor:
-        ctx.division, ctx.shape, ctx.count = division, rows.shape, count
-        last = rows[:, rows.shape[1] - count :].movedim(1, 0)  # (count, B, C)
-        got = division.swap(last[: count * (division.rank < division.size - 1)], *_to_next(division, count))
-        return got.movedim(0, 1) if len(got) else rows.new_zeros(len(rows), count, *rows.shape[2:])
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        division, count = ctx.division, ctx.count
-        there, back = _to_next(division, count)
-        got = division.swap(grad.movedim(1, 0)[: count * (division.rank > 0)], back, there)
-        grad_rows = grad.new_zeros(ctx.shape)
-        if len(got):
-            grad_rows[:, ctx.shape[1] - count :] = got.movedim(0, 1)
-        return None, grad_rows, None
+def _to_earlier(division: Division, grad: Tensor, length: int) -> tuple[Tensor]:
+    """Return the gradient of ``_earlier`` for ``length`` rows."""
+    count = grad.shape[1]
+    there, back = _to_next(division, count)
+    received = division.swap(grad.movedim(1, 0)[: count * (division.rank > 0)], back, there)
+    grad_rows = grad.new_zeros(len(grad), length, *grad.shape[2:])
+    if len(received):
+        grad_rows[:, length - count :] = received.movedim(0, 1)
+    return (grad_rows,)
 
 
 def _to_next(division: Division, count: int) -> tuple[list[int], list[int]]:
@@ -367,36 +359,25 @@ def _to_next(division: Division, count: int) -> tuple[list[int], list[int]]:
     return sent, [count * (place == division.rank - 1) for place in range(division.size)]
 
 
-class _Fetched(torch.autograd.Function):
+def _send_rows(division: Division, k: Tensor, v: Tensor, reads: SectionReads) -> tuple[Tensor, Tensor, Tensor]:
     # Returns k and v too, so that every process runs the backward pass, even one that receives nothing.
-    @staticmethod
-    def forward(ctx: Any, division: Division, reads: SectionReads, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        ctx.division, ctx.reads = division, reads
-        rows = torch.cat([x[:, reads.sent_heads, reads.sent_rows] for x in (k, v)], -1).transpose(0, 1)
-        return k, v, division.swap(rows, list(reads.sent), list(reads.received))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        reads, (grad_k, grad_v, grad_rows) = ctx.reads, grads
-        back = ctx.division.swap(grad_rows, list(reads.received), list(reads.sent)).transpose(0, 1)
-        by_part = back.split([grad_k.shape[-1], grad_v.shape[-1]], -1)
-        totals = []
-        for grad, rows in zip((grad_k, grad_v), by_part, strict=True):
-            total = grad.clone()
-            places = zip(reads.sent_heads.split(reads.sent), reads.sent_rows.split(reads.sent), strict=True)
-            # One section at a time: none reads a row twice, so the order of additions is fixed.
-            for (heads, places_in), added in zip(places, rows.split(reads.sent, 1), strict=True):
-                total[:, heads, places_in] += added
-            totals.append(total)
-        return None, None, *totals
+    rows = torch.cat([x[:, reads.sent_heads, reads.sent_rows] for x in (k, v)], -1).transpose(0, 1)
+    return k, v, division.swap(rows, list(reads.sent), list(reads.received))
 
 
-class _Alike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, division: Division, values: Tensor) -> Tensor:
-        ctx.division = division
-        return values.view_as(values)
+def _add_sent_rows(
+    division: Division, grad_k: Tensor, grad_v: Tensor, grad_rows: Tensor, reads: SectionReads
+) -> tuple[Tensor, ...]:
+    """Return the gradients of k and v, to which those of the sent rows are added."""
+    back = division.swap(grad_rows, list(reads.received), list(reads.sent)).transpose(0, 1)
+    totals = grad_k.clone(), grad_v.clone()
+    for total, rows in zip(totals, back.split([grad_k.shape[-1], grad_v.shape[-1]], -1), strict=True):
+        places = zip(reads.sent_heads.split(reads.sent), reads.sent_rows.split(reads.sent), strict=True)
+        # One section at a time: none reads a row twice, so the order of additions is fixed.
+        for (heads, places_in), added in zip(places, rows.split(reads.sent, 1), strict=True):
+            total[:, heads, places_in] += added
+    return totals
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-        return None, ctx.division.sum(grad) / ctx.division.size
+
+def _mean_of_sum(division: Division, values: Tensor) -> tuple[Tensor]:
+    return (_sum(division, values)[0] / division.size,)

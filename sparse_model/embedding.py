@@ -83,25 +83,19 @@ class Embedding(Part):
             h = h + table(index)
         return h
 
-    def row(self, before: Tensor, position: int) -> Tensor:
-        """Compute row ``position`` of ``forward``, (B, 1, C), from the ``reach`` tokens before it.
-
-        ``before``: (B, reach) int64, the newest last; ``NO_TOKEN`` before the beginning.
-        """
-        h = self.tokens(before[:, -1:]) if position else self.start.expand(len(before), 1, -1)
-        if self.ngrams is not None:
-            h = self.ngrams(h, before)
-        for table, index in self._places(position):
-            h = h + table.weight[index]
-        return h
-
     def rows(self, before: Tensor, first: int) -> Tensor:
-        """Compute rows ``first``, from 1, to ``first + n - 1`` of ``forward``; ``before``: (B, reach + n - 1)."""
-        h = self.tokens(before[:, self.reach - 1 :])
+        """Compute rows ``first`` to ``first + n - 1`` of ``forward``, (B, n, C), from the tokens before them.
+
+        ``before``: (B, ``reach`` + n - 1) int64, the newest last; ``NO_TOKEN`` before the beginning. n is 1 if
+        ``first`` is 0.
+        """
+        h = self.tokens(before[:, self.reach - 1 :]) if first else self.start.expand(len(before), 1, -1)
         if self.ngrams is not None:
             h = self.ngrams(h, before)
-        for table, index in self._places(torch.arange(first, first + h.shape[1], device=before.device)):
-            h = h + table(index)
+        # A number for a single row, which takes fewer operations.
+        index = first if h.shape[1] == 1 else torch.arange(first, first + h.shape[1], device=before.device)
+        for table, place in self._places(index):
+            h = h + table.weight[place]
         return h
 
     def _places(self, index: Index) -> Iterator[tuple[nn.Embedding, Index]]:

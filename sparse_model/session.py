@@ -17,6 +17,7 @@ from torch.nn.modules import module as every
 from longstride.kernels import ConfigError
 from longstride.sparse_model.config import ModelConfig
 from longstride.sparse_model.embedding import NO_TOKEN
+from longstride.sparse_model.tiles import wide_of
 from longstride.sparse_model.transformer import SparseTransformer
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -90,10 +91,10 @@ class Session:
             self._require_autocast()
             with torch.inference_mode():
                 before = self._tokens[:, self.position : self.position + self._bare.embedding.reach]
-                h = self._bare.embedding.row(before, self.position)
+                h = self._bare.embedding.rows(before, self.position)
                 h = self._bare.forward_cached(h, self.states, self.position)
                 logits = self._bare.logits(self._bare.norm(h)).squeeze(1)
-                self._logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+                self._logits = logits.to(wide_of(logits))
         return self._logits
 
     def append(self, tokens: Tensor) -> None:
@@ -107,7 +108,6 @@ class Session:
         """
         if tokens.shape != (self.batch,):
             raise ValueError(f"tokens {tuple(tokens.shape)} must be ({self.batch},), one for each context")
-        self._require_room(1)
         assert self.logits is not None  # computes this position's row, so that its keys and values are cached
         self._add(tokens[:, None])
 
@@ -120,12 +120,9 @@ class Session:
         Raises:
             ValueError: the shape is wrong, there are too many tokens, or the contexts have begun already.
         """
-        if tokens.dim() != 2 or len(tokens) != self.batch:
-            raise ValueError(f"tokens {tuple(tokens.shape)} must be ({self.batch}, n), a row for each context")
         if self.position:
             raise ValueError(f"the session already has {self.position} tokens; reset() empties it")
-        self._require_room(tokens.shape[1])
-        self._require_autocast()
+        self._require_fit(tokens, least=0)
         if not tokens.shape[1]:
             return
         tokens = tokens.long()
@@ -150,13 +147,8 @@ class Session:
         Raises:
             ValueError: the shape is wrong, the session has too little room, or it began under another autocast.
         """
-        if tokens.dim() != 2 or len(tokens) != self.batch or not tokens.shape[1]:
-            raise ValueError(
-                f"tokens {tuple(tokens.shape)} must be ({self.batch}, n), a row for each context, n from 1"
-            )
+        self._require_fit(tokens, least=1)
         count = tokens.shape[1]
-        self._require_room(count)
-        self._require_autocast()
         # The row of the last token is computed here unless the logits after it, and so its keys, are known.
         first = self.position + (self.position > 0 and self._logits is not None)
         model, full = self._bare, self.position + count == self.length
@@ -169,7 +161,7 @@ class Session:
             if h.shape[1]:
                 h = model.forward_cached(h, self.states, first)
             logits = model.logits(model.norm(h[:, h.shape[1] + full - (keep or count) :]))
-            logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+            logits = logits.to(wide_of(logits))
             if full:
                 logits = nn.functional.pad(logits, (0, 0, 0, 1), value=torch.nan)
         self._add(tokens)
@@ -264,6 +256,13 @@ class Session:
                 f"under autocast to {dtype}" if dtype else "without autocast" for dtype in (self._autocast, now)
             )
             raise ValueError(f"the session began {began}, and continues {goes}: its cache needs the first")
+
+    def _require_fit(self, tokens: Tensor, least: int) -> None:
+        if tokens.dim() != 2 or len(tokens) != self.batch or tokens.shape[1] < least:
+            rule = f"must be ({self.batch}, n), a row for each context, n from {least}"
+            raise ValueError(f"tokens {tuple(tokens.shape)} {rule}")
+        self._require_room(tokens.shape[1])
+        self._require_autocast()
 
     def _require_room(self, rows: int) -> None:
         if self.position + rows > self.length:
