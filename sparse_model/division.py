@@ -336,7 +336,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _earlier(division: Division, rows: Tensor, count: int) -> tuple[Tensor]:
-    """Hand the last ``count`` rows of each process to the next one: (B, n, ·) to (B, count, ·)."""
+    """Send the last ``count`` rows of each process to the next one: (B, n, ·) to (B, count, ·)."""
     last = rows[:, rows.shape[1] - count :].movedim(1, 0)
     received = division.swap(last[: count * (division.rank < division.size - 1)], *_to_next(division, count))
     return (received.movedim(0, 1) if len(received) else rows.new_zeros(len(rows), count, *rows.shape[2:]),)

@@ -105,13 +105,10 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
     alternatives = ["heads", *MIXERS, *registered_names(GROUP)]
     pattern, combine = _pattern_and_combination(entry, network.context, extra_keys=[SHARED], alternatives=alternatives)
     factors = pattern.factors()
-    if combine == "merged":
-        return [HeadPatterns(_split([pattern], range(network.heads), entry), shared)]
-    if combine == "multihead":
-        return [HeadPatterns(_split(factors, range(network.heads), entry), shared)]
-    if listed and len(factors) > 1:
+    if combine == "interleaved" and listed and len(factors) > 1:
         raise ConfigError.at("combine", combine, "the list is a cycle already; make each factor one of its entries")
-    return [HeadPatterns(_split([factor], range(network.heads), entry), shared) for factor in factors]
+    layers = {"merged": [[pattern]], "multihead": [factors], "interleaved": [[factor] for factor in factors]}
+    return [HeadPatterns(_split(patterns, range(network.heads), entry), shared) for patterns in layers[combine]]
 
 
 def _mixer_class(kind: object) -> type[StrictModel] | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_attention, sparse_attention
 from longstride.kernels.patterns import Column, Local, Pattern
 from longstride.sparse_model.division import Division, Traffic
-from longstride.sparse_model.mixers.cache import Cache, KeyValues, Rows
+from longstride.sparse_model.mixers.cache import KeyValues, RowCache, Rows
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
 from longstride.sparse_model.mixers.sections import section_attention
 from longstride.sparse_model.network import POSITIVE, NetworkConfig, nearest_divisor
@@ -85,7 +85,7 @@ class HeadPatterns(AttentionConfig):
 class AttentionState:
     """The cache of one attention and of its convolution."""
 
-    keys_values: Cache | Rows
+    keys_values: Rows
     recent: RecentRows | None  # of the convolution
 
     def take(self, source: AttentionState, order: Tensor, length: int, into: slice) -> None:
@@ -244,7 +244,7 @@ class Attention(Mixer):
         """
         return MixerOutput(sparse_attention(q, k, v, self.patterns[heads], backend=self.backend))
 
-    def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> Cache:
+    def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RowCache:
         """Make an empty cache of keys and values with room for ``length`` positions."""
         keys, values = self.empty_rows(batch, length, device, dtype)
         return KeyValues(keys, values, self.patterns, self.backend)

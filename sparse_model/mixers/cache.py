@@ -6,8 +6,9 @@ q and k, Dv width of v.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,33 +20,10 @@ from longstride.kernels.patterns import Pattern
 FEWEST_AT_ONCE = 64  # queries; fewer take longer in one call than one after another
 
 
-class Cache(Protocol):
-    """Earlier positions of one attention, and how later ones read them."""
-
-    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the first n rows, (B, K, n, ·), and return their outputs, (B, H, n, Dv)."""
-        ...
-
-    def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-        """Write one row, (B, K, ·), and return its output, (B, H, Dv); all rows before it are written."""
-        ...
-
-    def extend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
-        """Write n rows from position ``first`` on, (B, K, n, ·), and return their outputs, (B, H, n, Dv), by steps."""
-        steps = [self.step(q[:, :, n], k[:, :, n], v[:, :, n], first + n) for n in range(q.shape[2])]
-        return torch.stack(steps, 2)
-
-    def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
-        """Replace contexts ``into`` by copies of contexts ``order`` of such a cache, in ``length`` rows."""
-        ...
-
-    def truncate(self, length: int) -> None:
-        """Forget all rows but the first ``length``, which is at most the present number."""
-        ...
-
-
 class Rows:
     """Keys (B, K, N, D) and values (B, K, N, Dv) by position; rows that are not written yet are undefined."""
+
+    members: RecentMembers | None = None  # of a mixer that lists the positions of each cluster
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -59,13 +37,30 @@ class Rows:
         """Replace contexts ``into`` by copies of contexts ``order`` of ``source``, in ``length`` rows."""
         for rows, of_source in ((self.keys, source.keys), (self.values, source.values)):
             rows[into, :, :length] = of_source[order, :, :length]
+        if self.members is not None:
+            self.members.take(source.members, order, into)
 
     def truncate(self, length: int) -> None:
-        """Do nothing: steps overwrite later rows before any is read."""
+        """Forget all rows but the first ``length``: steps overwrite later ones before any is read."""
+        if self.members is not None:
+            self.members.truncate(length)
 
 
-class RowCache(Rows, Cache):
-    """A cache of keys and values, and of nothing else that depends on earlier rows."""
+class RowCache(Rows, ABC):
+    """Earlier positions of one attention, and how later ones read them."""
+
+    @abstractmethod
+    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the first n rows, (B, K, n, ·), and return their outputs, (B, H, n, Dv)."""
+
+    @abstractmethod
+    def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
+        """Write one row, (B, K, ·), and return its output, (B, H, Dv); all rows before it are written."""
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+        """Write n rows from position ``first`` on, (B, K, n, ·), and return their outputs, (B, H, n, Dv), by steps."""
+        steps = [self.step(q[:, :, n], k[:, :, n], v[:, :, n], first + n) for n in range(q.shape[2])]
+        return torch.stack(steps, 2)
 
 
 class KeyValues(RowCache):

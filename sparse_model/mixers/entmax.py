@@ -26,10 +26,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field
 from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, allowed_keys
@@ -37,7 +37,7 @@ from longstride.kernels.patterns import Pattern, pattern_from_json, pattern_to_j
 from longstride.kernels.selections import pattern_parts
 from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, AttentionConfig, KeyValueHeads
 from longstride.sparse_model.mixers.cache import RowCache
-from longstride.sparse_model.mixers.synthesizer import PATTERN_SCHEMA, one_pattern
+from longstride.sparse_model.mixers.synthesizer import OnePattern, check_pattern
 from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.part import HeadWidths, MixerOutput
 from longstride.sparse_model.rotary import Rotary
@@ -57,18 +57,13 @@ class EntmaxConfig(AttentionConfig, StrictModel):
     """Adaptively sparse attention over a pattern."""
 
     type: Literal["entmax"] = Field(description="adaptively sparse attention: α-entmax in the place of softmax")
-    pattern: Annotated[Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA)] = Field(
-        description="what may be read: a pattern, its factors merged"
-    )
+    pattern: OnePattern = Field(description="what may be read: a pattern, its factors merged")
     key_value_heads: KeyValueHeads = None
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError if the pattern does not fit the context, its rows are long, or heads do not fit."""
         super().check(network, context)
-        try:
-            self.pattern.check(context)
-        except ConfigError as error:
-            raise error.under("pattern") from None
+        check_pattern(self.pattern, context)
         patterns = dict.fromkeys(self.head_patterns(network))
         if len(patterns) * context > MOST_COUNTED:
             rule = f"{len(patterns)} patterns of {context} rows, whose keys are counted: at most {MOST_COUNTED:,} rows"

@@ -16,7 +16,7 @@ is read. Here chunks count the members of a bucket so far, which is causal.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -159,6 +159,8 @@ class BucketCache(RowCache):
     A step can be repeated, with the same result.
     """
 
+    members: RecentMembers
+
     def __init__(self, keys: Tensor, values: Tensor, rotations: Tensor | None, config: LshConfig, backend: str) -> None:
         self.keys, self.values, self.rotations, self.backend = keys, values, rotations, backend
         self.chunk = config.chunk
@@ -181,11 +183,3 @@ class BucketCache(RowCache):
         reads[..., 0].masked_fill_((reads < 0).all(-1), position)
         self.members.add(bucket, position)
         return attend_listed(q, self.keys, self.values, reads)
-
-    def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
-        super().take(source, order, length, into)
-        self.members.take(source.members, order, into)
-
-    def truncate(self, length: int) -> None:
-        """Keep the first ``length`` positions and list their members again."""
-        self.members.truncate(length)

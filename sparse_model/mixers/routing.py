@@ -38,7 +38,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstride.kernels import ConfigError, Problem, attend_listed, empty_cache, selected_attention, sparse_attention
+from longstride.kernels import (
+    ConfigError,
+    Problem,
+    attend_listed,
+    empty_cache,
+    num_pairs,
+    selected_attention,
+    sparse_attention,
+)
 from longstride.kernels.patterns import Local, Pattern
 from longstride.kernels.selections import Selection, recent_members, selection_mask
 from longstride.sparse_model.mixers.attention import ALL_HEADS, NOT_FLEX, Attention, AttentionConfig
@@ -210,12 +218,11 @@ class ClusteredAttention(Attention):
 
     def num_pairs(self, positions: int) -> int:
         """Count local heads, and bound routed heads: each query reads as many keys as it may."""
-        window, most = self.config.window, min(self.config.window, positions)
-        ramp = most * (most + 1) // 2 + (positions - most) * most  # a query reads its own position and those before it
-        if self.config.shared_query_key:  # its own only if it is the first
-            most = min(window, positions - 1)
-            ramp = 1 + most * (most + 1) // 2 + (positions - 1 - most) * most
-        return super().num_pairs(positions) + self.routed * ramp
+        window = Local(self.config.window)
+        pairs = num_pairs(window, positions)
+        if self.config.shared_query_key:  # reads its own position only if it is the first of its cluster
+            pairs = 1 + num_pairs(window, positions - 1)
+        return super().num_pairs(positions) + self.routed * pairs
 
     def work(self, positions: int, batch: int) -> Work:
         bound = f"at most {self.config.window} keys a query of {self.routed} routed heads"
@@ -331,6 +338,8 @@ class RandomKeys(ClusteredAttention):
 class RoutedCache(RowCache):
     """A cache of keys and values, and of the last positions of each cluster. Keys (B, R, N, D) are rotated."""
 
+    members: RecentMembers
+
     def __init__(
         self,
         mixer: ClusteredAttention,
@@ -387,8 +396,3 @@ class RoutedCache(RowCache):
         super().take(source, order, length, into)
         if self.local is not None:
             self.local.take(source.local, order, length, into)
-        self.members.take(source.members, order, into)
-
-    def truncate(self, length: int) -> None:
-        """Keep the first ``length`` positions and list their members again."""
-        self.members.truncate(length)

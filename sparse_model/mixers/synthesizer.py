@@ -91,6 +91,14 @@ def one_pattern(value: Any) -> Pattern:
     return Dense() if value is None else pattern_from_json(value)
 
 
+def check_pattern(pattern: Pattern, context: int) -> None:
+    """Raise ConfigError, about `pattern`, if it does not fit the context."""
+    try:
+        pattern.check(context)
+    except ConfigError as error:
+        raise error.under("pattern") from None
+
+
 _OF_KINDS = {"enum": list(KINDS)}
 _KIND_SCHEMA: dict[str, Any] = {"anyOf": [_OF_KINDS, {"type": "array", "items": _OF_KINDS, "minItems": 1}]}
 PATTERN_SCHEMA: dict[str, Any] = {
@@ -106,6 +114,7 @@ PATTERN_SCHEMA: dict[str, Any] = {
         {"type": "null"},
     ]
 }
+OnePattern = Annotated[Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA)]
 
 
 class SynthesizerConfig(MixerConfig, StrictModel):
@@ -125,7 +134,7 @@ class SynthesizerConfig(MixerConfig, StrictModel):
         description="of factorized_dense, the paper's a; null: the divisor of the context nearest to its root",
     )
     fixed: bool = Field(default=False, description="random tables stay as they were drawn")
-    pattern: Annotated[Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA)] = Field(
+    pattern: OnePattern = Field(
         default=None, validate_default=True, description="which keys a query may read; null: all before it"
     )
 
@@ -148,10 +157,7 @@ class SynthesizerConfig(MixerConfig, StrictModel):
             problems.append(Problem("blocks", f"must divide context {network.context}; nearest {near}", self.blocks))
         if problems:
             raise ConfigError(*problems)
-        try:
-            self.pattern.check(context)
-        except ConfigError as error:
-            raise error.under("pattern") from None
+        check_pattern(self.pattern, context)
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         return tuple(self.pattern.for_head(head) for head in range(network.heads))
