@@ -15,7 +15,7 @@ from longstride.kernels.plan import ListedPositions, RegularPositions
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.session import Session, even_length
-from tests.harness.configs import ATTENTIONS, small
+from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, small
 from tests.sparse_model.test_transformer import awake
 
 FOLDED = {"context": 40, "embedding": {"type": "text", "row_width": 8}}
@@ -23,12 +23,6 @@ RAGGED = {"context": 40, "embedding": {"type": "audio", "row_width": 12}}  # the
 PICTURE = {"context": 48, "embedding": {"type": "image", "height": 4, "width": 4}}
 LEARNED = {"context": 40, "embedding": {"type": "learned"}, "vocabulary": 300, "norm": "rms", "norm_epsilon": 1e-5}
 EMBEDDINGS = {"folded": FOLDED, "ragged": RAGGED, "picture": PICTURE, "learned": LEARNED}
-SHAPES = {
-    "two heads": {"heads": 2, "layers": 2},
-    "narrow queries": {"query_key_ratio": 0.5, "feed_forward_ratio": 2.0},
-    "six heads": {"heads": 6, "width": 96, "layers": 2},
-    "many layers": {"layers": 7, "width": 32},
-}
 # Steps and a forward pass add up the same products in another order. Measured: 5 units in the last place of the largest
 # logit in fp64 and fp32, and 0.6 in 16 bits, where most of what is rounded is rounded alike.
 EXACT = 1e-13  # of the largest logit, in fp64
@@ -75,29 +69,17 @@ def test_steps_of_every_embedding_are_the_rows_of_a_forward_pass(embedding: dict
     check(awake(attention=ATTENTIONS["cycle"], **embedding).double(), EXACT)
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    "attention, shape",
-    [
-        pytest.param(attention, shape, id=f"{name}-{title}")
-        for name, attention in ATTENTIONS.items()
-        for title, shape in SHAPES.items()
-        if name != "heads" or "heads" not in shape  # its counts are of four
-    ],
-)
-@pytest.mark.parametrize("embedding", EMBEDDINGS.values(), ids=EMBEDDINGS)
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_steps_of_every_shape_are_the_rows_of_a_forward_pass(
-    backend: str, embedding: dict[str, Any], attention: Any, shape: dict[str, Any]
-) -> None:
-    model = awake(backend=backend, attention=attention, **embedding, **shape).double()
-    check(model, EXACT, (0, 1, 7, 8, 21, model.config.context - 1))
+PRECISE = {name: {"attention": ATTENTIONS[name]} for name in ("fixed merged", "strided multihead", "summary")}
+PRECISE |= {
+    name: changes for name, changes in SYSTEMS.items() if "synthesizer" in name or name in ("adaptive span", "entmax")
+}
+PRECISE |= {"later parts": LATER}
 
 
 @pytest.mark.parametrize("dtype", UNITS, ids=str)
-@pytest.mark.parametrize("name", ["fixed merged", "strided multihead", "summary"])
-def test_steps_are_as_near_as_the_dtype_allows(name: str, dtype: torch.dtype) -> None:
-    check(awake(attention=ATTENTIONS[name]).to(dtype), UNITS[dtype] * torch.finfo(dtype).eps, (0, 13))
+@pytest.mark.parametrize("changes", PRECISE.values(), ids=PRECISE)
+def test_steps_are_as_near_as_the_dtype_allows(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    check(awake(**changes).to(dtype), UNITS[dtype] * torch.finfo(dtype).eps, (0, 13))
 
 
 @pytest.mark.parametrize("name", ["strided merged", "fixed merged", "local"])
@@ -136,25 +118,6 @@ def test_heads_lie_together_but_where_long_runs_are_read() -> None:
     sparse, whole = caches(config, 3, 64)
     assert sparse.keys.shape == whole.keys.shape == (3, 4, 64, 16)
     assert sparse.keys.permute(2, 0, 1, 3).is_contiguous() and whole.keys.is_contiguous()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["fixed merged", "strided merged", "summary", "dense"])
-def test_contexts_that_were_rearranged_or_begun_anew_are_read_anew(name: str) -> None:
-    model = awake(attention=ATTENTIONS[name]).double()
-    one, two = some_tokens(model), some_tokens(model).flip(0, 1)
-    session = Session(model, 2)
-    assert difference(step_by_step(session, one), model(one)) <= EXACT
-    session.reset()
-    assert difference(step_by_step(session, two), model(two)) <= EXACT
-    session.reset()
-    session.prefill(one[:, :30])
-    assert difference(step_by_step(session, one), model(one)[:, 30:]) <= EXACT
-    session.reset()
-    for token in two[:, :30].T:
-        session.append(token)
-    session.rearrange(torch.tensor([1, 0]))
-    assert difference(step_by_step(session, two.flip(0)), model(two.flip(0))[:, 30:]) <= EXACT
 
 
 # What is read, at the contexts of the published models and beyond

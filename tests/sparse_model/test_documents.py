@@ -12,21 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 from longstride.kernels import ConfigError
 from longstride.sparse_model import SparseTransformer
-from tests.harness.configs import LATER, SYSTEMS, small
+from tests.harness.configs import LATER, SYSTEMS
+from tests.sparse_model.test_transformer import awake
 
 BEGINS = ((0, 13, 14, 31), (5, 24))  # of two contexts of 40; position 0 begins one in any case
 
 
 def made(changes: dict[str, Any]) -> tuple[SparseTransformer, Tensor, Tensor]:
     """A model in fp64 whose every weight matters, two contexts, and where documents begin in them."""
-    torch.manual_seed(0)
-    model = SparseTransformer(small(**changes)).double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
     begins = torch.zeros(2, 40, dtype=torch.bool)
     for row, places in zip(begins, BEGINS, strict=True):
         row[list(places)] = True
-    return model, torch.randint(256, (2, 40)), begins
+    return awake(**changes).double(), torch.randint(256, (2, 40)), begins
 
 
 def test_recomputed_gradients_of_documents_are_bitwise_equal() -> None:

@@ -18,9 +18,8 @@ from longstride.launcher.drawing.attention import attention_rows
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from longstride.sparse_model.mixers import entmax as module
 from longstride.sparse_model.mixers.entmax import entmax, entmax_attention
-from tests.harness.configs import ATTENTIONS, SYSTEMS, small
+from tests.harness.configs import ATTENTIONS, small
 from tests.harness.stochastic import assert_rounding_explains
-from tests.sparse_model.test_cache import UNITS, check
 from tests.sparse_model.test_transformer import awake
 
 PATTERNS = {name: each for name, each in ATTENTIONS.items() if "type" in each and "combine" not in each}
@@ -193,25 +192,10 @@ def test_it_is_as_near_as_the_precision_allows(dtype: torch.dtype) -> None:
     assert_rounding_explains(found, lambda *some: results(densely(*some, patterns, tau), list(some)), inputs)
 
 
-def test_no_row_reads_its_future() -> None:
-    """Not a bit, of rows whose blocks hold later keys."""
-    *some, excess = (x.detach() for x in tensors())
-    later = [torch.cat([x[:, :, :21], x[:, :, 21:].flip(2) + 1], 2) for x in some]
-    for name in ("fixed merged", "dense", "bigbird"):
-        patterns = tuple(pattern_from_json(ATTENTIONS[name]).for_head(head) for head in range(4))
-        one, other = (entmax_attention(*each, excess, patterns)[:, :, :21] for each in (some, later))
-        assert torch.equal(one, other)
-
-
 def test_no_bit_of_a_row_depends_on_other_rows() -> None:
     scores, others = rows(30), (rows(30).flip(0) * 9, torch.zeros(50, 30, dtype=torch.float64))
     one, other = (entmax(torch.cat([scores, each]), excess_of(1.7))[:50] for each in others)
     assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("dtype", UNITS, ids=str)
-def test_steps_are_as_near_as_the_dtype_allows(dtype: torch.dtype) -> None:
-    check(awake(**SYSTEMS["entmax"]).to(dtype), UNITS[dtype] * torch.finfo(dtype).eps, (0, 13))
 
 
 def test_shown_weights_are_the_formulas() -> None:

@@ -15,6 +15,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.planning.costs import parameter_parts, work
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import ATTENTIONS, small
+from tests.sparse_model.test_transformer import awake
 
 OPTIONS: dict[str, Any] = {"rotary": {"base": 1000}, "query_key_norm": True, "query_key_ratio": 0.5}
 MIXERS: dict[str, Any] = {
@@ -24,14 +25,6 @@ MIXERS: dict[str, Any] = {
     "spans": {"type": "adaptive_span", "ramp": 5, "penalty": 0.0, "initial": 9.5},
     "entmax": {"type": "entmax", "pattern": {"type": "strided", "stride": 8}},
 }
-
-
-def awake(attention: dict[str, Any], **changes: Any) -> SparseTransformer:
-    torch.manual_seed(0)
-    model = SparseTransformer(small(layers=1, attention=attention, **changes)).double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
 
 
 def expanded(projection: Tensor, key_value_heads: int, widths: tuple[int, int]) -> Tensor:
@@ -51,8 +44,9 @@ def test_sharing_is_having_equal_keys_and_values(
     attention: dict[str, Any], key_value_heads: int, options: dict[str, Any]
 ) -> None:
     """The same rows, weights for pictures and gradients as a model whose heads have equal keys and values each."""
-    shared = awake({**attention, "key_value_heads": key_value_heads}, **options)
-    own = awake(attention, **options)
+    changes = {"layers": 1, **options}
+    shared = awake(attention={**attention, "key_value_heads": key_value_heads}, **changes).double()
+    own = awake(attention=attention, **changes).double()
     values = dict(shared.named_parameters())
     with torch.no_grad():
         for name, parameter in own.named_parameters():

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import longstride.sparse_model.tiles as tiles
 from longstride.sparse_model import ModelConfig, SparseTransformer
@@ -19,8 +18,8 @@ from longstride.sparse_model.mixers.convolution import ShiftedSum
 from longstride.sparse_model.norm import EPS, TiledRMSNorm
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 from tests.harness.configs import ATTENTIONS, LATER, model_json, small
-from tests.sparse_model.test_cache import EXACT, UNITS, check
-from tests.sparse_model.test_transformer import awake, check_that_nothing_looks_ahead
+from tests.sparse_model.test_cache import EXACT, check
+from tests.sparse_model.test_transformer import awake
 
 WIDTH, KEYS = 16, 32  # of a head, and of all queries and keys
 TABLE = Rotary(21, WIDTH, 100.0).table(torch.device("cpu"))
@@ -120,42 +119,9 @@ def heads_of_all(rows: Tensor) -> Tensor:
     return torch.cat([heads(first), heads(rest)], -1)
 
 
-@pytest.mark.parametrize(
-    "attention",
-    [
-        pytest.param(each, id=name, marks=() if name in ("column", "fixed merged", "summary") else pytest.mark.campaign)
-        for name, each in ATTENTIONS.items()
-    ],
-)
-def test_steps_of_later_parts_are_the_rows_of_a_forward_pass(attention: Any) -> None:
-    check(awake(attention=attention, **LATER).double(), EXACT)
-
-
 @pytest.mark.parametrize("name", LATER)
 def test_steps_of_each_later_part_alone_are_the_rows_of_a_forward_pass(name: str) -> None:
     check(awake(attention=ATTENTIONS["strided merged"], query_key_ratio=0.5, **{name: LATER[name]}).double(), EXACT)
-
-
-@pytest.mark.parametrize("dtype", UNITS, ids=str)
-def test_steps_of_later_parts_are_as_near_as_the_dtype_allows(dtype: torch.dtype) -> None:
-    check(awake(**LATER).to(dtype), UNITS[dtype] * torch.finfo(dtype).eps, (0, 13))
-
-
-def test_no_later_part_looks_ahead() -> None:
-    check_that_nothing_looks_ahead(awake(**LATER), 0, 8, 38)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_later_parts_recomputed_give_bitwise_equal_gradients(dtype: torch.dtype) -> None:
-    tokens = torch.randint(256, (2, 40))
-    gradients = []
-    for function in (None, lambda *inputs: checkpoint(*inputs, use_reentrant=True)):
-        model = awake(dropout=0.3, **LATER).to(dtype).train()
-        model.activation_checkpoint = function
-        torch.manual_seed(5)
-        model(tokens, return_nats=True).mean().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_zero_outputs_leave_the_stream_as_it_is() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from longstride.kernels import ConfigError
 from longstride.kernels.selections import hash_rounds, selection_mask
 from longstride.launcher.planning.costs import work
-from longstride.sparse_model import Session, SparseTransformer
+from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.mixers.lsh import HashedAttention, buckets_of
 from tests.harness.configs import small
 
@@ -155,28 +155,6 @@ def test_rotations_cost_a_forward_pass_alone() -> None:
     few, many = (work(small(**hashed(buckets=buckets))).whole for buckets in (4, 12))
     assert many.forward - few.forward == 2 * 40 * 4 * 3 * 16 * (6 - 2)
     assert many.backward == few.backward
-
-
-def test_a_step_that_is_taken_again_gives_the_same() -> None:
-    """And a session that begins anew forgets what it held."""
-    torch.manual_seed(0)
-    model = SparseTransformer(small(**hashed())).eval()
-    torch.nn.init.normal_(model.logits.weight)
-    tokens, session = torch.randint(256, (2, 40)), Session(model, 2)
-
-    def appended(again: bool) -> list[Tensor]:
-        rows = []
-        for position in range(39):
-            rows.append(session.logits)
-            if again:
-                session._logits = None
-                assert torch.equal(session.logits, rows[-1])
-            session.append(tokens[:, position])
-        return rows
-
-    first = appended(again=True)
-    session.reset()
-    assert all(map(torch.equal, first, appended(again=False)))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from longstride.sparse_model import SparseTransformer
-from tests.harness.configs import ATTENTIONS, LATER, small
+from tests.harness.configs import ATTENTIONS, LATER
+from tests.sparse_model.test_transformer import awake
 
 BAD = 24
 MODELS: dict[str, dict[str, Any]] = {
@@ -36,10 +37,7 @@ def nats_and_gradients(model: SparseTransformer, tokens: Tensor, value: float) -
 
 @pytest.mark.parametrize("name", MODELS)
 def test_nan_stays_in_its_context(name: str) -> None:
-    torch.manual_seed(0)
-    model = SparseTransformer(small(layers=2, **MODELS[name])).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    model = awake(layers=2, **MODELS[name])
     tokens = torch.randint(256, (2, 40))
     nats, gradients = nats_and_gradients(model, tokens, 1.0)
     for value in (math.nan, math.inf):

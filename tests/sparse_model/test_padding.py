@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from longstride.data_pipelines.order import Batch, StreamState
 from longstride.launcher.training.loop import score
 from longstride.sparse_model import SparseTransformer
-from tests.harness.configs import SYSTEMS, small
+from tests.harness.configs import SYSTEMS
+from tests.sparse_model.test_transformer import awake
 
 MODELS = [
     {"feed_forward": {"type": "experts", "count": 3, "balance": 3.0, "capacity": 0.75}},
@@ -50,19 +51,10 @@ def trained_on(model: SparseTransformer, tokens: Tensor, lengths: tuple[int, ...
     return {name: each.clone() for name, each in found.items()}
 
 
-def made(changes: dict[str, Any]) -> SparseTransformer:
-    """A model in fp64 and in training, whose every weight matters."""
-    torch.manual_seed(0)
-    model = SparseTransformer(small(**changes)).double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model.train()
-
-
 @pytest.mark.parametrize("changes", MODELS, ids=["experts", "routing"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_gradients_of_padded_contexts_are_bitwise_equal(changes: dict[str, Any], reentrant: bool) -> None:
-    model, tokens = made({**changes, "dropout": 0.3}), contexts()
+    model, tokens = awake(**changes, dropout=0.3).double().train(), contexts()
     wanted = trained_on(model, tokens, (40, 17, 1))
     model.activation_checkpoint = partial(checkpoint, use_reentrant=reentrant)
     found = trained_on(model, tokens, (40, 17, 1))
@@ -71,7 +63,7 @@ def test_recomputed_gradients_of_padded_contexts_are_bitwise_equal(changes: dict
 
 def test_contexts_without_padding_have_the_bits_that_they_have_without_a_mask() -> None:
     for changes in MODELS:
-        model, tokens = made(changes), contexts()
+        model, tokens = awake(**changes).double().train(), contexts()
         results = []
         for real in (None, torch.ones(3, 40, dtype=torch.bool)):
             given = model(tokens, return_nats=True, return_extras=True, real=real)

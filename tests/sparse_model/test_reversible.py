@@ -13,18 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import small
+from tests.sparse_model.test_transformer import awake
 
 HASHED = {"attention": {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 4}}
 EXPERTS = {"feed_forward": {"type": "experts", "count": 4}}
-
-
-def awake(**changes: Any) -> SparseTransformer:
-    """A reversible model whose every weight matters."""
-    torch.manual_seed(0)
-    model = SparseTransformer(small(reversible=True, **changes))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
 
 
 def two_streams(model: Any, tokens: Tensor) -> Tensor:
@@ -40,7 +32,7 @@ def two_streams(model: Any, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("changes", [{}, HASHED], ids=["fixed", "hashed"])
 def test_gradients_are_those_of_the_formula(changes: dict[str, Any]) -> None:
     """In fp64, up to the grid of the streams."""
-    model = awake(**changes).double()
+    model = awake(reversible=True, **changes).double()
     tokens = torch.randint(256, (2, 40))
     found = model(tokens, return_nats=True)
     wanted = two_streams(model, tokens)
@@ -57,7 +49,7 @@ def test_gradients_are_those_of_the_formula(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("changes", [HASHED, EXPERTS], ids=["hashed", "experts"])
 def test_inputs_come_back_to_the_bit(changes: dict[str, Any], dtype: torch.dtype) -> None:
     """So hashes and routers choose as they chose, and gradients are those of ordinary recomputation, with dropout."""
-    model = awake(dropout=0.2, layers=6, **changes).to(dtype).train()
+    model = awake(reversible=True, dropout=0.2, layers=6, **changes).to(dtype).train()
     for buffer in model.buffers():
         buffer.data = buffer.data.float()  # as in training
     seen: dict[Any, list[Tensor]] = {}
@@ -85,7 +77,7 @@ def test_it_has_the_tensors_of_one_stream() -> None:
 
 
 def test_a_second_backward_pass_is_refused() -> None:
-    loss = awake()(torch.randint(256, (1, 40)), return_nats=True).sum()
+    loss = awake(reversible=True)(torch.randint(256, (1, 40)), return_nats=True).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

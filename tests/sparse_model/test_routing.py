@@ -14,7 +14,8 @@ from longstride.launcher.drawing.attention import attention_rows
 from longstride.launcher.planning.costs import dense_pairs, work
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import small
-from tests.sparse_model.test_systems import awake, tokens_of
+from tests.sparse_model.test_cache import some_tokens
+from tests.sparse_model.test_transformer import awake
 
 C, H, N, D = 64, 4, 40, 16
 LOCAL = {"heads": 1, "window": 4}
@@ -25,7 +26,7 @@ def routing(**changes: Any) -> dict[str, Any]:
 
 
 def mixer_of(**changes: Any) -> Any:
-    mixer: Any = awake(layers=1, **changes).blocks[0].attention
+    mixer: Any = awake(layers=1, **changes).double().blocks[0].attention
     if hasattr(mixer, "balance"):
         torch.nn.init.normal_(mixer.balance)
     return mixer
@@ -129,8 +130,8 @@ def test_not_a_bit_of_the_future_is_seen(changes: dict[str, Any]) -> None:
 
 def test_who_reads_whom_is_shown() -> None:
     """By `show attention` too: rows of weights over the keys that the loops find."""
-    model = awake(layers=1, **routing())
-    tokens = tokens_of(model)[0]
+    model = awake(layers=1, **routing()).double()
+    tokens = some_tokens(model)[0]
     mixer = model.blocks[0].attention
     with torch.no_grad():
         x = model.blocks[0].attention_norm(model.embedding(tokens[None]))

@@ -61,24 +61,9 @@ def test_tokens_are_integers_of_any_type() -> None:
     assert torch.equal(one.logits, other.logits)
 
 
-def test_rearranged_contexts_go_on_as_those_that_they_came_from() -> None:
-    model = awake()
-    tokens = some_tokens(model)
-    order = torch.tensor([1, 1])
-    for asked in (False, True):
-        one, other = Session(model, 2), Session(model, 2)
-        for token in tokens[:, :5].T:
-            one.append(token)
-            other.append(token[order])
-        if asked:
-            assert not torch.equal(one.logits, other.logits)
-        one.rearrange(order)
-        for token in tokens[:, 5:9].T:
-            assert torch.equal(one.logits, other.logits)
-            one.append(token)
-            other.append(token)
+def test_an_order_of_other_contexts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"order \(3,\) must be \(2,\), one for each context"):
-        one.rearrange(torch.tensor([0, 1, 1]))
+        Session(awake(), 2).rearrange(torch.tensor([0, 1, 1]))
 
 
 def pickled(session: Session) -> Session:

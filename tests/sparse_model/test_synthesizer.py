@@ -13,10 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from longstride.kernels import ConfigError
 from longstride.launcher.drawing.attention import attention_rows
 from longstride.launcher.planning.costs import parameter_parts, work
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.mixers.synthesizer import KINDS
-from tests.harness.configs import SYSTEMS, small
-from tests.sparse_model.test_cache import UNITS, check
+from tests.harness.configs import small
 from tests.sparse_model.test_transformer import awake
 
 SUMMARY = {"type": "summary", "stride": 8, "summary": 2, "num_summaries": 2}  # heads differ, and some rows are blind
@@ -144,12 +143,6 @@ def test_fixed_tables_are_drawn_and_not_trained() -> None:
     halves(torch.randint(256, (1, N)), return_nats=True).sum().backward()
 
 
-@pytest.mark.parametrize("dtype", UNITS, ids=str)
-@pytest.mark.parametrize("name", [name for name in SYSTEMS if "synthesizer" in name])
-def test_steps_are_as_near_as_the_dtype_allows(name: str, dtype: torch.dtype) -> None:
-    check(awake(**SYSTEMS[name]).to(dtype), UNITS[dtype] * torch.finfo(dtype).eps, (0, 13))
-
-
 @pytest.mark.parametrize("pattern", [{"type": "dense"}, SUMMARY], ids=["dense", "summary"])
 @pytest.mark.parametrize("kind", ["random", list(KINDS)], ids=str)
 def test_shown_weights_are_the_formulas(kind: Any, pattern: Any) -> None:
@@ -219,13 +212,3 @@ def test_what_is_wrong_is_named_in_one_line(changes: dict[str, Any], line: str) 
     with pytest.raises(ConfigError) as caught:
         small(attention={"type": "synthesizer", **changes}, **model)
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
-
-
-def test_a_shorter_session_reads_the_first_rows_of_the_tables() -> None:
-    """And an equal configuration makes an equal model, whatever else the tables could be cut to."""
-    config = small(**synthesizer(["random", "attention"]))
-    assert ModelConfig.model_validate(config.model_dump(mode="json")).blocks() == config.blocks()
-    model = awake(**synthesizer(list(KINDS))).double()
-    tokens = torch.randint(256, (1, N))
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens[:, :11]), model(tokens)[:, :11], rtol=1e-10, atol=1e-10)

@@ -16,21 +16,9 @@ from longstride.sparse_model.mixers import cache
 from longstride.testing.cache import several
 from longstride.testing.comparisons import UndeclaredError
 from tests.harness.configs import ATTENTIONS, SYSTEMS, small
+from tests.sparse_model.test_transformer import awake
 
 every_system = pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
-
-
-def awake(**changes: Any) -> SparseTransformer:
-    """A model in fp64 whose every weight matters, in evaluation mode."""
-    torch.manual_seed(0)
-    model = SparseTransformer(small(**changes)).double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
-
-
-def tokens_of(model: SparseTransformer, seed: int = 1) -> torch.Tensor:
-    return torch.randint(256, (2, model.config.context), generator=torch.Generator().manual_seed(seed))
 
 
 @every_system

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longstride.sparse_model import SparseTransformer
-from tests.harness.configs import ATTENTIONS, small
+from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, small
 
 CIFAR10 = {
     "context": 3072, "layers": 128, "heads": 2, "width": 256, "feed_forward_ratio": 2, "query_key_ratio": 0.5,
@@ -56,18 +56,6 @@ def test_the_loss_before_the_first_step_is_eight_bits_a_byte(config: dict[str, A
     assert f"{bits:.4f}" == "8.0000"
 
 
-def check_that_nothing_looks_ahead(model: SparseTransformer, *places: int) -> None:
-    """Change a byte at each of the places: the next logits change, and no earlier ones."""
-    tokens = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
-    before = model(tokens)
-    for changed in places:
-        other = tokens.clone()
-        other[0, changed] = (other[0, changed] + 1) % 256
-        after = model(other)
-        assert torch.equal(before[:, : changed + 1], after[:, : changed + 1])
-        assert not torch.equal(before[:, changed + 1], after[:, changed + 1])
-
-
 @pytest.mark.parametrize("kind, nearest", [("column", 1), ("strided", 2)])  # the window has the token one stride back
 def test_one_layer_reads_the_token_whole_strides_before_the_predicted_one_if_aligned_to_it(
     kind: str, nearest: int
@@ -83,21 +71,23 @@ def test_one_layer_reads_the_token_whole_strides_before_the_predicted_one_if_ali
             assert torch.equal(far, torch.arange(behind, len(differs) - changed - 8 * nearest, 8)), (align, changed)
 
 
+READS = {name: {"attention": attention} for name, attention in ATTENTIONS.items()}
+READS |= {"later parts": LATER, **{name: SYSTEMS[name] for name in ("adaptive span", "entmax")}}
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
-def test_a_changed_byte_changes_no_earlier_logit(attention: Any, backend: str) -> None:
-    check_that_nothing_looks_ahead(awake(attention=attention, backend=backend), 0, 7, 8, 23, 38)
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
-def test_the_fast_backend_gives_the_references_gradients(attention: Any) -> None:
-    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
-    gradients = []
-    for backend in ("cpu", "reference"):
-        model = awake(attention=attention, backend=backend).double()
-        model(tokens, return_nats=True).mean().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(gradients[0], gradients[1])
+@pytest.mark.parametrize("changes", READS.values(), ids=READS)
+def test_a_changed_byte_changes_no_earlier_logit(changes: dict[str, Any], backend: str) -> None:
+    """Not by a bit; the next logits change."""
+    model = awake(backend=backend, **changes)
+    tokens = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
+    before = model(tokens)
+    for changed in (0, 7, 8, 23, 38):
+        other = tokens.clone()
+        other[0, changed] = (other[0, changed] + 1) % 256
+        after = model(other)
+        assert torch.equal(before[:, : changed + 1], after[:, : changed + 1])
+        assert not torch.equal(before[:, changed + 1], after[:, changed + 1])
 
 
 def test_a_block_is_the_papers_equation() -> None:
