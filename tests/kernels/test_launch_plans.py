@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longstride.kernels.backends import Saved
 from longstride.kernels.cache import BoundedCache
 from longstride.kernels.patterns import Column, Fixed, Local, Pattern, Strided
 from tests.harness.backends import DEVICES, WITH_TRITON, use_tiles
@@ -45,7 +46,8 @@ def calls(heads: tuple[Pattern, ...], given: list[Tensor], scale: float, *, with
 
     q, k, v, grad_out, grad_lse = given
     out, lse = forward(q, k, v, heads, scale)
-    return [out, lse, *backward(grad_out, grad_lse if with_grad_lse else None, q, k, v, out, lse, heads, scale)]
+    saved = Saved(q, k, v, out, grad_out, lse, grad_lse if with_grad_lse else None)
+    return [out, lse, *backward(saved, heads, scale)]
 
 
 def num_plans() -> int:
