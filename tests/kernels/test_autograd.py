@@ -89,20 +89,17 @@ def test_expanded_tensors_are_read_as_copies_of_them(
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("case", ["heads apart", "heads side by side, shared keys", "columns apart", "behind a cache"])
 @pytest.mark.parametrize("backend, device", BACKENDS)
-def test_the_op_is_what_it_tells_compilers_of_columns_apart(backend: str, device: str) -> None:
-    leaves = [torch.randn(1, 16, 16, 2, device=device).permute(0, 3, 1, 2).requires_grad_() for _ in range(3)]
-    patterns = repr([{"type": "local", "window": 5}] * 2)
-    torch.library.opcheck(torch.ops.longstride.attention.default, (*leaves, patterns, 0.25, backend, -1))
-
-
-@pytest.mark.parametrize("heads_side_by_side", [False, True])
-@pytest.mark.parametrize("backend, device", BACKENDS)
-def test_the_op_is_what_it_tells_compilers(backend: str, device: str, heads_side_by_side: bool) -> None:
-    shape = Shape(1, 2, 16, 16, 16, key_heads=1 if heads_side_by_side else 2)
-    *leaves, _ = leaves_of(shape, device, heads_side_by_side=heads_side_by_side)
-    patterns = repr([{"type": "local", "window": 5}] * 2)
-    torch.library.opcheck(torch.ops.longstride.attention.default, (*leaves, patterns, 0.25, backend, -1))
+def test_the_op_is_what_it_tells_compilers(backend: str, device: str, case: str) -> None:
+    shape = Shape(1, 2, 16, 16, 16, key_heads=1 if "shared" in case else 2)
+    *leaves, _ = leaves_of(shape, device, heads_side_by_side="side by side" in case)
+    if case == "columns apart":
+        leaves = [torch.randn(1, 16, 16, 2, device=device).permute(0, 3, 1, 2).requires_grad_() for _ in range(3)]
+    elif case == "behind a cache":
+        leaves[0] = leaves[0].detach()[:, :, 3:10].requires_grad_()
+    patterns, first = repr([{"type": "local", "window": 5}] * 2), 3 if case == "behind a cache" else -1
+    torch.library.opcheck(torch.ops.longstride.attention.default, (*leaves, patterns, 0.25, backend, first))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

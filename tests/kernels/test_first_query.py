@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from typing import Any
 
 import pytest
@@ -96,16 +95,6 @@ def test_patterns_that_read_later_keys(
     check(backend, pattern, torch.float32, Shape(1, 1, context, 16, 16), 5, 11)
 
 
-@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
-def test_flex_agrees(pattern: Pattern) -> None:
-    inputs = behind(make_inputs(Shape(1, 3, 53, 16, 16), torch.float64), 13, 30)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        found = sparse_attention(*inputs[:3], pattern, backend="flex", first_query=13)
-    wanted = sparse_attention(*inputs[:3], pattern, backend="reference", first_query=13)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("backend", [on("cpu"), on("triton")])
 def test_keys_behind_the_last_query_may_hold_anything(backend: str) -> None:
     q, k, v = (x.to(DEVICES[backend]) for x in make_inputs(Shape(1, 3, 53, 16, 16), torch.float32)[:3])
@@ -134,14 +123,6 @@ def test_all_queries_are_the_plain_call() -> None:
     q, k, v = make_inputs(Shape(1, 2, 40, 16, 16), torch.float32)[:3]
     found = sparse_attention(q, k, v, Fixed(8, 2), first_query=0)
     assert torch.equal(found, sparse_attention(q, k, v, Fixed(8, 2)))
-
-
-@pytest.mark.parametrize("backend", [on("cpu"), on("triton")])
-def test_the_op_is_what_it_tells_compilers(backend: str) -> None:
-    inputs = make_inputs(Shape(1, 2, 16, 16, 16, 1), torch.float32)
-    leaves = [x.to(DEVICES[backend]).requires_grad_() for x in (inputs.q[:, :, 3:10], inputs.k, inputs.v)]
-    patterns = repr([{"type": "local", "window": 5}] * 2)
-    torch.library.opcheck(torch.ops.longstride.attention.default, (*leaves, patterns, 0.25, backend, 3))
 
 
 def test_compiled_chunks_are_those_without() -> None:

@@ -72,14 +72,6 @@ def test_short_columns_do_not_share_a_tile_of_rows_with_parts_of_others(rows: in
         assert found.num_visited() == 128 * 24 // 48  # one tile of keys for every two columns
 
 
-@pytest.mark.parametrize("context", [1, 5, 64, 72, 100, 129])
-@pytest.mark.parametrize("pattern", [*example_patterns(), Strided(90), Column(200), Fixed(60, 3)], ids=str)
-def test_pairs_counted_from_bounds_are_those_of_the_mask(pattern: Pattern, context: int) -> None:
-    pattern = pattern.for_head(1)
-    position = torch.arange(context)
-    assert num_pairs(pattern, context) == int(pattern.mask(position[:, None], position[None, :]).sum())
-
-
 def test_pairs_of_a_million_positions_are_exact() -> None:
     """Where a float32 sum, or an int32 one, would not be: written out by the paper's sets."""
     context, stride = 1 << 20, 1 << 10

@@ -23,7 +23,7 @@ from longstride.kernels.selections import (
     selection_mask,
     within_documents,
 )
-from tests.harness.backends import DTYPES, on
+from tests.harness.backends import DTYPES, IN_THE_INTERPRETER, on
 from tests.harness.oracles import (
     Inputs,
     Shape,
@@ -132,7 +132,7 @@ def test_results_are_within_precision_in_many_tiles(backend: str, dtype: torch.d
     assert_within_precision(results(backend, inputs, selection), inputs, selection)
 
 
-@pytest.mark.parametrize("backend", [on(backend) for backend in ALL])
+@pytest.mark.parametrize("backend", [*(on(backend) for backend in ALL), on("triton", marks=[IN_THE_INTERPRETER])])
 def test_no_row_reads_its_future(backend: str) -> None:
     """When the second half is assigned otherwise, the first stays: every bit, or all but rounding of other chunks."""
     shape = Shape(2, 2, 64, 16, 16)

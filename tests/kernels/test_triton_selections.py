@@ -17,10 +17,8 @@ from tests.harness.backends import DEVICES, DTYPES, IN_THE_INTERPRETER, WITH_TRI
 from tests.harness.oracles import (
     Inputs,
     Shape,
-    assert_explained,
     assert_within_precision,
     attention_and_gradients,
-    expected,
     make_inputs,
 )
 from tests.kernels.test_selections import NAMES, clusters, random_part, selections
@@ -193,16 +191,3 @@ def test_what_heads_share_is_kept_once() -> None:
     planner = SelectedPlanner((q, q, q), on_device(selections(*SHAPE[:3])["expanded"]))
     (choice,) = planner.choices("forward", "all")
     assert planner.pack("queries", "all", 0, choice).data.numel() == 3 * SHAPE.context  # one order serves both sides
-
-
-@IN_THE_INTERPRETER
-def test_no_row_reads_its_future() -> None:
-    """When the second half is assigned otherwise, the first half stays, but for the rounding of its other tiles."""
-    shape = Shape(2, 2, 64, 16, 16)
-    inputs = make_inputs(shape, DOUBLE)
-    assigned = clusters("random", *shape[:3])
-    moved = torch.cat([assigned[..., :32], (assigned[..., 32:] + 3) % 7], -1)
-    later = [torch.cat([x[:, :, :32], x[:, :, 32:].flip(2) + 1], 2) for x in inputs[:3]]
-    selection, other = (Selection((recent_members(x, window=6),), 6) for x in (assigned, moved))
-    out = selected_attention(*later, other, backend="triton")[:, :, :32]
-    assert_explained("out", out, expected(inputs, selection)["out"].at(slice(32)), selection)

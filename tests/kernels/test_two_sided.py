@@ -59,20 +59,6 @@ class Later(SinglePart):
 
 
 @dataclass(frozen=True)
-class Everything(SinglePart):
-    """All positions."""
-
-    def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q == q) & (k == k)
-
-    def by_query(self, context: int) -> Bounds:
-        return Bounds(context, whole(context), constant(0), constant(context))
-
-    def by_key(self, context: int) -> Bounds:
-        return self.by_query(context)
-
-
-@dataclass(frozen=True)
 class WholeBlock(SinglePart):
     """All positions of its block, of a stride that divides the context."""
 
@@ -141,14 +127,14 @@ class EverySummary(PatternDefaults):
         return (self,)
 
 
-KINDS = (Around, Later, Everything, WholeBlock, WholeColumn, EverySummary)
+KINDS = (Around, Later, WholeBlock, WholeColumn, EverySummary)
 # Context and pattern: the first three have as many pairs as dense causal attention.
 CASES: tuple[tuple[int, Pattern], ...] = (
     (21, Around(6)),
     (120, Around(35)),
     (50, Later()),
     (50, Around(9)),
-    (48, Everything()),
+    (48, WholeBlock(48)),
     (48, WholeBlock(16)),
     (48, WholeColumn(8)),
     (48, WholeColumn(2)),
