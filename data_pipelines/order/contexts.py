@@ -92,15 +92,16 @@ def settle_cut(
     return Cut(packing=False, hop=hop)
 
 
-def cut_contexts(split: Split, context: int, cut: Cut, span: Span | None = None) -> "Contexts":
+def cut_contexts(split: Split, context: int, cut: Cut, span: Span | None = None, hop: int | None = None) -> "Contexts":
     """Divide a split into contexts, of which ``span`` is read; None: all positions.
 
-    Raises DataError if the cut does not fit the documents, or the span does not fit the context.
+    A ``hop`` replaces that of the cut, also for packed documents. Raises DataError if the cut does not fit the
+    documents, or the span does not fit the context.
     """
     settled = settle_cut(cut, context, split.modality, split.manifest.properties, split.palette)
     if settled.hop is None:
-        return PackedContexts(split, context, settled.separator, apart=settled.apart, span=span)
-    return DocumentContexts(split, context, settled.hop, span=span)
+        return PackedContexts(split, context, settled.separator, hop or context, is_apart=settled.apart, span=span)
+    return DocumentContexts(split, context, hop or settled.hop, span=span)
 
 
 def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
@@ -113,6 +114,10 @@ class Contexts(ABC):
 
     ``units`` are the units of each shard, (shards,) int64. ``span`` only chooses the positions that are read.
     """
+
+    count: int  # contexts of the canonical order, the last one of a stream maybe shorter
+    is_apart = False  # whether documents of a context are kept apart
+    has_separators = False
 
     def __init__(self, split: Split, context: int, units: np.ndarray, context_units: int, span: Span | None) -> None:
         self.split, self.context, self._units = split, context, units  # context: N
@@ -129,20 +134,25 @@ class Contexts(ABC):
         Positions beyond a context's length are 0. Raises DataError, naming shard and sample, for damage in the span.
         """
 
-    def begins(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
-        """Mark where documents begin in the contexts from ``first`` on, (count, N) bool; None if not kept apart.
+    @abstractmethod
+    def goes_on(self, number: int) -> bool:
+        """Whether context ``number`` of the canonical order is not the first of its stream."""
 
-        The marks come from the indexes, so they cover full contexts whatever the span. Every position beyond a row's
-        length begins a document of its own. Raises DataError for a damaged index.
+    def begins(self, first: int, count: int, seed: int | None) -> np.ndarray:
+        """Mark where documents begin in contiguous contexts from ``first`` on, (count, N) bool, if they are kept apart.
+
+        The marks come from the indexes, so they cover full contexts whatever the span. A document that continues in
+        another shard begins again there. Every position beyond a row's length begins a document of its own. Raises
+        DataError for a damaged index.
         """
-        return None
+        raise NotImplementedError
 
-    def separators(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
-        """Return how many separators each context from ``first`` on holds, (count,) int64; None if none can.
+    def separators(self, first: int, count: int, seed: int | None) -> np.ndarray:
+        """Mark the separators of contiguous contexts from ``first`` on, (count, N) bool, if documents have any.
 
-        Raises DataError for a damaged index.
+        The same byte can occur in a document, so the indexes are used and not the bytes. Raises like ``begins``.
         """
-        return None
+        raise NotImplementedError
 
     @property
     def dtype(self) -> np.dtype:
@@ -174,76 +184,67 @@ class Contexts(ABC):
 
 
 class PackedContexts(Contexts):
-    """Contexts of concatenated documents; a unit is a byte."""
+    """Contexts of concatenated documents, one every ``hop`` bytes; a unit is a byte."""
 
     def __init__(
-        self, split: Split, context: int, separator: int | None, *, apart: bool = False, span: Span | None = None
+        self,
+        split: Split,
+        context: int,
+        separator: int | None,
+        hop: int,
+        *,
+        is_apart: bool = False,
+        span: Span | None = None,
     ) -> None:
-        self._separator, self._apart = separator, apart
-        extra = 0 if separator is None else 1
-        units = np.array([shard.content_bytes + extra * shard.documents for shard in split.shards], dtype=np.int64)
-        super().__init__(split, context, units, context, span)
+        self._separator, self._hop = separator, hop
+        self.is_apart, self.has_separators = is_apart, separator is not None
+        units = [shard.content_bytes + self.has_separators * shard.documents for shard in split.shards]
+        super().__init__(split, context, np.array(units, dtype=np.int64), context, span)
+        self.count = int(contexts_in(np.array(self.total_units), context, hop))
 
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
-        starts = (first + np.arange(len(rows))) * self.context
+        starts = (first + np.arange(len(rows))) * self._hop
         end = int(starts[-1]) + self.context
         if seed is None:
             end = min(end, self.total_units)
         lengths[:] = np.clip(end - starts, 0, self.context)
-        if len(self.span) == self.context:  # full contexts are contiguous, and are read at once
+        if len(self.span) == self.context == self._hop:  # full contexts are contiguous, and are read at once
             starts, rows = starts[:1], rows.reshape(1, -1)
         for start, row in zip((starts + self.span.start).tolist(), rows, strict=True):
-            size = min(max(end - start, 0), len(row))
-            self.fill(reader, start, row[:size], seed)
-            row[size:] = 0
+            done = 0
+            for visit, following in self.visits(start, min(start + len(row), end), seed):
+                reader.expect(following)
+                size = visit.end - visit.start
+                reader.fill(visit.shard, visit.start, row[done : done + size], self._separator)
+                done += size
+            row[done:] = 0
 
-    def begins(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
-        start, end = first * self.context, (first + count) * self.context
-        return self.begins_of_bytes(start, end, seed).reshape(count, self.context) if self._apart else None
+    def goes_on(self, number: int) -> bool:
+        return number > 0
 
-    def separators(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
-        start, end = first * self.context, (first + count) * self.context
-        places = self.separators_of_bytes(start, end, seed)
-        return None if places is None else places.reshape(count, self.context).sum(1)
-
-    def begins_of_bytes(self, start: int, end: int, seed: int | None) -> np.ndarray:
-        """Mark which bytes ``[start, end)`` of the stream begin a document, (end - start,) bool; all after its end do.
-
-        A document that continues in another shard begins again there. Raises like ``begins``.
-        """
-        begins = self._marks(start, end, seed, slice(None, -1))
+    def begins(self, first: int, count: int, seed: int | None) -> np.ndarray:
+        begins = self._marks(first, count, seed, slice(None, -1))
         if seed is None:
-            begins[max(0, self.total_units - start) :] = True
+            begins.reshape(-1)[max(0, self.total_units - first * self._hop) :] = True
         return begins
 
-    def separators_of_bytes(self, start: int, end: int, seed: int | None) -> np.ndarray | None:
-        """Return which bytes ``[start, end)`` of the stream are separators, (end - start,) bool; None without any.
+    def separators(self, first: int, count: int, seed: int | None) -> np.ndarray:
+        return self._marks(first, count, seed, slice(1, None))
 
-        The same byte can occur in a document, so the indexes are used and not the bytes. Raises like ``begins``.
-        """
-        return None if self._separator is None else self._marks(start, end, seed, slice(1, None))
-
-    def _marks(self, start: int, end: int, seed: int | None, selection: slice) -> np.ndarray:
-        """Mark which bytes ``[start, end)`` are at the selected document edges, (end - start,) bool."""
-        marks, done = np.zeros(end - start, dtype=bool), 0
-        last = end if seed is not None else min(end, self.total_units)
-        for visit, _ in self.visits(start, last, seed):
+    def _marks(self, first: int, count: int, seed: int | None, selection: slice) -> np.ndarray:
+        """Mark the selected document edges in contiguous contexts from ``first`` on, (count, N) bool."""
+        assert count == 1 or self._hop == self.context
+        start, done = first * self._hop, 0
+        marks = np.zeros(count * self.context, dtype=bool)
+        end = start + len(marks)
+        for visit, _ in self.visits(start, end if seed is not None else min(end, self.total_units), seed):
             edges = self.split.open(visit.shard).document_edges[selection]
-            if self._separator is not None:
+            if self.has_separators:
                 edges = edges + np.arange(len(edges))
             within = edges[slice(*np.searchsorted(edges, (visit.start, visit.end)))]
             marks[within - visit.start + done] = True
             done += visit.end - visit.start
-        return marks
-
-    def fill(self, reader: SampleReader, start: int, out: np.ndarray, seed: int | None) -> None:
-        """Write the stream from byte ``start`` on into ``out``, (n,) uint8; raises like ``read``."""
-        done = 0
-        for visit, following in self.visits(start, start + len(out), seed):
-            reader.expect(following)
-            size = visit.end - visit.start
-            reader.fill(visit.shard, visit.start, out[done : done + size], self._separator)
-            done += size
+        return marks.reshape(count, self.context)
 
 
 class DocumentContexts(Contexts):
@@ -262,6 +263,7 @@ class DocumentContexts(Contexts):
                 split.tables[key] = np.array(counts, dtype=np.int64)
             units = split.tables[key]
         super().__init__(split, context, units, 1, span)
+        self.count = self.total_units
 
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
         rows[:] = 0
@@ -291,7 +293,6 @@ class DocumentContexts(Contexts):
             done += len(numbers)
 
     def goes_on(self, number: int) -> bool:
-        """Whether context ``number`` of the canonical order is not the first of its document."""
         visit, _ = next(self.visits(number, number + 1, None))
         before = self._before(visit.shard)
         return int(before[np.searchsorted(before, visit.start)]) != visit.start

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order.contexts import Cut, DocumentContexts, PackedContexts, Span, settle_cut
+from longstride.data_pipelines.order.contexts import Contexts, Cut, Span, cut_contexts
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, SampleReader, Split
 
@@ -83,12 +83,12 @@ def evaluation_contexts(
             raise DataError(f"{name}={value}: must be at least {least}")
     if rank >= world_size:
         raise DataError(f"rank={rank}: must be less than the world size {world_size}")
-    windows = _Windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), min_context, span)
+    windows = _windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), min_context, span)
     count = windows.count if limit is None else min(limit, windows.count)
     share = -(-count // (batch_size * world_size))  # batches
     places = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
     numbers = (place * windows.count // count for place in places)
-    return _batches(windows, context, numbers, batch_size, share)
+    return _batches(windows, numbers, batch_size, share, min_context)
 
 
 def read_context(
@@ -106,17 +106,18 @@ def read_context(
 
     Raises DataError if there is no such context, and for damage.
     """
-    windows = _Windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), 0)
+    windows = _windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), 0)
     if not 0 <= number < windows.count:
         nearest = min(max(number, 0), windows.count - 1)
         rule = f"must be from 0 to {windows.count - 1}, a context of the split; nearest {nearest}"
         raise DataError(f"context_number={number}: {rule}")
-    row = np.zeros(context, dtype=windows.dtype)
-    length, _ = windows.read(SampleReader(windows.split), number, row)
-    if windows.apart:
-        further = windows.begins(number)[1:].nonzero()[0]
+    rows, lengths = np.zeros((1, context), dtype=windows.dtype), np.zeros(1, dtype=np.int64)
+    windows.read(SampleReader(windows.split), number, rows, lengths, None)
+    length = int(lengths[0])
+    if windows.is_apart:
+        further = windows.begins(number, 1, None)[0, 1:].nonzero()[0]
         length = 1 + int(further[0]) if len(further) else length
-    return torch.from_numpy(row[:length])
+    return torch.from_numpy(rows[0, :length])
 
 
 def split_bytes(location: str | Path | DataFolder, split: str) -> Iterator[bytes]:
@@ -129,79 +130,43 @@ def split_bytes(location: str | Path | DataFolder, split: str) -> Iterator[bytes
         yield content.tobytes()
 
 
-class _Windows:
-    """The windows of a split in canonical order. Raises DataError if they do not fit the documents.
+def _windows(split: Split, context: int, cut: Cut, min_context: int, span: Span | None = None) -> Contexts:
+    """Divide a split into windows in canonical order. The cut is that of training except for its hop.
 
-    The cut is that of training except for its hop. If documents are kept apart, the last window of each is shorter.
+    Raises DataError if they do not fit the documents.
     """
-
-    def __init__(self, split: Split, context: int, cut: Cut, min_context: int, span: Span | None = None) -> None:
-        modality, properties = split.modality, split.manifest.properties
-        settled = settle_cut(replace(cut, hop=None), context, modality, properties, split.palette)
-        if not 0 <= min_context < context:
-            nearest = min(max(min_context, 0), context - 1)
-            raise DataError(
-                f"min_context={min_context}: must be from 0 to {context - 1}, less than the model's context; "
-                f"nearest {nearest}"
-            )
-        if min_context and modality.document_bytes(properties) is not None:
-            rule = f"must be 0, because every {modality.name} of this set fills one context, with nothing before it"
-            raise DataError(f"min_context={min_context}: {rule}")
-        self.split, self._shared, self._hop = split, min_context, context - min_context
-        self._contexts: PackedContexts | DocumentContexts
-        if settled.hop is None:
-            self._contexts = PackedContexts(split, context, settled.separator, apart=settled.apart, span=span)
-            self.count = 1 + max(0, -(-(self._contexts.total_units - context) // self._hop))
-        else:
-            self._contexts = DocumentContexts(split, context, self._hop, span=span)
-            self.count = self._contexts.total_units
-        self.dtype, self.apart, self.separated = self._contexts.dtype, settled.apart, settled.separator is not None
-
-    def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
-        """Write window ``number``, or its span, into ``row``, (N,) zeros of type ``dtype``.
-
-        Returns its length and its first scored byte. Raises DataError for damage.
-        """
-        contexts, part = self._contexts, row[self._contexts.span.start : self._contexts.span.stop]
-        if isinstance(contexts, PackedContexts):
-            start = number * self._hop
-            length = min(contexts.context, contexts.total_units - start)
-            contexts.fill(reader, start + contexts.span.start, part[: max(0, length - contexts.span.start)], None)
-            return length, self._shared if number else 0
-        lengths = np.zeros(1, dtype=np.int64)
-        contexts.read(reader, number, part[None], lengths, None)
-        return int(lengths[0]), self._shared if self._shared and contexts.goes_on(number) else 0
-
-    def begins(self, number: int) -> np.ndarray:
-        """Mark where documents begin in packed window ``number``, (N,) bool. Raises like ``Contexts.begins``."""
-        assert isinstance(self._contexts, PackedContexts)
-        start = number * self._hop
-        return self._contexts.begins_of_bytes(start, start + self._contexts.context, None)
-
-    def separators(self, number: int) -> np.ndarray | None:
-        """Mark the separators of packed window ``number``, (N,) bool. Raises like ``begins``."""
-        assert isinstance(self._contexts, PackedContexts)
-        start = number * self._hop
-        return self._contexts.separators_of_bytes(start, start + self._contexts.context, None)
+    if not 0 <= min_context < max(context, 1):
+        nearest = min(max(min_context, 0), context - 1)
+        raise DataError(
+            f"min_context={min_context}: must be from 0 to {context - 1}, less than the model's context; "
+            f"nearest {nearest}"
+        )
+    if min_context and split.modality.document_bytes(split.manifest.properties) is not None:
+        rule = f"must be 0, because every {split.modality.name} of this set fills one context, with nothing before it"
+        raise DataError(f"min_context={min_context}: {rule}")
+    return cut_contexts(split, context, replace(cut, hop=None), span, hop=context - min_context)
 
 
 def _batches(
-    windows: _Windows, context: int, numbers: Iterator[int], batch_size: int, num_batches: int
+    windows: Contexts, numbers: Iterator[int], batch_size: int, num_batches: int, min_context: int
 ) -> Iterator[EvaluationBatch]:
-    reader = SampleReader(windows.split)
+    reader, shape = SampleReader(windows.split), (batch_size, windows.context)
     for _ in range(num_batches):
-        tokens = np.zeros((batch_size, context), dtype=windows.dtype)
+        tokens = np.zeros(shape, dtype=windows.dtype)
         lengths, scored_from = np.zeros((2, batch_size), dtype=np.int64)
         ids = np.full(batch_size, PADDING_ID, dtype=np.int64)
-        begins = np.ones((batch_size, context), dtype=bool) if windows.apart else None
-        separators = np.zeros((batch_size, context), dtype=bool) if windows.separated else None
+        begins = np.ones(shape, dtype=bool) if windows.is_apart else None
+        separators = np.zeros(shape, dtype=bool) if windows.has_separators else None
         for row, number in enumerate(islice(numbers, batch_size)):
-            lengths[row], scored_from[row] = windows.read(reader, number, tokens[row])
+            within = slice(row, row + 1)
+            span = slice(windows.span.start, windows.span.stop)
+            windows.read(reader, number, tokens[within, span], lengths[within], None)
+            scored_from[row] = min_context if windows.goes_on(number) else 0
             ids[row] = number
             if begins is not None:
-                begins[row] = windows.begins(number)
+                begins[within] = windows.begins(number, 1, None)
             if separators is not None:
-                separators[row] = windows.separators(number)
+                separators[within] = windows.separators(number, 1, None)
         yield EvaluationBatch(
             torch.from_numpy(tokens),
             torch.from_numpy(lengths),

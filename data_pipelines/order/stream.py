@@ -165,8 +165,9 @@ class LanesReader:
         if self._tokens.shape[1] != size:
             self._tokens = np.empty((len(self._numbers), size, self._tokens.shape[2]), dtype=self._tokens.dtype)
         self._lengths, self._ids, self._order = np.empty((3, len(self._numbers), size), dtype=np.int64)
-        self._begins: np.ndarray | None = None  # (L, S, N)
-        self._separators: np.ndarray | None = None  # (L, S)
+        marks = np.empty((*self._ids.shape, self._contexts.context), dtype=bool) if self._contexts.is_apart else None
+        self._begins = marks  # (L, S, N)
+        self._separators = np.empty_like(self._ids) if self._contexts.has_separators else None  # (L, S)
         self._substitutions: dict[int, Substitution] = {}
         for place, lane in enumerate(self._numbers):
             first = self._lanes.context_id(epoch, block * self._size, lane)
@@ -185,16 +186,10 @@ class LanesReader:
         """Read contexts from ``first`` on into a part of a lane's block."""
         tokens, lengths = self._tokens[place, within], self._lengths[place, within]
         self._contexts.read(self._readers[place], first, tokens, lengths, self._seed)
-        begins = self._contexts.begins(first, len(tokens), self._seed)
-        if begins is not None:
-            if self._begins is None:
-                self._begins = np.empty((*self._ids.shape, begins.shape[1]), dtype=bool)
-            self._begins[place, within] = begins
-        separators = self._contexts.separators(first, len(tokens), self._seed)
-        if separators is not None:
-            if self._separators is None:
-                self._separators = np.empty_like(self._ids)
-            self._separators[place, within] = separators
+        if self._begins is not None:
+            self._begins[place, within] = self._contexts.begins(first, len(tokens), self._seed)
+        if self._separators is not None:
+            self._separators[place, within] = self._contexts.separators(first, len(tokens), self._seed).sum(1)
 
     def _load_with_substitutes(self, epoch: int, place: int) -> None:
         """Read a lane's damaged block context by context, and substitute those that cannot be read.

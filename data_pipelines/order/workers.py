@@ -5,8 +5,8 @@ lock stays locked and no queue is corrupted. A thread of the rank receives its m
 in an endless read. Shares that arrived before a worker died are still used, and the error is raised after them, in
 ``take``.
 
-A worker that fetches a large shard sends no share for a long time. It then reports that it writes to the cache. The
-store limits how slow a fetch may be.
+A worker that fetches a large shard sends no share for a long time. It is waited for while it writes to the cache, by
+Linux's count of a process's bytes. The store limits how slow a fetch may be.
 """
 
 from __future__ import annotations
@@ -46,10 +46,6 @@ class _Failure(NamedTuple):
 
     error: Exception
     stack: str
-
-
-class _Fetching(NamedTuple):
-    """A message of a worker that is writing to its cache, so that the rank continues to wait."""
 
 
 class Workers(Generic[Share]):
@@ -104,12 +100,12 @@ class _Worker(Generic[Share]):
         self.connection, remote_end = _FORK.Pipe()
         # prctl ends the worker with the thread that forked it, and only the main thread lives as long as its process.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        arguments = (share, prefetch, remote_end, [self.connection, *connections], parent, timeout_seconds / 4)
+        arguments = (share, prefetch, remote_end, [self.connection, *connections], parent)
         self.process = _FORK.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         remote_end.close()  # so that the socket closes with the worker
         self._name = f"{name} (process {self.process.pid})"
-        self._received: queue.SimpleQueue[Share | _Failure | _Fetching | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[Share | _Failure | None] = queue.SimpleQueue()
         self.receiving = threading.Thread(target=self._receive, daemon=True, name=name)
 
     def take(self) -> Share:
@@ -142,19 +138,26 @@ class _Worker(Generic[Share]):
 
     def _wait_for_item(self) -> Share | _Failure | None:
         """Return the next item or failure; None if the process died. Raises LostWorkerError after the time-out."""
-        waited = 0.0
+        if not self._received.empty():
+            return self._received.get()
+        waited, written = 0.0, self._written_bytes()
         while waited < self._timeout:
             seconds = min(_LOOK_SECONDS, self._timeout - waited)
-            try:
-                item = self._received.get(timeout=seconds)
-            except queue.Empty:
-                waited += seconds
-                continue
-            if not isinstance(item, _Fetching):
-                return item
-            waited = 0.0
+            with suppress(queue.Empty):
+                return self._received.get(timeout=seconds)
+            waited, before = waited + seconds, written
+            written = self._written_bytes()
+            if written > before:
+                waited = 0.0
         rule = "is stopped, or its disk or store does not answer; data.worker_timeout_seconds says how long to wait"
         raise LostWorkerError(f"{self._name} has delivered nothing for {self._timeout:g} s: it {rule}")
+
+    def _written_bytes(self) -> int:
+        """Return the bytes that the process has written, by Linux's count; 0 without a count."""
+        with suppress(OSError):
+            counts = Path(f"/proc/{self.process.pid}/io").read_bytes().splitlines()
+            return int(dict(line.split(b": ") for line in counts)[b"wchar"])
+        return 0
 
     def _receive(self) -> None:
         """Receive messages until the connection ends; a thread runs this."""
@@ -176,7 +179,6 @@ def _work(
     connection: Connection,
     rank_connections: Sequence[Connection],
     parent: int | None,
-    beat_seconds: float,
 ) -> None:
     """Run a worker process, as long as its rank lives."""
     # Signals that stop a run reach its whole process group, and the rank needs its workers until it has saved.
@@ -188,8 +190,6 @@ def _work(
             return
     for inherited in rank_connections:  # otherwise the sockets would not close with the rank
         inherited.close()
-    lock = threading.Lock()  # messages of two threads must not mix
-    threading.Thread(target=_report_fetches, args=(connection, lock, beat_seconds), daemon=True).start()
     with suppress(EOFError, ConnectionError):  # the rank died
         for sent in count():
             if sent >= prefetch:
@@ -198,25 +198,6 @@ def _work(
                 item: Share | _Failure = next(share)
             except Exception as error:
                 item = _Failure(error, traceback.format_exc())
-            with lock:
-                connection.send(item)
+            connection.send(item)
             if isinstance(item, _Failure):
                 return
-
-
-def _report_fetches(connection: Connection, lock: threading.Lock, seconds: float) -> None:
-    """Report to the rank whenever this process has written anything; a thread of the worker runs this."""
-    with suppress(OSError):  # the rank died, or the system does not count
-        written = _written_bytes()
-        while True:
-            time.sleep(seconds)
-            if _written_bytes() > written:
-                with lock:
-                    connection.send(_Fetching())
-            written = _written_bytes()  # the message itself is no progress
-
-
-def _written_bytes() -> int:
-    """Return the bytes that this process has written, by Linux's count. Raises OSError if there is none."""
-    counts = Path("/proc/self/io").read_bytes().splitlines()
-    return int(dict(line.split(b": ") for line in counts)[b"wchar"])
