@@ -19,7 +19,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

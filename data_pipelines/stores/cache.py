@@ -15,8 +15,8 @@ import os
 import re
 import threading
 import time
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,15 +31,6 @@ _POLL_SECONDS = 0.02  # at first; it grows while another process fetches
 _LONGEST_POLL_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """A partial file that only this process may write."""
-
-    file: StoredFile
-    path: Path
-    handle: BinaryIO  # unbuffered, open for reading and writing
 
 
 class Cache:
@@ -67,8 +58,8 @@ class Cache:
                 return path
         return None
 
-    def claim(self, file: StoredFile, stop: threading.Event) -> Partial | None:
-        """Make room for a file and lock it for writing. Wait while others fetch it or fill the cache.
+    def claim(self, file: StoredFile, stop: threading.Event) -> BinaryIO | None:
+        """Make room for a file and lock its partial file. Wait while others fetch it or fill the cache.
 
         Returns None if another process completed the file, or the store is being closed. Raises DataError if the file
         is larger than the cache.
@@ -77,7 +68,7 @@ class Cache:
             raise DataError(
                 f"cache_bytes={self._limit}: {file.name} alone has {file.size} bytes; set at least {file.size}"
             )
-        path = self._folder / f"{self._path(file).name}.{file.size}-{file.sha256[:8]}.partial"
+        path = self._partial_path(file)
         pause = _POLL_SECONDS
         while not stop.is_set():
             with self._usable(), (self._root / ".lock").open("ab") as lock, ExitStack() as after:
@@ -91,27 +82,20 @@ class Cache:
                 if handle is not None:
                     if self._make_room(file.size, path):
                         self._locked.add(handle)
-                        return Partial(file, path, handle)
+                        return handle
                     unlock_file(handle)
             stop.wait(pause)
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
         return None
 
-    def commit(self, partial: Partial) -> Path:
-        """Turn a verified partial file into a complete one, atomically for all readers."""
-        target = self._path(partial.file)
-        with self._usable():
-            os.fsync(partial.handle.fileno())
-            partial.path.replace(target)
-        self._end(partial)
-        return target
-
-    def release(self, partial: Partial) -> None:
-        """Unlock a partial file that is not complete. Its bytes stay for the next attempt."""
-        with suppress(OSError):
-            if not os.fstat(partial.handle.fileno()).st_size:
-                partial.path.unlink()
-        self._end(partial)
+    @contextmanager
+    def filling(self, file: StoredFile, handle: BinaryIO) -> Iterator[Path]:
+        """Provide the path of a claimed partial file, which becomes the file when the block ends without an error."""
+        try:
+            with self._usable(), completing(handle, self._partial_path(file), self._path(file)):
+                yield self._partial_path(file)
+        finally:
+            self._locked.discard(handle)
 
     def remove(self, file: StoredFile) -> None:
         """Remove the copy of a file, if there is one. An open file stays readable."""
@@ -129,9 +113,8 @@ class Cache:
             return self._folder / file.name
         return self._folder / f"{hashlib.sha256(file.name.encode()).hexdigest()}{Path(file.name).suffix}"
 
-    def _end(self, partial: Partial) -> None:
-        self._locked.discard(partial.handle)
-        unlock_file(partial.handle)
+    def _partial_path(self, file: StoredFile) -> Path:
+        return self._folder / f"{self._path(file).name}.{file.size}-{file.sha256[:8]}.partial"
 
     def _make_room(self, size: int, partial: Path) -> bool:
         """Remove the least recently used files until ``size`` more bytes fit. Return whether they do."""
@@ -150,8 +133,11 @@ class Cache:
         for _, full_size, path, is_partial in entries:
             if excess <= 0:
                 break
-            if is_partial and not _is_abandoned(path):
-                continue
+            if is_partial:
+                handle = lock_file(path)
+                if handle is None:  # another process fetches it
+                    continue
+                unlock_file(handle)
             path.unlink(missing_ok=True)
             excess -= full_size
             _log.info("%s: removed from the cache, %d bytes: it is bounded to %d", path, full_size, self._limit)
@@ -190,14 +176,20 @@ def unlock_file(handle: BinaryIO) -> None:
     handle.close()
 
 
-def _is_abandoned(path: Path) -> bool:
-    """Whether no process is fetching into a partial file."""
+@contextmanager
+def completing(handle: BinaryIO, partial: Path, target: Path) -> Iterator[None]:
+    """Rename a locked partial file to ``target`` when the block ends, atomically for all readers, and unlock it.
+
+    After an error, its bytes stay for the next attempt.
+    """
     try:
-        with path.open("rb") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.flock(handle, fcntl.LOCK_UN)
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
-        pass
-    return True
+        yield
+        os.fsync(handle.fileno())
+        partial.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            if not os.fstat(handle.fileno()).st_size:
+                partial.unlink()
+        raise
+    finally:
+        unlock_file(handle)

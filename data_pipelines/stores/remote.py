@@ -13,14 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores.cache import Cache, lock_file, unlock_file
+from longstride.data_pipelines.stores.cache import Cache, completing, lock_file
 from longstride.data_pipelines.stores.local import Store, StoredFile
 from longstride.data_pipelines.stores.transport import (
     WEB,
@@ -154,31 +153,23 @@ def fetch_file(
     """
     partial = target.with_name(target.name + ".partial")
     with as_data_error(target, None):
-        new_folders = [
-            folder for folder in (target.parent, *target.parent.parents) if not folder.exists()
-        ]  # nearest first
+        new_folders = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         handle = lock_file(partial)
     if handle is None:
         raise DataError(f"{partial}: is being fetched by another process; wait until it has finished")
     try:
-        if not target.exists():  # else another process has just finished it
+        with as_data_error(target, None), completing(handle, partial, target):
             url = FolderUrl(folder_url)
             url.check_protocol()
             transport = _connect(url, settings, threading.Event())
-            _Download(transport, file, handle, partial, "fetch it by hand and look at it", advance).run()
-            with as_data_error(target, None):
-                os.fsync(handle.fileno())
-                partial.rename(target)
+            _download(transport, file, handle, partial, advance, mend="fetch it by hand and look at it")
     except DataError as error:
         raise DataError(f"{error}; {way_out}") from error
     finally:
-        with suppress(OSError):  # a fetch that got no byte leaves no file and no folder
-            if partial.exists() and not partial.stat().st_size:
-                partial.unlink()
-                for folder in new_folders:
-                    folder.rmdir()
-        unlock_file(handle)
+        with suppress(OSError):  # a fetch that got no byte leaves no folder
+            for folder in new_folders:  # nearest first
+                folder.rmdir()
 
 
 def _connect(url: FolderUrl, settings: RemoteSettings, stop: threading.Event) -> Transport:
@@ -218,17 +209,11 @@ class _InProcess:
             path = cache.find(file)
             if path is not None:
                 return path
-            partial = cache.claim(file, self.stop)
-            if partial is None:
-                continue
-            try:
-                _Download(self.transport, file, partial.handle, partial.path).run()
-                path = cache.commit(partial)
-            except BaseException:
-                cache.release(partial)
-                raise
-            _log.info("%s: fetched, %d bytes", self._url.shown_of(file.name), file.size)
-            return path
+            handle = cache.claim(file, self.stop)
+            if handle is not None:
+                with cache.filling(file, handle) as partial:
+                    _download(self.transport, file, handle, partial)
+                _log.info("%s: fetched, %d bytes", self._url.shown_of(file.name), file.size)
         raise StoppedError
 
     def fetch_ahead(self, files: Iterable[StoredFile]) -> None:
@@ -268,77 +253,58 @@ class _InProcess:
                 _log.warning("%s: prefetching it failed: %s", self._url.shown_of(file.name), error)
 
 
-@dataclass
-class _Download:
-    """The fetch that completes a partial file."""
+def _download(
+    transport: Transport,
+    file: StoredFile,
+    partial: BinaryIO,
+    path: Path,
+    advance: Callable[[int], None] = lambda received: None,
+    mend: str = "upload the folder again, all its files together",
+) -> None:
+    """Fetch the missing bytes of a file to its partial file, and verify it.
 
-    transport: Transport
-    file: StoredFile
-    partial: BinaryIO  # open for reading and writing, unbuffered, and locked by the caller
-    path: Path  # of ``partial``
-    way_out: str = "upload the folder again, all its files together"  # where the remote file is another one
-    advance: Callable[[int], None] = lambda received: None  # gets the bytes so far
+    Args:
+        partial: open for reading and writing, without a buffer, and locked.
+        path: of ``partial``.
+        advance: called with the bytes so far.
+        mend: advice if the remote file is another one.
 
-    def __post_init__(self) -> None:
-        self._shown = self.transport.url.shown_of(self.file.name)
-        self._received = 0  # bytes of the partial file
-        self._digest = hashlib.sha256()  # of these bytes
+    Raises:
+        DataError: the message names URL or local path. The received bytes stay in the partial file.
+    """
+    shown, problem = transport.url.shown_of(file.name), ""
+    for _ in range(ROUNDS):
+        if os.fstat(partial.fileno()).st_size > file.size:
+            partial.truncate(0)
+        partial.seek(0)
+        digest, received = hashlib.sha256(), 0
+        while content := partial.read(_HASH_BYTES):  # of an earlier attempt, or an earlier process
+            digest.update(content)
+            received += len(content)
+        if received:
+            _log.info("%s: continuing after %d of %d bytes", shown, received, file.size)
+        transfer = Transfer(file.name, file.size, transport.settings, received, has_checksum=True)
+        try:
+            for content in transport.content(transfer):
+                if transport.stop.is_set():
+                    raise StoppedError
+                digest.update(content)
+                _write(partial, path, content)
+                advance(transfer.received)
+        except DifferentFileError as error:
+            problem = str(error)
+        else:
+            if digest.hexdigest() == file.sha256:
+                return
+            problem = "its SHA-256 does not match"
+        _log.warning("%s: %s; fetching it again from its beginning", shown, problem)
+        partial.truncate(0)
+    raise DataError(f"{shown}: {problem}: the remote file is damaged or belongs to another set; {mend}")
 
-    def run(self) -> None:
-        """Fetch the missing bytes and verify the file.
 
-        Raises DataError, naming URL or local path. The received bytes stay in the partial file.
-        """
-        problem = ""
-        for _ in range(ROUNDS):
-            try:
-                self._resume()
-                transfer = Transfer(
-                    self.file.name, self.file.size, self.transport.settings, self._received, has_checksum=True
-                )
-                for content in self.transport.content(transfer):
-                    if self.transport.stop.is_set():
-                        raise StoppedError
-                    self._write(content)
-                if self._digest.hexdigest() == self.file.sha256:
-                    return
-                problem = "its SHA-256 does not match"
-            except DifferentFileError as error:
-                problem = str(error)
-            _log.warning("%s: %s; fetching it again from its beginning", self._shown, problem)
-            self._start_over()
-        raise DataError(
-            f"{self._shown}: {problem}: the remote file is damaged or belongs to another set; {self.way_out}"
-        )
-
-    def _resume(self) -> None:
-        """Hash the bytes of an earlier attempt, or of an earlier process."""
-        self._received, self._digest = 0, hashlib.sha256()
-        self.partial.seek(0)
-        while content := self.partial.read(_HASH_BYTES):
-            self._digest.update(content)
-            self._received += len(content)
-        if self._received > self.file.size:
-            self._start_over()
-        elif self._received:
-            _log.info("%s: continuing after %d of %d bytes", self._shown, self._received, self.file.size)
-
-    def _start_over(self) -> None:
-        self.partial.seek(0)
-        self.partial.truncate()
-        self._received, self._digest = 0, hashlib.sha256()
-
-    def _write(self, content: bytes) -> None:
+def _write(partial: BinaryIO, path: Path, content: bytes) -> None:
+    mend = "free space there, name another cache folder, or set fewer cache_bytes"
+    with as_data_error(path, "cannot be written", mend):
         remaining = memoryview(content)
         while remaining:
-            try:
-                written = self.partial.write(remaining)
-            except OSError as error:
-                raise DataError(
-                    f"{self.path}: cannot be written ({error.strerror}); "
-                    "free space there, name another cache folder, or set fewer cache_bytes"
-                ) from error
-            self._digest.update(remaining[:written])
-            self._received += written
-            self.advance(self._received)
-            remaining = remaining[written:]
+            remaining = remaining[partial.write(remaining) :]

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import io
 import logging
 import multiprocessing
 import os
@@ -389,11 +390,8 @@ def test_cache_that_cannot_be_written_is_named(bucket, opened, tmp_path):
 
 def test_full_disk_is_named(bucket, opened, tmp_path, monkeypatch):
     files = make_files(bucket, 1000)
-    monkeypatch.setattr(
-        "longstride.data_pipelines.stores.cache.lock_file",
-        lambda path: os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", 0),
-    )
-    monkeypatch.setattr(remote._Download, "_resume", lambda self: None)
+    full = type("Full", (io.FileIO,), {"write": lambda *_: Path("/dev/full").write_bytes(b"x")})
+    monkeypatch.setattr("longstride.data_pipelines.stores.cache.lock_file", lambda path: full(path, "w+"))
     with FaultyServer(bucket) as url, pytest.raises(DataError, match=r"\.partial: cannot be written \(No space left"):
         opened(url).local(files[0])
 
