@@ -6,14 +6,13 @@ imported only for files that need it.
 """
 
 import gzip
-import io
 import re
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from longstride.data_pipelines.errors import DataError, as_data_error
 
@@ -59,14 +58,13 @@ def decompress(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[
     also more than 200 times the compressed size, and for a missing library.
     """
     assert kind.unpack is not None
-    packed = _CountedFile(file)
-    size = 0
+    begin, size = file.tell(), 0
     damage: tuple[type[Exception], ...] = (EOFError, ValueError, zlib.error, *LZMA_ERRORS)
     try:
         with as_data_error(path, damage=damage, damaged=f"is {kind.name}, and damaged or cut short"):
-            for block in kind.unpack(cast("BinaryIO", packed)):
+            for block in kind.unpack(file):
                 size += len(block)
-                if size > _FREE_BYTES + _MOST_RATIO * packed.count:
+                if size > _FREE_BYTES + _MOST_RATIO * (file.tell() - begin):
                     raise DataError(
                         f"{path}: is {kind.name}, and unpacks to more than {_MOST_RATIO} times its size; unpack it "
                         f"first, such as with `{kind.program} FILE`, if there is room"
@@ -79,21 +77,6 @@ def decompress(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[
             f"{path}: is {kind.name}, and {module}, which reads such files, cannot be imported ({error}); {missing}, "
             f"or unpack the file first, such as with `{kind.program} FILE`"
         ) from error
-
-
-class _CountedFile(io.RawIOBase):
-    """A file that counts the bytes that were read from it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.count = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        content = self._file.read(size)
-        self.count += len(content)
-        return content
 
 
 class StreamContent:

@@ -347,13 +347,17 @@ class _BlocksFile:
     """A file over blocks, which can only be read."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks, self._block = blocks, memoryview(b"")
+        self._blocks, self._block, self._offset = blocks, memoryview(b""), 0
 
     def read(self, size: int) -> bytes:
         """Read the next bytes, maybe fewer, and none at the end."""
         block = self._block or memoryview(next(self._blocks, b""))
-        self._block = block[size:]
-        return bytes(block[:size])
+        content, self._block = bytes(block[:size]), block[size:]
+        self._offset += len(content)
+        return content
+
+    def tell(self) -> int:
+        return self._offset
 
 
 def _check_output(output: Path, names: Sequence[str], copied: Collection[str], was_killed: bool) -> None:

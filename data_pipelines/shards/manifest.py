@@ -37,7 +37,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from io import BytesIO
 from itertools import zip_longest
 from json.encoder import encode_basestring_ascii as _quoted
@@ -404,20 +404,12 @@ def index_to_bytes(index: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
+_EMPTY_INDEX_BYTES = len(index_to_bytes(np.empty(0, dtype=INDEX_DTYPE)))  # numpy leaves room for any length
+
+
 def index_bytes(samples: int) -> int:
     """Return the size of the index file of so many samples."""
-    return _index_header_bytes(len(str(samples))) + samples * INDEX_DTYPE.itemsize
-
-
-@cache
-def _index_header_bytes(digits: int) -> int:
-    """Return the size of the header for a number of samples with so many digits."""
-    header = BytesIO()
-    description = np.lib.format.dtype_to_descr(INDEX_DTYPE)
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": description, "fortran_order": False, "shape": (10 ** (digits - 1),)}
-    )
-    return header.tell()
+    return _EMPTY_INDEX_BYTES + samples * INDEX_DTYPE.itemsize
 
 
 def read_checked(store: Store, file: StoredFile, what: str) -> bytes:

@@ -416,13 +416,8 @@ def _describe(split: Split, number: int, sample: int, member: memoryview) -> str
     """Describe in one line the damage of a member with a wrong CRC-32."""
     if split.manifest.tars is not None:
         return f"member {split.sample_name(number, sample)} is damaged, or another than was indexed (CRC-32); {REPAIR}"
-    key = split.shards[number].key(sample)
-    header = bytes(member[:BLOCK_BYTES])
-    name = header[:100].rstrip(b"\0")
-    if len(header) < BLOCK_BYTES:
-        return f"ends before sample {key}; {REPAIR}"
-    if header[257:262] != b"ustar":
-        return f"sample {key} has a damaged header; {REPAIR}"
-    if name.decode(errors="replace") not in split.member_names(split.shards[number], sample):
-        return f"holds sample {name.decode(errors='replace')!r} in place of {key}; {REPAIR}"
+    key, header = split.shards[number].key(sample), bytes(member[:BLOCK_BYTES])
+    name = header[:100].rstrip(b"\0").decode(errors="replace")
+    if header[257:262] == b"ustar" and name not in split.member_names(split.shards[number], sample):
+        return f"holds sample {name!r} in place of {key}; {REPAIR}"
     return f"sample {key} is damaged (CRC-32); {REPAIR}"

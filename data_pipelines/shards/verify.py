@@ -138,50 +138,40 @@ def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
         with as_data_error(name, mend=REBUILD):
             if _sha256_of(path) != shard.sha256:
                 findings.append(f"{name}: its SHA-256 is not the manifest's; {REBUILD}")
-            verify_content = _verify_members if folder.manifest.tars is None else _verify_rows
-            findings += verify_content(name, path, split, number, index)
+            findings += (f"{name}: {damage}" for damage in _damaged_members(path, split, number, index))
     return findings
 
 
-def _verify_members(name: str, path: Path, split: Split, number: int, index: np.ndarray) -> list[str]:
-    """Verify an own shard: a member per sample, without gaps, and then zeros."""
-    findings: list[str] = []
-    width = split.manifest.stored_bytes
+def _damaged_members(path: Path, split: Split, number: int, index: np.ndarray) -> Iterator[str]:
+    """Yield what is wrong with members that the index lists.
+
+    An own shard has a member per sample, without gaps, and then zeros. Other bytes of a foreign tar are only covered by
+    its SHA-256.
+    """
+    width, is_own, damaged = split.manifest.stored_bytes, split.manifest.tars is None, ""
     with open_plain(path) as file:
         for sample, (row, end) in enumerate(zip(index.tolist(), member_ends(index, width).tolist(), strict=True)):
             start, content, length, crc32, _ = row
-            names = split.member_names(split.shards[number], sample)
-            raw = file.read(end - start)
-            try:
-                member = tarfile.TarInfo.frombuf(raw[:BLOCK_BYTES], "utf-8", "surrogateescape")
-            except tarfile.TarError as error:
-                return [*findings, f"{name}: cannot be read as a tar file ({error}); {REBUILD}"]
-            key = member.name if member.name in names else names[0]
-            if member.name not in names or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-                findings.append(f"{name}: sample {key} is missing; {REBUILD}")
-            elif start + BLOCK_BYTES + member.size != content + width * length:
-                findings.append(f"{name}: sample {key} is not where the index says; {REBUILD}")
-            elif zlib.crc32(raw) != crc32:
-                findings.append(f"{name}: sample {key} is damaged (CRC-32); {REBUILD}")
-        if any(file.read()):
-            findings.append(f"{name}: has data after its last sample; {REBUILD}")
-    return findings
-
-
-def _verify_rows(name: str, path: Path, split: Split, number: int, index: np.ndarray) -> list[str]:
-    """Verify the members of a foreign tar that the index lists. Other bytes are only covered by the SHA-256."""
-    findings = []
-    ends = member_ends(index, split.manifest.stored_bytes)
-    with open_plain(path) as file:
-        for sample, (start, end, crc32) in enumerate(
-            zip(index["member"].tolist(), ends.tolist(), index["crc32"].tolist(), strict=True)
-        ):
             file.seek(start)
-            if zlib.crc32(file.read(end - start)) != crc32:
-                findings.append(
-                    f"{name}: member {split.sample_name(number, sample)} is damaged (CRC-32); fetch the tar again"
-                )
-    return list(dict.fromkeys(findings))
+            raw = file.read(end - start)
+            if is_own:
+                names = split.member_names(split.shards[number], sample)
+                try:
+                    member = tarfile.TarInfo.frombuf(raw[:BLOCK_BYTES], "utf-8", "surrogateescape")
+                except tarfile.TarError as error:
+                    yield f"cannot be read as a tar file ({error}); {REBUILD}"
+                    return
+                if member.name not in names or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+                    yield f"sample {names[0]} is missing; {REBUILD}"
+                elif start + BLOCK_BYTES + member.size != content + width * length:
+                    yield f"sample {member.name} is not where the index says; {REBUILD}"
+                elif zlib.crc32(raw) != crc32:
+                    yield f"sample {member.name} is damaged (CRC-32); {REBUILD}"
+            elif zlib.crc32(raw) != crc32 and damaged != (name := split.sample_name(number, sample)):
+                damaged = name  # once for all its pieces
+                yield f"member {name} is damaged (CRC-32); fetch the tar again"
+        if is_own and any(file.read()):
+            yield f"has data after its last sample; {REBUILD}"
 
 
 def source_lines(path: Path) -> Iterator[bytes]:

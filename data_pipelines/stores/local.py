@@ -105,11 +105,8 @@ class LocalStore(Store):
                 ) from None
 
     def sizes(self) -> Mapping[str, int]:
-        try:
-            with os.scandir(self._folder) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        except OSError as error:
-            raise DataError(f"{self._folder}: cannot be listed ({error.strerror}); check the path") from error
+        with as_data_error(self._folder, "cannot be listed", "check the path"), os.scandir(self._folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     def find(self, *endings: str) -> tuple[Mapping[str, int | None], int]:
         sizes: dict[str, int | None] = {}

@@ -65,7 +65,11 @@ class DifferentFileError(Exception):
 
 
 class HttpStatusError(OSError):
-    """An answer that may differ at the next attempt."""
+    """An answer without content: one line, and the HTTP status, if that is the reason."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.code = status
 
 
 class LimitError(Exception):
@@ -76,7 +80,7 @@ class StoppedError(Exception):
     """The store was closed while it was fetching."""
 
 
-def is_final(status: object) -> bool:
+def _is_final(status: object) -> bool:
     """Whether an HTTP status is an answer that no second attempt changes."""
     return isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT_STATUSES
 
@@ -312,7 +316,7 @@ class Transport:
         # Of gcsfs, adlfs and huggingface_hub. aiohttp calls a broken answer a status 400, which may heal.
         attributes, response = vars(error), getattr(error, "response", None)
         statuses = (attributes.get("code"), attributes.get("status_code"), getattr(response, "status_code", None))
-        if isinstance(error, FileNotFoundError) or 404 in statuses:
+        if isinstance(error, FileNotFoundError) or {404, 410} & set(statuses):
             return True, "no such file"
         # gcsfs raises OSError for "Forbidden".
         if isinstance(error, PermissionError) or 401 in statuses or 403 in statuses or words.startswith("Forbidden"):
@@ -321,10 +325,11 @@ class Transport:
             return True, self.url.quote(f"the server's certificate is not trusted ({words})")
         if isinstance(error, NotImplementedError | ValueError | RefusedError) or kind in _FINAL_ERRORS:
             return True, self.url.quote(words)
-        if any(is_final(status) for status in statuses):
-            return True, self.url.quote(f"{kind}: {words}")
+        is_final = any(_is_final(status) for status in statuses)
         if isinstance(error, HttpStatusError):
-            return False, self.url.quote(words)
+            return is_final, self.url.quote(words)
+        if is_final:
+            return True, self.url.quote(f"{kind}: {words}")
         if isinstance(error, TimeoutError) or "Timeout" in kind:
             return False, f"nothing came for {self.settings.timeout_seconds:g} s ({kind})"
         return False, self.url.quote(kind if words == kind else f"{kind}: {words}")

@@ -22,7 +22,6 @@ from longstride.data_pipelines.stores.transport import (
     RefusedError,
     Transfer,
     Transport,
-    is_final,
     web_timeout,
 )
 
@@ -146,21 +145,14 @@ async def _read(content: Any, seconds: float) -> tuple[bytes, Exception | None]:
 
 
 def _check_status(response: Any, transfer: Transfer) -> None:
-    status = response.status
-    words = f"HTTP {status} {response.reason}"
-    if status == 416 and transfer.size is not None:
+    if response.status == 416 and transfer.size is not None:
         raise DifferentFileError(f"it ends before byte {transfer.received}")
-    if status == 416:
+    if response.status == 416:
         transfer.start_over()
-        raise HttpStatusError(f"the server answers {words}")
-    if status in (404, 410):
-        raise FileNotFoundError(words)
-    if status in (401, 403):
-        raise PermissionError(words)
-    if is_final(status):
-        raise RefusedError(f"the server answers {words}")
-    if status not in (200, 206):
-        raise HttpStatusError(f"the server answers {words}")
+    if response.status not in (200, 206):
+        # A range that cannot be served is no final answer, as the next attempt begins at the first byte.
+        status = None if response.status == 416 else response.status
+        raise HttpStatusError(f"the server answers HTTP {response.status} {response.reason}", status)
 
 
 def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
