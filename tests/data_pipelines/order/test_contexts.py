@@ -214,22 +214,6 @@ def test_what_an_epoch_carries_over_is_named(corpus):
     assert stream.carried(1) is None
 
 
-@pytest.mark.parametrize("cut", [Cut(), Cut(separator=0), Cut(packing=False), Cut(packing=False, hop=32)], ids=str)
-def test_state_of_another_cut_is_refused(corpus, cut):
-    other = Cut(separator=1)
-    state = open_stream(corpus.folder, context=64, global_batch=4, cut=other).state
-    with pytest.raises(DataError, match="another data set, split, cutting"):
-        open_stream(corpus.folder, context=64, global_batch=4, cut=cut, state=state)
-
-
-def test_padding_is_zero_and_lengths_are_at_least_one(corpus):
-    stream = open_stream(corpus.folder, context=1000, global_batch=4, cut=Cut(packing=False))
-    for batch in itertools.islice(stream, stream.lanes.steps_in(0)):
-        assert (batch.lengths >= 1).all() and (batch.lengths <= 1000).all()
-        beyond = torch.arange(1000) >= batch.lengths[:, None]
-        assert not batch.tokens[beyond].any()
-
-
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_reader_reads_any_range_in_any_order(corpus, data):

@@ -9,9 +9,7 @@ from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, read_context
-from longstride.data_pipelines.shards.indexing import index_tars
 from tests.data_pipelines.order.test_contexts import shard_documents
-from tests.harness.data.tars import write_shards
 
 DOCUMENTS = Cut(packing=False)
 
@@ -55,23 +53,6 @@ def test_windows_follow_their_definition(corpus, context, data):
     assert b"".join(row[first:] for row, first in found.values()) == b"".join(streams)
     assert all(first in (0, min_context) for _, first in found.values())
     assert sum(first == 0 and min_context > 0 for _, first in found.values()) in (0, len(streams))
-
-
-@pytest.mark.parametrize("cut", [Cut(), Cut(separator=10), DOCUMENTS], ids=str)
-@pytest.mark.parametrize("min_context", [0, 1, 20, 32])
-def test_windows_of_indexed_tars_follow_their_definition(tmp_path, cut, min_context):
-    texts = [text for shard in write_shards(tmp_path / "tars") for text in shard]
-    index_tars([str(tmp_path / "tars")], tmp_path / "index", validation_fraction=0)
-    streams = texts if cut.packing is False else [b"".join(t + b"\n" * (cut.separator is not None) for t in texts)]
-    expected = [window for stream in streams for window in windows_of(stream, 33, min_context)]
-    for world_size in (1, 3):
-        found = {}
-        for rank in range(world_size):
-            options = {"context": 33, "batch_size": 2, "cut": cut, "min_context": min_context}
-            batches = evaluation_contexts(tmp_path / "index", "train", rank=rank, world_size=world_size, **options)
-            rows = rows_of(batches)
-            found |= {number: row for number, row in rows.items() if number >= 0}
-        assert [found[number] for number in range(len(expected))] == expected
 
 
 @pytest.mark.parametrize(("min_context", "nearest"), [(-1, 0), (64, 63), (10**6, 63)])

@@ -11,8 +11,6 @@ import os
 import random
 import shutil
 import tarfile
-from functools import partial
-from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import fsspec
@@ -30,7 +28,7 @@ from longstride.data_pipelines.shards.verify import check_split, verify
 from longstride.data_pipelines.stores import open_store, transport
 from tests.harness.data.streams import open_stream
 from tests.harness.data.tars import add, gnu_tar, peak_of_indexing, write_shards, write_tar
-from tests.hostile.generators.http_servers import FaultyServer, serving
+from tests.hostile.generators.http_servers import FaultyServer
 
 ALL = {"validation_fraction": 0}
 DOCUMENTS = Cut(packing=False)
@@ -301,24 +299,6 @@ def test_tars_behind_a_failing_server_are_indexed_and_read(tars, tmp_path, quick
         assert verify(f"{url}/served") == []
     index_tars([str(folder)], tmp_path / "local", **ALL)
     assert DataFolder(tmp_path / "local").manifest.fingerprint == DataFolder(tmp_path / "served").manifest.fingerprint
-
-
-def test_tars_that_a_web_server_lists_are_found(tars, tmp_path, quick):
-    folder, texts = tars
-    (folder / ".hidden").mkdir()
-    shutil.copy(folder / "train-000.tar", folder / ".hidden" / "train-000.tar")
-    handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
-    settings = RemoteSettings(cache=str(tmp_path / "cache"))
-    with serving(partial(handler, directory=str(folder.parent))) as url:
-        manifests = [
-            index_tars([f"{url}/{place}"], tmp_path / f"index{number}", remote=settings, **ALL)
-            for number, place in enumerate(("tars", "tars/*2.tar"))
-        ]
-        assert documents(tmp_path / "index0", remote=settings) == list(itertools.chain(*texts))
-    assert [[shard.name for shard in each.shards()] for each in manifests] == [
-        [f"train-00{number}.tar" for number in range(5)],
-        ["train-002.tar"],
-    ]
 
 
 def test_each_remote_tar_is_read_once(tars, tmp_path, quick):

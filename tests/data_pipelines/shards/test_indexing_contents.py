@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import io
-import itertools
 import wave
 
 import numpy as np
 import pytest
-import torch
-import webdataset as wds
 from PIL import Image
 
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.order.evaluation import split_bytes
-from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.shards.indexing import index_tars
 from longstride.data_pipelines.shards.reading import DataFolder
 from longstride.data_pipelines.shards.verify import verify
@@ -75,29 +71,6 @@ def test_a_layout_with_several_fields_in_folders_is_read(tmp_path):
         output = tmp_path / f"index-{extension}"
         index_tars([str(tmp_path / "hub")], output, extension=extension)
         assert documents(output, "validation") == [f"seg.png validation 0 {each}".encode() for each in range(4)]
-
-
-def test_shards_of_webdatasets_writer_are_read(tmp_path):
-    (tmp_path / "tars").mkdir()
-    texts = [b"sample %d" % number for number in range(25)]
-    with wds.ShardWriter(str(tmp_path / "tars" / "set-%06d.tar"), maxcount=10, verbose=0) as writer:
-        for number, text in enumerate(texts):
-            writer.write({"__key__": f"{number:05}", "txt": text, "cls": number})
-    assert indexed(tmp_path / "tars", tmp_path / "index") == texts
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_resume_in_the_middle_goes_on_at_the_very_batch(tars, tmp_path, workers):  # noqa: F811
-    index_tars([str(tars[0])], tmp_path / "index", **ALL)
-    options = {"context": 32, "global_batch": 4, "seed": 5, "shuffle_bytes": 200}
-    batches = list(itertools.islice(open_stream(tmp_path / "index", **options), 40))
-    state = StreamState.from_json(batches[16].state.to_json())
-    options |= {"world_size": 2, "workers": workers, "state": state}
-    streams = [open_stream(tmp_path / "index", rank=rank, **options) for rank in range(2)]
-    parts = [list(itertools.islice(stream, 23)) for stream in streams]
-    for expected, *ranks in zip(batches[17:], *parts, strict=True):
-        assert torch.equal(torch.cat([batch.tokens for batch in ranks]), expected.tokens)
-        assert ranks[0].state == expected.state
 
 
 # Pictures and sounds.

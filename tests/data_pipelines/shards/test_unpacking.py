@@ -10,10 +10,9 @@ import webdataset as wds
 import zstandard
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order.contexts import Cut
-from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, index_tars, verify
+from tests.data_pipelines.shards.test_indexing import documents
 from tests.harness.data.tars import peak_of_indexing, write_shards, write_tar
 from tests.hostile.generators.http_servers import FaultyServer
 
@@ -36,11 +35,6 @@ def packed(tmp_path):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(PACK[ending](path.read_bytes()))
     return tmp_path / "packed", tmp_path / "plain", list(itertools.chain(*texts))
-
-
-def documents(folder) -> list[bytes]:
-    found = evaluation_contexts(folder, "train", context=10**6, batch_size=1, cut=Cut(packing=False))
-    return [batch.tokens[0, : int(batch.lengths[0])].numpy().tobytes() for batch in found]
 
 
 def names(folder) -> set[str]:

@@ -57,13 +57,6 @@ def test_stream_from_a_failing_server_is_that_of_the_disk(corpus, settings, work
     assert 0 < held <= settings.cache_bytes
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("seed", range(20))
-def test_stream_from_a_failing_server_campaign(corpus, settings, seed):
-    with FaultyServer(corpus.folder, share=0.2, seed=seed, stall_seconds=1) as url:
-        assert_equal(batches(url, 70, settings), batches(corpus.folder, 70))
-
-
 def test_evaluation_and_verification_from_a_failing_server(corpus, settings):
     def rows(location, **remote):
         found = evaluation_contexts(location, context=64, batch_size=4, **remote)
