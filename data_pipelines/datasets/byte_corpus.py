@@ -58,10 +58,9 @@ class ByteCorpus(Dataset):
                 return candidates[0]
             names = ", ".join(member.name for member in members[:3]) + (" …" if len(members) > 3 else "")
             raise DataError(f"{path}: holds {names or 'nothing'} instead of only {self.name}; {self.where}")
-        for files in files_in(path):
-            for file in files:
-                if file.name in self.file_names:
-                    return self._member(file)
+        for file in files_in(path):
+            if file.name in self.file_names:
+                return self._member(file)
         raise DataError(f"{path}: holds neither {self.name} nor {self.archive.name}; {self.where}")
 
 

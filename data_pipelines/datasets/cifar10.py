@@ -3,23 +3,23 @@
 The last 25th of the training pictures, in the published order, is the validation split: 2,000 of 50,000. Both versions
 have the same pictures in the same order, so both give the same shards.
 
-The Python version is pickled. A pickle is a program, so it is interpreted here by the few operations that a batch
-needs. No code of numpy or of any other package is called, and memory is in proportion to the file.
+The Python version is pickled. A pickle is a program, which is only listed here and never run: numpy writes an array as
+its bytes and a few numbers, by which they are recognised.
 """
 
 import pickletools
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from longstride.data_pipelines.datasets.dataset import (
     WAY_OUT,
     Archive,
-    Archives,
     Dataset,
     DatasetContent,
     Excerpts,
@@ -27,10 +27,10 @@ from longstride.data_pipelines.datasets.dataset import (
     Planes,
     PublishedFile,
     Stretch,
-    files_in,
+    find_members,
     picture_properties,
 )
-from longstride.data_pipelines.datasets.members import Member, whole_file
+from longstride.data_pipelines.datasets.members import Member
 from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
 
@@ -62,17 +62,9 @@ _KNOWN = {
 
 _MOST_BYTES = 2**27  # of a pickled batch, which is held in memory: the published ones have 31 MB
 _MOST_STEPS = 2**20  # of its program: they have a tenth of them
-_MOST_SHOWN = 200  # characters of a pickle in a message
-_KNOWN_NAMES = {
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("_codecs", "encode"),
-}
-_CONSTANTS = {
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE"),
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BINUNICODE8"),
+_MOST_SHOWN = 200  # characters of an error in a message
+_OTHER_OPERATIONS = {  # their arguments are no constants of the pickle
+    *("PROTO", "FRAME", "GLOBAL", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"),
 }
 
 
@@ -90,7 +82,7 @@ class Cifar10(Dataset):
 
     def find(self, path: Path, unpublished: bool) -> DatasetContent:
         """Find the splits in an archive, its folder, or a folder above."""
-        names, batches = _version(_batches_in(path))
+        names, batches = _version(find_members(path, _NAMES, _ARCHIVE_NAMES, _is_complete))
         if not batches:
             raise DataError(
                 f"{path}: holds no batch of CIFAR-10 (data_batch_1.bin … test_batch.bin, or data_batch_1 … "
@@ -124,26 +116,9 @@ def _version(members: Mapping[str, Member]) -> tuple[list[str], dict[str, Member
     return max(batches, key=lambda version: len(version[1]))
 
 
-def _batches_in(root: Path) -> dict[str, Member]:
-    """Find the batches, by name, in the nearest place that has any. Unpacked batches precede those in archives."""
-    for files in files_in(root):
-        unpacked = {path.name: whole_file(path) for path in files if path.name in _NAMES}
-        if unpacked:
-            return unpacked
-    archives = Archives(_ARCHIVE_NAMES, root)
-    for files in files_in(root):
-        members: dict[str, Member] = {}
-        for path in archives.in_order(files):
-            for member in archives.members(path):
-                if member.base_name in _NAMES:
-                    members.setdefault(member.base_name, member)
-            names, batches = _version(members)
-            if len(batches) == len(names):  # no other archive need be opened
-                break
-        if members:
-            return members
-    archives.check_all_readable()
-    return {}
+def _is_complete(members: Mapping[str, Member]) -> bool:
+    names, batches = _version(members)
+    return len(batches) == len(names)
 
 
 def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
@@ -184,148 +159,36 @@ class PickledBatch(Planes):
 
 
 def batch_rows(content: bytes, row_bytes: int) -> np.ndarray:
-    """Return the array "data" of a pickled dictionary, (n, row_bytes) uint8. Raises RefusedPickleError."""
+    """Return the array of a pickled batch, (n, row_bytes) uint8. Raises RefusedPickleError.
+
+    The bytes of the array are the longest text of the pickle. Before them numpy writes the state of the array and of
+    its type: version, shape, type, byte order, and whether by columns.
+    """
+    numbers: deque[int] = deque(maxlen=10)
+    texts: deque[str | bytes] = deque(maxlen=2)
+    longest: tuple[list[int], list[str | bytes], str | bytes] = [], [], b""  # with the constants before it
     try:
-        batch = _interpret(content)
+        for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
+            if number > _MOST_STEPS:
+                raise RefusedPickleError(f"has more than {_MOST_STEPS:,} operations, more than any batch")
+            value: Any = {"NEWTRUE": True, "NEWFALSE": False}.get(operation.name, argument)
+            if isinstance(value, int) and operation.name not in _OTHER_OPERATIONS:
+                numbers.append(value)
+            elif isinstance(value, str | bytes) and operation.name not in _OTHER_OPERATIONS:
+                if len(value) > len(longest[2]):
+                    longest = list(numbers), list(texts), value
+                texts.append(value)
+        raw = longest[2] if isinstance(longest[2], bytes) else longest[2].encode("latin1")
     except RefusedPickleError:
         raise
     except Exception as error:  # damage may raise anything
         words = " ".join(str(error)[:_MOST_SHOWN].split()) or type(error).__name__
         raise RefusedPickleError(f"cannot be read as a pickle ({words})") from error
-    data = batch.get(b"data", batch.get("data")) if isinstance(batch, dict) else None
-    if not isinstance(data, _Array):
-        raise RefusedPickleError('is not a batch: a dictionary whose "data" is an array of bytes')
-    match data.state:  # version, shape, type, whether by columns, content
-        case int(), (int(count), int(width)), _Type(kind), int(0), bytes(raw):
-            is_bytes = kind in ("u1", b"u1", "|u1", b"|u1", "uint8", b"uint8")
-            if is_bytes and width == row_bytes and len(raw) == count * width:
+    match longest[:2]:
+        case [1, int(count), int(width), 0, 1, 3, -1, -1, 0, 0], ["u1" | b"u1", "|" | b"|"]:
+            if width == row_bytes and len(raw) == count * width:
                 return np.frombuffer(raw, dtype=np.uint8).reshape(count, width)
-    raise RefusedPickleError(f'its "data" is not an array of bytes in rows of {row_bytes}')
-
-
-class _Name(NamedTuple):
-    """A name of another module, which a pickle can call."""
-
-    name: str
-
-
-class _Type(NamedTuple):
-    """Represents a numpy.dtype."""
-
-    name: Any
-
-
-@dataclass(slots=True)
-class _Array:
-    """Represents a numpy.ndarray."""
-
-    state: Any = None
-
-
-def _interpret(content: bytes) -> Any:
-    """Return a pickled value of the kinds in a batch. Raises RefusedPickleError, or anything for a damaged pickle."""
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
-    encodable = len(content)  # each character is at least a byte of the pickle, encoded once
-    operands: list[Any]
-    argument: Any
-    name: Any
-    value: Any
-    items: Any
-    text: Any
-    for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
-        if number > _MOST_STEPS:
-            raise RefusedPickleError(f"has more than {_MOST_STEPS:,} operations, more than any batch")
-        operands = list(operation.stack_before)
-        if pickletools.markobject in operands:
-            items = _pop(stack, marks.pop())
-            operands = [*_pop(stack, len(stack) - operands.index(pickletools.markobject)), items]
-        else:
-            operands = _pop(stack, len(stack) - len(operands))
-        match operation.name, operands:
-            case "PROTO" | "FRAME", _:
-                continue
-            case "STOP", [value]:
-                return value
-            case "MARK", _:
-                marks.append(len(stack))
-                continue
-            case "PUT" | "BINPUT" | "LONG_BINPUT", _:
-                memo[argument] = stack[-1]
-                continue
-            case "MEMOIZE", [value]:
-                memo[len(memo)] = value
-            case "GET" | "BINGET" | "LONG_BINGET", _:
-                value = memo[argument]
-            case "NONE" | "NEWTRUE" | "NEWFALSE" as name, _:
-                value = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[name]
-            case "STRING" | "BINSTRING" | "SHORT_BINSTRING", _:  # bytes of Python 2
-                value = argument.encode("latin1")
-            case name, _ if name in _CONSTANTS:
-                value = argument
-            case "EMPTY_TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3", _:
-                value = tuple(operands)
-            case "TUPLE", [items]:
-                value = tuple(items)
-            case "EMPTY_LIST", _:
-                value = []
-            case "LIST", [value]:
-                pass
-            case "APPEND", [list(value), item]:
-                value.append(item)
-            case "APPENDS", [list(value), items]:
-                value.extend(items)
-            case "EMPTY_DICT", _:
-                value = {}
-            case "DICT", [items]:
-                value = _update({}, items)
-            case "SETITEM", [dict(value), *items]:
-                _update(value, items)
-            case "SETITEMS", [dict(value), items]:
-                _update(value, items)
-            case "GLOBAL" | "STACK_GLOBAL" as name, _:
-                module, name = operands or argument.split(" ", 1)
-                if (module, name) not in _KNOWN_NAMES:
-                    shown = f"{f'{module}.{name}':.{_MOST_SHOWN}}"
-                    raise RefusedPickleError(f"imports {shown}, which no batch of CIFAR-10 needs")
-                value = _Name(name)
-            case "REDUCE", [_Name("_reconstruct"), tuple()]:
-                value = _Array()
-            case "REDUCE", [_Name("dtype"), (name, *_)]:
-                value = _Type(name)
-            case "REDUCE", [_Name("encode"), (str(text), "latin1" | b"latin1")]:  # bytes of Python 3 in protocol 2
-                encodable -= len(text)
-                if encodable < 0:
-                    raise RefusedPickleError("encodes the same text repeatedly, which no batch does")
-                value = text.encode("latin1")
-            case "REDUCE", _:
-                raise RefusedPickleError("calls a function that no batch calls")
-            case "BUILD", [_Array() as value, state]:
-                value.state = state
-            case "BUILD", [_Type() as value, _]:  # the state has the byte order and the like
-                pass
-            case "BUILD", _:
-                raise RefusedPickleError("sets the state of an object that is not an array, which no batch does")
-            case name, _:
-                raise RefusedPickleError(f"uses the operation {name}, which no batch uses")
-        stack.append(value)
-    raise AssertionError("the last operation is STOP")
-
-
-def _pop(stack: list[Any], first: int) -> list[Any]:
-    if first < 0:
-        raise ValueError("the stack is empty")
-    items = stack[first:]
-    del stack[first:]
-    return items
-
-
-def _update(value: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
-    if not all(isinstance(key, str | bytes) for key in items[::2]):  # the hash of nested tuples may take for ever
-        raise RefusedPickleError("has a key that no batch has")
-    value.update(zip(items[::2], items[1::2], strict=True))
-    return value
+    raise RefusedPickleError(f'is not a batch: a dictionary whose "data" is an array of bytes in rows of {row_bytes}')
 
 
 CIFAR10 = Cifar10(

@@ -6,14 +6,14 @@ blue ones. Content is in the order of the image modality: row by row, pixel by p
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from longstride.data_pipelines.datasets.members import Member, members_of
+from longstride.data_pipelines.datasets.members import Member, members_of, whole_file
 from longstride.data_pipelines.documents import Document, LeftOut, OpenInput
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.modalities import CHANNELS, Modality, Properties
@@ -23,6 +23,7 @@ from longstride.data_pipelines.stores import StoredFile
 
 WAY_OUT = "fetch it again, or accept it as it is with --unpublished"
 DOWNLOADS = Path("downloads")
+ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")
 _ATTEMPTS = 4  # attempts in a row without a byte: the user is waiting, and a few seconds suffice
 
 
@@ -121,14 +122,15 @@ def fetch_input(dataset: Dataset, place: Path, is_given: bool, download: bool, p
         elif archive is None:  # no program may download it: any file counts as the dataset
             is_present = any(place.iterdir())
         else:
-            is_present = any(path.name in dataset.file_names for files in files_in(place) for path in files)
+            is_present = any(path.name in dataset.file_names for path in files_in(place))
     if is_present:
         return place
     if not download:
         raise DataError(f"--input={place}: no such file or folder; {how}")
     if archive is None:
         raise DataError(f"--download: {dataset.name} may not be fetched by a program; {dataset.where} as --input")
-    target = place / archive.name if place.is_dir() or not _is_archive(place) else place
+    is_file = place.name.endswith(ARCHIVE_SUFFIXES) and not place.is_dir()
+    target = place if is_file else place / archive.name
     from longstride.data_pipelines.stores import remote  # only a download needs it
 
     remote.fetch_file(
@@ -142,57 +144,65 @@ def fetch_input(dataset: Dataset, place: Path, is_given: bool, download: bool, p
     return target
 
 
-def files_in(root: Path) -> Iterator[list[Path]]:
-    """Yield the files of each place, nearest first: a single file; or a folder, then each folder in it by name.
+def files_in(root: Path) -> Iterator[Path]:
+    """Yield a file, or the files of a folder and then of each folder in it, by name.
 
     Raises DataError for a folder that cannot be read.
     """
     if root.is_file():
-        yield [root]
+        yield root
         return
     try:
         inside = sorted(root.iterdir())
-        yield [path for path in inside if path.is_file()]
+        yield from (path for path in inside if path.is_file())
         for folder in inside:
             if folder.is_dir() and not folder.name.startswith("."):
-                yield [path for path in sorted(folder.iterdir()) if path.is_file()]
+                yield from (path for path in sorted(folder.iterdir()) if path.is_file())
     except OSError as error:
         raise DataError(f"{error.filename}: the folder cannot be read ({error.strerror}); allow reading") from error
 
 
-def _is_archive(path: Path) -> bool:
-    return path.name.endswith((".zip", ".tar", ".tar.gz", ".tgz"))
+def find_members(
+    root: Path,
+    names: Collection[str],
+    published: Collection[str],
+    is_complete: Callable[[Mapping[str, Member]], bool],
+    suffixes: tuple[str, ...] = ARCHIVE_SUFFIXES,
+) -> dict[str, Member]:
+    """Find files by their names: unpacked ones first, then those in archives; nearer ones first.
 
+    Args:
+        root: an archive, which may have any name, or a folder.
+        published: names of the dataset's archives, which are opened first.
+        is_complete: whether no other archive need be opened.
+        suffixes: of archives in a folder.
 
-class Archives:
-    """The archives of a folder. Some of them may not belong to the dataset.
-
-    ``published`` are the names under which the dataset is distributed, ``user_path`` is the path that the user named.
+    Raises:
+        DataError: an archive cannot be read, and is ``root``, has a published name, or nothing is found.
     """
-
-    def __init__(self, published: Collection[str], user_path: Path) -> None:
-        self._published, self._user_path = published, user_path
-        self._error: DataError | None = None  # of the first unreadable archive
-
-    def in_order(self, paths: Iterable[Path]) -> list[Path]:
-        """Select the archives, published names first. The file that the user named counts whatever its name."""
-        archives = [path for path in paths if path == self._user_path or _is_archive(path)]
-        return sorted(archives, key=lambda path: path.name not in self._published)
-
-    def members(self, path: Path) -> list[Member]:
-        """List the members of an archive; none of an unreadable one, unless the user named it or it is published."""
+    files = list(files_in(root))
+    members: dict[str, Member] = {}
+    for path in files:
+        if path.name in names and path.name not in members:
+            members[path.name] = whole_file(path)
+    archives = [path for path in files if path.name not in names and (path == root or path.name.endswith(suffixes))]
+    problem = None
+    for path in sorted(archives, key=lambda path: path.name not in published):
+        if is_complete(members):
+            break
         try:
-            return members_of(path)
+            contents = members_of(path)
         except DataError as error:
-            if path == self._user_path or path.name in self._published:
+            if path == root or path.name in published:
                 raise
-            self._error = self._error or error
-            return []
-
-    def check_all_readable(self) -> None:
-        """Raise the DataError of an unreadable archive, if any. Call this if no batch was found."""
-        if self._error is not None:
-            raise self._error
+            problem = problem or error  # it need not belong to the dataset
+            continue
+        for member in contents:
+            if member.base_name in names:
+                members.setdefault(member.base_name, member)
+    if problem is not None and not members:
+        raise problem
+    return members
 
 
 class Source(Protocol):

@@ -5,7 +5,6 @@ classes. A folder of pictures is shuffled by a hash of the paths.
 """
 
 import io
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +13,13 @@ import numpy as np
 
 from longstride.data_pipelines.datasets.dataset import (
     WAY_OUT,
-    Archives,
     Dataset,
     DatasetContent,
     Excerpts,
     PlaneRows,
     PublishedFile,
     Stretch,
-    files_in,
+    find_members,
     picture_properties,
 )
 from longstride.data_pipelines.datasets.members import Member, whole_file
@@ -37,7 +35,7 @@ _FOLDERS = {
     "train": ("train", "train_64x64"),
     "validation": ("validation", "valid", "val", "valid_64x64", "val_64x64"),
 }
-_PICKLED = re.compile(r"train_data_batch_\d+|val_data")
+_PICKLED = {name.removesuffix(".npz") for name in _NAMES}
 _HEADER_BYTES = 2**12  # numpy's header is far shorter
 
 # Checksums from TensorFlow Datasets. For the npz files inside, only the counts are published.
@@ -77,7 +75,15 @@ class ImageNet64(Dataset):
         )
 
     def find(self, path: Path, unpublished: bool) -> DatasetContent:
-        batches = self._batches_in(path)
+        members = find_members(
+            path, _NAMES | _PICKLED, self.archives, lambda members: members.keys() >= _NAMES, suffixes=(".zip",)
+        )
+        batches = {name: member for name, member in members.items() if name in _NAMES}
+        if members and not batches:
+            pickled = next(iter(members.values()))
+            raise DataError(
+                f"{pickled.path}: holds pickled batches, which are not supported; fetch the archives of npz files"
+            )
         content = self._of_batches(path, batches, unpublished) if batches else self._of_pictures(path)
         counts = tuple(len(content.splits.get(split, ())) for split in ("train", "validation"))
         if not unpublished and counts not in self.counts:
@@ -135,35 +141,6 @@ class ImageNet64(Dataset):
             left_out.empty += left_out_here.empty
             left_out.links += left_out_here.links
         return _content(path, splits, left_out)
-
-    def _batches_in(self, root: Path) -> dict[str, Member]:
-        """Find the batches, by name, of a file, or of a folder and its subfolders: nearer and unpacked ones first.
-
-        The three archives can thus be, and be unpacked, in separate folders.
-        """
-        batches: dict[str, Member] = {}
-        pickled = None
-        archives = Archives(tuple(self.archives), root)
-        nearest, *below = files_in(root)
-        for files in (nearest, [path for folder in below for path in folder]):
-            for path in files:
-                if path.name in _NAMES:
-                    batches.setdefault(path.name, whole_file(path))
-            for path in archives.in_order(path for path in files if path.suffix == ".zip"):
-                if len(batches) == len(_NAMES):  # no other archive need be opened
-                    return batches
-                members = archives.members(path)
-                for member in members:
-                    if member.base_name in _NAMES:
-                        batches.setdefault(member.base_name, member)
-                pickled = next((path for member in members if _PICKLED.fullmatch(member.base_name)), pickled)
-        if not batches:
-            archives.check_all_readable()
-            if pickled is not None:
-                raise DataError(
-                    f"{pickled}: holds pickled batches, which are not supported; fetch the archives of npz files"
-                )
-        return batches
 
 
 def _content(path: Path, splits: Mapping[str, Excerpts | list[FileDocument]], left_out: LeftOut) -> DatasetContent:

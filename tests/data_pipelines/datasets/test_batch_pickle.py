@@ -40,7 +40,7 @@ class _Runs:
 @pytest.mark.parametrize("call", [os.system, subprocess.getoutput], ids=["system", "getoutput"])
 def test_batch_pickle_runs_nothing(tmp_path, call, protocol):
     content = pickle.dumps({b"data": _Runs(call, f"touch {tmp_path}/ran")}, protocol=protocol)
-    with pytest.raises(RefusedPickleError, match=rf"imports \w+\.{call.__name__}, which no batch"):
+    with pytest.raises(RefusedPickleError, match="is not a batch"):
         batch_rows(content, 3072)
     assert list(tmp_path.iterdir()) == []
     pickle.loads(content)  # what would have run
@@ -94,25 +94,3 @@ def test_batch_pickle_takes_no_more_than_it_holds(content):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**19
-
-
-def short(text: str) -> bytes:
-    return b"X" + len(text).to_bytes(4, "little") + text.encode()
-
-
-@pytest.mark.parametrize(
-    "name", ["_codecs\nencode", "numpy\ndtype", "numpy\nndarray", "numpy.core.multiarray\n_reconstruct"]
-)
-@pytest.mark.parametrize("attribute", ["__doc__", "_call", "__class__"])
-def test_batch_pickle_changes_nothing_in_this_process(name, attribute):
-    """A state in two parts sets attributes of the object that gets it."""
-    change = b"c" + name.encode() + b"\nN}" + short(attribute) + short("owned") + b"s\x86b"
-    with pytest.raises(RefusedPickleError, match="sets the state of an object"):
-        batch_rows(b"\x80\x02}(" + short("data") + change + b"u.", 3072)
-    for content in (python2_pickle(BATCH), python3_pickle(BATCH)):
-        assert np.array_equal(batch_rows(content, 3072), in_planes(BATCH))
-
-
-def test_batch_pickle_that_calls_what_no_batch_calls_is_refused():
-    with pytest.raises(RefusedPickleError, match="calls a function that no batch calls"):
-        batch_rows(b"\x80\x02cnumpy\nndarray\n)R.", 3072)
