@@ -10,7 +10,6 @@ detect is listed in docs/data/images.md.
 """
 
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -92,7 +91,7 @@ def _picture_errors(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read as a picture ({what}); repair, remove or exclude it") from error
 
 
-def _open_picture(file: BinaryIO) -> ImageFile.ImageFile:
+def _open_picture(file: BinaryIO, most_reads: int = _MOST_READS) -> ImageFile.ImageFile:
     """Open a picture by its header, without decoding it."""
     size = file.seek(0, 2)
     if size > _MOST_FILE_BYTES:
@@ -106,7 +105,7 @@ def _open_picture(file: BinaryIO) -> ImageFile.ImageFile:
             f"of more than {_MOST_SLOW_PIXELS:,} pixels, a PPM must be binary with values up to 255, and a BMP must be "
             "uncompressed"
         )
-    counted.remaining = _MOST_READS
+    counted.remaining = most_reads
     return picture
 
 
@@ -190,10 +189,10 @@ def png_file(pixels: np.ndarray) -> bytes:
 
 # Damage.
 
-_MOST_CHUNKS = 2**17  # of a PNG or WebP file; some programs write a PNG's rows in chunks of 4 KiB
+_MOST_PNG_READS = 2**18  # two or three for each chunk; some programs write rows in chunks of 8 KiB
+_MOST_CHUNKS = 2**17  # of a WebP file
 _MOST_SCANNED_PIXELS = 2**32  # pixels times scans of a JPEG: a scan visits every block and takes only a few bytes
 _MOST_COMMENTS = 1000  # of a plain-text PPM file: Pillow copies a block for each
-_BLOCK_BYTES = 2**20
 _TRIMMED_BYTES = 8  # cut from a WebP picture; encoders may pad its last word
 
 
@@ -201,12 +200,12 @@ def check_undamaged(file: BinaryIO, picture: ImageFile.ImageFile) -> None:
     """Check a picture file, and restore its position; ``picture`` is the opened file, not decoded yet.
 
     Raises:
-        ValueError: the file is damaged or cut short.
+        ValueError, OSError, SyntaxError: the file is damaged or cut short.
     """
     place = file.seek(0, 1)
     if picture.format == "PNG":
-        file.seek(8)
-        _check_png(file)
+        file.seek(0)
+        _open_picture(file, _MOST_PNG_READS).verify()  # the checksum of every chunk, up to the one that ends the file
     elif picture.format in ("JPEG", "MPO"):
         file.seek(0)
         _check_jpeg(file.read(), picture)
@@ -218,24 +217,6 @@ def check_undamaged(file: BinaryIO, picture: ImageFile.ImageFile) -> None:
         if file.read().count(b"#") > _MOST_COMMENTS:
             raise ValueError(f"it has more than {_MOST_COMMENTS:,} comments")
     file.seek(place)
-
-
-def _check_png(file: BinaryIO) -> None:
-    """Verify the checksum of every chunk, up to the one that ends the file."""
-    for _ in range(_MOST_CHUNKS):
-        head = file.read(8)
-        if len(head) < 8:
-            raise ValueError("it is cut short: no IEND chunk ends it")
-        remaining, name = int.from_bytes(head[:4], "big"), head[4:]
-        checksum = zlib.crc32(name)
-        while remaining and (block := file.read(min(remaining, _BLOCK_BYTES))):
-            checksum = zlib.crc32(block, checksum)
-            remaining -= len(block)
-        if remaining or file.read(4) != checksum.to_bytes(4, "big"):
-            raise ValueError(f"it is damaged or cut short: the checksum of its chunk {name!r} does not match")
-        if name == b"IEND":
-            return
-    raise ValueError(f"it has more than {_MOST_CHUNKS:,} chunks")
 
 
 def _check_jpeg(content: bytes, picture: ImageFile.ImageFile) -> None:
