@@ -275,15 +275,24 @@ def _settle_palette(crew: Crew, orders: _Orders) -> Palette | None:
 def _make_shards(crew: Crew, coordinator: _Coordinator | None, orders: _Orders, progress: Progress | None) -> None:
     """Write all shards in rounds of one per rank. After every round, each rank learns of the others' errors."""
     tasks = coordinator.tasks() if coordinator else iter(())
-    reporter = _Reporter(progress if crew.is_first else None, orders.content_bytes)
+    done = reported = 0  # content bytes: of all finished shards, and of this rank's in this round
+
+    def advance(size: int) -> None:
+        nonlocal done, reported
+        done += size
+        if progress is not None and coordinator is not None and done > reported:
+            reported = done
+            progress(done, orders.content_bytes)
+
     with OpenInput() as open_input:
         while True:
             any_left, task = crew.deal(tasks)
             if coordinator:
-                reporter.settle(coordinator.done_bytes)
+                done = coordinator.done_bytes
+                advance(0)
             if not any_left:
                 return
-            for record in crew.on_each(partial(_make_shard, task, orders, open_input, reporter.advance)):
+            for record in crew.on_each(partial(_make_shard, task, orders, open_input, advance)):
                 if coordinator and record is not None:
                     coordinator.add(record)
 
@@ -306,24 +315,3 @@ def _make_shard(
         file.write(index)
     place.keep_record(record)
     return record
-
-
-class _Reporter:
-    """Reports the progress of all ranks: the first rank's at once, the others' after each round."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total = progress, total
-        self._settled = self._this_round = self._reported = 0
-
-    def settle(self, done: int) -> None:
-        """Set the bytes of all finished shards."""
-        self._settled, self._this_round = done, 0
-        self.advance(0)
-
-    def advance(self, size: int) -> None:
-        """Add bytes that this rank has read."""
-        self._this_round += size
-        done = self._settled + self._this_round
-        if self._progress is not None and done > self._reported:
-            self._reported = done
-            self._progress(done, self._total)

@@ -21,7 +21,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def check_apart(inputs: Sequence[Path], output: Path) -> None:
         outer = next((names[folder] for folder in place.parents if folder in names), None)
         if outer is not None:
             raise DataError(f"{path}: lies inside {outer}, so its files would be read twice; name only one of the two")
-        for written in (output, _unfinished_folder(output)):
+        for written in (output, UnfinishedFolder(output).folder):
             if written.is_relative_to(place):
                 raise DataError(f"{output}: lies inside the input {path}; name an output outside it")
             if place.is_relative_to(written):
@@ -160,7 +159,7 @@ class PresentOutput:
         if findings:
             raise DataError(f"{findings[0]}; {_NOT_OVERWRITTEN}")
         _log.info("%s: already there, and identical", self._output)
-        if _unfinished_folder(self._output).is_dir():
+        if UnfinishedFolder(self._output).folder.is_dir():
             with suppress(DataError):  # another build may hold it, or the folder may be read-only: no harm
                 leftover = UnfinishedBuild(self._output)
                 leftover.tidy()
@@ -182,24 +181,14 @@ def _load_present(output: Path) -> DataManifest:
         raise DataError(f"{error}; {_NOT_OVERWRITTEN}") from error
 
 
-@dataclass(frozen=True, slots=True)
 class UnfinishedFolder:
     """The folder of an unfinished build, to which every rank writes."""
 
-    folder: Path
-
-    @property
-    def data(self) -> Path:
-        return self.folder / "data"
-
-    @property
-    def partial(self) -> Path:
-        """Files that are being written."""
-        return self.folder / "partial"
-
-    @property
-    def records(self) -> Path:
-        return self.folder / "records"
+    def __init__(self, output: Path) -> None:
+        """Name the folder next to ``output``, so that a rename finishes the build."""
+        self.folder = output.parent / f".{output.name}.unfinished"
+        self.data, self.records = self.folder / "data", self.folder / "records"
+        self.partial = self.folder / "partial"  # files that are being written
 
     def record_path(self, shard_name: str) -> Path:
         return self.records / f"{shard_name.removesuffix('.tar')}.json"
@@ -218,7 +207,7 @@ class UnfinishedFolder:
 
 def unfinished_folder(output: Path) -> Path | None:
     """Return the folder of an unfinished build of ``output`` with finished shards; None if there is none."""
-    place = UnfinishedFolder(_unfinished_folder(real_path(output)))
+    place = UnfinishedFolder(real_path(output))
     try:
         return place.folder if place.holds_finished else None
     except OSError:
@@ -234,7 +223,7 @@ class UnfinishedBuild:
         """Lock the folder. Raises DataError if another build into ``output`` is running, or it cannot be created."""
         self._output = output
         self._plan: BuildPlan | None = None
-        self.place = UnfinishedFolder(_unfinished_folder(output))
+        self.place = UnfinishedFolder(output)
         self._lock = _lock(self.place.folder, output)
 
     def begin(self, plan: BuildPlan) -> None:
@@ -320,11 +309,6 @@ class UnfinishedBuild:
                 shutil.rmtree(path)
             elif path.name != "lock":
                 path.unlink()
-
-
-def _unfinished_folder(output: Path) -> Path:
-    """Return the folder of the unfinished build. It is next to the output, so that a rename finishes the build."""
-    return output.parent / f".{output.name}.unfinished"
 
 
 def _cannot_be_made(output: Path, reason: str) -> DataError:

@@ -62,18 +62,13 @@ class BuildSettings(ABC):
             size = self.palette if isinstance(self.palette, int) else len(self.palette)
             rule = f"only applies to pictures, and this is {self.modality.name}; leave it out, or take modality image"
             raise DataError(f"palette={size}: {rule}")
-        if self.shard_bytes < 1:
-            raise DataError(f"shard_bytes={self.shard_bytes}: must be at least 1, such as 16777216")
-        if self.shard_bytes > MOST_SHARD_BYTES:  # the limit of numbers in the manifest
-            raise DataError(f"shard_bytes={self.shard_bytes}: must be at most {MOST_SHARD_BYTES}, such as 16777216")
+        if not 1 <= self.shard_bytes <= MOST_SHARD_BYTES:  # the limit of numbers in the manifest
+            rule = "at least 1" if self.shard_bytes < 1 else f"at most {MOST_SHARD_BYTES}"
+            raise DataError(f"shard_bytes={self.shard_bytes}: must be {rule}, such as 16777216")
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """Return the settings for the manifest."""
-
-    @abstractmethod
-    def source_of(self, split: str, document: Document) -> str:
-        """Return the source of a document, for people."""
 
     @property
     def _palette_json(self) -> dict[str, Any]:
@@ -164,50 +159,51 @@ class FileSettings(BuildSettings):
         if fraction and (self.hold_out_end or len({document.relative for document in documents}) == 1):
             mix(documents, self.seed)
             return BuildPlan(self, properties, hold_out_end(documents, fraction, self.modality, properties), left_out)
+        hashes = np.array([document.hash64(self.seed, "split") for document in documents], dtype=np.uint64)
+        (is_held_out,) = _held_out([hashes], fraction)
         splits: dict[str, list[FileDocument]] = {"train": [], "validation": []}
-        for document in documents:
-            place = document.hash64(self.seed, "split")
-            splits["validation" if place < fraction * 2**64 else "train"].append(document)
-        for empty, full, nearest in (("validation", "train", min), ("train", "validation", max)):
-            if fraction and not splits[empty]:  # too few files for the fraction: move the file nearest to the border
-                moved = nearest(splits[full], key=lambda document: document.hash64(self.seed, "split")).relative
-                splits[empty] = [document for document in documents if document.relative == moved]
-                splits[full] = [document for document in documents if document.relative != moved]
+        for document, held_out in zip(documents, is_held_out.tolist(), strict=True):
+            splits["validation" if held_out else "train"].append(document)
         for members in splits.values():
             mix(members, self.seed)
         return BuildPlan(self, properties, {name: members for name, members in splits.items() if members}, left_out)
 
-    def source_of(self, split: str, document: Document) -> str:
-        """Return the path under the input, and the line or row of a record."""
-        assert isinstance(document, FileDocument | RecordDocument | DocumentPart)
-        return document.source
-
     def _plan_of_records(self, inputs: Sequence[Path], field: str) -> "BuildPlan":
         files, left_out = find_record_files(inputs, self.suffixes, self.exclude, field)
         fraction = self.validation_fraction
-        place_of = {file: place for place, (file, _) in enumerate(files)}
+        records_of = dict(files)
         order = [file for file, _ in files]
         mix(order, self.seed)
-        files = [files[place_of[file]] for file in order]
+        files = [(file, records_of[file]) for file in order]
         if fraction and (self.hold_out_end or sum(len(records) for _, records in files) == 1):
             members = RecordDocuments(field, files)
             return BuildPlan(self, {}, hold_out_end(members, fraction, self.modality, {}), left_out)
-        words, masks = [], []
+        words = []
         for file, records in files:
             key = np.array([file.hash64(self.seed, "split"), 0], dtype=np.uint64)
             last = int(records.numbers[-1]) if len(records) else 0
             words.append(np.random.Philox(key=key).random_raw(last)[records.numbers - 1])  # one per record
-            masks.append(words[-1] < np.uint64(int(fraction * 2**64)))
-        count, held_out = sum(map(len, words)), sum(int(mask.sum()) for mask in masks)
-        if fraction and held_out in (0, count):  # too few for the fraction: move the one nearest to the border
-            ends = [(row.max() if held_out else row.min(), number) for number, row in enumerate(words) if len(row)]
-            border, number = max(ends) if held_out else min(ends)
-            masks[number][words[number] == border] = not held_out
+        masks = _held_out(words, fraction)
         splits = {}
         for name, split_masks in (("train", [~mask for mask in masks]), ("validation", masks)):
             parts = [(file, records.of(mask)) for (file, records), mask in zip(files, split_masks, strict=True)]
             splits[name] = RecordDocuments(field, parts)
         return BuildPlan(self, {}, {name: members for name, members in splits.items() if len(members)}, left_out)
+
+
+def _held_out(hashes: Sequence[np.ndarray], fraction: float) -> list[np.ndarray]:
+    """Select the validation documents by their hashes, (n,) uint64 of each file; neither none nor all of them.
+
+    Too few for the fraction: the document nearest to the border moves, with those of the same hash.
+    """
+    masks = [row < np.uint64(int(fraction * 2**64)) for row in hashes]
+    num_held_out = sum(int(mask.sum()) for mask in masks)
+    if fraction and num_held_out in (0, sum(map(len, hashes))):
+        ends = [row.max() if num_held_out else row.min() for row in hashes if len(row)]
+        border = max(ends) if num_held_out else min(ends)
+        for row, mask in zip(hashes, masks, strict=True):
+            mask[row == border] = not num_held_out
+    return masks
 
 
 @dataclass(frozen=True)
@@ -232,10 +228,6 @@ class DatasetSettings(BuildSettings):
             "sample_bytes": SAMPLE_BYTES,
             **self._palette_json,
         }
-
-    def source_of(self, split: str, document: Document) -> str:
-        """Return dataset and split: the same for any form and name of the archive."""
-        return f"{self.dataset.name}/{split}"
 
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
         (path,) = inputs
@@ -268,33 +260,32 @@ class BuildPlan:
             for number, pieces in enumerate(pack(members, self.settings.shard_bytes, self.settings.modality)):
                 yield f"{split}-{number:05d}.tar", pieces
 
+    def _samples(self) -> Iterator[tuple[str, str, Piece]]:
+        """Yield the key, the split and the piece of each sample."""
+        for name, pieces in self.shards():
+            for number, piece in enumerate(pieces):
+                yield ShardRecord.key_in(name, number), name.partition("-")[0], piece
+
     def piece_lines(self) -> Iterator[bytes]:
         """Yield the lines of ``pieces.jsonl``: the samples that are pieces of longer texts.
 
-        Other modalities have no such file, so that their data folders stay the same as before it was introduced.
+        Other modalities have no such file, so that their data folders stay the same as before it was introduced. A
+        published dataset has the same sources in any form and name of its archive.
         """
-        if not self.settings.modality.cut_reach:
-            return
-        for name, pieces in self.shards():
-            for number, piece in enumerate(pieces):
-                if piece.size < piece.document.size:
-                    line = {
-                        "key": ShardRecord.key_in(name, number),
-                        "source": self.settings.source_of(name.partition("-")[0], piece.document),
-                        "piece": piece.numbering[0],
-                        "of": piece.numbering[1],
-                    }
-                    yield json.dumps(line).encode() + b"\n"
+        for key, split, piece in self._samples() if self.settings.modality.cut_reach else ():
+            if piece.size < piece.document.size:
+                number, count = piece.numbering
+                document = piece.document
+                is_file = isinstance(document, FileDocument | RecordDocument | DocumentPart)
+                source = document.source if is_file else f"{self.settings.to_json()['dataset']}/{split}"
+                yield json.dumps({"key": key, "source": source, "piece": number, "of": count}).encode() + b"\n"
 
     def source_lines(self) -> Iterator[bytes]:
         """Yield the lines of ``sources.jsonl``: the file of each sample; none for records and published datasets."""
-        for name, pieces in self.shards() if isinstance(self.settings, FileSettings) else ():
-            for number, piece in enumerate(pieces):
-                document = piece.document
-                file = document.document if isinstance(document, DocumentPart) else document
-                if isinstance(file, FileDocument):
-                    line = {"key": ShardRecord.key_in(name, number), "source": file.source}
-                    yield json.dumps(line).encode() + b"\n"
+        for key, _, piece in self._samples() if isinstance(self.settings, FileSettings) else ():
+            document = piece.document.document if isinstance(piece.document, DocumentPart) else piece.document
+            if isinstance(document, FileDocument):
+                yield json.dumps({"key": key, "source": document.source}).encode() + b"\n"
 
     @cached_property
     def pieces_file(self) -> StoredFile | None:
@@ -345,17 +336,13 @@ class BuildPlan:
         left_out = {"empty_files": self.left_out.empty, "symlinks": self.left_out.links.total()}
         if self.left_out.no_files:  # absent in older manifests
             left_out["pipes_sockets_and_devices"] = self.left_out.no_files
-        pieces = {} if self.pieces_file is None else {"pieces": asdict(self.pieces_file)}
+        made = {"settings": self.settings.to_json(), "left_out": left_out | (self.left_out.records or {})}
+        if self.pieces_file is not None:
+            made["pieces"] = asdict(self.pieces_file)
         first = next(iter(self.splits.get("validation", ())), None)
-        begins = {}
         if isinstance(first, DocumentPart):
-            begins = {"validation_begins": {"source": first.source, "byte": first.offset}}
-        return {
-            "settings": self.settings.to_json(),
-            "left_out": {**left_out, **(self.left_out.records or {})},
-            **pieces,
-            **begins,
-        }
+            made["validation_begins"] = {"source": first.source, "byte": first.offset}
+        return made
 
 
 def palette_file(palette: Palette) -> StoredFile:
