@@ -1,14 +1,13 @@
 """Builds by several MPI ranks: the same bytes as by one rank, and all ranks end together."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from longstride.data_pipelines.building.build import build, build_dataset
-from longstride.data_pipelines.building.crew import Crew, join_crew
+from longstride.data_pipelines.building.crew import join_crew
 from longstride.data_pipelines.building.planning import FileSettings
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
@@ -151,20 +150,6 @@ def test_crew_refuses_launcher_of_another_mpi(source, tmp_path):
     assert "Open MPI" in err and not any(tmp_path.iterdir())
 
 
-def test_crew_of_one_works_as_several_would():
-    crew = Crew()
-    tasks = iter("ab")
-    assert [crew.deal(tasks) for _ in range(3)] == [(True, "a"), (True, "b"), (False, None)]
-    assert crew.on_each(lambda: 3) == [3] and crew.on_first(lambda: 4) == 4
-
-    def missing() -> None:
-        raise FileNotFoundError(2, os.strerror(2), "name")
-
-    for call in (crew.on_each, crew.on_first):
-        with pytest.raises(DataError, match=r"^name: No such file or directory$"):
-            call(missing)
-
-
 @pytest.mark.campaign
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("version", ["binary", "python2"])
@@ -180,10 +165,10 @@ def test_dataset_by_many_ranks_is_byte_identical(tmp_path, ranks, version):
         "build",
         "--dataset",
         "cifar10",
-        "--input",
-        str(given),
         "--unpublished",
+        "--shard-bytes",
+        "50000",
     ]
-    code, _, errors = ended(start([*words, "--shard-bytes", "50000", "--output", str(tmp_path / "data")], ranks))
+    code, _, errors = ended(start([*words, "--input", str(given), "--output", str(tmp_path / "data")], ranks))
     assert (code, errors) == (0, [])
     assert folder_bytes(tmp_path / "data") == folder_bytes(tmp_path / "alone")

@@ -102,18 +102,6 @@ def test_a_dataset_of_pictures_takes_a_palette(cifar, cifar_built, tmp_path):
     assert verify(tmp_path / "data") == []
 
 
-def test_cifar10_of_the_published_size_is_cut_as_documented():
-    """No picture is read: 50,000 are divided into 48,000 and 2,000."""
-    pictures = Excerpts([Stretch(None, 0, 10_000, 3072) for _ in range(5)])
-    train, validation = pictures[:48_000], pictures[48_000:]
-    assert (len(train), len(validation)) == (48_000, 2_000) and len(train.stretches) == 5
-    assert (validation.stretches[0].first, validation[0].start, validation[-1].start) == (
-        8000 * 3072,
-        8000 * 3072,
-        9999 * 3072,
-    )
-
-
 @pytest.mark.parametrize(
     "form", ["folder above", "binary archive", "folder of an archive", "python folder", "python archive", "python 3"]
 )
@@ -443,15 +431,6 @@ def test_names_in_an_archive_reach_no_terminal_as_they_are(tmp_path):
 
 
 # Builds
-
-
-def test_dataset_that_is_there_and_identical_is_left(cifar, tmp_path):
-    made("cifar10", cifar["binary archive"], tmp_path / "data")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").iterdir()}
-    made("cifar10", cifar["python archive"], tmp_path / "data")
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").iterdir()} == before
-    with pytest.raises(DataError, match="made with other settings"):
-        made("cifar10", cifar["python archive"], tmp_path / "data", shard_bytes=99_999)
 
 
 def test_dataset_goes_on_after_a_stop(cifar, cifar_built, tmp_path):

@@ -3,15 +3,12 @@
 import io
 import struct
 import tarfile
-import warnings
-import wave
 from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import webdataset as wds
 
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES
@@ -68,43 +65,6 @@ def tone(frames: int, seed: int = 0) -> np.ndarray:
 # G.711
 
 
-def test_mulaw_has_the_standard_s_known_values():
-    samples = np.array([0, 32767, -32768, 8, -8, 4, -4, 3, 32635, -32635, 1000, -1000], np.int16)
-    expected = [0xFF, 0x80, 0x00, 0xFE, 0x7E, 0xFE, 0x7E, 0xFF, 0x80, 0x00, 0xCE, 0x4E]
-    assert mulaw_encode(samples).tolist() == expected
-    assert mulaw_decode(np.array([0xFF, 0x7F, 0x80, 0x00, 0xFE, 0x7E], np.uint8)).tolist() == [
-        0,
-        0,
-        32124,
-        -32124,
-        8,
-        -8,
-    ]
-
-
-def test_mulaw_is_monotone_and_odd():
-    back = mulaw_decode(mulaw_encode(EVERY_SAMPLE)).astype(int)
-    assert (np.diff(back) >= 0).all()
-    assert np.array_equal(back[1:], -back[:0:-1])
-    assert np.array_equal(mulaw_decode(EVERY_BYTE[:128]).astype(int), -mulaw_decode(EVERY_BYTE[128:]).astype(int))
-
-
-def test_mulaw_error_is_half_a_step_of_its_segment():
-    """Segment s has the magnitudes from 128 * 2**s - 132 on, in 16 steps of 2**(s + 3), in 16-bit units."""
-    magnitude = np.abs(EVERY_SAMPLE.astype(int))
-    error = np.abs(mulaw_decode(mulaw_encode(EVERY_SAMPLE)).astype(int) - EVERY_SAMPLE)
-    for segment in range(8):
-        inside = (magnitude >= 128 * 2**segment - 132) & (magnitude < min(128 * 2 ** (segment + 1) - 132, 32636))
-        assert error[inside].max() == 4 * 2**segment
-    assert error[magnitude > 32635].max() == 32768 - 32124
-
-
-def test_mulaw_encodes_what_it_decodes():
-    again = mulaw_encode(mulaw_decode(EVERY_BYTE))
-    assert np.array_equal(np.flatnonzero(again != EVERY_BYTE), [0x7F])  # the other zero
-    assert len(np.unique(mulaw_decode(EVERY_BYTE))) == 255
-
-
 def test_mulaw_is_the_standard_s_table():
     """Table 2 of G.711 has 14-bit units: decision values, and between them the decoded values."""
     decisions = [0, 1]
@@ -117,42 +77,18 @@ def test_mulaw_is_the_standard_s_table():
     number = np.minimum(np.searchsorted(4 * np.array(decisions), magnitude, side="right") - 1, 127)
     assert np.array_equal(mulaw_encode(EVERY_SAMPLE), np.where(EVERY_SAMPLE < 0, 0x7F, 0xFF) - number)
     assert np.array_equal(mulaw_decode(EVERY_BYTE[:127:-1]), 4 * np.array(values))
-
-
-def test_mulaw_agrees_with_audioop():
-    """audioop truncates to 14 bits first, which rounds negative samples down; Python 3.13 does not have it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        audioop = pytest.importorskip("audioop")
-    theirs = np.frombuffer(audioop.lin2ulaw(EVERY_SAMPLE.tobytes(), 2), dtype=np.uint8)
-    assert np.array_equal(theirs, mulaw_encode(EVERY_SAMPLE >> 2 << 2))
-    decoded = np.frombuffer(audioop.ulaw2lin(EVERY_BYTE.tobytes(), 2), dtype=np.int16)
-    assert np.array_equal(decoded, mulaw_decode(EVERY_BYTE))
+    assert np.array_equal(mulaw_decode(EVERY_BYTE[127::-1]), -4 * np.array(values))
 
 
 # Files
 
 
 @pytest.mark.parametrize("bits", [8, 16, 24, 32])
-def test_audio_of_every_width_is_the_same_sound(tmp_path, bits):
-    values = tone(2000).astype(int) >> 8 << 8  # what 8 bits can say
-    scaled = values >> 8 if bits == 8 else values << (bits - 16)
-    assert (
-        read(tmp_path / "a.wav", wav(pcm(scaled, bits), bits=bits)) == mulaw_encode(values.astype(np.int16)).tobytes()
-    )
-
-
-@pytest.mark.parametrize("bits", [8, 16, 24, 32])
-def test_audio_full_scale_stays_full_scale(tmp_path, bits):
-    extremes = [-(2 ** (bits - 1)), 2 ** (bits - 1) - 1]
-    assert read(tmp_path / "a.wav", wav(pcm(extremes, bits), bits=bits)) == b"\x00\x80"
-
-
-@pytest.mark.parametrize("bits", [8, 16, 24, 32])
-@pytest.mark.parametrize("channels", [2, 3, 6])
+@pytest.mark.parametrize("channels", [1, 2, 3, 6])
 def test_audio_channels_are_mixed_by_their_mean(tmp_path, channels, bits):
     limit = 2 ** (bits - 1)
     values = np.random.default_rng(0).integers(-limit, limit, (500, channels))
+    values[:2] = [[-limit] * channels, [limit - 1] * channels]
     exact = [int(round_half_up(sum(map(int, frame)) * 2**16, channels * 2**bits)) for frame in values]
     expected = mulaw_encode(np.clip(exact, -(2**15), 2**15 - 1).astype(np.int16)).tobytes()
     assert read(tmp_path / "a.wav", wav(pcm(values, bits), bits=bits, channels=channels)) == expected
@@ -160,14 +96,6 @@ def test_audio_channels_are_mixed_by_their_mean(tmp_path, channels, bits):
 
 def round_half_up(numerator: int, denominator: int) -> int:
     return (2 * numerator + denominator) // (2 * denominator)
-
-
-def test_audio_written_by_the_standard_library(tmp_path):
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setparams((1, 2, 8000, 0, "NONE", ""))
-        file.writeframes(tone(5000).tobytes())
-    assert read(tmp_path / "a.wav", buffer.getvalue()) == mulaw_encode(tone(5000)).tobytes()
 
 
 @pytest.mark.parametrize("options", [{"before": b"odd"}, {"extensible": True}], ids=str)
@@ -237,15 +165,6 @@ def test_audio_members_are_wav_files_of_format_7(built):
         assert found == next(content)
 
 
-def test_audio_members_are_grouped_by_webdataset(built):
-    folder, manifest, _ = built
-    (shard,) = manifest.splits["train"].shards
-    with (folder / shard.name).open("rb") as file:
-        members = wds.tariterators.tar_file_expander([{"url": shard.name, "stream": file}])
-        samples = list(wds.tariterators.group_by_keys(members))
-    assert b"".join(sample["wav"][58:] for sample in samples) == b"".join(split_bytes(folder, "train"))
-
-
 def test_audio_contexts_overlap_by_the_hop(tmp_path):
     """Every sound has its own contexts, which begin every hop; the last one is padded."""
     (tmp_path / "source").mkdir()
@@ -265,15 +184,6 @@ def test_audio_contexts_overlap_by_the_hop(tmp_path):
     found = [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
     assert sorted(found) == sorted(expected)
     assert not any(row[length:].any() for row, length in zip(rows, lengths, strict=True))
-
-
-def test_audio_without_sound_is_left_out(tmp_path):
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "a.wav").write_bytes(wav(tone(50).tobytes()))
-    (tmp_path / "source" / "b.wav").write_bytes(wav(b""))
-    manifest = build([tmp_path / "source"], tmp_path / "data", modality="audio", validation_fraction=0)
-    assert manifest.made["left_out"]["empty_files"] == 1
-    assert manifest.splits["train"].documents == 1
 
 
 def test_audio_of_another_rate_is_refused_unless_one_is_asked_for(tmp_path):

@@ -115,14 +115,6 @@ def test_image_context_of_another_size_is_refused(built, context):
         open_stream(built[0], context=context, global_batch=2)
 
 
-def test_image_bytes_are_row_column_channel(tmp_path):
-    """The model's three position tables count in this order."""
-    pixels = pixels_of(3, 5)
-    content = read(write(tmp_path / "a.png", pixels)).reshape(-1)
-    for position, value in enumerate(content):
-        assert value == pixels[position // 3 // 5, position // 3 % 5, position % 3]
-
-
 @pytest.mark.parametrize(
     ("size", "kept"),
     [((8, 4), np.s_[2:6, :]), ((4, 9), np.s_[:, 2:6]), ((4, 4), np.s_[:, :])],
@@ -169,16 +161,6 @@ def test_image_grey_becomes_three_equal_channels(tmp_path):
         assert np.array_equal(found, np.repeat(expected[..., None], 3, axis=2)), pixels.dtype
 
 
-def test_image_transparency_lies_on_white(tmp_path):
-    black = np.zeros((1, 3, 4), np.uint8)
-    black[0, :, 3] = 255, 51, 0
-    assert read(write(tmp_path / "rgba.png", black))[0].tolist() == [[0] * 3, [204] * 3, [255] * 3]
-    palette = Image.fromarray(np.array([[0, 1]], np.uint8)).convert("P")
-    palette.putpalette([10, 20, 30, 40, 50, 60])
-    palette.save(tmp_path / "palette.png", transparency=1)
-    assert read(tmp_path / "palette.png")[0].tolist() == [[10, 20, 30], [255, 255, 255]]
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_image_orientation_is_applied(tmp_path, orientation):
     stored = pixels_of(2, 3)
@@ -222,16 +204,6 @@ def test_image_damage_is_named(tmp_path, suffix, asked):
         with pytest.raises(DataError, match=f"damaged{number}.{suffix}: cannot be read as a picture") as raised:
             read(path, asked)
         assert "\n" not in str(raised.value)
-
-
-def test_image_build_names_damage_and_makes_nothing(tmp_path):
-    for number in range(5):
-        write(tmp_path / "source" / f"{number}.png", pixels_of(20, 20, number))
-    path = tmp_path / "source" / "3.png"
-    path.write_bytes(path.read_bytes()[:600])
-    with pytest.raises(DataError, match=r"3\.png: cannot be read as a picture"):
-        build([tmp_path / "source"], tmp_path / "data", modality="image")
-    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("size", [(10_000, 10_000), (30_000, 30_000), (2**31 - 1, 2**31 - 1)], ids=str)

@@ -83,15 +83,6 @@ def test_flac_is_the_bytes_of_its_wav(tmp_path, bits, subtype, channels):
     assert content(tmp_path / "a.flac") == content(tmp_path / "a.wav")
 
 
-@pytest.mark.parametrize("name", ["a.ogg", "a.mp3", "a.opus"])
-def test_lossy_sound_is_what_was_recorded(tmp_path, name):
-    samples = melody(96_000, 48_000)
-    found = mulaw_decode(np.frombuffer(content(written(tmp_path / name, samples, 48_000)), np.uint8)) / 2**15
-    expected = samples.mean(axis=1)
-    assert len(found) == len(expected)
-    assert np.sqrt(np.mean((found - expected) ** 2)) < 0.1 * np.sqrt(np.mean(expected**2))
-
-
 @pytest.mark.parametrize("name", ["a.flac", "a.ogg", "a.mp3", "a.opus", "a.wav"])
 @pytest.mark.parametrize("rate", [None, 12_000], ids=["own rate", "resampled"])
 def test_sound_is_the_same_in_any_pieces(tmp_path, name, rate):
@@ -138,14 +129,6 @@ def test_resampled_tone_keeps_its_pitch_and_loudness(tmp_path, rate):
     assert len(found) == 24_000
     # Half of G.711's largest step in reach of the tone, which is 1024 wide from 15,996 on and 512 below.
     assert np.abs(found - expected)[200:-200].max() <= 512 + 1
-
-
-def test_resampling_removes_what_the_rate_cannot_hold(tmp_path):
-    """A tone above half of the new rate would come back as another one."""
-    samples = np.rint(16_000 * np.sin(2 * np.pi * 9000 * np.arange(48_000) / 48_000)).astype(int)
-    (tmp_path / "a.wav").write_bytes(wav(pcm(samples, 16), rate=48_000))
-    found = mulaw_decode(np.frombuffer(content(tmp_path / "a.wav", 12_000), np.uint8))
-    assert np.abs(found[200:-200]).max() <= 8  # of 32,768: mu-law's smallest step
 
 
 RATES = (8000, 11_025, 12_000, 22_050, 44_100, 48_000, 96_000)

@@ -10,7 +10,7 @@ import soundfile
 
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities.wav import mulaw_decode, mulaw_encode
+from longstride.data_pipelines.modalities.wav import mulaw_encode
 from tests.data_pipelines.modalities.test_audio import read, tone, wav
 from tests.data_pipelines.modalities.test_chunks import chunk, stated
 from tests.data_pipelines.modalities.test_sound import EXTRA, content, melody
@@ -25,12 +25,6 @@ def floats(values: np.ndarray, bits: int) -> bytes:
 def in_16_bits(values: np.ndarray) -> np.ndarray:
     """Convert numbers of full scale 1, (n,), to int16, rounded to the nearest and clipped."""
     return np.clip(np.floor(values * 2**15 + 0.5), -(2**15), 2**15 - 1).astype(np.int16)
-
-
-def half_steps(samples: np.ndarray) -> np.ndarray:
-    """Return half a step of mu-law at each of (n,) int16: G.711's segments begin at 128 * 2**s - 132."""
-    segments = np.searchsorted(128 * 2 ** np.arange(1, 8) - 132, np.abs(samples.astype(int)), side="right")
-    return 4 * 2**segments
 
 
 def alaw_value(code: int) -> int:
@@ -51,8 +45,6 @@ def test_floats_are_the_sound_that_they_say(tmp_path, channels, bits, extensible
     )
     expected = in_16_bits(values.astype(np.float64).mean(axis=1))
     assert np.array_equal(np.frombuffer(found, np.uint8), mulaw_encode(expected))
-    error = np.abs(mulaw_decode(np.frombuffer(found, np.uint8)).astype(int) - expected)
-    assert (error[np.abs(expected) < 32636] <= half_steps(expected)[np.abs(expected) < 32636]).all()
 
 
 @pytest.mark.parametrize("bits", FLOATS)
@@ -110,18 +102,6 @@ def test_adpcm_is_what_its_blocks_say(tmp_path, kind, frames):
     ):
         with pytest.raises(DataError, match=rule):
             read(tmp_path / "b.wav", damaged)
-
-
-@pytest.mark.parametrize("subtype", ["IMA_ADPCM", "MS_ADPCM", "GSM610", "ALAW", "FLOAT"])
-@pytest.mark.parametrize("rate", [None, 12_000], ids=["own rate", "resampled"])
-def test_encoded_wav_is_what_was_recorded(tmp_path, subtype, rate):
-    """The sound is a tone at 16,000 Hz; the last block is padded."""
-    samples = melody(32_000, 16_000)[:, 1]
-    soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype=subtype)
-    found = mulaw_decode(np.frombuffer(content(tmp_path / "a.wav", rate), np.uint8)) / 2**15
-    expected = 0.3 * np.sin(2 * np.pi * 220 * np.arange(24_000 if rate else 32_000) / (rate or 16_000))
-    assert 0 <= len(found) - len(expected) < 600
-    assert np.sqrt(np.mean((found[: len(expected)] - expected) ** 2)) < 0.1 * np.sqrt(np.mean(expected**2))
 
 
 def test_mp3_within_wav_does_not_say_its_length(tmp_path):
