@@ -8,6 +8,7 @@ from accelerate.state import AcceleratorState
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from longstride.launcher.hub import register
+from longstride.launcher.ranks import leave
 
 folder, output = Path(sys.argv[1]), Path(sys.argv[2])
 register()
@@ -30,4 +31,6 @@ for weights, stage in (("loaded", 0), ("loaded", 3), ("new", 0), ("new", 3)):
     trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     trainer.train()
     trainer.save_model(arguments.output_dir)
-torch.distributed.destroy_process_group()  # threads that a process still has as it ends may abort it
+torch.distributed.destroy_process_group()
+# DeepSpeed keeps its groups, so gloo's threads outlive them. Destructors of C++ may meet these and abort the process.
+leave(0)
