@@ -7,6 +7,7 @@ for signals while it imports those.
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
@@ -262,21 +263,16 @@ def _links_to_launcher() -> list[tuple[int, int]]:
 
     The chain ends below an unknown process: it may be the user's shell, and a run outlives that.
     """
-    parent = os.getppid()
-    links = [(os.getpid(), parent)]
-    if not _command_line_holds(parent, (_LAUNCH,)):
-        return links  # torchrun, srun or mpirun
-    for _ in range(_MOST_LINKS - 1):
-        grandparent = _parent_of(parent)
-        if grandparent is None:
-            break
-        child, parent = parent, grandparent
-        if child == os.getppid() and parent == 1 and not _command_line_holds(1, _RUNNERS):
-            return [(child, -1)]  # launch is an orphan: its runner died before this rank started
-        links.append((child, parent))
+    chain = [psutil.Process(), *psutil.Process().parents()]
+    links = [(child.pid, parent.pid) for child, parent in itertools.pairwise(chain)]
+    if not links or not _command_line_holds(chain[1], (_LAUNCH,)):
+        return links[:1]  # torchrun, srun or mpirun
+    if len(chain) == 3 and not _command_line_holds(chain[2], _RUNNERS):
+        return [(chain[1].pid, -1)]  # launch is an orphan of process 1: its runner died before this rank started
+    for number in range(2, min(len(chain), _MOST_LINKS + 1)):
         # The command line of pdsh's shell contains that of launch, and so the word deepspeed.
-        if _command_line_holds(parent, _RUNNERS) and not _command_line_holds(parent, (_LAUNCH,)):
-            return links
+        if _command_line_holds(chain[number], _RUNNERS) and not _command_line_holds(chain[number], (_LAUNCH,)):
+            return links[:number]
     return links[:2]
 
 
@@ -287,9 +283,9 @@ def _parent_of(pid: int) -> int | None:
         return None
 
 
-def _command_line_holds(pid: int, words: tuple[str, ...]) -> bool:
+def _command_line_holds(process: psutil.Process, words: tuple[str, ...]) -> bool:
     try:
-        line = " ".join(psutil.Process(pid).cmdline())
+        line = " ".join(process.cmdline())
     except psutil.Error:
         return False
     return any(word in line for word in words)

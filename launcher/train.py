@@ -109,7 +109,7 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
             training.compile_step(run)
         stop.listen()
 
-    group = process_group(ranks, settings.timeout_seconds, run.folder, lambda: launcher_gone() is not None)
+    group = process_group(ranks, settings.timeout_seconds, run.folder, launcher_gone)
     # `stop.handled` is outside `reporting`: after a rank dies, its launcher sends SIGTERM to the others.
     with group as watchdog, stop.handled(), watchdog.reporting(), run_lock(run.folder, ranks):
         with exit_on_mistake(ranks.barrier):

@@ -146,5 +146,5 @@ def _loss_nats(engine: DeepSpeedEngine, content: Tensor, ranks: Ranks) -> float:
     engine.train(training)
     if ranks.sequence_parallel == 1:
         return float(nats.double().mean())
-    shares = ranks.gather_float64(nats.double().sum(), engine.device)  # all groups compute the same context
+    shares = ranks.gather(nats.double().sum()[None]).cpu()  # all groups compute the same context
     return float(shares[: ranks.sequence_parallel].sum() / len(content))

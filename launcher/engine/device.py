@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.models import DTYPES
+from longstride.launcher.ranks import LoneDivision
 from longstride.sparse_model import BlockContext, Division, MixerOutput, ModelConfig, SparseTransformer
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -126,10 +127,10 @@ def compile_kernels(
         return
     with _one_at_a_time():
         if not is_cpu:
-            run_attention(model, batch, dtype, device, training=train is not None, apart=apart, division=division)
+            run_parts(model, batch, dtype, device, training=train is not None, apart=apart, division=division)
         if train is not None and train.compile:
             recomputed = train.activation_checkpointing
-            run_blocks(model, batch, dtype, device, recomputed=recomputed, apart=apart, padded=padded)
+            run_parts(model, batch, dtype, device, compiled=True, recomputed=recomputed, apart=apart, padded=padded)
         if not is_cpu:
             torch.accelerator.synchronize(device)
     if device.type == "cuda":
@@ -173,87 +174,57 @@ def _compile_for_training(block: nn.Module, forward: Callable[..., MixerOutput])
     return call
 
 
-def run_blocks(
-    config: ModelConfig,
-    batch: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    recomputed: bool,
-    apart: bool = False,
-    padded: bool = False,
-) -> None:
-    """Compile one block of each kind, by a forward and backward pass over (B, N, C) zeros.
-
-    This process keeps the results, and others find them in torch's cache folder. Under ZeRO 3 DeepSpeed replaces
-    torch's linear layers, so each process compiles again in its first step.
-
-    Args:
-        recomputed: whether activation checkpointing is on, which also compiles the forward pass alone.
-        apart: whether contexts hold documents that do not see each other.
-        padded: whether batches may have padding, which compiles once more.
-    """
-    with torch.device("meta"):
-        model = SparseTransformer(config, list(dict.fromkeys(config.blocks())))
-    compile_blocks(model)
-    positions = torch.arange(config.context, device=device).expand(batch, -1) if apart else None
-    for block in model.blocks:
-        block.to_empty(device=device).to(dtype)
-        for parameter in block.parameters():
-            nn.init.zeros_(parameter)
-    masks = [None, torch.ones(batch, config.context, dtype=torch.bool, device=device)] if padded else [None]
-    contexts = [context for real in masks for context in model.block_contexts(config.context, positions, real)]
-    for block, context in zip([*model.blocks] * len(masks), contexts, strict=True):
-        h = torch.zeros(batch, config.context, config.width, device=device, dtype=dtype, requires_grad=True)
-        if recomputed:
-            with torch.no_grad():  # only the first block's input needs gradients
-                block(h, context)
-                block(h.detach(), context)
-        block(h, context).rows.sum().backward()
-
-
-def run_attention(
+def run_parts(
     model: ModelConfig,
     batch: int,
     dtype: torch.dtype,
     device: torch.device,
     *,
     training: bool = True,
+    compiled: bool = False,
+    recomputed: bool = False,
     apart: bool = False,
+    padded: bool = False,
     division: Division | None = None,
 ) -> None:
-    """Run each kind of mixer once, forward and for training backward, over (B, N, C) zeros.
+    """Run each kind of mixer once, or each kind of block, over zeros, forward and for training backward.
 
     With a ``division``, run this process's share over a section of zeros (B, n, C). Nothing is exchanged.
+
+    Args:
+        compiled: run blocks, and compile them. This process keeps the results, and others find them in torch's cache
+            folder. Under ZeRO 3 DeepSpeed replaces torch's linear layers, so each compiles again in its first step.
+        recomputed: whether activation checkpointing is on, which also compiles the forward pass alone.
+        apart: whether contexts hold documents that do not see each other.
+        padded: whether batches may have padding, which compiles once more.
     """
     with torch.device("meta"):
         network = SparseTransformer(model, list(dict.fromkeys(model.blocks())))
+    if compiled:
+        compile_blocks(network)
     if division is not None:
-        network.divide(_Unmet(division.rank, division.size, None, division.exchange))
-    section = network.division.section(model.context)
-    positions = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
-    for block, context in zip(network.blocks, network.block_contexts(model.context, positions), strict=True):
-        mixer = block.attention
-        if mixer is None:
-            continue
-        mixer.to_empty(device=device).to(dtype)
-        for parameter in mixer.parameters():
+        network.divide(LoneDivision(division.rank, division.size, None, division.exchange))
+    parts = [block if compiled else block.attention for block in network.blocks]
+    for part in filter(None, parts):
+        part.to_empty(device=device).to(dtype)
+        for parameter in part.parameters():
             nn.init.zeros_(parameter)
-        h = torch.zeros(
-            batch, section.stop - section.start, model.width, device=device, dtype=dtype, requires_grad=training
-        )
-        with torch.set_grad_enabled(training):
-            out = mixer(h, context).rows
-        if training:
-            out.sum().backward()
-
-
-class _Unmet(Division):
-    """A division whose processes have not met; it receives zeros from the others."""
-
-    def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """Return as many zeros as would be received."""
-        return values.new_zeros(self.size if received is None else sum(received), *values.shape[1:])
+    section = network.division.section(model.context)
+    shape = (batch, section.stop - section.start, model.width)
+    positions = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
+    for real in [None, torch.ones(shape[:2], dtype=torch.bool, device=device)] if padded else [None]:
+        for part, context in zip(parts, network.block_contexts(model.context, positions, real), strict=True):
+            if part is None:
+                continue
+            h = torch.zeros(shape, device=device, dtype=dtype, requires_grad=training)
+            if recomputed:
+                with torch.no_grad():  # only the first block's input needs gradients
+                    part(h, context)
+                    part(h.detach(), context)
+            with torch.set_grad_enabled(training):
+                output = part(h, context).rows
+            if training:
+                output.sum().backward()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from longstride.launcher.output import exit_codes, file_names, say, settle_output
+from longstride.launcher.stops import LauncherGone
 
 STACKS_SIGNAL = signal.SIGUSR2
 _PAGE_BYTES = mmap.PAGESIZE
@@ -113,12 +114,10 @@ class Sheet:
         """Write a text before the stacks."""
         os.write(self._file, f"{text}\n".encode(errors="replace"))
 
-    def write_stacks(self) -> None:
-        """Write the current stacks of all threads."""
-        faulthandler.dump_traceback(self._file, all_threads=True)
-
-    def read(self) -> Reading:
-        """Read the sheet."""
+    def read(self, *, with_stacks: bool = False) -> Reading:
+        """Read the sheet, if so after writing the current stacks of all threads to it."""
+        if with_stacks:
+            faulthandler.dump_traceback(self._file, all_threads=True)
         return _read(self._file)
 
     def close(self) -> None:
@@ -197,41 +196,33 @@ class Watchdog:
         rank: int,
         world_size: int,
         timeout_seconds: float,
-        orphaned: Callable[[], bool] | None = None,
+        orphaned: Callable[[], object] | None = None,
     ) -> None:
         """Start watching the calling thread. Stacks go to the folder ``run``, or to standard error if it is None.
 
-        ``orphaned`` says whether the launcher is gone; by default, whether the parent process is.
+        ``orphaned`` says whether the launcher is gone.
         """
         self._run, self._rank, self._world_size, self._timeout = run, rank, world_size, timeout_seconds
-        parent = os.getppid()
-        launched = "RANK" in os.environ  # a process started by hand may outlive its shell
-        self._orphaned = orphaned or (lambda: launched and os.getppid() != parent)
+        self._orphaned = orphaned or LauncherGone(os.environ)
         self._sheet = Sheet(rank)
         self.hosts: list[str] = []  # of all ranks, after they have met
         self._neighbours: list[Neighbour] = []
         self._name = _stamp()
         place = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
         self._meeting_place = ":".join(place) if all(place) else f"process {os.getpid()}"  # alone
-        self._met = False
         self._main = threading.get_ident()
         self._over, self._ends = threading.Event(), threading.Lock()
         self.at(f"waiting for {world_size} processes at {self._meeting_place}")
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    @property
-    def address(self) -> tuple[SheetAddress, str]:
-        """This rank's address for ``meet``."""
-        return self._sheet.address, self._name
-
-    def meet(self, everyone: Sequence[tuple[SheetAddress, str]]) -> None:
-        """Take the addresses of all ranks, in rank order."""
+    def meet(self, gather: Callable[[object], list]) -> None:
+        """Exchange the addresses of all ranks by a collective."""
+        everyone: list[tuple[SheetAddress, str]] = gather((self._sheet.address, self._name))
         self._name = everyone[0][1]  # the same for all ranks of an attempt
         addresses, local = [address for address, _ in everyone], self._sheet.address
         self.hosts = [address.host for address in addresses]
         self._neighbours = [Neighbour(peer) for peer in addresses if peer.host == local.host and peer != local]
-        self._met = True
 
     def at(self, place: str) -> None:
         """Record where the run is: a step, an evaluation, a save."""
@@ -266,15 +257,14 @@ class Watchdog:
         if self._sheet.marked:  # a neighbour reports this rank's stacks
             time.sleep(_MARKED_SECONDS)
         else:
-            place, seconds, _ = self._sheet.read()
-            self._sheet.write_stacks()
+            place, seconds, _ = reading = self._sheet.read(with_stacks=True)
             with socket.socket(socket.AF_UNIX) as name:  # bound by the first rank of the host that reports
                 try:
                     name.bind("\0longstride" + self._meeting_place[-90:])  # the limit is about a hundred bytes
                     is_first = True
                 except OSError:
                     is_first = False
-                paths = [self._write(self._rank, failure, self._sheet.read())]
+                paths = [self._write(self._rank, failure, reading)]
                 if is_first:
                     paths += self._write_neighbours(failure)
                     folder = next((path.parent for path in paths if path is not None), None)
@@ -350,7 +340,7 @@ class Watchdog:
         except FileExistsError:
             return None
         except OSError as error:
-            if self._met:  # before they meet, the message itself says who is missing
+            if self.hosts:  # before they meet, the message itself says who is missing
                 say("\n".join([f"stacks: {error.strerror}", *lines]))
             return None
         return path

@@ -49,11 +49,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Ranks:
-        """Read the place from the variables of the deepspeed launcher or torchrun; without any, there is one process.
-
-        Raises:
-            ConfigError: only some variables are set, or they are not numbers.
-        """
+        """Read the place from a launcher's variables; without any, there is one process. ConfigError for wrong ones."""
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         variables = {name: environment[name] for name in names if name in environment}
         if not variables:
@@ -119,17 +115,7 @@ class Ranks:
 
     def gather_int64(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return every rank's (n,) int64 values on the CPU, in rank order: (W, n). All ranks have the same n."""
-        values = values.to(device)
-        if self.world_size == 1:
-            return values.cpu()[None]
-        gathered = [torch.empty_like(values) for _ in range(self.world_size)]
-        torch.distributed.all_gather(gathered, values)
-        return torch.stack(gathered).cpu()
-
-    def gather_float64(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return every rank's () float64 value on the CPU, in rank order: (W,)."""
-        # Sent as integer bits, which devices without float64 preserve.
-        return self.gather_int64(value.reshape(1).view(torch.int64), device).view(torch.float64)[:, 0]
+        return self.gather(values.to(device)).cpu()
 
     def sum_int64(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return the sums of all ranks' int64 values on the CPU. All ranks have the same shape."""
@@ -165,13 +151,10 @@ class Ranks:
         return received, expected
 
     def run_on_first(self, work: Callable[[], Result]) -> Result:
-        """Return what the first rank's ``work`` returns, on every rank.
+        """Return what the first rank's ``work`` returns, on every rank; AgreedError for a mistake of the user.
 
         It works in a thread, and all ranks meet in a small collective again and again until it is done. A rank that
         dies is thus noticed at once, and no collective waits for long.
-
-        Raises:
-            AgreedError: on every rank, if the work meets a mistake of the user.
         """
         return run_on_first(work if self.is_first else None, self.gather_objects)
 
@@ -204,7 +187,7 @@ class FakeRanks(Ranks):
 
     def division(self, exchange: Literal["heads", "keys", "auto"]) -> Division:
         """Return the first place among the ranks that share a context."""
-        return _FakeDivision(0, self.sequence_parallel, None, exchange)
+        return LoneDivision(0, self.sequence_parallel, None, exchange)
 
     def swap(
         self, values: torch.Tensor, counts: list[int], expected: list[int] | None = None
@@ -213,12 +196,13 @@ class FakeRanks(Ranks):
         return values, counts if expected is None else expected
 
 
-class _FakeDivision(Division):
-    """Exchanges that return this process's own values, and zeros for all others."""
+class LoneDivision(Division):
+    """A division whose other processes are missing: exchanges return this one's values, and zeros for the others."""
 
     def swap(
         self, values: torch.Tensor, sent: list[int] | None = None, received: list[int] | None = None
     ) -> torch.Tensor:
+        """Return as many rows as would be received."""
         sent, received = sent or [1] * self.size, received or [1] * self.size
         out = values.new_zeros(sum(received), *values.shape[1:])
         before = sum(received[: self.rank])
@@ -229,7 +213,7 @@ class _FakeDivision(Division):
 
 @contextmanager
 def process_group(
-    ranks: Ranks, timeout_seconds: float, run: Path | None = None, orphaned: Callable[[], bool] | None = None
+    ranks: Ranks, timeout_seconds: float, run: Path | None = None, orphaned: Callable[[], object] | None = None
 ) -> Iterator[Watchdog]:
     """Join the processes for the block; every collective in it has the time-out.
 
@@ -264,7 +248,7 @@ def process_group(
                 torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
             with print_if_slow("waiting for the other processes"):
                 deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-                watchdog.meet(ranks.gather_objects(watchdog.address))
+                watchdog.meet(ranks.gather_objects)
             watchdog.at("starting")
             yield watchdog
     finally:
@@ -297,10 +281,8 @@ def _default_timeout(timeout: timedelta) -> Iterator[None]:
 def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
     """Lock the run folder for the block, because only one run may write there. All ranks must call; the first locks.
 
-    Forked processes do not share the lock. It is released when the process ends for any reason.
-
-    Raises:
-        ConfigError: on every rank, if another process holds it.
+    Forked processes do not share the lock. It is released when the process ends for any reason. ConfigError on every
+    rank means that another process holds it.
     """
     with ExitStack() as stack:
         problem = None

@@ -8,9 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from longstride.launcher.output import AgreedError, mistake
 
@@ -18,16 +16,6 @@ _POLL_SECONDS = (0.01, 0.5)  # between two meetings: the first and the longest p
 _VISIBLE_SECONDS = 20.0  # until a shared file system shows all hosts the same
 _LOOK_SECONDS = 0.2
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class _State(Generic[Result]):
-    """The progress of the first rank's work, with the user's mistake or the unforeseen error."""
-
-    done: bool = False
-    result: Result | None = None
-    wrong: str | None = None
-    unforeseen: str | None = None
 
 
 def wait_until_visible(look: Callable[[], Result | None], since: float) -> Result | None:
@@ -40,50 +28,41 @@ def wait_until_visible(look: Callable[[], Result | None], since: float) -> Resul
     return result
 
 
+class _Outcome(NamedTuple):
+    """The outcome of the first rank's work, for all ranks."""
+
+    result: Any = None
+    wrong: str | None = None  # the user's mistake
+    unforeseen: str | None = None
+
+
 def run_on_first(work: Callable[[], Result] | None, gather: Callable[[object], list]) -> Result:
     """Implement ``Ranks.run_on_first``. ``work`` is None on all other ranks, and ``gather`` is their collective."""
-    if work is None:
-        return _meet(_State, gather)
-    future: Future[Result] = Future()
+    outcomes: list[_Outcome] = []  # one once the work is done
+    errors: list[BaseException] = []
 
     def fulfil() -> None:
+        assert work is not None
         try:
-            result = work()
+            outcomes.append(_Outcome(work()))
         except BaseException as error:  # raised by the main thread
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+            errors.append(error)
+            wrong = mistake(error)
+            outcomes.append(_Outcome(wrong=wrong, unforeseen=repr(error) if wrong is None else None))
 
-    # A daemon, so that nothing waits for the work if a peer dies.
-    threading.Thread(target=fulfil, daemon=True, name="first works").start()
-
-    def state() -> _State[Result]:
-        if not future.done():
-            return _State()
-        error = future.exception()
-        if error is None:
-            return _State(done=True, result=future.result())
-        wrong = mistake(error)
-        return _State(unforeseen=repr(error)) if wrong is None else _State(wrong=wrong)
-
-    try:
-        return _meet(state, gather)
-    except RuntimeError:
-        if future.done():
-            future.result()  # with its own traceback
-        raise
-
-
-def _meet(state: Callable[[], _State[Result]], gather: Callable[[object], list]) -> Result:
-    """Gather the first rank's state until its work is done, and return the result."""
+    if work is not None:  # a daemon, so that nothing waits for the work if a peer dies
+        threading.Thread(target=fulfil, daemon=True, name="first works").start()
     pause, longest = _POLL_SECONDS
-    while True:
-        now: _State[Result] = gather(state())[0]
-        if now.wrong is not None:
-            raise AgreedError(now.wrong)
-        if now.unforeseen is not None:
-            raise RuntimeError(f"the first rank failed: {now.unforeseen}")
-        if now.done:
-            return cast(Result, now.result)
-        time.sleep(pause)
-        pause = min(longest, 2 * pause)
+    try:
+        while (outcome := gather(outcomes[0] if outcomes else None)[0]) is None:
+            time.sleep(pause)
+            pause = min(longest, 2 * pause)
+        if outcome.wrong is not None:
+            raise AgreedError(outcome.wrong)
+        if outcome.unforeseen is not None:
+            raise RuntimeError(f"the first rank failed: {outcome.unforeseen}")
+    except RuntimeError:
+        if errors:
+            raise errors[0] from None  # with its own traceback
+        raise
+    return outcome.result

@@ -25,10 +25,10 @@ from longstride.launcher.output import AgreedError, counting, exit_codes, file_n
 from longstride.launcher.ranks import Ranks, Watchdog
 from longstride.launcher.stops import StopRequestedError
 from longstride.launcher.training.guards import Guards, GuardStopError, Plateau, as_number
-from longstride.launcher.training.profile import StepProfiler, StepWork, Utilization, device_seconds, peak_memory_bytes
+from longstride.launcher.training.profile import StepProfiler, Utilization, device_seconds, peak_memory_bytes
 from longstride.launcher.training.recorder import Recorder
 from longstride.launcher.training.resume import GuardResponse
-from longstride.launcher.training.samples import Sampler
+from longstride.launcher.training.samples import write_samples
 from longstride.sparse_model import Division, SparseTransformer
 
 
@@ -52,11 +52,7 @@ def compile_step(run: RunSetup) -> None:
 class Trainer:
     """Trains a run on this rank, from the engine's step to the last one.
 
-    Args:
-        run: the run.
-        engine: at the first step, or restored.
-        checkpoint: the one from which the engine was restored; None for a new run.
-        watchdog: is notified of each phase.
+    ``checkpoint`` is the one from which the engine was restored; None for a new run.
     """
 
     def __init__(
@@ -72,7 +68,6 @@ class Trainer:
         self._stages = run.config.stages()
         self._stage: Stage | None = None
         self._utilization = Utilization(run.config, run.ranks, engine.device)
-        self._sampler = Sampler(run, engine, self._recorder)
         self._saver = Saver(engine, run.config, run.ranks, self._recorder.say, self._recorder.flush)
         self._state: StreamState  # position of the next batch
         self._batches: Generator[GlobalBatch[Batch]]
@@ -81,10 +76,8 @@ class Trainer:
         """Train to the last step, or until the validation loss stops falling. All ranks must call.
 
         The loop evaluates, records and saves on the way. The errors below are raised on all ranks, after an attempt to
-        save the last step. Other exceptions propagate without saving.
-
-        Args:
-            state: position of the next batch in the data; None for the first.
+        save the last step. Other exceptions propagate without saving. ``state`` is the position of the next batch in
+        the data; None for the first.
 
         Raises:
             AgreedError: data cannot be read.
@@ -184,7 +177,7 @@ class Trainer:
             self._evaluate()
         if settings.samples_every and is_due(step, settings.samples_every, settings.last_step):
             self._watchdog.at(f"samples after step {step}")
-            self._sampler.sample(step)
+            write_samples(self._run, engine, self._recorder, step)
 
     def _enter(self, stage: Stage) -> None:
         """Begin a stage, unless it is in use."""
@@ -192,7 +185,7 @@ class Trainer:
             return
         self._stage, engine = stage, self._engine
         enter_stage(stage, engine, self._guards)
-        self._utilization.work = StepWork.of(stage.config, engine.device)
+        self._utilization.begin(stage.config)
         if len(self._stages) > 1:
             number, batch = self._stages.index(stage) + 1, stage.config.train.global_batch
             contexts = f"{batch:,} contexts of {stage.context:,} a step"
@@ -278,20 +271,15 @@ def train_step(
     unit: str = "byte",
     split: str = "train",
 ) -> dict[str, Any]:
-    """Take one optimiser step over a global batch; return its line for metrics.jsonl.
+    """Take one optimiser step over a global batch; return its line for metrics.jsonl. All ranks must call.
 
     Afterwards ``guards.verdict`` says whether the step was taken. If it is skipped, the optimizer step is dropped but
     counted. On a stop or rewind, the engine has its earlier state again.
 
     Args:
-        engine: the engine of this rank.
-        batch: the batch of all ranks, with this rank's part.
         stage: of the run, which ``enter_stage`` has prepared.
-        ranks: all ranks; all must call.
-        guards: judge the step.
         context_nats: if not None, gets the loss of each context of this rank.
         unit: what a token stands for.
-        split: where the batch comes from.
     """
     step, part = EngineStep(engine), batch.part
     # DeepSpeed takes the mean over micro-batches and ranks, which may have different numbers of bytes. This factor
@@ -308,7 +296,7 @@ def train_step(
         if first + stage.rows < len(part.tokens):
             step.accumulate(loss * factor)
     # Judge before the last backward pass, as the step can still be dropped there.
-    rank_nats = ranks.gather_float64(nats, engine.device).tolist()
+    rank_nats = ranks.gather(nats[None])[:, 0].tolist()
     loss_nats = sum(rank_nats) / batch.num_tokens
     refused = guards.judge_loss(loss_nats)
     grad_norm = step.take(loss * factor, drop=refused is not None)
@@ -419,14 +407,9 @@ def early_end(error: Exception, run: RunSetup, step: int) -> tuple[int, str]:
 
 
 def summary(run: RunSetup, step: int, first: int, seconds: float, content_seen: int | None) -> list[str]:
-    """Return the closing lines of a run whose last step is saved.
+    """Return the closing lines of a run whose last ``step`` is saved, after ``seconds`` from step ``first`` on.
 
-    Args:
-        run: the run.
-        step: the last step.
-        first: the step from which this start went on.
-        seconds: duration of this start.
-        content_seen: bytes of content, or pixels, that all steps have read; None if they were not counted.
+    ``content_seen`` counts the bytes of content, or pixels, that all steps have read; None if they were not counted.
     """
     train, context = run.config.train, run.config.model.context
     is_byte = run.data.unit != metrics_file.NO_BYTE

@@ -98,7 +98,7 @@ def test_blocks_are_compiled_and_hosts_get_their_environment(
     temporary: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = []
-    monkeypatch.setattr(device_module, "run_blocks", lambda *words, **options: compiled.append(words))
+    monkeypatch.setattr(device_module, "run_parts", lambda *words, **options: compiled.append(words))
     config = load_config(config_file, ["train.compile=true"])
     device_module.compile_kernels(config.model, 1, "fp32", torch.device("cpu"), train=config.train)
     assert len(compiled) == 1

@@ -12,7 +12,8 @@ import torch
 
 from longstride.kernels.backends.triton.launch_plan import PLANS, Planner
 from longstride.launcher.engine import device as device_module
-from longstride.launcher.engine.device import compile_kernels, run_attention
+from longstride.launcher.engine.device import compile_kernels, run_parts
+from longstride.launcher.ranks import LoneDivision
 from longstride.sparse_model import Division, ModelConfig, SparseTransformer
 
 PATTERNS: dict[str, dict[str, Any]] = {
@@ -69,7 +70,7 @@ def test_warm_up_launches_what_a_step_and_an_evaluation_launch(
     pattern: str, dtype: torch.dtype, recomputed: bool, launches: set[Key]
 ) -> None:
     config = model_config(PATTERNS[pattern])
-    run_attention(config, 2, dtype, torch.device("cpu"))
+    run_parts(config, 2, dtype, torch.device("cpu"))
     warm = set(launches)
     launches.clear()
     model = SparseTransformer(config).to(dtype)
@@ -84,7 +85,7 @@ def test_warm_up_launches_what_a_step_and_an_evaluation_launch(
     assert launches and launches < warm
     scored = set(launches)
     launches.clear()
-    run_attention(config, 2, dtype, torch.device("cpu"), training=False)
+    run_parts(config, 2, dtype, torch.device("cpu"), training=False)
     assert launches == scored
 
 
@@ -108,34 +109,34 @@ def test_warm_up_launches_what_a_step_of_a_group_launches(
     config = model_config(PATTERNS[pattern])
     found = []
     for rank in range(2):
-        run_attention(
+        run_parts(
             config, 2, torch.float32, torch.device("cpu"), apart=apart, division=Division(rank, 2, exchange=exchange)
         )
         warm = set(launches)
         launches.clear()
         model = SparseTransformer(config)
-        model.divide(device_module._Unmet(rank, 2, exchange=exchange))
+        model.divide(LoneDivision(rank, 2, exchange=exchange))
         tokens = torch.arange(96).reshape(2, 48)
         model(tokens, return_nats=True, begins=tokens % 48 == 0 if apart else None).sum().backward()
         assert launches == warm and len({key[0] for key in warm}) > 2
         found.append(warm)
         launches.clear()
-    run_attention(config, 2, torch.float32, torch.device("cpu"), apart=apart)
+    run_parts(config, 2, torch.float32, torch.device("cpu"), apart=apart)
     assert launches != found[0]
 
 
 def test_other_batches_are_other_kernels(launches: set[Key]) -> None:
     """So the warm-up has the run's own sizes: this is what the test above can see."""
     config = model_config(PATTERNS["merged"])
-    run_attention(config, 2, torch.float32, torch.device("cpu"))
+    run_parts(config, 2, torch.float32, torch.device("cpu"))
     two = set(launches)
     launches.clear()
-    run_attention(config.model_copy(update={"context": 40}), 2, torch.float32, torch.device("cpu"))
+    run_parts(config.model_copy(update={"context": 40}), 2, torch.float32, torch.device("cpu"))
     assert launches != two
 
 
 def test_nothing_is_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "run_attention", pytest.fail)
+    monkeypatch.setattr(device_module, "run_parts", pytest.fail)
     compile_kernels(model_config(PATTERNS["fixed"]), 2, "fp32", torch.device("cpu"))
 
 
