@@ -15,11 +15,7 @@ MOST_BYTES = 1 << 30  # a model needs hours for a hundredth of it
 
 
 def read_file(path: Path, option: str) -> bytes:
-    """Read a regular file; ``option`` is its name on the command line.
-
-    Raises:
-        ConfigError: the file is missing, a folder, a pipe or a device, too long, or cannot be read.
-    """
+    """Read a regular file, or raise ConfigError; ``option`` is its name on the command line."""
     try:
         return read_plain(path, MOST_BYTES)
     except OSError as error:
@@ -54,11 +50,7 @@ def check_new(path: Path, option: str = "--output", *suffixes: str) -> None:
 
 
 def write_new(path: Path, content: bytes, option: str = "--output") -> None:
-    """Write a new file atomically.
-
-    Raises:
-        ConfigError: the file exists by now, or cannot be written.
-    """
+    """Write a new file atomically; ConfigError if it exists by now, or cannot be written."""
     try:
         durable.write_new(path, content)
     except FileExistsError:

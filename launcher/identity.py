@@ -22,9 +22,6 @@ def trained_on(checkpoint: Checkpoint, data: ModelData | None = None) -> ModelDa
 
     Older runs have no such file. Then their data folder describes it, if it is on this machine and has the fingerprint
     of the checkpoint's manifest. Otherwise unknown properties are those of ``data``, or follow from the model.
-
-    Raises:
-        ConfigError: data.json cannot be read.
     """
     path, config = checkpoint.folder.parents[1] / file_names.DATA, checkpoint.config
     fingerprint = checkpoint.manifest.stream.get("fingerprint")
@@ -44,14 +41,10 @@ def trained_on(checkpoint: Checkpoint, data: ModelData | None = None) -> ModelDa
 
 
 def open_data(checkpoint: Checkpoint, location: str | None, ranks: Ranks) -> tuple[TrainingData, dict[str, str]]:
-    """Open the data that a checkpoint's run was trained on, or other data that the user names.
+    """Open the data of a checkpoint's run, or other data that the user names; return it and its differences.
 
-    Returns:
-        The data, and its differences from the run's (see ``ModelData.differences``). Rank 0 prints them.
-
-    Raises:
-        ConfigError: the run's data folder is missing or has changed, or tokens have another meaning.
-        DataError: there is no data folder.
+    Rank 0 prints the differences, see ``ModelData.differences``. ConfigError means that the run's data folder is
+    missing or has changed, or that tokens have another meaning.
     """
     path = checkpoint.config.data.path
     if location is None and "://" not in path and not Path(path).exists():
@@ -70,8 +63,7 @@ def open_data(checkpoint: Checkpoint, location: str | None, ranks: Ranks) -> tup
 def compare_data(training_data: ModelData, data: ModelData, place: str, subject: str) -> tuple[dict[str, str], str]:
     """Compare data with the training data of a run or model; return the differences, and a message about them.
 
-    Raises:
-        ConfigError: tokens or their positions have another meaning.
+    ConfigError means that tokens or their positions have another meaning.
     """
     differences = training_data.differences(data)
     rule = f"is not what the {subject} was trained on: {'; '.join(differences.values())}"
@@ -82,11 +74,9 @@ def compare_data(training_data: ModelData, data: ModelData, place: str, subject:
 
 
 def check_matches(checkpoint: Checkpoint, config: RunConfig, data: ModelData) -> None:
-    """Check that a run with this configuration and data may resume from a checkpoint.
+    """Raise ConfigError if a checkpoint belongs to a run of another model, data order or batch.
 
-    Raises:
-        ConfigError: the checkpoint belongs to another model, data order or batch. The number of processes, the ZeRO
-            stage and the precision may differ: see ``needs_conversion``.
+    The number of processes, the ZeRO stage and the precision may differ: see ``needs_conversion``.
     """
     saved, state = checkpoint.config, checkpoint.stream
     origin = f"the checkpoint {checkpoint.folder}"

@@ -60,11 +60,7 @@ class Hosts:
 
 
 def find_hosts(arguments: argparse.Namespace) -> Hosts | None:
-    """Return the hosts that the options name, after every check that needs no connection; None for this host alone.
-
-    Raises:
-        ConfigError: an option, the hostfile or the launcher is wrong.
-    """
+    """Return the hosts that the options name, after every check that needs no connection; None for this host alone."""
     port = arguments.master_port
     if port is not None and not 1 <= port <= 65535:
         raise ConfigError(f"--master-port={port}: must be from 1 to 65535, such as 29500")
@@ -97,11 +93,7 @@ def find_hosts(arguments: argparse.Namespace) -> Hosts | None:
 
 
 def read_hostfile(path: Path) -> Slots:
-    """Read the hosts of a file with their slots, numbered from 0.
-
-    Raises:
-        ConfigError: there is no such file, it is not text, or a line is wrong.
-    """
+    """Read the hosts of a file with their slots, numbered from 0; ConfigError if it is none, or a line is wrong."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "no such file"
         raise ConfigError(f"--hostfile={path}: {what}; write one with a line for each host, {_GOOD_LINE}")
@@ -133,11 +125,7 @@ def read_hostfile(path: Path) -> Slots:
 
 
 def filter_hosts(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "") -> Slots:
-    """Apply ``--include`` or ``--exclude`` to the hosts, in the order of the file.
-
-    Raises:
-        ConfigError: both are set, one is malformed or names an unknown host or slot, or no host remains.
-    """
+    """Apply ``--include`` or ``--exclude`` to the hosts, in the order of the file; ConfigError if one is wrong."""
     if include and exclude:
         raise ConfigError(f"--exclude={exclude}: cannot be given with --include; give one of them")
     included = _parse_filter("--include", include, hosts) if include else hosts
@@ -181,11 +169,7 @@ _MPI_LIBRARIES = {"openmpi": ("Open MPI", "mpirun.openmpi"), "mpich": ("HYDRA", 
 
 
 def check_program(launcher: str) -> None:
-    """Check that a launcher's programs are on this host.
-
-    Raises:
-        ConfigError: one is not on PATH, or mpirun belongs to another library.
-    """
+    """Raise ConfigError if a launcher's programs are not on PATH, or mpirun belongs to another library."""
     names, packages = _PROGRAMS[launcher]
     for name in names:
         if shutil.which(name) is None:
@@ -195,11 +179,7 @@ def check_program(launcher: str) -> None:
 
 
 def find_mpirun(launcher: str) -> str:
-    """Return the path of a library's mpirun: the first on PATH, or else Debian's alternative name for it.
-
-    Raises:
-        ConfigError: neither belongs to that library.
-    """
+    """Return the path of a library's mpirun: the first on PATH, or Debian's name for it. Raise ConfigError without."""
     word, debian_name = _MPI_LIBRARIES[launcher]
     paths = [path for path in map(shutil.which, ("mpirun", debian_name)) if path is not None]
     for path in paths:
@@ -211,11 +191,7 @@ def find_mpirun(launcher: str) -> str:
 
 
 def meeting_address(hosts: Sequence[str]) -> str:
-    """Return the address at which the other hosts reach the first one.
-
-    Raises:
-        ConfigError: this host cannot determine it.
-    """
+    """Return the address at which the other hosts reach the first one; ConfigError if this host cannot determine it."""
     first = hosts[0]
     if len(hosts) == 1:
         return "127.0.0.1"
@@ -235,18 +211,8 @@ def meeting_address(hosts: Sequence[str]) -> str:
     return source
 
 
-def check_reachable(hosts: Sequence[str], files: Sequence[str]) -> None:
-    """Check that every host answers by ssh without a password and has the files.
-
-    Raises:
-        ConfigError: a line for every host that does not.
-    """
-    if problems := unreachable(hosts, files):
-        raise ConfigError(*problems.values())
-
-
 def unreachable(hosts: Sequence[str], files: Sequence[str]) -> dict[str, str]:
-    """Return the hosts that do not answer or lack a file, with an error line for each."""
+    """Return the hosts that do not answer by ssh without a password, or lack a file, with an error line for each."""
     script = "; ".join(f"test -e {shlex.quote(file)} || echo missing {shlex.quote(file)}" for file in files)
 
     def problem(host: str, answer: subprocess.CompletedProcess[str] | str) -> str | None:

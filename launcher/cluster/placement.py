@@ -27,14 +27,7 @@ import torch
 
 from longstride.kernels import ConfigError
 from longstride.launcher import train
-from longstride.launcher.cluster.hosts import (
-    Hosts,
-    check_reachable,
-    end_launches,
-    launch_pattern,
-    meeting_address,
-    unreachable,
-)
+from longstride.launcher.cluster.hosts import Hosts, end_launches, launch_pattern, meeting_address, unreachable
 from longstride.launcher.cluster.supervisor import Launch
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import WeightSource
@@ -64,13 +57,9 @@ NEEDED_FILES = (sys.executable, TRAINING_SCRIPT)
 def launcher_command(
     arguments: argparse.Namespace, resume: str, processes: int | None, hosts: Hosts | None = None
 ) -> list[str]:
-    """Return the command line of `deepspeed launcher/train.py …`.
+    """Return the command line of `deepspeed launcher/train.py …` for the arguments of `longstride train`.
 
-    Args:
-        arguments: of `longstride train`.
-        resume: the value of --resume.
-        processes: their number on this host; None leaves it to the launcher.
-        hosts: None for this host alone.
+    ``processes`` is their number on this host; None leaves it to the launcher. ``hosts`` is None for this host alone.
     """
     if hosts is None:
         command = [sys.executable, "-m", "deepspeed.launcher.runner"]
@@ -134,11 +123,7 @@ def launcher_environment(environment_file: Path | None = None) -> dict[str, str]
 
 
 def write_hosts_environment(hosts: Hosts, run: Path) -> Path:
-    """Write the environment file of all hosts into the run folder; return its path.
-
-    Raises:
-        ConfigError: a file of the user is wrong, or a value cannot be passed on.
-    """
+    """Write the environment file of all hosts into the run folder; return its path."""
     homes = []
     with suppress(RuntimeError):  # the user has no home
         homes.append(Path.home())
@@ -156,8 +141,7 @@ def write_hosts_environment(hosts: Hosts, run: Path) -> Path:
 def host_environment(environment: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
     """Return the variables of every host: some of this environment, overridden by the user's files in ``folders``.
 
-    Raises:
-        ConfigError: a line of such a file is not an assignment; the launcher would end with a traceback.
+    ConfigError names a line that is not an assignment. The launcher would end with a traceback.
     """
     variables = {name: value for name, value in sorted(environment.items()) if _EXPORTED.fullmatch(name)}
     user_file = environment.get(_ENVIRONMENT_FILE)
@@ -189,9 +173,6 @@ def write_environment_file(run: Path, environment: Mapping[str, str]) -> Path:
     """Write a new file ``hosts-N.env`` into the run folder, one assignment a line; return its absolute path.
 
     Only this user may read it, as the user's own files may contain secrets.
-
-    Raises:
-        ConfigError: a value contains a quote or a line break.
     """
     for name, value in environment.items():
         if "\n" in value or '"' in value:
@@ -219,18 +200,7 @@ class NoHostAnswersError(Exception):
 
 
 class LocalRanks:
-    """The ranks of a run on this host alone.
-
-    Args:
-        config: of the run.
-        arguments: of `longstride train`.
-        processes: None for one per GPU.
-        started: when the run started, by time.time().
-
-    Raises:
-        ConfigError: the batch does not divide over so many processes, there are fewer GPUs, or CUDA_VISIBLE_DEVICES
-            names them by something else than numbers.
-    """
+    """The ranks of a run on this host alone: ``processes``, or one per GPU. ``started`` is a time of time.time()."""
 
     def __init__(self, config: RunConfig, arguments: argparse.Namespace, processes: int | None, started: float) -> None:
         self._config, self._arguments, self._processes, self._started = config, arguments, processes, started
@@ -255,11 +225,7 @@ class LocalRanks:
         return _launch(command, self._environment, Path(self._config.train.output).absolute(), self._started)
 
     def shrink(self) -> str:
-        """Use as many of the remaining GPUs as the batch divides over; return the number of processes in words.
-
-        Raises:
-            ConfigError: the batch divides over no such number of processes.
-        """
+        """Use as many of the remaining GPUs as the batch divides over; return the number of processes in words."""
         if self._accelerators == 0:
             return "with as many processes" if self._processes is None else f"with {_counted(self._processes)}"
         available = count_accelerators()
@@ -280,11 +246,7 @@ class LocalRanks:
 
 
 class HostRanks:
-    """The ranks of a run on the hosts of a hostfile. Checks by ssh that each host answers and has the program.
-
-    Raises:
-        ConfigError: a host does not, or the address of the first one is unknown.
-    """
+    """The ranks of a run on the hosts of a hostfile. Checks by ssh that each host answers and has the program."""
 
     def __init__(self, config: RunConfig, arguments: argparse.Namespace, hosts: Hosts, started: float) -> None:
         self._config, self._arguments, self._hosts, self._started = config, arguments, hosts, started
@@ -297,8 +259,8 @@ class HostRanks:
         self._answering = list(hosts.slots)
         self._pattern = ""  # matches the newest launch
         self._address = arguments.master_addr or meeting_address(self._answering)
-        if self._by_ssh:
-            check_reachable(self._answering, NEEDED_FILES)
+        if self._by_ssh and (problems := unreachable(self._answering, NEEDED_FILES)):
+            raise ConfigError(*problems.values())
 
     def __str__(self) -> str:
         return f"{_counted(len(self._hosts.of_ranks))} on {', '.join(self._hosts.slots)}"
@@ -315,9 +277,8 @@ class HostRanks:
     def shrink(self) -> str:
         """Use the hosts that still answer; return the number of processes in words.
 
-        Raises:
-            NoHostAnswersError: none answers, so this host may have lost its own network.
-            ConfigError: the batch divides over no such number of processes, or the launcher cannot leave out a host.
+        NoHostAnswersError means that this host may have lost its own network. ConfigError means that the batch does not
+        divide over what is left, or that the launcher cannot leave out a host.
         """
         lost = unreachable(list(self._hosts.slots), NEEDED_FILES) if self._by_ssh else {}
         self._answering = [host for host in self._hosts.slots if host not in lost]
@@ -353,34 +314,23 @@ def _counted(processes: int) -> str:
 def largest_run(config: RunConfig, slots: Mapping[str, Sequence[int]], available: str) -> dict[str, list[int]]:
     """Return as many of the first slots as the batch divides over, with the ranks of a context on one host.
 
-    Raises:
-        ConfigError: there are none; the message quotes ``available``.
+    Raises ConfigError, which quotes ``available``, if there are none.
     """
     for size in range(sum(map(len, slots.values())), 0, -1):
+        taken: dict[str, list[int]] = {}
+        for host, numbers in slots.items():
+            count = min(len(numbers), size - sum(map(len, taken.values())))
+            if count:
+                taken[host] = list(numbers[:count])
         with suppress(ConfigError):
-            config.check_world_size(size)  # the quick check first
-            taken = first_slots(slots, size)
+            config.check_world_size(size)
             config.check_hosts([host for host, numbers in taken.items() for _ in numbers])
             return taken
     raise ConfigError(f"{available} are left, and the run cannot be divided over that many")
 
 
-def first_slots(slots: Mapping[str, Sequence[int]], world_size: int) -> dict[str, list[int]]:
-    """Return the first ``world_size`` slots, host by host."""
-    taken: dict[str, list[int]] = {}
-    for host, numbers in slots.items():
-        count = min(len(numbers), world_size - sum(map(len, taken.values())))
-        if count:
-            taken[host] = list(numbers[:count])
-    return taken
-
-
 def first_visible(environment: Mapping[str, str], count: int) -> dict[str, str]:
-    """Return the environment in which the deepspeed launcher takes the first ``count`` of the visible GPUs.
-
-    Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES names them by something else than numbers, which the launcher cannot read.
-    """
+    """Return the environment in which the deepspeed launcher takes the first ``count`` of the visible GPUs."""
     value = environment.get(VISIBLE, "")
     names = [name.strip() for name in value.split(",") if name.strip()]
     if not all(name.isdecimal() for name in names):

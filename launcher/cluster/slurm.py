@@ -28,12 +28,7 @@ _RESERVED = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the script. --submit also passes it to sbatch; --print only prints it.
-
-    Raises:
-        ConfigError: an option, the configuration or the run folder is wrong, or the script exists already.
-        DataError: the data folder is wrong.
-    """
+    """Write the script. --submit also passes it to sbatch; --print only prints it."""
     config = load_config(arguments.config, arguments.overrides)
     check(arguments, config)
     folder = (arguments.output_dir or Path(config.train.output)).absolute()

@@ -11,8 +11,8 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -38,12 +38,7 @@ _MOST_DIGITS = 32  # of the step in file_names.OVER
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the ranks and supervise them to the end; return the run's exit code.
-
-    Raises:
-        ConfigError: the configuration or the run folder is wrong. This is checked once, before any rank starts.
-        DataError: the data folder is wrong.
-    """
+    """Check the options, the run folder and the data; start and supervise the ranks; return the run's exit code."""
     started = time.time()
     config = load_config(arguments.config, arguments.overrides, say)
     if arguments.max_restarts < 0:
@@ -138,7 +133,7 @@ def run_with_restarts(
                 say(f"ended: {ended.description}")
             return ended.code
         if attempted:
-            before, furthest = furthest, furthest.at_least(read_progress(run))
+            before, furthest = furthest, Progress(*map(max, furthest, read_progress(run)))
             in_vain, wait = (0, _FIRST_WAIT_SECONDS) if furthest != before else (in_vain + 1, wait)
         if in_vain == _MOST_IN_VAIN:
             step = furthest.saved
@@ -188,10 +183,7 @@ def vacate(
     """Wait until no rank of a launch writes to the run folder any more, or until the user asks to leave at once.
 
     Rank 0 holds the lock of the folder. Its stop file makes it save within ``stop_seconds``, and all ranks end.
-    ``end_elsewhere`` ends the remaining ranks on other hosts.
-
-    Raises:
-        ConfigError: something still writes there, such as another run.
+    ``end_elsewhere`` ends the remaining ranks on other hosts. ConfigError means that another run writes there.
     """
 
     def is_free() -> bool:
@@ -223,39 +215,33 @@ def vacate(
 
 
 class ResumeOption:
-    """The value of --resume for each attempt: the user's until the run has begun, then the newest checkpoint."""
+    """The value of --resume for each attempt: the user's until the run has begun, then the newest checkpoint.
+
+    A run that begins moves aside whatever is beyond its first step, and then replaces config.json.
+    """
 
     def __init__(self, run: Path, resume: str) -> None:
-        self._run, self._resume = run, resume
-        # A run that resumes from an older step moves later checkpoints aside. While all of these are there, it has not
-        # begun, and the newest checkpoint is not its own.
-        self._beyond = self._checkpoints_beyond(int(resume)) if resume not in ("auto", "best", "never") else set()
-        self._before = self._checkpoints_beyond(0)  # with `best`, the run has begun once these change
+        self._config = run / file_names.CONFIG
+        self._resume, self._before = "auto" if resume == "never" else resume, self._identity()
 
     def for_restart(self) -> str:
         """Return the value for an attempt after the first."""
-        if self._beyond and self._beyond <= self._checkpoints_beyond(int(self._resume)):
-            return self._resume
-        if self._resume == "best" and self._before == self._checkpoints_beyond(0):
-            return self._resume
-        return "auto"
+        if self._identity() != self._before:
+            self._resume = "auto"
+        return self._resume
 
-    def _checkpoints_beyond(self, step: int) -> set[tuple[int, int]]:
-        """Return (step, inode) of each checkpoint after a step. A new checkpoint of the same step has another inode."""
-        folder = self._run / file_names.CHECKPOINTS
-        return {(n, (folder / f"step-{n:08d}").stat().st_ino) for n in saved_steps(self._run) if n > step}
+    def _identity(self) -> tuple[int, int] | None:
+        with suppress(OSError):
+            status = self._config.stat()
+            return status.st_ino, status.st_mtime_ns
+        return None
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """The newest steps in the files of a run folder; 0 before the first."""
 
     saved: int
     recorded: int
-
-    def at_least(self, newer: Progress) -> Progress:
-        """Combine two readings; both steps only grow."""
-        return Progress(max(self.saved, newer.saved), max(self.recorded, newer.recorded))
 
 
 def read_progress(run: Path) -> Progress:

@@ -53,12 +53,7 @@ class Outcome:
 
 
 class StopRequest:
-    """A stop that the user or a scheduler requests by signals.
-
-    Attributes:
-        signal: the first signal; None before.
-        at_once: whether a second signal asked to leave without saving.
-    """
+    """A stop by the user or a scheduler: the first signal, and whether another one asked to leave without saving."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -94,12 +89,8 @@ class StopRequest:
 def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_done: Callable[[], bool]) -> Outcome:
     """Run a launch to its end; return once none of its processes is left on this host.
 
-    Args:
-        launch: what to start.
-        request: the user's stop.
-        timeout_seconds: of the run's collectives.
-        is_done: whether the run folder has the last step. Exit code 0 does not prove that: a launcher also exits
-            with 0 if the part of it that watches the ranks was killed.
+    ``timeout_seconds`` is that of the run's collectives. ``is_done`` says whether the run folder has the last step: a
+    launcher also exits with 0 if the part of it that watches the ranks was killed.
     """
     if sys.platform == "linux":  # orphaned descendants become children of this process, not of process 1
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -144,15 +135,9 @@ def orphan_seconds(timeout_seconds: float) -> float:
 
 
 def outcome_of(code: int, stopped_by: signal.Signals | None, *, is_done: bool, orphaned: bool = False) -> Outcome:
-    """Interpret a launcher's exit code.
+    """Interpret a launcher's exit code, which is negative if a signal ended it; ``orphaned`` if it left ranks behind.
 
     DeepSpeed's launcher reports a rank that signal n killed as 256 - n, shells and mpirun as 128 + n.
-
-    Args:
-        code: negative if a signal ended the launcher.
-        stopped_by: the signal that requested a stop.
-        is_done: whether the last step is saved.
-        orphaned: whether the launcher left ranks behind.
     """
     if orphaned or code < 0:
         return Outcome(exit_codes.REQUEUE if stopped_by else exit_codes.HUNG, "the launcher was killed")
@@ -178,8 +163,7 @@ def outcome_of(code: int, stopped_by: signal.Signals | None, *, is_done: bool, o
 def _attend(seconds: float, request: StopRequest, file: StopFile, child_pid: int) -> bool:
     """Wait for a signal and forward a stop to the ranks; a stop at once is left to ``_end_launcher``.
 
-    Returns:
-        Whether a stop came before the first step. It is not forwarded, as no rank has anything to save.
+    Returns whether a stop came before the first step. It is not forwarded, as no rank has anything to save.
     """
     if request.listen(seconds) and request.signal is not None and not request.at_once:
         if not file.has_begun():

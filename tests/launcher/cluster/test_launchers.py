@@ -149,19 +149,22 @@ def test_host_that_is_lost_is_left_out_where_the_launcher_can(
     ended = [Outcome(exit_codes.HUNG, "a process was lost"), Outcome(0, "done")]
     commands: list[list[str]] = []
 
+    lost: dict[str, str] = {}  # by host, once a launch has ended
+
     def supervise(launch: Launch, *_: object) -> Outcome:
         commands.append(launch.command)
-        lost = {"node1": "no answer"}
-        monkeypatch.setattr(
-            "longstride.launcher.cluster.placement.unreachable", lambda hosts, files: {} if len(hosts) == 2 else lost
-        )
+        lost["node1"] = "no answer"
         return ended.pop(0)
+
+    def unreachable(hosts: list[str], _: object) -> dict[str, str]:
+        return {host: line for host, line in lost.items() if host in hosts}
 
     cleared: list[tuple[list[str], str]] = []
     monkeypatch.setattr("longstride.launcher.cluster.placement.end_launches", lambda *where: cleared.append(where))
     monkeypatch.setattr("longstride.launcher.cluster.start._FIRST_WAIT_SECONDS", 0.0)
     started("openmpi")  # puts the programs in place
     monkeypatch.setattr("longstride.launcher.cluster.start.supervise", supervise)
+    monkeypatch.setattr("longstride.launcher.cluster.placement.unreachable", unreachable)
     words = ["train", "--config", str(config_file), "--hostfile", str(hostfile), "--max-restarts", "1"]
     assert cli.main([*words, "train.global_batch=24"]) == 0
     first, second = commands
@@ -172,10 +175,12 @@ def test_host_that_is_lost_is_left_out_where_the_launcher_can(
     assert cleared == [(["node2", "node3"], f"[-]-master_addr=10.0.0.1 --master_port={port} ")]
     # A batch of 16 does not divide over the three slots that are left.
     ended[:] = [Outcome(exit_codes.HUNG, "a process was lost"), Outcome(0, "done")]
+    lost.clear()
     assert cli.main([*words, "train.global_batch=16"]) == 0
     assert "--include=node2:0@node3:0" in commands[-1]
     # MPI's launchers cannot leave a host out.
     ended[:] = [Outcome(exit_codes.HUNG, "a process was lost")]
+    lost.clear()
     assert cli.main([*words, "train.global_batch=24", "--launcher=openmpi"]) == exit_codes.HUNG
     assert len(cleared) == 2
 

@@ -12,7 +12,6 @@ from longstride.launcher.cluster import placement
 from longstride.launcher.cluster.placement import (
     LocalRanks,
     count_accelerators,
-    first_slots,
     first_visible,
     largest_run,
 )
@@ -60,7 +59,8 @@ def test_what_is_left_is_taken_as_far_as_the_run_divides_over_it(
     count: int | None, slots: list[int], taken: list[int], config: RunConfig
 ) -> None:
     left = {f"node{number}": range(size) for number, size in enumerate(slots)}
-    assert [len(each) for each in largest_run(sharing(config, count), left, "slots").values()] == taken
+    found = largest_run(sharing(config, count), left, "slots")
+    assert found == {host: [*range(size)] for host, size in zip(left, taken, strict=False)}
 
 
 def test_nothing_that_divides_may_be_left(config: RunConfig) -> None:
@@ -159,9 +159,3 @@ def test_lost_gpu_makes_a_smaller_run(config: RunConfig, monkeypatch: pytest.Mon
     assert launched.command[-2:] == [f"--stop-file={launched.stop_file}", "--started=1.5"]
     with pytest.raises(ConfigError, match="0 of 2 GPUs are left"):
         ranks.shrink()
-
-
-def test_first_slots_go_host_by_host() -> None:
-    slots = {"a": [0, 1], "b": [0, 1, 2], "c": [0]}
-    assert first_slots(slots, 4) == {"a": [0, 1], "b": [0, 1]}
-    assert first_slots(slots, 6) == slots

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import write_json
 from longstride.launcher.cluster import start
 from longstride.launcher.cluster.placement import NoHostAnswersError
 from longstride.launcher.cluster.start import ResumeOption, run_with_restarts
@@ -194,20 +195,15 @@ def test_host_that_is_cut_off_from_all_others_asks_them_again(
     assert capsys.readouterr().err.endswith("ended: no host answers; all 2 restarts are used\n")
 
 
-def test_step_to_resume_from_is_kept_until_the_run_has_begun(tmp_path: Path) -> None:
-    save(tmp_path, 4)
-    save(tmp_path, 8)
-    option = ResumeOption(tmp_path, "4")
-    assert option.for_restart() == "4"  # died before it moved aside what lies beyond
-    (tmp_path / "checkpoints/step-00000008").rename(tmp_path / "checkpoints/step-00000008.replaced-1")
-    assert option.for_restart() == "auto"
-    save(tmp_path, 8)
-    assert option.for_restart() == "auto"  # its own by now
+@pytest.mark.parametrize("resume", ["4", "best"])
+def test_step_to_resume_from_is_kept_until_the_run_has_begun(tmp_path: Path, resume: str) -> None:
+    """A run that begins moves aside what lies beyond its step, and then replaces config.json."""
+    write_json(tmp_path / "config.json", {})
+    option = ResumeOption(tmp_path, resume)
+    assert option.for_restart() == option.for_restart() == resume
+    write_json(tmp_path / "config.json", {})
+    assert option.for_restart() == option.for_restart() == "auto"
     assert ResumeOption(tmp_path, "never").for_restart() == "auto"
-    option = ResumeOption(tmp_path, "best")
-    assert option.for_restart() == "best"
-    (tmp_path / "checkpoints/step-00000008").rename(tmp_path / "checkpoints/step-00000008.replaced-2")
-    assert option.for_restart() == "auto"
 
 
 class Elsewhere:
