@@ -70,7 +70,7 @@ def start(config: RunConfig, processes: int, resume: str, source: WeightSource |
     with print_if_slow("verifying the checkpoint"):
         checkpoint, damaged = first_undamaged(run.folder, offered.candidates, Ranks())
     damaged = [*offered.refused, *damaged]
-    if checkpoint is None and not offered.may_begin:
+    if checkpoint is None and offered.candidates:
         raise ConfigError("no checkpoint is complete:", *damaged)
     for line in damaged:
         say(f"would be skipped: {line}")

@@ -6,10 +6,8 @@ gradients of other data, or another learning rate, are summed like any others.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from longstride.kernels import Problem
 from longstride.launcher.config import flattened
@@ -31,26 +29,13 @@ _LOCAL_KEYS = (
 )
 _LOCAL_KEY_ENDS = (".nvme_path", ".output_file")  # DeepSpeed's offload folders, and the file of its profiler
 _MOST_CHARACTERS = 80  # of a value
-
-
-class RankSetup(NamedTuple):
-    """The versions, code, data and configuration of a rank."""
-
-    values: dict[str, object]  # that must be equal, by path; the first that differs is reported
-    place: str  # of its data
-    splits: dict[str, str]  # the fingerprints of its data's splits
+_Setup = tuple[dict[str, object], str, dict[str, str]]  # values by path, and the place and the splits of the data
 
 
 def check_agreement(run: RunSetup, hosts: Sequence[str], replay: int | None = None) -> None:
-    """Check that all ranks have the same run. All ranks must call, before they build anything.
+    """Check that all ranks have the same run, and raise AgreedError on every rank if not. All ranks must call.
 
-    Args:
-        run: this rank's.
-        hosts: of the ranks in their order.
-        replay: the step to replay.
-
-    Raises:
-        AgreedError: on every rank, if they differ; see ``difference``.
+    ``hosts`` are those of the ranks in their order, and ``replay`` is the step to replay.
     """
     config, data, ranks = flattened(run.config.to_json()), run.data, run.ranks
     values: dict[str, object] = {
@@ -64,33 +49,25 @@ def check_agreement(run: RunSetup, hosts: Sequence[str], replay: int | None = No
     }
     local = {_DATA, *(path for path in config if path.startswith(_LOCAL_KEYS) or path.endswith(_LOCAL_KEY_ENDS))}
     values |= {path: value for path, value in config.items() if path not in local}
-    digests = ranks.gather_objects(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
-    if len({*digests}) == 1:
-        return
-    setups = ranks.gather_objects(RankSetup(values, run.config.data.path, dict(data.identity.splits)))
+    (first, *_), *_ = setups = ranks.gather_objects((values, run.config.data.path, dict(data.identity.splits)))
     names = [f"rank {rank} on {host.partition(' ')[0]}" for rank, host in enumerate(hosts)]
     for setup, name in zip(setups, names, strict=True):
-        if problem := difference(setups[0], setup, names[0], name):
-            raise AgreedError(str(problem))
+        for path in (*first, *setup[0]):
+            if first.get(path, ...) != setup[0].get(path, ...):  # 1 and 1.0 are equal
+                raise AgreedError(str(_problem(path, setups[0], setup, names[0], name)))
 
 
-def difference(first: RankSetup, second: RankSetup, first_name: str, second_name: str) -> Problem | None:
-    """Describe the first value in which two ranks differ: both values, which rank has which, and what to do.
-
-    Returns None if all are equal, as 1 and 1.0 are.
-    """
-    paths = (*first.values, *second.values)
-    path = next((key for key in paths if first.values.get(key, ...) != second.values.get(key, ...)), None)
-    if path is None:
-        return None
+def _problem(path: str, first: _Setup, second: _Setup, first_name: str, second_name: str) -> Problem:
+    """Describe how two ranks differ at a path: both values, which rank has which, and what to do."""
+    (values, place, splits), (other_values, other_place, other_splits) = first, second
     if path == _DATA:
-        what = ModelData.different_splits(first.splits, second.splits)
-        there = f"{shorten(second.place)} has for {second_name}"
-        return Problem(path, f"has {what} for {first_name} than {there}; give all hosts the same data", first.place)
-    there = f"has {short_json(second.values[path])}" if path in second.values else "leaves it out"
+        what = ModelData.different_splits(splits, other_splits)
+        there = f"{shorten(other_place)} has for {second_name}"
+        return Problem(path, f"has {what} for {first_name} than {there}; give all hosts the same data", place)
+    there = f"has {short_json(other_values[path])}" if path in other_values else "leaves it out"
     installed = path in (_CODE, "torch", "deepspeed") or ":" in path  # a class of another package
     remedy = "install the same on all hosts" if installed else "give all ranks the same configuration"
-    value = first.values.get(path, ...)
+    value = values.get(path, ...)
     rule = f"{first_name} {'leaves it out' if value is ... else 'has it'}, and {second_name} {there}; {remedy}"
     return Problem(path, rule, value)
 

@@ -205,11 +205,7 @@ def write_incident(run: Path, incident: Incident) -> Path:
 
 
 def read_incidents(run: Path) -> dict[Path, Incident]:
-    """Read the incidents of a run by path, latest step first, and newest first within a step.
-
-    Raises:
-        ConfigError: a file is damaged.
-    """
+    """Read a run's incidents by path, latest step first, newest first within a step; ConfigError if one is damaged."""
     files = [
         (match, path) for path in (run / file_names.GUARDS).glob("*.json") if (match := _NAME.fullmatch(path.name))
     ]

@@ -210,9 +210,8 @@ def extend_table(table: Tensor, rows: int, way: str) -> Tensor:
 class InitialWeights:
     """The source of a run's first weights, and how the run's model uses it.
 
-    Raises:
-        ConfigError: there is no such source, it does not fit the model, or its tokens or positions have another meaning
-            in the run's data.
+    ConfigError means that there is no such source, that it does not fit the model, or that its tokens or positions have
+    another meaning in the run's data.
     """
 
     def __init__(self, options: WeightSource, model: ModelConfig, data: ModelData, *, trusted: bool) -> None:
@@ -242,11 +241,7 @@ class InitialWeights:
         return self._source.record() | positions | {"parameters_taken": self._taken}
 
     def agree(self, ranks: Ranks, hosts: Sequence[str]) -> None:
-        """Check that every host has the same intact source. All ranks must call.
-
-        Raises:
-            AgreedError: on every rank, if one does not.
-        """
+        """Raise AgreedError on every rank unless every host has the same intact source. All ranks must call."""
         digests = ranks.gather_objects(self._source.digest)
         differing = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if differing is not None:
@@ -268,11 +263,7 @@ class InitialWeights:
             state[name].copy_(extend_table(self._source.tensor(name), len(state[name]), self._options.positions))
 
     def check(self, run: RunSetup, engine: DeepSpeedEngine) -> None:
-        """Check that the engine has the loss of an equal source model on its checkpoint's probe. All ranks must call.
-
-        Raises:
-            AgreedError: on every rank, if the loss differs.
-        """
+        """Check on its checkpoint's probe that the engine has the loss of an equal source model. All ranks call."""
         same = not (self.fit.extended or self.fit.anew or self.fit.unused or self.fit.changed)
         if same and isinstance(self._source, _Run) and self._options.weights == TRAINED:
             probe = self._source.checkpoint.probe
@@ -303,11 +294,7 @@ class InitialWeights:
 
 
 def open_initial(run: RunSetup, checkpoint: Checkpoint | None = None) -> InitialWeights | None:
-    """Open the source of a run's first weights; None if they are random or come from its own checkpoint.
-
-    Raises:
-        ConfigError: there is no such source, or it does not fit the run's model.
-    """
+    """Open the source of a run's first weights; None if they are random or come from its own checkpoint."""
     if run.source is None or checkpoint is not None:
         return None
     return InitialWeights(run.source, run.config.model, run.data.identity, trusted=run.trusted)
@@ -318,8 +305,7 @@ def agree_on_initial(
 ) -> InitialWeights | None:
     """Agree on the source among all ranks; return None if the run resumes from a checkpoint. All ranks must call.
 
-    Raises:
-        AgreedError: on every rank, if the source is damaged or differs between hosts.
+    AgreedError on every rank means that the source is damaged or differs between hosts.
     """
     if run.source is None:
         return None

@@ -34,9 +34,6 @@ def claim_folders(config: RunConfig) -> RunConfig:
     """Give TensorBoard and CSV folders that no other run writes to: ``job_name``, or the next free ``job_name-2``, ….
 
     A resumed run keeps its folder. TensorBoard and CSV may share one.
-
-    Raises:
-        OSError: a folder cannot be created or marked.
     """
     run, section = Path(config.train.output).resolve(), dict(config.deepspeed)
     is_resumed = (run / file_names.CONFIG).exists()

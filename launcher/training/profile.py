@@ -181,34 +181,14 @@ _PEAKS: dict[str, dict[str, float]] = {
     "MI300X": {"bf16": 1307, "fp16": 1307, "fp32": 163},
 }
 _EDGES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}  # sizes of the measured matrices
-_LONG_SECONDS = 0.004  # a product that takes so long is large enough
-_ENOUGH_SECONDS = 0.1  # of products, after which no larger ones are tried
-_TRIES, _FEWEST_TRIES = 5, 3  # the first product of a process starts threads and loads code
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """Floating-point operations of one optimiser step, of all processes together."""
-
-    visited: int  # counts all pairs in the tiles that kernels visit
-    dense: int  # as if every layer had dense causal attention
-
-    @classmethod
-    def of(cls, config: RunConfig, device: torch.device) -> StepWork:
-        """Count the operations of a run whose kernels run on such a device."""
-        like = torch.empty(0, device=device, dtype=DTYPES[config.precision])
-        model, contexts = config.model, config.train.global_batch
-        with_dense = model.model_copy(update={"attention": {"type": "dense"}})
-        return cls(contexts * context_work(model, like), contexts * context_work(with_dense))
+_ENOUGH_SECONDS = 0.1  # of products, after which no others are tried
+_TRIES = 5  # of each size
 
 
 def context_work(config: ModelConfig, like: torch.Tensor | None = None) -> int:
     """Count the operations of one context: 3 × (linear layers + attention) + the selection of keys.
 
-    Args:
-        config: of the model.
-        like: attention counts the pairs that kernels visit for tensors of this dtype and device; None counts the pairs
-            of the patterns.
+    Attention counts the pairs that kernels visit for tensors like ``like``, or without it the pairs of the patterns.
     """
     model: Any
     model, counts = SparseTransformer.of_each_kind(config)
@@ -228,17 +208,25 @@ class Utilization:
     """The MFU of a run. All ranks must construct it together, as those on a CPU measure at the same time."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
-        self.work = StepWork.of(config, device)
+        self._device = device
+        self.begin(config)
         local_peak = listed_peak(device, config.precision)
         if local_peak is None:
             ranks.barrier()  # processes that share the cores of a machine must measure together
             local_peak = measure_peak(device, DTYPES[config.precision])
         self.peak = sum(ranks.gather_objects(local_peak))  # operations per second of all devices
 
+    def begin(self, config: RunConfig) -> None:
+        """Count the floating-point operations of a step by all processes together, for the steps of a stage."""
+        like = torch.empty(0, device=self._device, dtype=DTYPES[config.precision])
+        model, contexts = config.model, config.train.global_batch
+        self.visited = contexts * context_work(model, like)  # all pairs in the tiles that kernels visit
+        self.dense = contexts * context_work(model.model_copy(update={"attention": {"type": "dense"}}))
+
     def fields(self, seconds: float) -> dict[str, float]:
         """Return the fields of metrics.jsonl for a step of so many seconds."""
         most = seconds * self.peak
-        return {"mfu": self.work.visited / most, "mfu_dense_equivalent": self.work.dense / most}
+        return {"mfu": self.visited / most, "mfu_dense_equivalent": self.dense / most}
 
 
 def listed_peak(device: torch.device, precision: str) -> float | None:
@@ -257,18 +245,14 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     best = spent = 0.0
     for edge in _EDGES["cpu" if device.type == "cpu" else "cuda"]:
         matrix = torch.full((edge, edge), 1 / edge, device=device, dtype=dtype)
-        shortest = float("inf")
-        for tries in range(1, _TRIES + 1):
+        torch.mm(matrix, matrix)  # the first product of a process starts threads and loads code
+        for _ in range(_TRIES):
             begin = device_seconds(device)
             torch.mm(matrix, matrix)
-            shortest = min(shortest, device_seconds(device) - begin)
-            if tries >= _FEWEST_TRIES and shortest > 10 * _LONG_SECONDS:  # arithmetic that the device emulates
-                break
-        best = max(best, 2 * edge**3 / shortest)
-        # On a busy machine short products are slow too; larger ones give a better estimate.
-        spent += tries * shortest
-        if shortest > _LONG_SECONDS and spent > _ENOUGH_SECONDS:
-            break
+            seconds = device_seconds(device) - begin
+            best, spent = max(best, 2 * edge**3 / seconds), spent + seconds
+            if spent > _ENOUGH_SECONDS:  # a busy machine, or arithmetic that the device emulates
+                return best
     return best
 
 

@@ -195,13 +195,9 @@ class Recorder:
                 write()
 
     def rewind(self, step: int, line: dict[str, Any]) -> Path | None:
-        """Cut the lines after a step, to which the run rewinds from the step of ``line``.
+        """Cut the lines after a step, to which the run rewinds from that of ``line``; return the path of a full copy.
 
-        Returns:
-            The path of a copy with all lines.
-
-        Raises:
-            OSError: there is no room for the copy. Nothing has changed, and waiting lines still wait.
+        OSError means that there is no room for the copy. Then nothing has changed, and waiting lines still wait.
         """
         if not self._is_first:
             return None

@@ -47,11 +47,7 @@ class Record:
 
 
 def replay_step(run: RunSetup, step: int) -> int:
-    """Replay a step of a run and print the outcome; return the exit code, 0 if it is as recorded.
-
-    Raises:
-        ConfigError: the run lacks something needed, or does not fit the configuration.
-    """
+    """Replay a step of a run and print the outcome; return the exit code, 0 if it is as recorded."""
     config, ranks = run.config.without_monitors(), run.ranks
     run = replace(run, config=config)
     with process_group(ranks, config.train.timeout_seconds, run.folder) as watchdog:
@@ -99,8 +95,7 @@ def replay_step(run: RunSetup, step: int) -> int:
 def find_sources(run: RunSetup, step: int) -> tuple[Record | None, list[Checkpoint], bool]:
     """Return the record of a step, the checkpoints before it, newest first, and whether the run began with --from.
 
-    Raises:
-        ConfigError: the run has no such step, or was trained on other data or with another configuration.
+    ConfigError means that the run has no such step, or was trained on other data or with another configuration.
     """
     if step > run.config.train.last_step:
         raise ConfigError(f"--replay={step}: the run has {run.config.train.last_step} steps")
@@ -136,11 +131,7 @@ def find_record(run: Path, step: int) -> Record | None:
 
 
 def check_processes(incident: Incident, world_size: int, sequence_parallel: int | None) -> None:
-    """Check that a replay without a checkpoint has as many processes as the run. A checkpoint has its own check.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Raise ConfigError unless a replay without a checkpoint, which has its own check, has as many processes."""
     if (incident.world_size, incident.sequence_parallel) != (world_size, sequence_parallel):
         count = f"{incident.world_size} process{'es' if incident.world_size > 1 else ''}"
         count += f", {incident.sequence_parallel} to a context" if incident.sequence_parallel else ""

@@ -13,11 +13,11 @@ import socket
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -60,22 +60,15 @@ from longstride.launcher.training.recorder import LineFile, Recorder
 _MARK = ".start-"  # prefix of the file by which all ranks check that they share the run folder
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """The checkpoints from which a run may resume, best first; without any it begins anew."""
 
-    candidates: tuple[Checkpoint, ...] = ()
-    refused: tuple[str, ...] = ()  # a line for each folder that is not a checkpoint
-    may_begin: bool = True  # whether it may begin anew if no candidate is intact
+    candidates: Sequence[Checkpoint] = ()
+    refused: Sequence[str] = ()  # a line for each folder that is not a checkpoint
 
 
 def choose_start(run: RunSetup) -> Start:
-    """Check the data and find the checkpoints of a run; write nothing.
-
-    Raises:
-        ConfigError: the folder is in use, or its content does not fit the run.
-        DataError: the data cannot be trained on.
-    """
+    """Check the data and find the checkpoints of a run; write nothing. ConfigError or DataError if they do not fit."""
     run.data.stream()  # raises DataError
     if run.ranks.local_rank == 0:  # once per host
         run.data.check()
@@ -93,11 +86,10 @@ def _read_start(run: RunSetup) -> Start:
     Saver.check_pointer(run.folder)
     if run.resume == "auto":
         checkpoints, refusals = list_checkpoints(run.folder, trusted=run.trusted)
-        lines = tuple(refusal.line for refusal in refusals)
-        start = Start(tuple(checkpoints), lines, may_begin=not checkpoints and not refusals)
+        start = Start(checkpoints, [refusal.line for refusal in refusals])
     else:
         step: int | Literal["best"] = "best" if run.resume == "best" else int(run.resume)
-        start = Start((open_checkpoint(run.folder, step, trusted=run.trusted),), may_begin=False)
+        start = Start([open_checkpoint(run.folder, step, trusted=run.trusted)])
     for checkpoint in start.candidates[:1]:
         _check_fits(run, checkpoint)
     if not start.candidates and start.refused:
@@ -136,7 +128,7 @@ def begin(run: RunSetup) -> Checkpoint | None:
     start = run.ranks.run_on_first(lambda: _read_start(run))
     chosen, damaged = first_undamaged(run.folder, start.candidates, run.ranks)
     damaged = [*start.refused, *damaged]
-    if chosen is None and not start.may_begin:
+    if chosen is None and start.candidates:
         raise AgreedError("\n".join(["no checkpoint is complete:", *damaged]))
     if chosen is not None and chosen.folder != start.candidates[0].folder:  # an older one has not been checked
         older = chosen
@@ -152,11 +144,7 @@ def begin(run: RunSetup) -> Checkpoint | None:
 
 
 def check_shared(run: Path, ranks: Ranks) -> None:
-    """Check that all ranks see what the first one writes to a run folder. All ranks must call.
-
-    Raises:
-        AgreedError: on every rank, if one does not see it.
-    """
+    """Raise AgreedError on every rank unless all see what the first one writes to a run folder. All ranks must call."""
     if ranks.world_size == 1:
         return
     # A new name defeats cached listings.
@@ -230,11 +218,7 @@ class GuardResponse:
     ) -> Checkpoint | None:
         """Record a refused step and act on it; return the checkpoint of a rewind. All ranks must call.
 
-        Args:
-            verdict: of the guard.
-            line: of the step, for metrics.jsonl.
-            batch: of the step.
-            before: the stream before that batch.
+        ``line`` is the step's, for metrics.jsonl, and ``before`` the stream before its batch.
 
         Raises:
             GuardStopError: the run must stop.
@@ -306,12 +290,9 @@ class GuardResponse:
 
 
 def last_undamaged_checkpoint(run: RunSetup, before: int) -> Checkpoint | None:
-    """Return the newest intact checkpoint before a step that needs no conversion; None if there is none.
+    """Return the newest intact checkpoint before a step that needs no conversion, the same on every rank; None without.
 
-    It is the same on every rank. All ranks must call.
-
-    Raises:
-        AgreedError: on every rank, if one does not see the files of the first, or the checkpoint must be trusted first.
+    AgreedError on every rank means that one does not see the first one's files, or that the checkpoint must be trusted.
     """
     checkpoints = list_checkpoints(run.folder, trusted=run.trusted)[0] if run.ranks.is_first else []
     earlier = [checkpoint for checkpoint in checkpoints if checkpoint.manifest.step < before]

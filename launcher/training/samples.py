@@ -30,68 +30,56 @@ _USUAL_PICTURES = 4
 _SHOWN_CHARACTERS = 100  # of a text, in the progress line
 
 
-class Sampler:
-    """Draws and writes the samples of ``train.samples``; all ranks must construct it."""
+def write_samples(run: RunSetup, engine: DeepSpeedEngine, recorder: Recorder, step: int) -> None:
+    """Draw and write ``train.samples`` after a step. All ranks must call. A failure is reported and ends nothing."""
+    network = undivided_network(engine, run.config, run.ranks)
+    words = run.ranks.run_on_first(lambda: _sampled(network, run, engine.device, recorder, step))
+    recorder.say(f"step {step}: {words}")
 
-    def __init__(self, run: RunSetup, engine: DeepSpeedEngine, recorder: Recorder) -> None:
-        self._run, self._engine, self._recorder = run, engine, recorder
-        self._data = run.data.identity
 
-    def sample(self, step: int) -> None:
-        """Draw and write samples after a step. All ranks must call. A failure is reported and ends nothing."""
-        run, engine = self._run, self._engine
-        network = undivided_network(engine, run.config, run.ranks)
-        words = run.ranks.run_on_first(lambda: self._sampled(network, step))
-        self._recorder.say(f"step {step}: {words}")
+def _sampled(
+    network: SparseTransformer | None, run: RunSetup, device: torch.device, recorder: Recorder, step: int
+) -> str:
+    """Draw and write the samples of a step, on the first rank; return the outcome in words."""
+    assert network is not None
+    begin, settings, data = time.monotonic(), run.config.train.samples, run.data.identity
+    folder = run.folder / file_names.SAMPLES
+    try:
+        drawn = draw(network, run.config, data, device, step, run.stop)
+        if drawn is None:
+            return "no samples, because the run is stopping"
+        suffix, contents = _encode(drawn, data)
+        paths = [folder / f"step-{step:08d}{f'-{number}' if number else ''}{suffix}" for number in range(len(contents))]
+        with naming(folder):
+            folder.mkdir(exist_ok=True)
+        for path, content in zip(paths, contents, strict=True):
+            write_over(path, content)
+    except OSError as error:
+        return f"samples could not be written: {error_line(error, folder)}"
+    except (FloatingPointError, RuntimeError) as error:  # logits that are not finite, out of memory
+        return f"no samples: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    recorder.samples(step, data, drawn, paths)
+    seconds = time.monotonic() - begin
+    took = f", in {counting.duration(seconds)}" if seconds >= 1 else ""
+    if data.modality.shown_as == "text":
+        text = drawn[0].tobytes()[len(settings.prompt.encode()) :].decode(errors="replace")
+        shown = "".join(character if character.isprintable() else " " for character in text)
+        return f"sample {' '.join(shown.split())[:_SHOWN_CHARACTERS]!r}; {paths[0]}{took}"
+    return f"samples {', '.join(map(str, paths))}{took}"
 
-    def _sampled(self, network: SparseTransformer | None, step: int) -> str:
-        """Draw and write the samples of a step, on the first rank; return the outcome in words."""
-        assert network is not None
-        begin, settings = time.monotonic(), self._run.config.train.samples
-        folder = self._run.folder / file_names.SAMPLES
-        try:
-            drawn = draw(network, self._run.config, self._data, self._engine.device, step, self._run.stop)
-            if drawn is None:
-                return "no samples, because the run is stopping"
-            suffix, contents = self._encode(drawn)
-            paths = [
-                folder / f"step-{step:08d}{f'-{number}' if number else ''}{suffix}" for number in range(len(contents))
-            ]
-            with naming(folder):
-                folder.mkdir(exist_ok=True)
-            for path, content in zip(paths, contents, strict=True):
-                write_over(path, content)
-        except OSError as error:
-            return f"samples could not be written: {error_line(error, folder)}"
-        except (FloatingPointError, RuntimeError) as error:  # logits that are not finite, out of memory
-            return f"no samples: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        self._recorder.samples(step, self._data, drawn, paths)
-        seconds = time.monotonic() - begin
-        took = f", in {counting.duration(seconds)}" if seconds >= 1 else ""
-        if self._data.modality.shown_as == "text":
-            text = drawn[0].tobytes()[len(settings.prompt.encode()) :].decode(errors="replace")
-            shown = "".join(character if character.isprintable() else " " for character in text)
-            return f"sample {' '.join(shown.split())[:_SHOWN_CHARACTERS]!r}; {paths[0]}{took}"
-        return f"samples {', '.join(map(str, paths))}{took}"
 
-    def _encode(self, drawn: np.ndarray) -> tuple[str, list[bytes]]:
-        """Return the suffix of the files and the content of each."""
-        modality = self._data.modality
-        if modality.shown_as == "text":
-            texts = [sample.tobytes() for sample in drawn]
-            heads = [f"=== sample {number} ===\n".encode() for number in range(1, 1 + len(texts))]
-            if len(texts) == 1:
-                return ".txt", texts
-            return ".txt", [b"".join(head + text + b"\n" for head, text in zip(heads, texts, strict=True))]
-        return modality.output_suffix or "", list(modality.sample_files(drawn, self._data.file_properties))
+def _encode(drawn: np.ndarray, data: ModelData) -> tuple[str, list[bytes]]:
+    """Return the suffix of the files and the content of each."""
+    if data.modality.shown_as != "text":
+        return data.modality.output_suffix or "", list(data.modality.sample_files(drawn, data.file_properties))
+    texts = [sample.tobytes() for sample in drawn]
+    if len(texts) > 1:
+        texts = [b"".join(f"=== sample {n} ===\n".encode() + text + b"\n" for n, text in enumerate(texts, 1))]
+    return ".txt", texts
 
 
 def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:
-    """Return the number of samples, and the number of tokens of each after the prompt.
-
-    Raises:
-        ConfigError: ``train.samples`` does not fit the data or the context.
-    """
+    """Return the number of samples, and of tokens of each after the prompt; ConfigError if they do not fit."""
     settings, context = config.train.samples, config.model.context
     prompt, size = settings.prompt.encode(), data.modality.document_bytes(data.properties)
     if prompt and data.modality.shown_as != "text":

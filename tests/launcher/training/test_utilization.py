@@ -16,7 +16,7 @@ from longstride.kernels.patterns import Dense, Fixed, Local, Pattern, Strided
 from longstride.launcher.config import load_config
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.training import profile as module
-from longstride.launcher.training.profile import StepWork, Utilization, context_work, measure_peak
+from longstride.launcher.training.profile import Utilization, context_work, measure_peak
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import small
 
@@ -62,7 +62,7 @@ def test_operations_of_a_context_are_three_times_those_that_torch_counts_forward
 
 def test_dense_equivalent_counts_every_earlier_position(config_file: Path) -> None:
     config = load_config(config_file, ["model.backend=auto", "model.context=64"])
-    work = StepWork.of(config, CPU)
+    work = Utilization(config, Ranks(), CPU)
     network, context = config.model, config.model.context
     weights = sum(
         module.weight.numel() for module in SparseTransformer(network).modules() if isinstance(module, torch.nn.Linear)
@@ -80,8 +80,8 @@ def test_utilization_is_operations_by_time_and_the_peak_of_all_devices(
     assert found.peak == 1e9
     fields = found.fields(0.5)
     assert fields == {
-        "mfu": found.work.visited / 0.5e9,
-        "mfu_dense_equivalent": found.work.dense / 0.5e9,
+        "mfu": found.visited / 0.5e9,
+        "mfu_dense_equivalent": found.dense / 0.5e9,
     }
 
 
