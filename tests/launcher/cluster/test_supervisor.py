@@ -124,19 +124,12 @@ def test_run_that_is_done_ends_by_code_0(tmp_path: Path) -> None:
         (-9, None, False, exit_codes.HUNG),
         (-9, signal.SIGINT, False, exit_codes.REQUEUE),
         (255, None, False, exit_codes.HUNG),  # ssh lost its host
+        (255, signal.SIGHUP, False, exit_codes.HUNG),  # the same code, which does not say whether anything was saved
         (3, None, False, exit_codes.UNFORESEEN),
     ],
 )
 def test_outcome_is_a_documented_code(code: int, stopped_by: signal.Signals | None, whole: bool, expected: int) -> None:
     assert outcome_of(code, stopped_by, is_done=whole).code == expected
-
-
-@pytest.mark.parametrize("stopped_by", [None, signal.SIGHUP])
-def test_lost_host_has_an_outcome_of_its_own_and_is_no_stop(stopped_by: signal.Signals | None) -> None:
-    """Classify the code 255, which does not say whether anything was saved."""
-    ended = outcome_of(255, stopped_by, is_done=False)
-    assert ended.code == exit_codes.HUNG
-    assert ended.description == "code 255: a host was lost, or a process was ended by SIGHUP"
 
 
 def run_arguments(config_file: Path, *more: str) -> list[str]:

@@ -13,7 +13,6 @@ from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.engine.build import engine_section
 from longstride.launcher.engine.optimizer import parameter_groups, rate_change, rate_factor
 from longstride.launcher.ranks.processes import Ranks
-from longstride.launcher.training.loop import is_due
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import small
 from tests.harness.runs import configuration, rank_environment
@@ -147,8 +146,3 @@ def test_ranks_are_the_launchers() -> None:
 def test_wrong_ranks_are_refused(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Ranks.from_environment(rank_environment(1, 2, 29500) | changes)
-
-
-def test_due_after_every_so_many_steps_and_the_last() -> None:
-    assert [step for step in range(1, 11) if is_due(step, 4, 10)] == [4, 8, 10]
-    assert [step for step in range(1, 11) if is_due(step, 0, 10)] == [10]

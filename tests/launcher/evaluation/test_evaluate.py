@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn import functional as F
 
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.durable import write_new
@@ -228,71 +227,10 @@ def test_ranks_and_threads_do_not_change_a_bit(data: Path) -> None:
         assert (everyone.mean(), everyone.count) == (whole.mean(), whole.count)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_min_context_is_each_bytes_own_window(data: Path, packing: bool) -> None:
-    """Every byte alone: the window that it belongs to is made, run through the logits, and read at its place.
-
-    Tolerance: fp32 in batches of other sizes.
-    """
-    model, context, min_context = random_model(), 40, 29
-    streams = [b"".join(split_bytes(data, "validation"))[:200]]
-    if not packing:
-        streams = [row.tobytes() for row in documents(data)]
-    nats = []
-    for stream in streams:
-        for place in range(len(stream) if packing else min(len(stream), 60)):
-            later = max(0, -(-(place + 1 - context) // (context - min_context)))
-            start = later * (context - min_context)
-            assert place - start >= min(place, min_context)
-            seen = torch.tensor(list(stream[start : place + 1]))[None]
-            with torch.no_grad():
-                logits = model(seen)[0, -1]
-            nats.append(float(F.cross_entropy(logits[None], seen[0, -1:])))
-    found, sizes = [], [0]
-    for batch in evaluation_contexts(
-        data, context=context, batch_size=16, min_context=min_context, cut=Cut(packing=packing)
-    ):
-        with torch.no_grad():
-            each = model(batch.tokens, return_nats=True)
-        for row, marks, first in zip(each, batch.scored, batch.scored_from, strict=True):
-            if not packing and int(first) == 0 and bool(marks.any()):
-                sizes.append(0)
-            sizes[-1] += int(marks.sum())
-            room = int(marks.sum()) if packing else max(0, 60 - (sizes[-1] - int(marks.sum())))
-            found += row[marks][:room].tolist()
-    assert found[: len(nats)] == pytest.approx(nats, rel=2**-17)
-    if not packing:
-        assert len(found) == len(nats) and sizes[1:] == list(map(len, streams))
-
-
 def documents(data: Path) -> list[np.ndarray]:
     """The validation documents, whole."""
     batches = evaluation_contexts(data, context=5000, batch_size=1, cut=Cut(packing=False))
     return [batch.tokens[0, : int(batch.lengths[0])].numpy() for batch in batches]
-
-
-def test_min_context_sees_more_and_scores_the_same_bytes(data: Path) -> None:
-    model = random_model()
-    total = len(b"".join(split_bytes(data, "validation")))
-    assert {scored(model, data, min_context=m).count for m in (1, 36)} == {total}
-
-
-def test_losses_by_position_are_the_whole_loss_taken_apart(data: Path) -> None:
-    model = random_model()
-    edges = position_edges(40)
-    apart, whole = scored(model, data, edges=edges), scored(model, data)
-    assert (apart.count, apart.mean()) == (whole.count, whole.mean())
-    nats, places = [], []
-    for batch in evaluation_contexts(data, context=40, batch_size=16):
-        with torch.no_grad():
-            each = model(batch.tokens, return_nats=True)
-        nats.append(each[batch.scored])
-        places.append(batch.scored.nonzero()[:, 1])
-    for position, mean in enumerate(apart.means()):
-        own = torch.cat(nats)[torch.cat(places) == position].tolist()
-        assert mean == math.fsum(own) / len(own)
-    later = scored(model, data, edges=edges, min_context=30)
-    assert later.counts()[:30] == [1] * 30 and later.counts()[30] > 100  # the first window alone
 
 
 @pytest.mark.parametrize("context", [1, 2, 1023, 1024, 1025, 12288, 2**20])

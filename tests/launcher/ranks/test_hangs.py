@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -228,18 +227,6 @@ def test_rank_that_halts_ends_the_run_with_everyones_stacks(
     assert "Timed out waiting" in first and "work_and_halt" in second  # where each of them was
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("where", ["step", "evaluation", "save"])
-def test_rank_that_dies_ends_the_others_at_once(where: str, config_file: Path, tmp_path: Path) -> None:
-    ended = spawn(["--config", str(config_file)], 2, {"HALT": f"{where},4,killed"})
-    seconds = time.time() - (tmp_path / "run/metrics.jsonl").stat().st_mtime
-    assert seconds < WITHIN  # of a time-out of 60 seconds
-    assert ended.codes == [HUNG, -signal.SIGKILL]
-    [line] = [line for text in ended.stderr for line in text.splitlines() if line.startswith("longstride")]
-    assert "lost another process" in line
-    assert [path.name[-14:] for path in (tmp_path / "run/stacks").iterdir()] == ["rank-00000.txt"]
-
-
 ENDS = {"killed": -signal.SIGKILL, "raises": 1, "stopped": HUNG}
 EXCHANGES = {  # the first one of a forward pass
     "heads": "train.sequence_exchange=heads",
@@ -336,50 +323,3 @@ def test_rank_that_never_comes_ends_the_other_within_the_time_out(rank: int, con
     [line] = [line for line in said if not line.endswith(" …")]
     assert "waiting for 2 processes at 127.0.0.1:" in line
     assert ("1/2 clients joined" in line) == (rank == 0)
-
-
-@contextlib.contextmanager
-def two_hosts(name: str) -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them; host k is 10.97.0.k+1 on an interface of the host's name."""
-    hosts = [f"{name}{number}" for number in range(2)]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
-    try:
-        for host in hosts:
-            ip("netns", "add", host)
-        ip("link", "add", hosts[0], "netns", hosts[0], "type", "veth", "peer", "name", hosts[1], "netns", hosts[1])
-        for number, host in enumerate(hosts):
-            ip("-n", host, "addr", "add", f"10.97.0.{number + 1}/24", "dev", host)
-            ip("-n", host, "link", "set", host, "up")
-            ip("-n", host, "link", "set", "lo", "up")
-        yield hosts
-    finally:
-        for host in hosts:
-            subprocess.run(["ip", "netns", "del", host], check=False)
-
-
-@pytest.mark.cluster
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root, and ip of iproute2")
-@pytest.mark.parametrize("where", ["step", "evaluation", "save"])
-def test_link_that_goes_down_ends_both_hosts(where: str, config_file: Path, tmp_path: Path) -> None:
-    port, ranks = free_port(), []
-    with two_hosts(f"hang{os.getpid() % 100000}-") as hosts:
-        for rank, host in enumerate(hosts):
-            environment = plain_environment() | rank_environment(rank, 2, port)
-            environment |= {"MASTER_ADDR": "10.97.0.1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": host}
-            environment |= {"HALT": f"{where},4,without {hosts[1]}"}
-            command = ["ip", "netns", "exec", host, sys.executable, str(ROOT / "tests/harness/processes/worker.py")]
-            command += ["--config", str(config_file), f"train.timeout_seconds={TIMEOUT}"]
-            ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-        try:
-            told = [rank.communicate(timeout=120)[1] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.communicate()
-    assert [rank.returncode for rank in ranks] == [HUNG, HUNG], told
-    assert ended_within_seconds(tmp_path / "run") < TIMEOUT + WITHIN
-    texts = [path.read_text() for path in sorted((tmp_path / "run/stacks").iterdir())]
-    assert len(texts) == 2 and all("Timed out waiting" in text for text in texts)

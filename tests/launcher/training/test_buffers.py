@@ -116,22 +116,3 @@ def test_a_step_that_is_not_taken_is_not_observed(config_file: Path, tmp_path: P
     taken = 8 - SavedState(skipped).numbers["skipped_steps"]
     assert 0 < taken < 8
     assert seen(run, 8) == [taken * ROWS, taken]
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("stage", range(4))
-def test_centroids_are_the_same_on_all_ranks_after_fifty_steps(stage: int, config_file: Path, tmp_path: Path) -> None:
-    """With accumulation and recomputation, and as those of one process but for rounding."""
-    found = []
-    for processes in (2, 1):
-        folder = tmp_path / str(processes)
-        folder.mkdir()
-        arguments = ["--config", str(config_file), ROUTING, f"train.output={folder / 'run'}", "train.steps=50"]
-        arguments += ["train.activation_checkpointing=true", "model.dropout=0", f"deepspeed=zero{stage}_fp32"]
-        ended = spawn(arguments, processes, {"DUMP_BUFFERS": str(folder)})
-        assert ended.codes == [0] * processes, ended.stderr
-        found.append(dumped(folder, processes))
-    assert [len(steps) for steps in found] == [51, 51]
-    for name in CENTROIDS:
-        assert not torch.equal(found[0][49][name], found[0][50][name])
-        torch.testing.assert_close(found[0][2][name], found[1][2][name], rtol=1e-4, atol=1e-5)

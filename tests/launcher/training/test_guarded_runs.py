@@ -345,22 +345,6 @@ def test_skipping_or_rewinding_for_ever_ends_the_run(what: str, data: Path, tmp_
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", ["zero1-bf16", "zero2-fp16"])
-def test_spike_is_found_by_a_resumed_run_as_by_one_that_went_on(name: str, data: Path, tmp_path: Path) -> None:
-    """The window reaches back behind the checkpoint that the second run goes on from."""
-    one, other = (Case(tmp_path / place, name).made(data) for place in ("whole", "resumed"))
-    options = ['train.guards.spike={"window": 4, "deviations": 3, "policy": "skip"}']
-    whole, _ = spawn_series([run.start(*options, spoil="spike,1,6,6,1") for run in (one, other)])
-    shutil.rmtree(other.run / "checkpoints/step-00000008")
-    (resumed,) = spawn_series([other.start(*options, "--resume", "auto", spoil="spike,1,6,6,1")])
-    assert whole.codes == resumed.codes == [0, 0], resumed.stderr
-    assert verdicts(whole)[4:] == verdicts(resumed) and verdicts(whole)[5].startswith("skip: the loss ")
-    assert metrics(one.run) == metrics(other.run)
-    (first, second) = read_incidents(other.run).values()  # the newest first
-    assert (first.origin.step, second.origin.step) == (4, 0) and first.rank_nats == second.rank_nats
-
-
-@pytest.mark.campaign
 def test_replay_without_a_checkpoint_begins_at_the_beginning(data: Path, tmp_path: Path) -> None:
     """Two evaluations and a skipped step lie on the way, and change nothing of it."""
     cases = [Case(tmp_path / name, name).made(data) for name in ("zero0-bf16", "zero3-fp16")]

@@ -1,0 +1,122 @@
+"""Mixers with states or choices of their own, through training in every layout, checkpoints, export and sampling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from longstride.kernels import ConfigError
+from longstride.launcher.cli import main
+from longstride.launcher.config import load_config
+from longstride.launcher.planning.plan import make_plan
+from longstride.sparse_model import SparseTransformer
+from tests.harness.layouts import Leg, losses_of, train_through
+from tests.launcher.training.test_training import LOW_SCALE, MUON
+
+STRIDED = {"type": "strided", "stride": 8}
+REFORMER = [
+    {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 8},
+    {"type": "fixed", "stride": 8, "summary": 2},
+]
+SYNTHESIZER = [
+    {"type": "synthesizer", "kind": ["random", "dense", "attention"], "fixed": True},
+    {
+        "type": "synthesizer", "kind": ["factorized_random", "factorized_dense"], "rank": 4,
+        "pattern": {"type": "fixed", "stride": 8, "summary": 2},
+    },
+    {"type": "synthesizer", "kind": "factorized_random", "pattern": STRIDED},
+    {"type": "adaptive_span", "ramp": 4, "penalty": 0.001, "initial": 5.5},
+    {"type": "entmax", "pattern": STRIDED},
+]  # fmt: skip
+EXPERTS = 'model.feed_forward=[{"type": "dense"}, {"type": "experts", "count": 3}]'
+COMMON = ("model.dropout=0", "model.backend=auto")
+
+
+class Case(NamedTuple):
+    """A model, the layouts that a run of it goes through, two steps in each, and what becomes of its tensors."""
+
+    model: tuple[str, ...]
+    legs: list[Leg]
+    exact: int  # the number of legs in fp32, which come first
+    fixed: str  # of the first block: is as it was drawn, to the bit
+    learned: tuple[str, ...] = ()
+
+
+CASES = {
+    "reformer": Case(
+        (*COMMON, f"model.attention={json.dumps(REFORMER)}", EXPERTS, "model.layers=3", "model.reversible=true"),
+        [
+            (2, ("deepspeed=zero1_fp32",)),
+            (2, ("deepspeed=zero3_fp32",)),
+            (2, ("deepspeed=zero2_fp16", LOW_SCALE)),
+            (2, ("deepspeed=zero3_bf16",)),
+        ],
+        2,
+        "rotations",
+    ),
+    "synthesizer": Case(
+        (*COMMON, f"model.attention={json.dumps(SYNTHESIZER)}", "model.layers=5", MUON),
+        [
+            (2, ("deepspeed=zero1_fp32",)),
+            (4, ("deepspeed=zero3_fp32", "train.activation_checkpointing=true")),
+            (1, ("deepspeed=zero2_fp32",)),
+            (2, ("deepspeed=zero2_fp16", LOW_SCALE)),
+            (2, ("deepspeed=zero3_bf16",)),
+        ],
+        3,
+        "random",
+        ("0.dense_keys", "1.mixing", "2.random_keys", "3.spans", "4.excess_logits"),
+    ),
+}
+
+
+@pytest.mark.campaign  # test_buffers.py has the way for every run of the tests
+@pytest.mark.parametrize("name", CASES)
+def test_one_run_goes_through_every_layout(name: str, config_file: Path, tmp_path: Path, capsys: Any) -> None:
+    case, moved, model = CASES[name], tmp_path / "moved", str(tmp_path / "model")
+    trained, drawn = train_through(config_file, moved, case.model, case.legs, case.exact)
+    fixed = f"blocks.0.attention.{case.fixed}"
+    assert torch.equal(trained[fixed], drawn[fixed])
+    for block, name in (learned.split(".") for learned in case.learned):
+        learned = f"blocks.{block}.attention.{name}"
+        assert not torch.equal(trained[learned], drawn[learned]), learned
+    config = load_config(moved / "config.json", [])
+    planned = make_plan(config, [2], contexts=100)["parameters"]["total"]
+    assert planned == sum(each.numel() for each in SparseTransformer(config.model).parameters())
+    # A likelihood without a leak is a code length: the decoder, which knows no future, finds the same bytes.
+    file, packed, again = (tmp_path / place for place in ("file", "file.lsz", "again"))
+    file.write_bytes(bytes(range(97)))
+    for words in (
+        ["export", str(moved), "--output", model, "--dtype", "bf16"],
+        ["sample", model, "--bytes", "20", "--output", str(tmp_path / "sample.txt")],
+        ["compress", str(file), "--model", model, "--output", str(packed)],
+        ["decompress", str(packed), "--model", model, "--output", str(again)],
+        ["show", "attention", str(moved), "--output", str(tmp_path / "attention.png")],
+        ["show", "pattern", str(moved / "config.json"), "--output", str(tmp_path / "pattern.png")],
+    ):
+        assert main(words) == 0, capsys.readouterr()
+    assert (tmp_path / "sample.txt").stat().st_size == 20 and again.read_bytes() == file.read_bytes()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_in_every_stage_and_precision(
+    name: str, stage: int, precision: str, config_file: Path, tmp_path: Path
+) -> None:
+    scale = (LOW_SCALE,) if precision == "fp16" else ()
+    dropout = ("model.dropout=0.1",) if name == "reformer" else ()
+    changes = (*CASES[name].model, f"deepspeed=zero{stage}_{precision}", *dropout, *scale)
+    found = losses_of(config_file, tmp_path / "run", 8, 2, *changes)
+    assert len(found) == 8 and found[-1] < found[0]
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "compile"])
+def test_what_recomputes_otherwise_is_refused(name: str, config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.{name}=true: .*model\.reversible.*; give false$"):
+        load_config(config_file, ["model.reversible=true", f"train.{name}=true"])
