@@ -8,7 +8,7 @@ import io
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import (
     MANIFEST,
     CheckpointManifest,
-    Score,
     collect_scores,
     find_damage,
     find_foreign,
@@ -68,7 +67,7 @@ class Checkpoint:
     def probe(self) -> Probe | None:
         """The probe, or None if it was saved without one."""
         record = self.manifest.probe
-        return None if record is None else Probe(self.folder / PROBE, **record.model_dump())
+        return None if record is None else Probe(self.folder / PROBE, record)
 
     @property
     def stream(self) -> StreamState:
@@ -243,8 +242,9 @@ def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: b
         raise ConfigError(f"{run}: {rule} the model with `longstride evaluate {run} --data DIR`")
     checkpoints, refused = list_checkpoints(run, trusted=trusted)
     if step == "best" and checkpoints:
-        scores = collect_scores(run, checkpoints[0].config.data.validation_split, manifest_scores(checkpoints))
-        steps = {checkpoint.manifest.step for checkpoint in checkpoints} | {refusal.step for refusal in refused}
+        manifests = [checkpoint.manifest for checkpoint in checkpoints]
+        scores = collect_scores(run, checkpoints[0].config.data.validation_split, manifests)
+        steps = {manifest.step for manifest in manifests} | {refusal.step for refusal in refused}
         best = rank_scores(score for score in scores.values() if score.step in steps)
         step = best[0].step if best else step
     for checkpoint in checkpoints:
@@ -261,11 +261,6 @@ def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: b
     raise ConfigError(f"{run / file_names.CHECKPOINTS}: {problem}; complete ones: {available}", *lines)
 
 
-def manifest_scores(checkpoints: Iterable[Checkpoint]) -> Iterator[Score]:
-    """Yield the scores that the manifests repeat."""
-    return (score for checkpoint in checkpoints for score in checkpoint.manifest.best or ())
-
-
 def agreed_checkpoints(run: Path, checkpoints: Sequence[Checkpoint], ranks: Ranks) -> list[Checkpoint]:
     """Return the first rank's checkpoints, in its order, on every rank. All ranks must call.
 
@@ -279,21 +274,20 @@ def agreed_checkpoints(run: Path, checkpoints: Sequence[Checkpoint], ranks: Rank
         return list(checkpoints)
     names = []
     if ranks.is_first:
-        names = [(listed.folder.name, _manifest_sha256(listed.folder), listed.trusted) for listed in checkpoints]
+        names = [(listed.folder.name, listed.manifest, listed.trusted) for listed in checkpoints]
 
-    def open_visible(folder: Path, sha256: str | None, trusted: bool) -> Checkpoint | None:
+    def open_visible(expected: Checkpoint) -> Checkpoint | None:
         try:
-            checkpoint = _open_folder(folder, trusted)
+            return expected if _open_folder(expected.folder, expected.trusted) == expected else None
         except ConfigError:
             return None
-        return checkpoint if _manifest_sha256(folder) == sha256 else None
 
     since = time.monotonic()
     opened: list[Checkpoint] = []
     missing = None
-    for name, sha256, trusted in ranks.gather_objects(names)[0]:
+    for name, manifest, trusted in ranks.gather_objects(names)[0]:
         folder = run / file_names.CHECKPOINTS / name
-        checkpoint = wait_until_visible(partial(open_visible, folder, sha256, trusted), since)
+        checkpoint = wait_until_visible(partial(open_visible, Checkpoint(folder, manifest, trusted)), since)
         if checkpoint is None:
             rule = f"differs on {socket.gethostname()} from what the first process reads; all hosts must share {run}"
             missing = f"{folder}: {rule}"
@@ -337,14 +331,6 @@ def _open_folder(folder: Path, trusted: bool) -> Checkpoint:
     if damage:
         raise ConfigError(*damage)
     return Checkpoint(folder, manifest, trusted)
-
-
-def _manifest_sha256(folder: Path) -> str | None:
-    """Return the hash of the manifest's bytes, or None if it cannot be read."""
-    try:
-        return hashlib.sha256(read_plain(folder / MANIFEST, MOST_JSON_BYTES, follow_links=False)).hexdigest()
-    except OSError:
-        return None
 
 
 def _layout_keys(config: RunConfig) -> tuple[object, ...]:

@@ -171,9 +171,9 @@ def read_checkpoint_config(folder: Path) -> RunConfig:
         raise ConfigError(*lines) from None
 
 
-def collect_scores(run: Path, split: str, repeated: Iterable[Score]) -> dict[int, Score]:
-    """Return the scores of a run by step, from metrics.jsonl and from ``repeated``, which its manifests hold."""
-    scores = {score.step: score for score in repeated if score.split == split}
+def collect_scores(run: Path, split: str, manifests: Iterable[CheckpointManifest]) -> dict[int, Score]:
+    """Return the scores of a run by step, from metrics.jsonl and from its manifests, which repeat some."""
+    scores = {score.step: score for manifest in manifests for score in manifest.best or () if score.split == split}
     return scores | {score.step: score for score in Score.recorded(run, split)}
 
 

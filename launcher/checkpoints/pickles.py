@@ -142,14 +142,14 @@ class CheckpointFiles(TorchCheckpointEngine):
         self._is_background = False
         self.trusted = False  # whether files may hold more than tensors and numbers
         self.failure: Exception | None = None
-        self.records: dict[Path, FileRecord] = {}
+        self._records: dict[Path, FileRecord] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._writes: list[Future[None]] = []
 
     def begin(self, *, background: bool = False) -> None:
         """Prepare for a new checkpoint, once the last one is written."""
         self.wait()
-        self.failure, self.records, self._writes = None, {}, []
+        self.failure, self._records, self._writes = None, {}, []
         if background and self._thread is None:
             self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._is_background = background
@@ -186,6 +186,13 @@ class CheckpointFiles(TorchCheckpointEngine):
         for write in self._writes:
             write.result()
 
+    def take_records(self, folder: Path) -> dict[str, FileRecord]:
+        """Wait for all files, and return their records by path below ``folder``, or raise the first failure."""
+        self.wait()
+        if self.failure is not None:
+            raise self.failure
+        return {path.relative_to(folder).as_posix(): record for path, record in self._records.items()}
+
     def _write(self, content: Any, path: Path) -> None:
         if self.failure is not None:
             return
@@ -193,9 +200,9 @@ class CheckpointFiles(TorchCheckpointEngine):
             if path.suffix == ".safetensors":
                 shapes = {name: tensor.shape for name, tensor in content.items()}
                 size, sha256 = write_tensors(path, shapes, content.values())
-                self.records[path] = FileRecord(bytes=size, sha256=sha256)
+                self._records[path] = FileRecord(bytes=size, sha256=sha256)
             else:
-                self.records[path] = write_pickle(content, path)
+                self._records[path] = write_pickle(content, path)
         except FAILURES as error:
             if isinstance(error, OSError):
                 error.filename = error.filename or str(path)

@@ -22,7 +22,6 @@ from torch import Tensor
 from longstride.data_pipelines.plain_files import read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig
-from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import ModelConfig, StrictModel
 
@@ -50,14 +49,10 @@ class ProbeRecord(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The probe of a verified checkpoint; see ``ProbeRecord``."""
+    """The probe of a verified checkpoint."""
 
     path: Path
-    loss_nats: float
-    crc32: int
-    precision: str
-    device: str
-    backend: str
+    record: ProbeRecord
 
     def read(self, model: ModelConfig) -> Tensor:
         """Read the context, (N,) uint8; ConfigError if the file is missing or damaged, or does not fit the model."""
@@ -69,7 +64,7 @@ class Probe:
         if header is None or header[1] != b"%d" % (len(text) - header.end()):
             raise ConfigError(f"{self.path}: does not hold an array of bytes")
         content = np.frombuffer(text, np.uint8, offset=header.end())
-        if zlib.crc32(content.tobytes()) != self.crc32:
+        if zlib.crc32(content.tobytes()) != self.record.crc32:
             raise ConfigError(f"{self.path}: its bytes do not have the manifest's CRC-32")
         if len(content) != model.context or int(content.max()) >= model.vocabulary:
             raise ConfigError(f"{self.path}: is not a context of {model.context:,} bytes below {model.vocabulary}")
@@ -77,38 +72,39 @@ class Probe:
 
     def difference(self, nats: float) -> float:
         """Return the relative difference between a loss and the saved one; nan if either is."""
-        return abs(nats - self.loss_nats) / abs(self.loss_nats) if self.loss_nats else abs(nats)
+        saved = self.record.loss_nats
+        return abs(nats - saved) / saved if saved else abs(nats)
 
     def tolerance(self, precision: str, device: str, backend: str) -> float:
         """Return the largest ``difference`` that rounding can cause, for the same weights."""
-        if self.precision != precision:
+        record = self.record
+        if record.precision != precision:
             return _OTHER_PRECISION
-        is_same = self.device == device and self.backend == backend
-        return _TOLERANCES[precision] if is_same else max(_TOLERANCES[precision], _OTHER_COMPUTER)
+        is_same = (record.device, record.backend) == (device, backend)
+        return _TOLERANCES[precision] if is_same else _OTHER_COMPUTER
 
-    def check(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) -> float | None:
-        """Compare the loaded model's loss with the saved one; return ``difference``, or None without ``train.probe``.
+    def mismatch(self, nats: float, precision: str, device: str, backend: str) -> str | None:
+        """Say how a loss differs from the saved one by more than rounding; None if it does not."""
+        difference, tolerance = self.difference(nats), self.tolerance(precision, device, backend)
+        if difference <= tolerance:  # nan counts as wrong
+            return None
+        return (
+            f"loss on {PROBE} is {nats:.9g} nats, but was {self.record.loss_nats:.9g} when it was saved; "
+            f"they differ by {difference:.1e}, and rounding explains {tolerance:.0e}"
+        )
 
-        All ranks must call. AgreedError on every rank if the losses differ by more than rounding.
+    def check(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) -> None:
+        """Compare the loaded model's loss with the saved one, unless ``train.probe`` is false. All ranks must call.
+
+        AgreedError on every rank if the losses differ by more than rounding.
         """
         if not config.train.probe:
-            return None
-        try:
-            content = self.read(config.model)
-        except ConfigError as error:
-            raise AgreedError(str(error)) from None
+            return
+        content = ranks.run_on_all(lambda: self.read(config.model))
         nats = _loss_nats(engine, content, ranks)
-        difference = self.difference(nats)
-        tolerance = self.tolerance(config.precision, engine.device.type, config.model.backend)
-        # `<=`, so that nan counts as wrong.
-        wrong = [rank for rank, is_close in enumerate(ranks.gather_objects(difference <= tolerance)) if not is_close]
-        if wrong:
-            raise AgreedError(
-                f"{self.path.parent}: the loaded model's loss on {PROBE} is {nats:.9g} nats, but was "
-                f"{self.loss_nats:.9g} when it was saved; they differ by {difference:.1e}, and rounding explains "
-                f"{tolerance:.0e}; start it as the run that saved it, or check the model and set train.probe=false"
-            )
-        return difference
+        mismatch = self.mismatch(nats, config.precision, engine.device.type, config.model.backend)
+        advice = "start it as the run that saved it, or check the model and set train.probe=false"
+        ranks.agree(mismatch and f"{self.path.parent}: the loaded model's {mismatch}; {advice}")
 
 
 def take_probe(engine: DeepSpeedEngine, config: RunConfig, folder: Path, ranks: Ranks) -> dict[str, Any] | None:

@@ -1,14 +1,15 @@
 """Restore an engine from a checkpoint, in the layout that saved it or in another one.
 
-Another layout (ZeRO stage, precision, number of ranks) loads the universal form. The engine gets the state dictionary
-that it would have saved itself, with this rank's part of every tensor. DeepSpeed loads it like its own checkpoint, and
-saves normally afterwards.
+For another layout (ZeRO stage, precision, number of ranks), every rank reads its part of every tensor from the files of
+all ranks. The engine gets the state dictionary that it would have saved itself. DeepSpeed loads it like its own
+checkpoint, and saves normally afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +21,7 @@ from torch import Tensor
 
 from longstride.data_pipelines.order import StreamState
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
-from longstride.launcher.checkpoints.saved_state import MASTER
-from longstride.launcher.checkpoints.universal import Universal, ready_universal
+from longstride.launcher.checkpoints.saved_state import MASTER, SavedState
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import rate_change, states
 from longstride.launcher.models import AVERAGE
@@ -32,20 +32,19 @@ from longstride.launcher.ranks import Ranks
 def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> StreamState:
     """Load a verified checkpoint of any layout into a fresh engine; return the next position. All ranks must call.
 
-    The engine keeps the settings of its own configuration, and the probe is checked. The run stays unchanged, except
-    that the universal form may be new.
+    The engine keeps the settings of its own configuration, and the probe is checked.
 
     Raises:
         AgreedError: on every rank, if the checkpoint cannot be converted or the model computes another loss.
     """
     conversion = None
     if checkpoint.needs_conversion(config, ranks.world_size):
-        form, seconds = ready_universal(checkpoint, ranks)
-        load_universal(engine, form)
+        began = time.monotonic()
+        saved = ranks.run_on_all(lambda: SavedState(checkpoint))
+        load_converted(engine, saved, ranks)
         checkpoint.load_tables(engine)  # need no conversion
-        took = f"{seconds:.0f} s" if seconds else "converted before"
-        conversion = f"{checkpoint.conversion(config, ranks.world_size)} ({took})"
-        if not has_moments(form, states.vectors(engine)):
+        conversion = f"{checkpoint.conversion(config, ranks.world_size)} ({time.monotonic() - began:.0f} s)"
+        if not has_moments(saved, states.vectors(engine)):
             conversion += "; the optimiser's moments start from zero"
         checkpoint.load_generators(config, ranks, engine.device)
         state = checkpoint.stream
@@ -61,15 +60,20 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
     return state
 
 
-def load_universal(engine: DeepSpeedEngine, form: Universal) -> None:
-    """Load a universal form into a fresh engine, except random generators. All ranks must call."""
+def load_converted(engine: DeepSpeedEngine, saved: SavedState, ranks: Ranks) -> None:
+    """Load the state of a checkpoint of any layout into a fresh engine, except random generators.
+
+    All ranks must call. AgreedError on every rank if a file is too short for what it should hold.
+    """
     optimizer = engine.optimizer
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()  # ZeRO 3: every parameter is partitioned
     with torch.no_grad():
         # Give the optimiser a state dictionary in the form in which it would have saved it.
         vectors = states.vectors(engine)
-        masters, moments = [_fill_vector(form, MASTER, vector) for vector in vectors], _optimizer_states(form, vectors)
+        masters, moments = ranks.run_on_all(
+            lambda: ([_fill_vector(saved, MASTER, vector) for vector in vectors], _optimizer_states(saved, vectors))
+        )
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             state = optimizer.state_dict()
             state["fp32_flat_groups"] = masters
@@ -90,51 +94,50 @@ def load_universal(engine: DeepSpeedEngine, form: Universal) -> None:
             for vector, master in zip(vectors, masters, strict=True):
                 vector.master.copy_(master)
                 parameters[vector.local[0].name].copy_(master)
-        if buffers := form.buffers():
-            engine.module.load_state_dict(buffers, strict=False)  # without parameters
+        if saved.buffers:
+            engine.module.load_state_dict(saved.buffers, strict=False)  # without parameters
     if hasattr(optimizer, "checkpoint_event_epilogue"):
         optimizer.checkpoint_event_epilogue()
-    manifest = form.manifest
-    engine.lr_scheduler.load_state_dict(engine.lr_scheduler.state_dict() | manifest.schedule)
-    for name, value in manifest.numbers.items():
+    engine.lr_scheduler.load_state_dict(engine.lr_scheduler.state_dict() | saved.schedule)
+    for name, value in saved.numbers.items():
         setattr(engine, name, value)
-    engine.settings.apply(engine, manifest.loss_scale)
+    engine.settings.apply(engine, saved.loss_scale)
 
 
-def has_moments(form: Universal, vectors: Sequence[states.Vector]) -> bool:
-    """Whether a form has the moments that these vectors need, or has no moments yet. The same on every rank."""
-    if form.manifest.adam_step is None:
+def has_moments(saved: SavedState, vectors: Sequence[states.Vector]) -> bool:
+    """Whether a checkpoint has the moments that these vectors need, or none yet. The same on every rank."""
+    if saved.adam_step is None:
         return True
     needed = ((part.name, vector.moments) for vector in vectors for share in vector.slices for part in share)
-    return all(form.has(name, kind) for name, kinds in needed for kind in kinds)
+    return all(saved.has(name, kind) for name, kinds in needed for kind in kinds)
 
 
-def _optimizer_states(form: Universal, vectors: Sequence[states.Vector]) -> dict[int, dict[str, Tensor]]:
+def _optimizer_states(saved: SavedState, vectors: Sequence[states.Vector]) -> dict[int, dict[str, Tensor]]:
     """Return the optimiser's state and the average for each vector; nothing before the first step.
 
     From another optimiser's checkpoint, only the average is taken, and all moments start at zero. Old and new moments
     cannot share one step count.
     """
-    step = form.manifest.adam_step
+    step = saved.adam_step
     if step is None:
         return {}
-    is_same_optimizer = has_moments(form, vectors)
+    is_same_optimizer = has_moments(saved, vectors)
     result = {}
     for number, vector in enumerate(vectors):
-        state = {kind: _fill_vector(form, kind, vector, empty=not is_same_optimizer) for kind in vector.moments}
+        state = {kind: _fill_vector(saved, kind, vector, empty=not is_same_optimizer) for kind in vector.moments}
         if states.MOMENTUM not in state:
             state["step"] = torch.tensor(step if is_same_optimizer else 0.0)
-        if AVERAGE in form.kinds:
-            state[AVERAGE] = _fill_vector(form, AVERAGE, vector)
+        if AVERAGE in saved.kinds:
+            state[AVERAGE] = _fill_vector(saved, AVERAGE, vector)
         result[number] = state
     return result
 
 
-def _fill_vector(form: Universal, kind: str, vector: states.Vector, *, empty: bool = False) -> Tensor:
+def _fill_vector(saved: SavedState, kind: str, vector: states.Vector, *, empty: bool = False) -> Tensor:
     """Return this rank's vector of a kind. Elements that no parameter fills are padding, and zero."""
     filled = torch.zeros(states.shape_of(kind, vector.master.shape))
     flat = filled.view(-1)
     for part in () if empty else vector.local:
-        source = form.flat(part.name, kind)[part.start : part.stop]
+        source = saved.elements(part.name, kind, part.start, part.stop)
         flat[part.at : part.at + len(source)] = source
     return filled

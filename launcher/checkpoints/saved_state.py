@@ -169,10 +169,9 @@ class SavedState:
         """The model's buffers, fp32."""
         return {name: self._model["module"][name] for name in self._model["buffer_names"]}
 
-    def shapes_of(self, kind: str) -> dict[str, torch.Size]:
-        """Return the shapes of a kind's tensors, for the parameters that have it."""
-        names = (name for name, kinds in self._kinds.items() if kind in kinds)
-        return {name: states.shape_of(kind, self.shapes[name]) for name in names}
+    def has(self, name: str, kind: str) -> bool:
+        """Whether a parameter has a tensor of a kind."""
+        return kind in self._kinds[name]
 
     def tensor(self, name: str, kind: str = MASTER) -> Tensor:
         """Return one parameter's tensor of a kind: a copy, fp32, on the CPU."""
@@ -182,17 +181,25 @@ class SavedState:
             return self.buffers[name].clone()
         if self._remapped and self._taken > MAPPED_BYTES:
             self._map()
-        with refuse_foreign_content(self._folder):
-            parts = []
-            for rank, vector, start, stop in self._pieces[name]:
-                source = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]
-                parts.append(source.flatten()[start:stop].float())
-            flat = torch.cat(parts)  # a copy: the file can be closed
         shape = states.shape_of(kind, self.shapes[name])
-        if flat.numel() < shape.numel():
-            raise self._broken(f"{flat.numel():,} numbers of {kind} of {name}, which has {shape.numel():,}")
+        flat = self.elements(name, kind, 0, shape.numel())
         self._taken += flat.nbytes
-        return flat[: shape.numel()].reshape(shape)
+        return flat.reshape(shape)
+
+    def elements(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """Return elements of one parameter's flat tensor of a kind, up to its end: a copy, fp32, on the CPU."""
+        stop = min(stop, states.shape_of(kind, self.shapes[name]).numel())
+        with refuse_foreign_content(self._folder):
+            parts, begin = [], 0  # of the piece, in the parameter
+            for rank, vector, low, high in self._pieces[name]:
+                source = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]
+                first, last = max(start - begin, 0), max(stop - begin, 0)
+                parts.append(source.flatten()[low:high][first:last].float())
+                begin += high - low
+            flat = torch.cat(parts)  # a copy: the file can be closed
+        if flat.numel() < stop - start:
+            raise self._broken(f"{flat.numel():,} of {stop - start:,} numbers of {kind} of {name}")
+        return flat
 
     def kind_of(self, weights: str) -> str:
         """Return the kind of tensors for ``TRAINED`` or ``AVERAGE`` weights; ConfigError if there is no average."""

@@ -21,7 +21,6 @@ from longstride.launcher.checkpoints.checkpoint import (
     DEEPSPEED_TAG,
     checkpoint_folder,
     list_checkpoints,
-    manifest_scores,
     random_name,
 )
 from longstride.launcher.checkpoints.manifest import (
@@ -42,7 +41,6 @@ from longstride.launcher.checkpoints.manifest import (
 from longstride.launcher.checkpoints.pickles import FAILURES, checkpoint_files
 from longstride.launcher.checkpoints.probe import take_probe
 from longstride.launcher.checkpoints.saved_tables import tables_name
-from longstride.launcher.checkpoints.universal import universal_folder
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import package_versions, parameter_groups, random_states
 from longstride.launcher.output import file_names
@@ -50,8 +48,9 @@ from longstride.launcher.ranks import Ranks
 
 T = TypeVar("T")
 _LATEST = "latest"
-# Left by a killed save or removal. The dot hides it from programs that list checkpoints.
-_LEFTOVER = re.compile(r"\.step-\d{8,}(\.universal)?\.(partial|deleted)")
+# Left by a killed save or removal; `universal` by versions that stored conversions. The dot hides it from programs that
+# list checkpoints.
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(universal|(universal\.)?(partial|deleted))")
 
 
 class NotSavedError(RuntimeError):
@@ -92,8 +91,8 @@ class Saver:
         self.saved = self._engine.global_steps  # the newest step that is safe
         self._scores: dict[int, Score] = {}  # on the first rank, by step
         if self._config.train.keep_best and self._ranks.is_first:
-            scores = manifest_scores(list_checkpoints(self._run)[0])
-            self._scores = collect_scores(self._run, self._config.data.validation_split, scores)
+            manifests = [checkpoint.manifest for checkpoint in list_checkpoints(self._run)[0]]
+            self._scores = collect_scores(self._run, self._config.data.validation_split, manifests)
 
     def save(self, stream: StreamState, memory: dict[str, Any]) -> None:
         """Save the engine's step, or begin to, with ``memory`` in the manifest. All ranks must call."""
@@ -234,14 +233,7 @@ class _Save:
 
     def complete(self, best: Callable[[int], list[Score]]) -> None:
         """Turn the files into a checkpoint by a rename. ``best`` gives the scores for the first rank's manifest."""
-        self._files.wait()
-
-        def take_records() -> dict[str, FileRecord]:
-            if self._files.failure is not None:
-                raise self._files.failure
-            return {path.relative_to(self._partial).as_posix(): record for path, record in self._files.records.items()}
-
-        shares = self._on_all_ranks(take_records)
+        shares = self._on_all_ranks(lambda: self._files.take_records(self._partial))
         written = {name: record for share in shares for name, record in share.items()}
         self._on_all_ranks(lambda: self._put_in_place(written, best(self.step)) if self._ranks.is_first else None)
 
@@ -308,22 +300,16 @@ def retire(
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint and its universal form. If killed, nothing that looks like a checkpoint remains."""
-    pairs = [
-        (path, path.with_name(f".{folder.name}{end}.deleted"))
-        for path, end in ((universal_folder(folder), ".universal"), (folder, ""))
-    ]
-    for path, deleted in pairs:
-        remove_tree(deleted)
-        if path.exists():
-            path.rename(deleted)
+    """Remove a checkpoint. If killed, nothing that looks like a checkpoint remains."""
+    deleted = folder.with_name(f".{folder.name}.deleted")
+    remove_tree(deleted)
+    folder.rename(deleted)
     flush_folder(folder.parent)
-    for _, deleted in pairs:
-        remove_tree(deleted)
+    remove_tree(deleted)
 
 
 def rewind_to(run: Path, step: int) -> list[Path]:
-    """Move all checkpoints after a step aside, without universal forms; return their new paths.
+    """Move all checkpoints after a step aside; return their new paths.
 
     `latest` then names the checkpoint of the step, or is removed if there is none. All of it is on the disk at the end.
     No other process may be saving to this run.
@@ -334,11 +320,7 @@ def rewind_to(run: Path, step: int) -> list[Path]:
         point_to(run, step)  # first, so that it never names a missing checkpoint
     else:
         folder.with_name(_LATEST).unlink(missing_ok=True)
-    moved = []
-    for later in list_checkpoints(run)[0]:
-        if later.manifest.step > step:
-            remove_tree(universal_folder(later.folder))
-            moved.append(set_aside(later.folder))
+    moved = [set_aside(later.folder) for later in list_checkpoints(run)[0] if later.manifest.step > step]
     flush_folder(folder.parent)
     return [path for path in moved if path is not None]
 

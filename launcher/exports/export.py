@@ -89,48 +89,32 @@ def run(arguments: argparse.Namespace) -> int:
         trusted=arguments.trust_checkpoint,
         license=arguments.license,
     )
-    if arguments.format is not None:
-        if replace(options, check=True, trusted=False) != Options() or arguments.step is not None or arguments.refresh:
-            rule = "only takes the folder of an export, --output, --no-check and --trust-code"
-            raise ConfigError(f"--format={arguments.format}: {rule}")
-        if arguments.output is None:
-            raise ConfigError("--output: must name the new folder")
-        trust = options.trusted
-        line = export_program(arguments.run, arguments.output, arguments.format, options.check, trust_code=trust)
-        print(line, file=sys.stderr)
-        return 0
-    if arguments.refresh:
-        if replace(options, trusted=False) != Options() or arguments.step is not None or arguments.output is not None:
-            raise ConfigError("--refresh: only takes the folder of an export and --trust-code")
-        print(refresh_stub(arguments.run, trust_code=options.trusted), file=sys.stderr)
-        return 0
-    if arguments.output is None:
+    takes_more = arguments.step is not None or replace(options, check=True, trusted=False) != Options()
+    if arguments.format is not None and (takes_more or arguments.refresh):
+        rule = "only takes the folder of an export, --output, --no-check and --trust-code"
+        raise ConfigError(f"--format={arguments.format}: {rule}")
+    if arguments.refresh and (takes_more or arguments.no_check or arguments.output is not None):
+        raise ConfigError("--refresh: only takes the folder of an export and --trust-code")
+    if not arguments.refresh and arguments.output is None:
         raise ConfigError("--output: must name the new folder")
-
-    def report_refusals(checkpoint: Checkpoint) -> None:
-        if arguments.step is None:
-            for refusal in checkpoint.newer_refusals():
-                say(f"passed over: {refusal}")
-
-    checkpoint, line = export(arguments.run, arguments.step, arguments.output, options, chosen=report_refusals)
-    print(line, file=sys.stderr)
-    what = f"step {checkpoint.manifest.step} of {arguments.run}"
-    average = ", the moving average of its weights" if arguments.weights == AVERAGE else ""
-    print(f"{arguments.output}: {what}{average}, {arguments.dtype}", file=sys.stderr)
+    if arguments.refresh:
+        lines = [refresh_stub(arguments.run, trust_code=options.trusted)]
+    elif arguments.format is not None:
+        trust = options.trusted
+        lines = [export_program(arguments.run, arguments.output, arguments.format, options.check, trust_code=trust)]
+    else:
+        checkpoint, line = export(arguments.run, arguments.step, arguments.output, options)
+        what = f"step {checkpoint.manifest.step} of {arguments.run}"
+        average = ", the moving average of its weights" if arguments.weights == AVERAGE else ""
+        lines = [line, f"{arguments.output}: {what}{average}, {arguments.dtype}"]
+    print(*lines, sep="\n", file=sys.stderr)
     return 0
 
 
 def export(
-    run_folder: Path,
-    step: int | Literal["best"] | None,
-    output: Path,
-    options: Options | None = None,
-    *,
-    chosen: Callable[[Checkpoint], None] = lambda _: None,
+    run_folder: Path, step: int | Literal["best"] | None, output: Path, options: Options | None = None
 ) -> tuple[Checkpoint, str]:
     """Export a checkpoint of a run into a new folder; return it, and a line about the check.
-
-    ``chosen`` is called with the checkpoint before it is verified.
 
     Raises:
         ConfigError: there is no such checkpoint, it is damaged, lacks averages or must be trusted, the dtype cannot
@@ -141,7 +125,9 @@ def export(
     licensed = {} if options.license is None else license_fields(options.license)
     device = usable_device(options.device)
     checkpoint = open_checkpoint(run_folder, step, trusted=options.trusted)
-    chosen(checkpoint)
+    if step is None:
+        for refusal in checkpoint.newer_refusals():
+            say(f"passed over: {refusal}")
     checkpoint.verify()
     state = SavedState(checkpoint, remapped=True)
     kind, shapes = state.kind_of(options.kind), state.model
@@ -285,20 +271,16 @@ def check_losses(
         return mean, model.config
 
     stored = next(name for name, dtype in DTYPES.items() if dtype == exported.dtype)
-    compared = probe.precision if kind == AVERAGE or stored in ("fp32", probe.precision) else stored
+    compared = probe.record.precision if kind == AVERAGE or stored in ("fp32", probe.record.precision) else stored
     nats, config = loss(masters if kind == AVERAGE else exported.tensor, DTYPES[compared])
-    difference = probe.difference(nats)
-    tolerance = probe.tolerance(compared, device.type, config.backend)
-    if not difference <= tolerance:  # also if it is nan
+    computed = compared, device.type, config.backend
+    if mismatch := probe.mismatch(nats, *computed):
         whose = "trained weights'" if kind == AVERAGE else "exported model's"
-        raise ConfigError(
-            f"{checkpoint.folder}: the {whose} loss on {probe.path.name} is {nats:.9g} nats, but the trainer's was "
-            f"{probe.loss_nats:.9g}; they differ by {difference:.1e}, and rounding explains {tolerance:.0e}; "
-            f"nothing is exported; --no-check skips this"
-        )
-    trainers = f"the trainer's {probe.loss_nats:.6f}"
-    if nats != probe.loss_nats:
-        trainers += f" ({difference:.1e} apart; rounding explains {tolerance:.0e})"
+        advice = "nothing is exported; --no-check skips this"
+        raise ConfigError(f"{checkpoint.folder}: the {whose} {mismatch}; {advice}")
+    trainers = f"the trainer's {probe.record.loss_nats:.6f}"
+    if nats != probe.record.loss_nats:
+        trainers += f" ({probe.difference(nats):.1e} apart; rounding explains {probe.tolerance(*computed):.0e})"
     if kind == AVERAGE:
         average, _ = loss(exported.tensor, exported.dtype)
         return f"{_PROBE}: {average:.6f} nats; of the trained weights {nats:.6f}, {trainers}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import signal
@@ -337,36 +338,35 @@ def tell_versions(versions: dict[str, str]) -> None:
 
 
 def spoil_after_load() -> None:
-    """Make the weights that are loaded from a universal form slightly wrong."""
+    """Make the weights that are loaded from another layout slightly wrong."""
     import torch
 
     import longstride.launcher.checkpoints.restoring as restoring
 
-    load = restoring.load_universal
+    load = restoring.load_converted
 
-    def load_and_spoil(engine: Any, form: Any) -> None:
-        load(engine, form)
+    def load_and_spoil(engine: Any, *inputs: Any) -> None:
+        load(engine, *inputs)
         with torch.no_grad():
             for parameter in engine.module.parameters():
                 parameter.mul_(1.001)
 
-    restoring.load_universal = load_and_spoil
+    restoring.load_converted = load_and_spoil
 
 
-def convert_and_at(number: int, then: Any) -> None:
-    """Call ``then`` when tensor ``number`` is converted."""
+def kill_in_conversion(number: int) -> None:
+    """Kill this rank when it reads piece ``number`` of a checkpoint of another layout."""
     import longstride.launcher.checkpoints.saved_state as saved_state
 
-    tensor = saved_state.SavedState.tensor
-    calls = []
+    elements = saved_state.SavedState.elements
+    calls = itertools.count(1)
 
     def count(self: Any, *args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == number:
-            then()
-        return tensor(self, *args)
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return elements(self, *args)
 
-    saved_state.SavedState.tensor = count
+    saved_state.SavedState.elements = count
 
 
 def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
@@ -376,9 +376,7 @@ def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
     if "SPOIL_AFTER_LOAD" in os.environ:
         spoil_after_load()
     if "KILL_IN_CONVERSION" in os.environ:
-        convert_and_at(int(os.environ["KILL_IN_CONVERSION"]), lambda: os.kill(os.getpid(), signal.SIGKILL))
-    if "SLOW_CONVERSION" in os.environ:
-        convert_and_at(3, lambda: time.sleep(float(os.environ["SLOW_CONVERSION"])))
+        kill_in_conversion(int(os.environ["KILL_IN_CONVERSION"]))
     if "SPOIL" in os.environ:
         what, *numbers = os.environ["SPOIL"].split(",")
         rank, first, last, how_often = map(int, numbers)

@@ -70,7 +70,8 @@ def test_same_weights_agree_and_nothing_else_changes(tmp_path: Path) -> None:
     content = np.load(tmp_path / PROBE)
     assert content.shape == (64,) and content.dtype == np.uint8
     assert 5 < probe["loss_nats"] < 6  # 256 equal guesses: 5.55
-    assert saved(tmp_path, probe).check(engine, config, ALONE) == 0.0
+    saved(tmp_path, probe).check(engine, config, ALONE)
+    assert take_probe(engine, config, tmp_path, ALONE) == probe  # bit for bit
     assert engine.module.training
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in engine.module.parameters())
@@ -89,7 +90,7 @@ def test_weights_that_are_a_little_off_are_refused(tmp_path: Path) -> None:
     # Computed in another precision, or by another backend, more is rounding.
     assert probe is not None
     for other in (probe | {"precision": "bf16"}, probe | {"backend": "cpu"}, probe | {"device": "cuda"}):
-        assert saved(tmp_path, other).check(engine, config, ALONE) is not None
+        saved(tmp_path, other).check(engine, config, ALONE)
     with torch.no_grad():
         engine.module.logits.weight.fill_(float("nan"))
     with pytest.raises(AgreedError, match="nan nats"):
@@ -103,7 +104,8 @@ def test_run_may_have_none(tmp_path: Path) -> None:
     assert take_probe(engine, config, tmp_path, ALONE) is None
     assert not list(tmp_path.iterdir())
     probe = take_probe(engine, config_with(), tmp_path, ALONE)
-    assert saved(tmp_path, probe).check(engine, config, ALONE) is None
+    torch.nn.init.normal_(engine.module.logits.weight)
+    saved(tmp_path, probe).check(engine, config, ALONE)
     assert saved(tmp_path, None) is None
 
 

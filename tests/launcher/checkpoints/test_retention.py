@@ -28,7 +28,6 @@ from longstride.launcher.checkpoints.saving import (
     retire,
     rewind_to,
     set_aside,
-    universal_folder,
 )
 from longstride.launcher.config import RunConfig
 from longstride.launcher.output.file_names import CHECKPOINTS
@@ -134,13 +133,6 @@ def test_what_is_a_persons_stays(run: Path) -> None:
     assert sorted(path.name for path in (run / CHECKPOINTS).iterdir()) == sorted([*names, "step-00000060"])
 
 
-def test_converted_form_goes_with_its_checkpoint(run: Path) -> None:
-    for step in (10, 60):
-        (universal_folder(checkpoint_folder(run, step)) / "weights").mkdir(parents=True)
-    retire(run, 60, 1, None)
-    assert sorted(path.name for path in (run / CHECKPOINTS).iterdir()) == [".step-00000060.universal", "step-00000060"]
-
-
 @pytest.mark.parametrize("operation", range(1, 7))
 def test_best_ones_stay_wherever_a_removal_is_cut_short(
     run: Path, operation: int, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +192,7 @@ def test_scores_are_ranked_and_outlive_metrics(tmp_path: Path) -> None:
     assert [each.step for each in rank_scores([*known, score(7, 3.0)])] == [4, 2, 5, 7, 1, 6]
     assert [each.step for each in rank_scores(known)] == [1, 6, 4, 2, 5]  # the newest is over 32 bytes
     folder = make_checkpoint(tmp_path, 7, best=[score(4, 1.5), score(2, 2.0)])
-    repeated = list_checkpoints(tmp_path)[0][0].manifest.best or []
+    repeated = [list_checkpoints(tmp_path)[0][0].manifest]
     assert collect_scores(tmp_path, "validation", repeated) == {4: score(4, 1.5), 2: score(2, 2.0)}
     assert collect_scores(tmp_path, "test", repeated) == {}
     write_metrics(tmp_path, [evaluation_line(4, 1.25), evaluation_line(9, None)])
@@ -211,15 +203,13 @@ def test_scores_are_ranked_and_outlive_metrics(tmp_path: Path) -> None:
 
 
 def test_removal_cut_short_leaves_no_checkpoint_and_is_made_up_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (universal_folder(checkpoint_folder(run, 10)) / "weights").mkdir(parents=True)
     with monkeypatch.context() as patch:
         patch.setattr("longstride.launcher.checkpoints.saving.remove_tree", lambda path: None)
         assert retire(run, 60, 5, None) == [10]
     assert steps(run) == [60, 50, 40, 30, 20]
-    hidden = {path.name for path in (run / CHECKPOINTS).glob(".*")}
-    assert hidden == {".step-00000010.deleted", ".step-00000010.universal.deleted"}
-    (run / CHECKPOINTS / ".step-00000070.partial").mkdir()
-    (run / CHECKPOINTS / ".step-00000060.universal.partial").mkdir()  # of a killed conversion
+    assert [path.name for path in (run / CHECKPOINTS).glob(".*")] == [".step-00000010.deleted"]
+    for end in ("partial", "universal", "universal.partial", "universal.deleted"):  # three by an earlier version
+        (run / CHECKPOINTS / f".step-00000070.{end}" / "weights").mkdir(parents=True)
     remove_leftovers(run)
     assert not list((run / CHECKPOINTS).glob(".*"))
 
@@ -234,12 +224,9 @@ def test_of_a_link_the_link_goes(run: Path, tmp_path_factory: pytest.TempPathFac
     assert (elsewhere / "manifest.json").exists()
 
 
-def test_what_lies_beyond_is_set_aside_without_its_converted_form(run: Path) -> None:
-    for step in (40, 50):
-        (universal_folder(checkpoint_folder(run, step)) / "weights").mkdir(parents=True)
+def test_what_lies_beyond_is_set_aside(run: Path) -> None:
     assert [path.name for path in rewind_to(run, 40)] == ["step-00000060.replaced-1", "step-00000050.replaced-1"]
     assert steps(run) == [40, 30, 20, 10]
-    assert [path.name for path in (run / CHECKPOINTS).glob(".*")] == [".step-00000040.universal"]
     assert (run / CHECKPOINTS / "latest").read_text() == "step-00000040\n"
 
 

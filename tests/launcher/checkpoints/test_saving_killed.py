@@ -10,7 +10,6 @@ import pytest
 
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, list_checkpoints
 from longstride.launcher.checkpoints.manifest import find_damage, find_foreign
-from longstride.launcher.checkpoints.universal import universal_folder
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import UNEQUAL, metrics
 
@@ -53,9 +52,6 @@ class Chain:
     def kill(self, rank: int, work: str, last: int) -> list[str]:
         """One resume that is killed; the operations that it came to."""
         before = self.newest
-        if found := self._found():
-            universal_folder(found[0].folder).mkdir(exist_ok=True)
-            (universal_folder(found[0].folder) / "weights").touch()
         arguments = [*self._arguments, *SAVING, "--resume", "auto"]
         arguments += ["train.checkpoint_in_background=true"] if work == "background" else []
         codes = self._server.run(arguments, 2, {"rank": rank, "work": work, "last": last})

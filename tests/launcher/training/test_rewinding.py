@@ -21,7 +21,7 @@ from longstride.launcher.checkpoints.checkpoint import (
     list_checkpoints,
     open_checkpoint,
 )
-from longstride.launcher.checkpoints.saving import point_to, universal_folder
+from longstride.launcher.checkpoints.saving import point_to
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import RunSetup
 from longstride.launcher.data.run_data import TrainingData
@@ -47,7 +47,6 @@ class Folder:
         for step in (2, 4):
             make_checkpoint(self.run, step)
         (checkpoint_folder(self.run, 4) / "deepspeed/mp_rank_00_model_states.pt").write_bytes(b"damaged")
-        universal_folder(checkpoint_folder(self.run, 4)).mkdir()
         point_to(self.run, 4)
         monkeypatch.setattr(Checkpoint, "needs_conversion", lambda *_: False)
         monkeypatch.setattr(Checkpoint, "load", lambda checkpoint, *_: self.loaded.append(checkpoint.manifest.step))
