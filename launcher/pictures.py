@@ -14,7 +14,7 @@ matplotlib.use("Agg")  # before pyplot: there may be no screen
 
 from matplotlib import pyplot as plt
 
-from longstride.launcher.files import check_new, write_new
+from longstride.launcher.files import write_new
 
 DOTS_PER_INCH = 160
 INK, FAINT = "#24292f", "#8c959f"  # of text, and of axes
@@ -62,18 +62,9 @@ def curves(size: tuple[float, float] = (6.4, 3.8)) -> tuple[Any, Any]:
     return figure, axis
 
 
-def check_output(output: Path, option: str = "--output", suffix: str = ".png") -> None:
-    """Raise ConfigError if a picture cannot be written. Call it before drawing."""
-    check_new(output, option, suffix)
-
-
 def save_picture(figure: Any, output: Path, option: str = "--output") -> None:
-    """Write a figure to a new file, and free its memory.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    save_content(picture_of(figure), output, option)
+    """Write a figure to a new file, and free its memory; raise ConfigError if the file cannot be written."""
+    write_new(output, picture_of(figure), option)
 
 
 def picture_of(figure: Any) -> bytes:
@@ -83,8 +74,3 @@ def picture_of(figure: Any) -> bytes:
         figure.savefig(picture, format="png", dpi=DOTS_PER_INCH)
     plt.close(figure)
     return picture.getvalue()
-
-
-def save_content(content: bytes, output: Path, option: str) -> None:
-    """Write a new file; raise ConfigError if it cannot be written."""
-    write_new(output, content, option)

@@ -14,6 +14,7 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
+from longstride.launcher.files import check_new
 
 if TYPE_CHECKING:
     from longstride.data_pipelines.shards import Sample
@@ -54,9 +55,9 @@ def run_data_show(arguments: argparse.Namespace) -> int:
     count = default if arguments.count is None else arguments.count
     samples = sample_documents(folder, arguments.split, count, arguments.seed)
     if kind != "text":
-        from longstride.launcher.pictures import check_output, save_picture
+        from longstride.launcher.pictures import save_picture
 
-        check_output(arguments.output)
+        check_new(arguments.output, "--output", ".png")
         drawn = list(samples)
         palette = folder.palette
         if palette is not None:  # as a model sees them

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from longstride.kernels import ConfigError
+from longstride.launcher.files import check_new, write_new
 from longstride.launcher.output import file_names, metrics_file, say
 from longstride.launcher.verbs import TRUST_OPTION
 
@@ -199,20 +201,27 @@ def run_pattern(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--text={arguments.text}: a page has no text; draw --output FILE.png, and leave out --html")
     from longstride.launcher.drawing.pattern import draw_pattern
     from longstride.launcher.drawing.pattern_page import pattern_page
-    from longstride.launcher.pictures import check_output, save_content, save_picture
 
-    if arguments.output is not None:
-        check_output(arguments.output)
-    if arguments.html is not None:
-        check_output(arguments.html, "--html", ".html")
     query = arguments.query[0] if arguments.query else None
+    for option, output, suffix in (("--output", arguments.output, ".png"), ("--html", arguments.html, ".html")):
+        if output is not None:
+            check_new(output, option, suffix)
     if arguments.html is not None:
-        save_content(pattern_page(source, query).encode(), arguments.html, "--html")
+        write_new(arguments.html, pattern_page(source, query).encode(), "--html")
         print(arguments.html)
     if arguments.output is not None:
-        figure = draw_pattern(source, query, arguments.text, trusted=arguments.trust_checkpoint)
-        save_picture(figure, arguments.output)
-        print(arguments.output)
+        trusted = arguments.trust_checkpoint
+        _save(arguments.output, lambda: draw_pattern(source, query, arguments.text, trusted=trusted))
+    return 0
+
+
+def _save(output: Path, draw: Callable[[], Any]) -> int:
+    """Draw a figure into a new file, print its path, and return the exit code."""
+    from longstride.launcher.pictures import save_picture
+
+    check_new(output, "--output", ".png")
+    save_picture(draw(), output)
+    print(output)
     return 0
 
 
@@ -224,24 +233,12 @@ def run_attention(arguments: argparse.Namespace) -> int:
         DataError: there is no such context, or data cannot be read.
     """
     from longstride.launcher.drawing.attention import draw_attention
-    from longstride.launcher.pictures import check_output, save_picture
 
     source = _source(arguments, "RUN|MODEL")
-    check_output(arguments.output)
-    figure = draw_attention(
-        source,
-        arguments.step,
-        arguments.context_number,
-        arguments.head,
-        arguments.query,
-        arguments.weights,
-        data=arguments.data,
-        text=arguments.text,
-        trusted=arguments.trust_checkpoint,
-    )
-    save_picture(figure, arguments.output)
-    print(arguments.output)
-    return 0
+    names = ("step", "context_number", "head", "weights", "data", "text")
+    options = {name: getattr(arguments, name) for name in names}
+    queries, trusted = arguments.query, arguments.trust_checkpoint
+    return _save(arguments.output, lambda: draw_attention(source, queries=queries, trusted=trusted, **options))
 
 
 def run_loss(arguments: argparse.Namespace) -> int:
@@ -250,12 +247,7 @@ def run_loss(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the run has no measurements yet, or a file cannot be written.
     """
-    from longstride.launcher.pictures import check_output, save_picture
-
-    check_output(arguments.output)
-    save_picture(draw_loss(arguments.source), arguments.output)
-    print(arguments.output)
-    return 0
+    return _save(arguments.output, lambda: draw_loss(arguments.source))
 
 
 def draw_loss(run_folder: Path) -> Any:

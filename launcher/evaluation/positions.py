@@ -14,6 +14,7 @@ import numpy as np
 
 from longstride.kernels import ConfigError
 from longstride.launcher.evaluation.exact_sums import ExactSums
+from longstride.launcher.files import check_new, write_new
 from longstride.launcher.output import metrics_file
 
 MOST_BINS = 1024  # of positions in the JSON
@@ -36,9 +37,7 @@ def bin_numbers(edges: np.ndarray) -> np.ndarray:
 
 def check_positions(output: Path) -> None:
     """Raise ConfigError if the picture or its JSON cannot be written. Called before scoring."""
-    from longstride.launcher.pictures import check_output  # imports matplotlib, which scoring does not need
-
-    check_output(output, "--positions")
+    check_new(output, "--positions", ".png")
     numbers = output.with_suffix(".json")
     if numbers.exists():
         raise ConfigError(f"--positions={output}: {numbers} already exists and is not overwritten")
@@ -46,7 +45,7 @@ def check_positions(output: Path) -> None:
 
 def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run: Path) -> None:
     """Write FILE.png and FILE.json from the sums of bins with these edges and the printed ``line``, or neither file."""
-    from longstride.launcher.pictures import save_content, save_picture
+    from longstride.launcher.pictures import save_picture  # imports matplotlib, which scoring does not need
 
     name = metrics_file.bits_of(line)[0].replace(" ", "_")
     count = "bytes" if name == "bits_per_byte" else "tokens"
@@ -58,7 +57,7 @@ def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict
     bins = {"first": edges[:-1].tolist(), "end": edges[1:].tolist(), count: content.tolist(), **figures}
     numbers = output.with_suffix(".json")
     figure = draw_positions(sums, edges, line, run)
-    save_content((json.dumps({"run": str(run), **line, "positions": bins}) + "\n").encode(), numbers, "--positions")
+    write_new(numbers, (json.dumps({"run": str(run), **line, "positions": bins}) + "\n").encode(), "--positions")
     try:
         save_picture(figure, output, "--positions")
     except BaseException:

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def _time_parts(config: RunConfig, timer: _StepTimer, threads: int) -> Timed:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        steps: list[_Step] = []
+        steps = []
         begin = time.perf_counter()
         while len(steps) < WARM_STEPS + STEPS:
             if len(steps) >= WARM_STEPS + 3 and time.perf_counter() - begin > MOST_SECONDS:
@@ -108,9 +108,9 @@ def _time_parts(config: RunConfig, timer: _StepTimer, threads: int) -> Timed:
     del steps[:WARM_STEPS]
     blocks: dict[BlockConfig, float] = {}
     for place, kind in enumerate(config.model.blocks()):
-        blocks[kind] = min(blocks.get(kind, math.inf), *(step.blocks[place] for step in steps))
-    around, update = (min(getattr(step, name) for step in steps) for name in ("around", "update"))
-    return Timed(blocks, around, update, engine_parameters(config.model))
+        blocks[kind] = min(blocks.get(kind, math.inf), *(seconds[place] for seconds, _, _ in steps))
+    _, around, update = zip(*steps, strict=True)
+    return Timed(blocks, min(around), min(update), engine_parameters(config.model))
 
 
 def _with_fewest_blocks(config: RunConfig, micro_batches: int) -> RunConfig:
@@ -127,83 +127,62 @@ def _with_fewest_blocks(config: RunConfig, micro_batches: int) -> RunConfig:
     return RunConfig.model_validate(content)
 
 
-@dataclass(slots=True)
-class _Step:
-    """The seconds of one step."""
-
-    blocks: list[float] = field(default_factory=list)  # of each, over a micro-batch in the mean
-    around: float = 0.0
-    update: float = 0.0
-
-
 class _StepTimer:
     """Takes steps of an engine, and records the time whenever a block begins or ends."""
 
     def __init__(self, engine: Any, clock: Callable[[], float]) -> None:
         self._engine, self._clock = engine, clock
         self._times: list[float] = []
-        model = engine.module
+        model, backward = engine.module, engine.backward
         inner: Callable[..., Any] | None = model.activation_checkpoint
 
         def run(block: Any, h: Tensor, context: BlockContext) -> Any:
             self._record_input(h)
             return block(h, context) if inner is None else inner(block, h, context)
 
+        def backward_and_record(*arguments: Any, **options: Any) -> Any:
+            out = backward(*arguments, **options)
+            self._record()
+            return out
+
         model.activation_checkpoint = run
         model.norm.register_forward_pre_hook(lambda _, args: self._record_input(args[0]))
+        engine.backward = backward_and_record
 
     def _record_input(self, h: Tensor) -> None:
         """Record when a block, or the final norm, takes its input, and when the input has its gradient."""
         self._record()
         h.register_hook(lambda _: self._record() and None)  # a result would replace the gradient
 
-    def _record(self) -> float:
+    def _record(self) -> None:
         if self._engine.device.type != "cpu":
             torch.accelerator.synchronize(self._engine.device)
         self._times.append(self._clock())
-        return self._times[-1]
 
-    def take_step(self, tokens: Tensor) -> _Step:
-        """Take one step over (micro-batches, B, N) tokens on the host, and time its parts."""
+    def take_step(self, tokens: Tensor) -> tuple[list[float], float, float]:
+        """Take one step over (micro-batches, B, N) tokens on the host.
+
+        Returns:
+            The seconds of each block and those around the blocks, in the mean of the micro-batches, and of the update.
+        """
         engine, step = self._engine, EngineStep(self._engine)
-        count, micro_batches, seconds = len(engine.module.blocks), len(tokens), _Step()
-        seconds.blocks = [0.0] * count
-        for number, rows in enumerate(tokens):
+        count, micro_batches, around = len(engine.module.blocks), len(tokens), 0.0
+        blocks = [0.0] * count
+        for number, rows in enumerate(tokens, 1):
             self._times.clear()
-            begin = self._record()
+            self._record()
             output = engine(rows.to(engine.device), return_nats=True, return_extras=True)
             loss = output.rows.mean()
             if output.auxiliary_loss is not None:
                 loss = loss + output.auxiliary_loss.float()
-            if number + 1 < micro_batches:
-                step.accumulate(loss)
-                end = self._record()
-            else:  # the update begins when the backward pass ends
-                end = self._take_last(step, loss)
-            # Recorded: the begin, the input of each block and of the norm, and these inputs backwards.
-            forward, backward = self._times[1 : count + 2], self._times[count + 2 : 2 * count + 3][::-1]
+            (step.accumulate if number < micro_batches else step.take)(loss)
+            # Recorded: the begin, the input of each block and of the norm, these inputs backwards, and the end.
+            begin, *forward = self._times[: count + 2]
+            *backward, end = self._times[count + 2 :]
+            backward.reverse()
             for place in range(count):
                 both = forward[place + 1] - forward[place] + backward[place] - backward[place + 1]
-                seconds.blocks[place] += both / micro_batches
-            seconds.around += (end - begin) / micro_batches
-        seconds.around -= sum(seconds.blocks)
-        seconds.update = self._record() - end
-        return seconds
-
-    def _take_last(self, step: EngineStep, loss: Tensor) -> float:
-        """Take the step; return the time between its backward pass and the update."""
-        engine, end = self._engine, 0.0
-        backward = engine.backward
-
-        def backward_and_record(*arguments: Any, **options: Any) -> Any:
-            nonlocal end
-            out = backward(*arguments, **options)
-            end = self._record()
-            return out
-
-        engine.backward = backward_and_record
-        try:
-            step.take(loss)
-        finally:
-            engine.backward = backward
-        return end
+                blocks[place] += both / micro_batches
+            around += (end - begin) / micro_batches
+        self._record()
+        return blocks, around - sum(blocks), self._times[-1] - end
