@@ -8,13 +8,14 @@ in order. A stalled one costs the run two seconds, and then a hundredth of its t
 from __future__ import annotations
 
 import errno
+import math
 import os
 import select
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -29,14 +30,11 @@ _AT_ONCE_BYTES = 4096  # pipes write so many atomically, so that lines of severa
 
 
 class LastingOutput:
-    """A text stream that never blocks for long; ``dropped`` are the errno values of errors that it ignores.
-
-    A stream without a file descriptor, as in tests, is written to directly.
-    """
+    """A text stream that never blocks for long; ``dropped`` are the errno values of errors that it ignores."""
 
     def __init__(self, stream: TextIO, dropped: tuple[int, ...] = _CLOSED) -> None:
         self._stream, self._dropped = stream, dropped
-        self._file: int | None = None
+        self._file: int | None = None  # a stream in memory, as in tests, has none
         with suppress(OSError, ValueError, AttributeError):
             self._file = stream.fileno()
         self._reset()
@@ -46,8 +44,8 @@ class LastingOutput:
         self._changed = threading.Condition()  # reentrant: a signal handler may print while its thread prints
         self._text: list[str] = []  # the unfinished line
         self._queue: deque[bytes] = deque()
-        self._queue_bytes = self._dropped_lines = self._accepted = self._written = 0
-        self._is_writing = False  # whether the thread runs
+        self._dropped_lines = self._accepted = self._written = 0
+        self._has_thread = False
         self._failure: OSError | None = None
         self._patience, self._measured = _PATIENCE_SECONDS, time.monotonic()
         self._moved = self._measured  # when the reader last took something, or had taken everything
@@ -55,13 +53,11 @@ class LastingOutput:
 
     def write(self, text: str) -> int:
         """Write the text; return 0 if it was dropped."""
-        if self._file is None:
-            return self._write_directly(lambda: self._stream.write(text))
         with self._lock():
             self._text.append(text)
             # Lines are kept together on unbuffered streams too, with which launchers start ranks.
-            ends = "\n" in text and (self._stream.line_buffering or getattr(self._stream, "write_through", False))
-            if ends or sum(map(len, self._text)) >= _BLOCK_BYTES:
+            has_lines = self._file is None or self._stream.line_buffering or getattr(self._stream, "write_through", 0)
+            if ("\n" in text and has_lines) or sum(map(len, self._text)) >= _BLOCK_BYTES:
                 is_accepted = self._enqueue()
                 self._wait_within_budget()
                 return len(text) if is_accepted else 0
@@ -74,24 +70,15 @@ class LastingOutput:
 
     def flush(self) -> None:
         """Wait until everything is written, but not for long."""
-        if self._file is None:
-            self._write_directly(lambda: self._stream.flush() or 0)
-            return
         with self._lock():
             self._enqueue()
             self._wait_within_budget()
 
     def settle(self) -> None:
         """Wait until everything is written, as long as the reader reads. Call it before the process ends."""
-        if self._file is None:
-            self._write_directly(lambda: self._stream.flush() or 0)
-            return
         with self._lock():
             self._enqueue()
-            end = time.monotonic() + _END_SECONDS
-            while self._is_writing and (seconds := min(end, self._moved + _STALL_SECONDS) - time.monotonic()) > 0:
-                self._changed.wait(seconds)
-            self._raise_failure()
+            self._wait(_END_SECONDS, _STALL_SECONDS)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -106,22 +93,24 @@ class LastingOutput:
         """Pass the text to the writing thread; return False if it is dropped because the queue is full."""
         parts, self._text = self._text, []  # before anything else: a signal handler that prints would repeat them
         text = "".join(parts)
-        content = text.encode(self._stream.encoding, self._stream.errors or "strict")
+        content = text.encode(self._stream.encoding or "utf-8", self._stream.errors or "strict")
         if not content:
             return True
-        if self._queue_bytes and self._queue_bytes + len(content) > _MOST_BYTES:
+        num_waiting = self._accepted - self._written
+        if num_waiting and num_waiting + len(content) > _MOST_BYTES:
             self._dropped_lines += text.count("\n")
             return False
-        self._add(self._note() + content)
-        if not self._is_writing:
+        if not num_waiting:
             self._moved = time.monotonic()
+        self._add(self._note() + content)
+        if not self._has_thread:
             threading.Thread(target=self._write_queue, daemon=True, name="output").start()  # it waits for the lock
-            self._is_writing = True
+            self._has_thread = True
+        self._changed.notify_all()
         return True
 
     def _add(self, content: bytes) -> None:
         self._queue += (content[at : at + _AT_ONCE_BYTES] for at in range(0, len(content), _AT_ONCE_BYTES))
-        self._queue_bytes += len(content)
         self._accepted += len(content)
 
     def _note(self) -> bytes:
@@ -131,68 +120,59 @@ class LastingOutput:
         return f"longstride: {lines} not shown: nothing read them in time\n".encode() if count else b""
 
     def _wait_within_budget(self) -> None:
-        """Wait until the accepted text is written, or the budget is used up."""
         begin = time.monotonic()
         patience = min(_PATIENCE_SECONDS, self._patience + (begin - self._measured) * _PATIENCE_GROWTH)
-        target, end = self._accepted, begin + patience
-        while self._written < target and (seconds := end - time.monotonic()) > 0:
-            self._changed.wait(seconds)
-        self._measured = time.monotonic()
-        self._patience = max(0.0, end - self._measured)
-        self._raise_failure()
+        try:
+            self._wait(patience, math.inf)
+        finally:
+            self._measured = time.monotonic()
+            self._patience = max(0.0, begin + patience - self._measured)
 
-    def _raise_failure(self) -> None:
+    def _wait(self, seconds: float, stall_seconds: float) -> None:
+        """Wait until the accepted text is written, or no longer than this, or than the reader may take nothing."""
+        target, end = self._accepted, time.monotonic() + seconds
+        while self._written < target and (left := min(end, self._moved + stall_seconds) - time.monotonic()) > 0:
+            self._changed.wait(left)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def _write_queue(self) -> None:
-        """Write until the queue is empty; then the thread ends."""
-        assert self._file is not None
         while True:
             with self._changed:
                 if not self._queue:
                     self._add(self._note())
-                if not self._queue:
-                    self._is_writing = False
-                    self._changed.notify_all()
-                    return
+                while not self._queue:
+                    self._changed.wait()
                 content = self._queue.popleft()
             failure: OSError | None = None
-            remaining = content
-            try:  # however long it takes
-                while remaining:
-                    try:
-                        remaining = remaining[os.write(self._file, remaining) :]
-                    except BlockingIOError:  # another process made the file non-blocking
-                        poll = select.poll()
-                        poll.register(self._file, select.POLLOUT)
-                        poll.poll()
+            try:
+                self._write_all(content)
             except OSError as error:
                 failure = None if error.errno in self._dropped else error
             with self._changed:
-                self._queue_bytes -= len(content)
                 self._written += len(content)
                 self._moved = time.monotonic()
                 self._failure = failure or self._failure
                 self._changed.notify_all()
 
-    def _write_directly(self, work: Callable[[], int]) -> int:
-        try:
-            return work()
-        except OSError as error:
-            if error.errno not in self._dropped:
-                raise
-            return 0
+    def _write_all(self, content: bytes) -> None:
+        """Write to the file, however long it takes."""
+        if self._file is None:
+            self._stream.write(content.decode(self._stream.encoding or "utf-8", "replace"))
+            self._stream.flush()
+            return
+        while content:
+            try:
+                content = content[os.write(self._file, content) :]
+            except BlockingIOError:  # another process made the file non-blocking
+                select.select([], [self._file], [])
 
 
 def settle_output() -> None:
     """Wait until standard output and standard error are written, as long as their readers read."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, LastingOutput):
-            stream.settle()
-        else:
-            stream.flush()
+        getattr(stream, "settle", stream.flush)()
 
 
 @contextmanager

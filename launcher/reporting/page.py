@@ -6,9 +6,8 @@ import argparse
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -86,32 +85,39 @@ def compose(records: Sequence[RunHistory], scored: list[dict[str, Any]], answers
     """Return the page, of at most ``MOST_PAGE_BYTES``. ``scored``: losses by position from the files of --positions."""
     runs = [PageRun(*fields) for fields in zip(labels(records), range(len(records)), records, answers, strict=True)]
     style, script = (Markup((Path(__file__).parent / name).read_text()) for name in ("report.css", "report.js"))
-    parts = {"curves": curves(runs), "positions": positions(runs, scored), "plan": _by_run(runs, _plan)}
-    head = _head(runs)
-    used = sum(len(text.encode()) for text in (*parts.values(), head, style, script))
-    room = Room(MOST_PAGE_BYTES - used - _MARGIN_BYTES)
-    # Large parts share the remaining bytes, the most informative first.
-    parts["incidents"] = _incidents(runs, room)
-    parts["starts"] = _by_run(runs, lambda run: _starts(run.record, room))
-    parts["configuration"] = _configuration(runs, room)
-    parts["samples"] = _by_run(runs, lambda run: _samples(run.record, room))
-    pattern = "The pattern: who may read whom"
-    attention = "Attention: what the newest checkpoint reads in a context of the validation split"
-
-    def show_pictures(run: PageRun) -> str:
-        return _picture(run.answers.pattern, pattern, room) + _picture(run.answers.attention, attention, room)
-
-    parts["reads"] = _by_run(runs, show_pictures)
+    charts, losses = Markup(curves(runs)), Markup(positions(runs, scored))
+    room = Room(MOST_PAGE_BYTES - _MARGIN_BYTES - sum(len(text.encode()) for text in (charts, losses, style, script)))
     hashes = [f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}" for text in (script, style)]
-    policy = Markup(
+    policy = (
         f"default-src 'none'; script-src '{hashes[0]}'; style-src '{hashes[1]}'; img-src data:; media-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    title = ", ".join(run.name for run in runs)
+    configs = [flattened(record.config) if record.config else {} for record in records]
+    validated = [min((s.values.min() for s in record.evaluations.values()), default=np.inf) for record in records]
     # Not the present time: the same runs give the same page.
     newest = max((record.changed for record in records), default=0.0)
-    updated = datetime.fromtimestamp(newest, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return pieces().page(title, policy, style, script, head, {key: Markup(parts[key]) for key in parts}, updated)
+    return pieces().page(
+        runs,
+        room,
+        {
+            "title": ", ".join(run.name for run in runs),
+            "policy": Markup(policy),
+            "style": style,
+            "script": script,
+            "updated": datetime.fromtimestamp(newest, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "curves": charts,
+            "positions": losses,
+            "figures": [_figures(record) for record in records],
+            "are_best": [loss == min(validated) < np.inf for loss in validated],
+            "most_notices": _MOST_NOTICES,
+            "most_events": MOST_EVENTS,
+            "starts": [[*map(_start, record.starts[-_MOST_STARTS:])] for record in records],
+            "plans": [_plan(run) for run in runs],
+            "differences": _differences(configs),
+            "configs": [{path: _json(config[path]) for path in [*config][:_MOST_KEYS]} for config in configs],
+            "config_sizes": [*map(len, configs)],
+        },
+    )
 
 
 def labels(records: Sequence[RunHistory]) -> list[str]:
@@ -122,23 +128,6 @@ def labels(records: Sequence[RunHistory]) -> list[str]:
         if len({*names}) == len(names):
             break
     return names
-
-
-def _head(runs: Sequence[PageRun]) -> str:
-    """Show the heading and the most important figures."""
-    lines = [f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in run.record.notices]
-    notices = [pieces().absent(line) for line in lines[:_MOST_NOTICES]]
-    figures = [_figures(run.record) for run in runs]
-    if len(runs) == 1:
-        return pieces().head_of_one(runs[0], figures[0], notices)
-    losses = [min((s.values.min() for s in run.record.evaluations.values()), default=np.inf) for run in runs]
-    rows = []
-    for run, loss, (best, *others) in zip(runs, losses, figures, strict=True):
-        is_best = loss == min(losses) < np.inf
-        values = [pieces().best(best[1]) if is_best else best[1], *(value for _, value, _ in others)]
-        rows.append(pieces().row([pieces().dot(run), *values], range(1, len(values) + 1)))
-    names = [name for name, _, _ in figures[0]]
-    return pieces().head_of_several(runs, pieces().table(["run", *names], rows, range(1, len(names) + 1)), notices)
 
 
 def _figures(record: RunHistory) -> list[tuple[str, str, str]]:
@@ -177,91 +166,28 @@ def _figures(record: RunHistory) -> list[tuple[str, str, str]]:
     return figures
 
 
-def _by_run(runs: Sequence[PageRun], show: Callable[[PageRun], str]) -> str:
-    """Show each run, under its name if there are several."""
-    if len(runs) == 1:
-        return show(runs[0])
-    return "".join(f"{pieces().heading(run)}{show(run)}" for run in runs)
-
-
-def _samples(record: RunHistory, room: Room) -> str:
-    """Show the samples of training, from the first to the last."""
-    if not record.samples:
-        return pieces().absent("no samples were made in training; train.samples_every makes them")
-    drawn = []
-    for sample in record.samples:
-        if sample.kind == "txt":
-            content = pieces().text_sample(sample.content.decode(errors="replace"))
-            drawn += [(sample.step, content)] if room.take(content) else []
-            continue
-        is_picture = sample.kind == "png"
-        piece = pieces().picture_sample if is_picture else pieces().sound_sample
-        if address := room.embed("image/png" if is_picture else "audio/wav", sample.content):
-            drawn.append((sample.step, piece(address, sample.step)))
-    text = pieces().samples(drawn)
-    if left_out := len(record.samples) - len(drawn):
-        text += pieces().absent(f"{left_out} more have no room in a page of 2 MB; they lie in {record.folder}/samples")
-    return text
-
-
-def _picture(answer: Answer | None, what: str, room: Room) -> str:
-    if answer is None:
-        return pieces().absent(f"{what}: left out by --quick")
-    if answer.content is None:
-        return pieces().absent(f"{what}: not drawn: {answer.why_not}", answer.command)
-    address = room.embed("image/png", answer.content)
-    if address is None:
-        return pieces().absent(f"{what}: no room in a page of 2 MB; it is drawn by", answer.command)
-    return pieces().picture(address, what, answer.command)
-
-
-def _incidents(runs: Sequence[PageRun], room: Room) -> str:
-    """List the events of the runs."""
-    several, rows = len(runs) > 1, []
-    step_column = [1 if several else 0]
-    for run in runs:
-        for event in run.record.events[:MOST_EVENTS]:
-            cells = [f"{event.step:,}", pieces().tag(event.kind, event.kind), event.text]
-            rows.append(pieces().row([pieces().dot(run), *cells] if several else cells, step_column))
-    if not rows:
-        return pieces().absent("no incidents: no step was refused or dropped, and no damaged data was replaced")
-    fitting = list(takewhile(room.take, rows))
-    text = pieces().table([*(["run"] if several else []), "step", "what", ""], fitting, step_column)
-    if hidden := sum(len(run.record.events) for run in runs) - len(fitting):
-        text += pieces().absent(f"{hidden:,} more are in metrics.jsonl and guards/")
-    return text
-
-
-def _starts(record: RunHistory, room: Room) -> str:
-    """List the starts of a run: times, machines, versions and changes."""
-    if not record.starts:
-        return pieces().absent("the run has no starts.jsonl: the code that trained it wrote none")
-    rows = []
-    for start in record.starts[-_MOST_STARTS:]:
-        devices, hosts, changes = (start.get(name) for name in ("devices", "hosts", "changes"))
-        counts = devices.items() if isinstance(devices, dict) else ()
-        machines = ", ".join(f"{count} × {name}" for name, count in counts)
-        if isinstance(hosts, list) and hosts:
-            hidden_hosts = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-            machines += f" on {', '.join(map(str, hosts[:4]))}{hidden_hosts}"
-        pairs = []
-        for path, pair in [*changes.items()] if isinstance(changes, dict) else []:
-            old, new = pair if isinstance(pair, list) and len(pair) == 2 else (None, pair)
-            pairs.append((path, _json(old), _json(new)))
-        cells = [
-            str(start.get("time", "")).replace("T", " ").replace("+00:00", " UTC"),
-            f"{start['step']:,}",
-            pieces().start_way(start.get("how", ""), _listed(start.get("from"))),
-            machines,
-            _listed(start.get("versions")),
-            pieces().changes(pairs[:_MOST_CHANGES], max(0, len(pairs) - _MOST_CHANGES)),
-        ]
-        rows.append(pieces().row(cells, [1]))
-    fitting = list(takewhile(room.take, rows))
-    text = pieces().table(["time", "from step", "how", "machines", "versions", "changes"], fitting, [1])
-    if hidden := len(record.starts) - len(fitting):
-        text += pieces().absent(f"{hidden} more starts are in starts.jsonl")
-    return text
+def _start(start: dict[str, Any]) -> dict[str, Any]:
+    """Describe a start of a run: its time, machines, versions and changes."""
+    devices, hosts, changes = (start.get(name) for name in ("devices", "hosts", "changes"))
+    counts = devices.items() if isinstance(devices, dict) else ()
+    machines = ", ".join(f"{count} × {name}" for name, count in counts)
+    if isinstance(hosts, list) and hosts:
+        hidden_hosts = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
+        machines += f" on {', '.join(map(str, hosts[:4]))}{hidden_hosts}"
+    pairs = []
+    for path, pair in [*changes.items()] if isinstance(changes, dict) else []:
+        old, new = pair if isinstance(pair, list) and len(pair) == 2 else (None, pair)
+        pairs.append((path, _json(old), _json(new)))
+    return {
+        "time": str(start.get("time", "")).replace("T", " ").replace("+00:00", " UTC"),
+        "step": start["step"],
+        "how": start.get("how", ""),
+        "source": _listed(start.get("from")),
+        "machines": machines,
+        "versions": _listed(start.get("versions")),
+        "changes": pairs[:_MOST_CHANGES],
+        "num_more": max(0, len(pairs) - _MOST_CHANGES),
+    }
 
 
 def _listed(content: Any) -> str:
@@ -273,18 +199,13 @@ def _json(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _plan(run: PageRun) -> str:
-    """Show the planned figures of a run next to the measured ones."""
-    answer, text = run.answers.plan, ""
-    if answer is None or answer.content is None:
-        why, command = ("left out by --quick", "") if answer is None else (answer.why_not, answer.command)
-        text = pieces().absent(f"no plan: {why}", command)
-    plan = answer.content if answer and isinstance(answer.content, dict) else {}
-    rows = [pieces().row([cell or "–" for cell in cells], [1, 2]) for cells in _plan_rows(run.record, plan)]
+def _plan(run: PageRun) -> dict[str, Any]:
+    """Return the planned figures of a run next to the measured ones, and why there is no plan."""
+    answer = run.answers.plan or Answer("", None, "left out by --quick")
+    plan = answer.content if isinstance(answer.content, dict) else {}
     count = processes_of(run.record)
-    planned = f"planned on {plan['device']}, {count} process{'es' if count > 1 else ''}" if plan else "planned"
-    text += pieces().table(["", planned, "measured"], rows, [1, 2])
-    return text
+    head = f"planned on {plan['device']}, {count} process{'es' if count > 1 else ''}" if plan else "planned"
+    return {"answer": answer, "head": head, "rows": _plan_rows(run.record, plan)}
 
 
 def _plan_rows(record: RunHistory, plan: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -319,25 +240,11 @@ def _plan_rows(record: RunHistory, plan: dict[str, Any]) -> list[tuple[str, str,
     return rows
 
 
-def _configuration(runs: Sequence[PageRun], room: Room) -> str:
-    """Show the differences between the configurations, and each of them in full."""
-    configs = [flattened(run.record.config) if run.record.config else {} for run in runs]
-    text = ""
-    if len(runs) > 1:
-        paths = dict.fromkeys(path for config in configs for path in config)
-        differing = [path for path in paths if len({repr(config.get(path)) for config in configs}) > 1]
-        rows = []
-        for path in differing[:_MOST_KEYS]:
-            values = [_json(config[path]) if path in config else "–" for config in configs]
-            rows.append(pieces().row([pieces().code(path), *map(pieces().value, values)]))
-        text = pieces().absent("the runs have the same configuration")
-        if rows:
-            text = pieces().table(["differs", *map(pieces().dot, runs)], list(takewhile(room.take, rows)))
-    for run, config in zip(runs, configs, strict=True):
-        if not config:
-            text += pieces().absent(f"{run.name}: config.json cannot be read")
-            continue
-        lines = [pieces().setting(path, _json(value)) for path, value in [*config.items()][:_MOST_KEYS]]
-        title = f"config.json of {run.name}, {len(config):,} values"
-        text += pieces().settings(title, list(filter(room.take, lines)), len(runs) == 1)
-    return text
+def _differences(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return the paths at which the configurations differ, with the value of each."""
+    paths = dict.fromkeys(path for config in configs for path in config)
+    differing = [path for path in paths if len({repr(config.get(path)) for config in configs}) > 1]
+    return [
+        (path, [_json(config[path]) if path in config else "–" for config in configs])
+        for path in differing[:_MOST_KEYS]
+    ]

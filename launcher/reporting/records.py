@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 from PIL import Image
 
 from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
@@ -24,6 +25,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import load_config, load_json_object
 from longstride.launcher.drawing import MOST_NAME_CHARACTERS, Event, Metrics, read_metrics
 from longstride.launcher.output import file_names, mistake, say
+from longstride.launcher.reporting.template import data_url
 from longstride.launcher.verbs import TRUST_OPTION
 
 MOST_EVENTS = 200  # of a run on a page
@@ -44,6 +46,16 @@ class Sample:
     step: int
     kind: str  # txt, png, wav
     content: bytes
+
+    @property
+    def text(self) -> str:
+        """The content as text."""
+        return self.content.decode(errors="replace")
+
+    @property
+    def address(self) -> Markup:
+        """The content as a URL."""
+        return data_url("image/png" if self.kind == "png" else "audio/wav", self.content)
 
 
 @dataclass
@@ -189,6 +201,11 @@ class Answer:
     command: str
     content: Any = None
     why_not: str = ""
+
+    @property
+    def address(self) -> Markup:
+        """A picture as a URL."""
+        return data_url("image/png", self.content)
 
 
 @dataclass

@@ -40,16 +40,22 @@ class Room:
 
     def __init__(self, num_bytes: int) -> None:
         self._remaining = num_bytes
+        self._refused = 0
 
     def take(self, text: str) -> bool:
         """Take the bytes of a text; return whether it fits."""
         size = len(text.encode())
-        if size > self._remaining:
-            return False
-        self._remaining -= size
-        return True
+        fits = size <= self._remaining
+        self._remaining -= size * fits
+        self._refused += not fits
+        return fits
 
-    def embed(self, kind: str, content: bytes) -> Markup | None:
-        """Return a file's content as a data URL, or None if it does not fit."""
-        address = Markup(f"data:{kind};base64,{base64.b64encode(content).decode()}")
-        return address if self.take(address) else None
+    def count_refused(self) -> int:
+        """Return the number of texts that did not fit since the last call."""
+        count, self._refused = self._refused, 0
+        return count
+
+
+def data_url(kind: str, content: bytes) -> Markup:
+    """Return a file's content as a URL."""
+    return Markup(f"data:{kind};base64,{base64.b64encode(content).decode()}")
