@@ -170,12 +170,10 @@ part_3() {
   [ -z "$REHEARSE" ] || options=(--preset rehearsal --backend triton --no-flex --repeats 1)
   step attention-bars 200 "$PYTHON" benchmarks/attention/attention.py "${options[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/bars-$SLUG.json"
-  rm -f "$OUTPUT/bars-$SLUG.png"
   step counters 110 "$PYTHON" benchmarks/attention/counters.py "${OVERWRITE[@]}" --output "$OUTPUT/counters-$SLUG.json"
   if [ -z "$REHEARSE" ]; then
     step beside 150 "$PYTHON" benchmarks/attention/attention.py --preset beside --time-limit 120 --no-flex "${OVERWRITE[@]}" \
       --output "$OUTPUT/beside-$SLUG.json"
-    rm -f "$OUTPUT/beside-$SLUG.png"
   fi
   # Routing over the root of the context's clusters, and rounds of hashing, beside dense attention.
   options=(--contexts 12288 --repeats 20)

@@ -9,10 +9,12 @@ import platform
 import re
 import socket
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -90,6 +92,42 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return this process's environment with the variables of a rank on this host, which has one thread."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
     return os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def run_ranks(command: Sequence[object], ranks: int, **variables: str) -> list[str]:
+    """Run a program in as many processes as ranks, with these environment variables; return their standard outputs.
+
+    Raises:
+        RuntimeError: one failed.
+    """
+    words, port = [str(word) for word in (sys.executable, *command)], free_port()
+    environments = [rank_environment(rank, ranks, port) | variables for rank in range(ranks)]
+    processes = [subprocess.Popen(words, env=each, stdout=subprocess.PIPE, text=True) for each in environments]
+    try:
+        outputs = [process.communicate()[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"{' '.join(words)}: exit codes {[process.returncode for process in processes]}")
+    return outputs
+
+
+Name = TypeVar("Name")
+
+
+def in_turns(
+    calls: Mapping[Name, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.process_time
+) -> dict[Name, list[float]]:
+    """Return the seconds of each call. They take turns, so that other work on the machine disturbs all alike."""
+    seconds: dict[Name, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            seconds[name].append(clock() - start)
+    return seconds
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:

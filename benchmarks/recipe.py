@@ -32,7 +32,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.machine import about, slug
+from benchmarks.machine import about
 from benchmarks.report import RESULTS, check_output, markdown, new_parser, replaced, rounded, write_json
 from longstride.launcher.output import metrics_file
 
@@ -153,7 +153,7 @@ def measured(
     for name in (length, "seeds", "parallel"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name}={getattr(options, name)}: must be more than 0; such as {parser.get_default(name)}")
-    check_output(parser, options, f"{results}-{slug(torch.device('cpu'))}.json")
+    check_output(parser, options, results)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         data, sources = folder / "data", sysconfig.get_paths()["stdlib"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,15 @@ DIGITS = 4  # significant, in files
 def new_parser(description: str | None) -> argparse.ArgumentParser:
     """Make a parser that shows a script's docstring, with the options that select the result file."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_output_arguments(parser)
+    parser.add_argument("--output", type=Path, default=None, help="the JSON file")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file where there is one")
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, stem: str) -> argparse.Namespace:
-    """Parse the command line. By default the result file is named after ``stem`` and this machine's CPU."""
+    """Parse the command line, and set `options.output`: by default a file of ``stem`` and the device."""
     options = parser.parse_intermixed_args(arguments)
-    check_output(parser, options, cpu_file(stem))
+    check_output(parser, options, stem)
     return options
 
 
@@ -38,15 +37,9 @@ def cpu_file(stem: str) -> str:
     return f"{stem}-{slug(torch.device('cpu'))}.json"
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select the result file."""
-    parser.add_argument("--output", type=Path, default=None, help="the JSON file")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file where there is one")
-
-
-def check_output(parser: argparse.ArgumentParser, options: argparse.Namespace, default: str) -> None:
+def check_output(parser: argparse.ArgumentParser, options: argparse.Namespace, stem: str) -> None:
     """Set `options.output`. Exit if it cannot be written, or exists and must not be replaced."""
-    options.output = options.output or RESULTS / default
+    options.output = options.output or RESULTS / f"{stem}-{slug(torch.device(getattr(options, 'device', 'cpu')))}.json"
     if options.output.suffix != ".json" or not options.output.parent.is_dir():
         parser.error(f"--output={options.output}: must be a .json in a folder that exists")
     if options.output.exists() and not options.overwrite:
@@ -55,19 +48,10 @@ def check_output(parser: argparse.ArgumentParser, options: argparse.Namespace, d
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Replace the file atomically, so that no reader and no kill leaves half of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".partial")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)  # mkstemp gives 0600
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def write_result(options: argparse.Namespace, content: dict[str, Any]) -> None:

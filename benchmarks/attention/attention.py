@@ -3,8 +3,8 @@
 Run ``python benchmarks/attention/attention.py``.
 
 A gate comes first: each pattern's output and gradients against fp64 in every head width and dtype. Then dense
-attention, FlexAttention and all patterns take turns. A table is printed, all figures go to JSON, which is written after
-every case, and a plot to PNG. docs/kernels.md explains the figures.
+attention, FlexAttention and all patterns take turns. A table is printed, and all figures go to JSON, which is written
+after every case. docs/kernels.md explains the figures.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.attention import cases
-from benchmarks.attention.cases import NAMES, Group, stride_of
+from benchmarks.attention.cases import Group
 from benchmarks.attention.figures import PHASES
 from benchmarks.attention.gate import problems
 from benchmarks.attention.measure import Settings, measure, measure_plans
 from benchmarks.attention.peers import forget_compiled, reason_of
 from benchmarks.machine import about, copy_bandwidth, matmul_flops, slug
-from benchmarks.report import DASH, add_output_arguments, cell, check_output, rounded, write_json
+from benchmarks.report import DASH, cell, check_output, new_parser, rounded, write_json, write_result
 
 COLUMNS = (  # title, width, field, format and factor; a column has all phases
     ("ms: forward / backward / both", 30, "seconds", ".3f", 1e3),
@@ -67,13 +67,15 @@ def main(arguments: list[str] | None = None) -> int:
     for context in sorted({*options.plans, *options.contexts}):
         results["plans"] += measure_plans(context, options.stride, cases.SUMMARY)
     print_plans(results["plans"])
-    finish(results, options.output)
+    write_result(options, results)
+    for title in results["skipped"]:
+        print(f"not started within the time limit: {title}")
     return 1 if results["failures"] else 0
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; defaults depend on the device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--preset", choices=cases.PRESETS, default="grid", help="what is measured (default: the grid)")
     parser.add_argument("--contexts", type=int, nargs="*", default=None, help="positions to time in the grid")
     parser.add_argument("--plans", type=int, nargs="*", default=None, help="positions to build plans for, too")
@@ -99,12 +101,10 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dense-limit", type=int, default=None, help="positions beyond which dense is left out")
     parser.add_argument("--flex-limit", type=int, default=None, help="positions beyond which FlexAttention is")
     parser.add_argument("--time-limit", type=float, default=None, help="seconds after which no case starts")
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     kind = device.type if device.type in DENSE_LIMIT else "cpu"
-    prefix = "attention" if options.preset == "grid" else options.preset
-    check_output(parser, options, f"{prefix}-{slug(device)}.json")
+    check_output(parser, options, "attention" if options.preset == "grid" else options.preset)
     defaults = {
         "contexts": list(cases.CONTEXTS[kind]) if options.preset == "grid" else [],
         "plans": [] if options.preset in ("beside", "rehearsal") else [cases.PLAN_CONTEXT],
@@ -207,19 +207,6 @@ def try_group(group: Group, results: dict[str, Any], device: torch.device, optio
         torch.cuda.empty_cache()
 
 
-def finish(results: dict[str, Any], output: Path) -> None:
-    """Write the last JSON and the plot, and print what was skipped."""
-    write_json(output, results)
-    print(f"\nwrote {output}")
-    try:
-        if plot(results, output.with_suffix(".png")):
-            print(f"wrote {output.with_suffix('.png')}")
-    except ImportError as error:  # the figures are complete without it
-        print(f"no plot: {error}")
-    for title in results["skipped"]:
-        print(f"not started within the time limit: {title}")
-
-
 def print_plans(rows: list[dict[str, Any]]) -> None:
     """Print a table of plans."""
     print(f"\n{'plan':<16}{'context':>10}{'stride':>8}{'seconds':>10}{'KiB':>8}{'cpu chunks, s':>16}")
@@ -252,81 +239,6 @@ def print_timings(group: Group, rows: list[dict[str, Any]]) -> None:
         same = {None: DASH, True: "yes", False: "NO"}[row["deterministic"]]
         facts = f"{bound:>12} {same:>4} {cell(row['bytes_per_position'], ',.0f'):>8}"
         print(" ".join([f"{row['pattern']:<15}{row['density']:>8.2%}", *columns, facts]))
-
-
-def plot(results: dict[str, Any], path: Path) -> bool:
-    """Plot the ratio to dense attention by context; return False if there is none.
-
-    There is a panel for each head width, dtype and phase, and a line for each pattern.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    kinds: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for row in results["timings"]:
-        if row["ratio_to_dense"]["forward"] is not None:
-            kinds.setdefault((row["head_width"], row["dtype"]), []).append(row)
-    if not kinds:
-        return False
-    contexts = sorted({row["context"] for rows in kinds.values() for row in rows})
-    figure, panels = plt.subplots(
-        len(kinds),
-        len(PHASES),
-        figsize=(4.2 * len(PHASES), 0.9 + 3.6 * len(kinds)),
-        layout="constrained",
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-    )
-    colours = dict(zip(NAMES, plt.get_cmap("tab10").colors, strict=False))
-    lines: dict[str, Any] = {}
-    for panel_row, ((width, dtype), rows) in zip(panels, sorted(kinds.items()), strict=True):
-        for axes, phase in zip(panel_row, PHASES, strict=True):
-            for name in NAMES:
-                lines |= draw_line(axes, [row for row in rows if row["pattern"] == name], phase, colours[name])
-            decorate(axes, contexts)
-            axes.set_title(f"{phase}, head width {width}, {dtype}", fontsize=10)
-        panel_row[0].set_ylabel("times faster than dense")
-    for axes in panels[-1]:
-        axes.set_xlabel("context (positions)")
-    figure.suptitle(f"{results['device']}, torch {results['torch']}, {results['date']}", fontsize=11)
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines), frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True
-
-
-def draw_line(axes: Any, rows: list[dict[str, Any]], phase: str, colour: Any) -> dict[str, Any]:
-    """Draw one pattern's line, with stars for strides other than the default of the context."""
-    drawn = {}
-    for usual, style in ((False, {"marker": "*", "linestyle": "none"}), (True, {"marker": "o", "markersize": 4})):
-        points = sorted(
-            (row["context"], row["ratio_to_dense"][phase])
-            for row in rows
-            if row["ratio_to_dense"][phase] is not None and (row["stride"] == stride_of(row["context"])) == usual
-        )
-        if points:
-            (drawn[rows[0]["pattern"]],) = axes.plot(*zip(*points, strict=True), color=colour, **style)
-    return drawn
-
-
-def decorate(axes: Any, contexts: list[int]) -> None:
-    """Set log axes with plain numbers, and draw a line at a ratio of 1."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
-
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(contexts, [f"{context:,}" for context in contexts], rotation=30, ha="right", fontsize=8)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}×"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: f"{y:g}×" if f"{y:e}"[0] in "25" else ""))
-    axes.tick_params(axis="y", which="both", labelsize=8)
-    axes.set_xlim(contexts[0] / 1.4, contexts[-1] * 1.4)
-    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.grid(True, which="major", alpha=0.3)
 
 
 if __name__ == "__main__":

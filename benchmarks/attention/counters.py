@@ -8,7 +8,6 @@ time is not representative, but its shares of the peak are. A table is printed, 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import shutil
 import subprocess
@@ -22,8 +21,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, cell, check_output, rounded, write_json
+from benchmarks.machine import about
+from benchmarks.report import cell, check_output, new_parser, rounded, write_json
 from longstride.kernels import sparse_attention
 from longstride.kernels.patterns import Column, Fixed, Local, Pattern
 
@@ -47,16 +46,16 @@ COUNTERS = [name for name, _ in SHOWN.values()] + ["sm__inst_executed.avg.per_cy
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return 0, even if nothing was measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--passes", action="store_true", help="only run the passes, as under ncu")
     parser.add_argument("--time-limit", type=float, default=100, help="seconds of ncu")
-    add_output_arguments(parser)
     options = parser.parse_args(arguments)
     if options.passes:
         run_passes()
         return 0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    check_output(parser, options, f"counters-{slug(device)}.json")
+    options.device = device.type
+    check_output(parser, options, "counters")
     rows, reason = counted(options.time_limit)
     write_json(options.output, {**about(device), "launches": rows, "reason": reason})
     for row in rows:

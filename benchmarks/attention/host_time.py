@@ -22,8 +22,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 from torch import Tensor
 
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from benchmarks.machine import about
+from benchmarks.report import new_parser, parse, rounded, write_result
 from longstride.kernels import CachedAttention, sparse_attention
 from longstride.kernels.patterns import Block, Fixed, Local, Pattern, Strided
 
@@ -57,14 +57,13 @@ def main(arguments: list[str] | None = None) -> int:
     print_table(rows)
     sizes = {"shape": [1, options.heads, options.context, options.width], "dtype": "bfloat16"}
     facts = {**about(torch.device("cpu")), "clock": "CPU time of the thread", "bars_seconds": BARS, **sizes}
-    write_json(options.output, {**facts, "timings": rows})
-    print(f"\nwrote {options.output}")
+    write_result(options, {**facts, "timings": rows})
     return int(any(row[f"{phase}_again_seconds"] > bar for row in rows for phase, bar in BARS.items()))
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--architecture", default="sm_90", help="of the card that is not there")
     parser.add_argument("--context", type=int, default=12_288)
     parser.add_argument("--heads", type=int, default=8)
@@ -72,10 +71,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stride", type=int, default=128)
     parser.add_argument("--summary", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=40, help=f"groups of {CALLS} calls")
-    add_output_arguments(parser)
-    options = parser.parse_args(arguments)
-    check_output(parser, options, f"host-time-{slug(torch.device('cpu'))}.json")
-    return options
+    return parse(parser, arguments, "host-time")
 
 
 def leaves_of(options: argparse.Namespace) -> list[Tensor]:

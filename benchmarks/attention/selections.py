@@ -32,8 +32,8 @@ from benchmarks.attention.figures import PHASES, ByPhase, rounded_all
 from benchmarks.attention.gate import Attention, results, unexplained
 from benchmarks.attention.measure import GROUP_SECONDS
 from benchmarks.attention.timing import Contender, Inputs, inputs_of, take_turns
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, cell, check_output, ratio, rounded, write_json
+from benchmarks.machine import about
+from benchmarks.report import cell, new_parser, parse, ratio, rounded, write_result
 from longstride.kernels import selected_attention, sparse_attention
 from longstride.kernels.patterns import Dense
 from longstride.kernels.selections import Selection, recent_members
@@ -74,14 +74,13 @@ def main(arguments: list[str] | None = None) -> int:
     print_table(rows, growth)
     clock = "CPU time of the process" if device.type == "cpu" else "between events on the device"
     facts = {**about(device), "clock": clock, "repeats": options.repeats}
-    write_json(options.output, {**facts, "timings": rows, "growth": growth})
-    print(f"\nwrote {options.output}")
+    write_result(options, {**facts, "timings": rows, "growth": growth})
     return 0
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=[3_072, 12_288, 49_152])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--heads", type=int, default=None, help="4 on the CPU, else as many as fill the card")
@@ -89,11 +88,8 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default=None, help="float32 on the CPU, else bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dense-limit", type=int, default=DENSE_LIMIT, help="positions beyond which dense is left out")
-    add_output_arguments(parser)
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    options.dtype = options.dtype or DTYPES[device.type][0]
-    check_output(parser, options, f"selections-{slug(device)}.json")
+    options = parse(parser, arguments, "selections")
+    options.dtype = options.dtype or DTYPES[torch.device(options.device).type][0]
     return options
 
 

@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.timing import DeviceClock, HostClock
-from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from benchmarks.machine import about
+from benchmarks.report import new_parser, parse, rounded, write_json
 from longstride.kernels.backends.triton import launch_plan
 from longstride.kernels.backends.triton.configurations import Configuration, Kernel, candidates, choose, closed_choice
 from longstride.kernels.backends.triton.launch import (
@@ -151,17 +151,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 64, 256])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=sorted(TOLERANCE))
     parser.add_argument("--processes", type=int, default=None, help="compile in so many; all cores but two")
     parser.add_argument("--time-limit", type=float, default=420, help="seconds after which no kernel is begun")
-    add_output_arguments(parser)
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    check_output(parser, options, f"tuning-{slug(device) if options.device == 'cuda' else 'rehearsal'}.json")
+    options = parse(parser, arguments, "tuning")
     options.processes = options.processes or max(1, (os.cpu_count() or 1) - 2)
     return options
 

@@ -12,6 +12,7 @@ import argparse
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.generation import stepping
-from benchmarks.machine import about, synchronize
-from benchmarks.report import rounded, write_json
+from benchmarks.machine import about, in_turns, synchronize
+from benchmarks.report import new_parser, rounded, write_result
 from longstride.kernels import CachedAttention, empty_cache, num_keys_read, sparse_attention
 from longstride.kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
 
@@ -58,14 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
     growth = stepping.growth_of(timings, ("keys_read", "seconds"))
     print_table(timings, growth, options)
     measured = {"backend": options.backend, "calls": options.calls, "repeats": options.repeats}
-    write_json(options.output, {**about(options.device), **measured, "timings": timings, "growth": growth})
-    print(f"\nwrote {options.output}")
+    write_result(options, {**about(options.device), **measured, "timings": timings, "growth": growth})
     return 0
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-width", type=int, default=64)
@@ -91,12 +91,10 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     patterns = patterns_of(stride)
     q = torch.randn(options.batch, options.heads, options.head_width, device=options.device, dtype=options.dtype)
     calls = attentions(patterns, (options.batch, options.heads, context, options.head_width), options)
-    for attend in calls.values():  # what is kept from call to call, and compilation, are not what is timed
-        seconds_of(attend, q, options)
-    runs: dict[str, list[float]] = {name: [] for name in patterns}
-    for _ in range(options.repeats):
-        for name, attend in calls.items():
-            runs[name].append(seconds_of(attend, q, options))
+    steps = {name: partial(attend_last, attend, q, options) for name, attend in calls.items()}
+    for step in steps.values():  # what is kept from call to call, and compilation, are not what is timed
+        step()
+    runs = in_turns(steps, options.repeats, time.perf_counter)
     return [
         {
             "pattern": name,
@@ -108,7 +106,7 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
             "head_width": options.head_width,
             "dtype": str(options.dtype).removeprefix("torch."),
             "keys_read": num_keys_read(pattern, context - 1, context),
-            "seconds": rounded(min(runs[name])),
+            "seconds": rounded(min(runs[name]) / options.calls),
         }
         for name, pattern in patterns.items()
     ]
@@ -133,15 +131,12 @@ def random_rows(pattern: Pattern, shape: tuple[int, int, int, int], options: arg
     return empty_cache(*shape, pattern, device=options.device, dtype=options.dtype).normal_()
 
 
-def seconds_of(attend: CachedAttention, q: Tensor, options: argparse.Namespace) -> float:
-    """Measure the mean seconds of a call at the last positions of the context."""
+def attend_last(attend: CachedAttention, q: Tensor, options: argparse.Namespace) -> None:
+    """Attend at the last positions of the context, one after another."""
     context = attend.k.shape[2]
-    synchronize(options.device)
-    start = time.perf_counter()
     for position in range(context - options.calls, context):
         attend(q, position)
     synchronize(options.device)
-    return (time.perf_counter() - start) / options.calls
 
 
 def print_table(

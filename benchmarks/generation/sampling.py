@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.generation import stepping
 from benchmarks.machine import about, synchronize
-from benchmarks.report import rounded, write_json
+from benchmarks.report import new_parser, rounded, write_result
 from longstride.kernels import num_keys_read
 from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 from longstride.sparse_model.generation import choose
@@ -66,14 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
     growth = stepping.growth_of(timings, ("keys_read", "seconds", "reading_seconds"))
     print_table(timings, growth, options)
     measured = {"calls": options.calls, "repeats": options.repeats, "bar": BAR}
-    write_json(options.output, {**about(options.device), **measured, "timings": timings, "growth": growth})
-    print(f"\nwrote {options.output}")
+    write_result(options, {**about(options.device), **measured, "timings": timings, "growth": growth})
     return 0
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     stepping.add_options(parser, [3_072, 12_288, 24_576, 65_536], calls=50, repeats=20)
     options = stepping.read_options(parser, arguments, "sampling")
     for context in options.contexts:

@@ -15,7 +15,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +26,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.machine import about, slug
-from benchmarks.report import check_output, new_parser, rounded, write_result
+from benchmarks.machine import about, in_turns
+from benchmarks.report import new_parser, parse, rounded, write_result
 from tests.harness.served import served
 from tests.harness.tiny_models import tiny_export
 
@@ -46,9 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bytes", type=int, default=200, help="a request")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None, help="as torch has them")
-    options = parser.parse_args(arguments)
-    device = torch.device("cpu")
-    check_output(parser, options, f"serving-{slug(device)}.json")
+    options = parse(parser, arguments, "serving")
     if options.threads:
         torch.set_num_threads(options.threads)
     rows = []
@@ -64,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{name:<8}{figures}   {row['times']:.2f}x by --shared, {row['other_bytes']} of {REQUESTS} with other bytes"
         )
     content = {"requests": REQUESTS, "bytes": options.bytes, "repeats": options.repeats, "timings": rows}
-    write_result(options, {**about(device), **content})
+    write_result(options, {**about(torch.device("cpu")), **content})
     return 0
 
 
@@ -88,12 +85,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
             answers = {way: act() for way, act in ways.items()}
             if answers["after"] != answers["at_once"]:
                 return None
-            seconds: dict[str, list[float]] = {way: [] for way in ways}
-            for _ in range(options.repeats):
-                for way, act in ways.items():
-                    begun = time.process_time()
-                    act()
-                    seconds[way].append(time.process_time() - begun)
+            seconds = in_turns(ways, options.repeats)
     speeds = {way: rounded(options.bytes * REQUESTS / min(times)) for way, times in seconds.items()}
     times = rounded(min(seconds["at_once"]) / min(seconds["shared"]))
     num_other = sum(a != b for a, b in zip(answers["shared"], answers["after"], strict=True))

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import slug
-from benchmarks.report import add_output_arguments, check_output, rounded
+from benchmarks.report import parse, rounded
 
 
 def add_options(parser: argparse.ArgumentParser, contexts: Sequence[int], calls: int, repeats: int) -> None:
@@ -22,14 +21,12 @@ def add_options(parser: argparse.ArgumentParser, contexts: Sequence[int], calls:
     parser.add_argument("--calls", type=int, default=calls, help="positions a repeat")
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--threads", type=int, default=None, help="as torch has them")
-    add_output_arguments(parser)
 
 
 def read_options(parser: argparse.ArgumentParser, arguments: list[str] | None, stem: str) -> argparse.Namespace:
     """Parse the options, with device and dtype as torch objects; the result file is ``stem`` and the device's name."""
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments, stem)
     options.device = torch.device(options.device)
-    check_output(parser, options, f"{stem}-{slug(options.device)}.json")
     options.dtype = getattr(torch, options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16"))
     return options
 

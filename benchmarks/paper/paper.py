@@ -29,7 +29,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import numpy as np
 import torch
 
-from benchmarks.machine import about, slug
+from benchmarks.machine import about
 from benchmarks.paper.cases import IMAGES, MINIMUM_CONTEXTS, PATTERNS, SIZES, TEXT, Case
 from benchmarks.paper.pictures_from_fonts import draw_pictures
 from benchmarks.paper.plot import plot
@@ -108,7 +108,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     options.cases = [case for case in SIZES[options.size] if case.name in options.datasets]
     if options.steps is not None:
         options.cases = [dataclasses.replace(case, steps=options.steps) for case in options.cases]
-    check_output(parser, options, f"paper-{slug(device)}.json")
+    check_output(parser, options, "paper")
     return options
 
 

@@ -22,9 +22,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 import torch.distributed
-from deepspeed.comm.comm import comms_logger
 
-from benchmarks.scaling.counted import Counted, logged
+from benchmarks.scaling.counted import Counted
 from benchmarks.training.planned_memory import noise
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data.run_data import global_batches
@@ -77,9 +76,8 @@ def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     with Counted() as counted:
         for _ in range(warm + 1):
             counted.take()
-            comms_logger.reset_data()
             train_step(engine, next(batches), config.stages()[0], ranks, Guards(config.train.guards, None))
-    counts = {**counted.take(), "logged": logged(comms_logger.comms_dict, ranks.world_size)}
+    counts = counted.take()
     engine.destroy()
     return counts
 

@@ -1,7 +1,6 @@
 """Counts the collectives of a process, however they are called.
 
-torch dispatches every collective as an operation of ``c10d``. A dispatch mode sees those of DeepSpeed, which its
-communication logger sees too, and those of torch.distributed itself, which the logger does not see.
+torch dispatches every collective as an operation of ``c10d``. A dispatch mode sees those of DeepSpeed and ours.
 """
 
 from __future__ import annotations
@@ -70,22 +69,3 @@ def _through_deepspeed() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def logged(comms: dict[str, dict[int, list[Any]]], ranks: int) -> dict[str, int]:
-    """Convert the dictionary of DeepSpeed's communication logger to bytes by operation, as in collectives.py."""
-    # It takes an all_gather to move what one rank brings, and everything else what is reduced or exchanged.
-    names = {
-        "all_reduce": ("all_reduce", 1),
-        "all_gather_into_tensor": ("all_gather", ranks),
-        "reduce_scatter_tensor": ("reduce_scatter", 1),
-        "all_to_all_single": ("all_to_all", 1),
-        "broadcast": ("broadcast", 1),
-        "reduce": ("reduce", 1),
-    }
-    totals: Counter[str] = Counter()
-    for name, sizes in comms.items():
-        if name not in ("barrier", "log_summary_barrier"):
-            operation, factor = names[name]
-            totals[operation] += sum(size * values[0] * factor for size, values in sizes.items())
-    return dict(totals)

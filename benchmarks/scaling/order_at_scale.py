@@ -1,4 +1,4 @@
-"""The data order of a set of many shards for thousands of ranks: cost of opening and planning, and equality over ranks.
+"""The data order of a set of many shards for thousands of ranks: cost of planning, and equality over ranks.
 
 Letters: G contexts a global batch, W ranks.
 
@@ -9,25 +9,17 @@ by the stream's own code (``LanesReader``), without reading bytes.
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import numpy as np
 
-from benchmarks.machine import resident_bytes
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.order.stream import ByteStream, LanesReader, StreamSettings
 from longstride.data_pipelines.shards.manifest import DataManifest, SplitRecord
-from longstride.data_pipelines.shards.reading import DataFolder
 
 CONTEXT = 12_288
 SHARD_BYTES = 2**27  # of content, more or less
@@ -35,11 +27,31 @@ STEPS = (0, 1, 1_000)  # of the first epoch: at its beginning, and where lanes a
 
 
 def measure(folder: Path, shards: int, global_batch: int, world_sizes: list[int]) -> dict[str, Any]:
-    """Measure costs and equality in a separate process."""
-    data = paper_manifest(folder, shards)
-    command = [sys.executable, str(Path(__file__).resolve()), str(data), str(global_batch), json.dumps(world_sizes)]
-    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {"shards": shards, "manifest_bytes": (data / DataManifest.FILE_NAME).stat().st_size, **result}
+    """Measure the seconds of planning, and whether the ranks together read what one process would."""
+    stream = ByteStream(paper_manifest(folder, shards), StreamSettings(context=CONTEXT, global_batch=global_batch))
+    start = time.perf_counter()
+    stream.contexts.place(0, stream.settings.seed)  # the permutation of the shards, once an epoch
+    permuted = time.perf_counter() - start
+    single = plan_rank(stream, 0, 1)
+    rows = []
+    for world_size in world_sizes:
+        start = time.perf_counter()
+        ranks = [plan_rank(stream, rank, world_size) for rank in range(world_size)]
+        seconds = time.perf_counter() - start
+        joined = [
+            tuple(list(itertools.chain.from_iterable(rank[step][part] for rank in ranks)) for part in (0, 1))
+            for step in range(len(STEPS))
+        ]
+        rows.append({"ranks": world_size, "seconds_per_rank": seconds / world_size, "equal": joined == single})
+    return {
+        "shards": shards,
+        "context": CONTEXT,
+        "global_batch": global_batch,
+        "content_bytes": stream.contexts.total_units,
+        "steps_compared": list(STEPS),
+        "permuted_seconds": permuted,
+        "ranks": rows,
+    }
 
 
 def paper_manifest(folder: Path, shards: int) -> Path:
@@ -89,52 +101,3 @@ def plan_rank(stream: ByteStream, rank: int, world_size: int) -> list[tuple[list
             (ids, [stream.contexts.place(context * stream.contexts.context, stream.settings.seed) for context in ids])
         )
     return planned
-
-
-def main(arguments: list[str]) -> int:
-    """Print the measurement of one folder."""
-    data, global_batch, world_sizes = Path(arguments[0]), int(arguments[1]), json.loads(arguments[2])
-    before = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of the imports is none of the set's
-    start = time.perf_counter()
-    folder = DataFolder(data)
-    opened = time.perf_counter() - start
-    stream = ByteStream(folder, StreamSettings(context=CONTEXT, global_batch=global_batch))
-    memory = resident_bytes("VmHWM") - before
-    start = time.perf_counter()
-    stream.contexts.place(0, stream.settings.seed)  # the permutation of the shards, once an epoch
-    permuted = time.perf_counter() - start
-    single = plan_rank(stream, 0, 1)
-    rows = []
-    for world_size in world_sizes:
-        start = time.perf_counter()
-        ranks = [plan_rank(stream, rank, world_size) for rank in range(world_size)]
-        seconds = time.perf_counter() - start
-        joined = [
-            tuple(list(itertools.chain.from_iterable(rank[step][part] for rank in ranks)) for part in (0, 1))
-            for step in range(len(STEPS))
-        ]
-        rows.append(
-            {
-                "ranks": world_size,
-                "lanes_per_rank": global_batch // world_size,
-                "seconds_per_rank": seconds / world_size,
-                "equal": joined == single,
-            }
-        )
-    result = {
-        "context": CONTEXT,
-        "global_batch": global_batch,
-        "content_bytes": stream.contexts.total_units,
-        "steps_compared": list(STEPS),
-        "opened_seconds": opened,
-        "memory_bytes": memory,
-        "permuted_seconds": permuted,
-        "ranks": rows,
-    }
-    print(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -4,8 +4,8 @@ With a run, by name or file, it only prints: what a rank sends in a step and wha
 number of GPUs, and what GPUs that share contexts exchange. Every GPU has the same work whatever their number:
 ``--micro-batches`` of the run's micro-batch a step.
 
-Without a run it does this for RUNS, and checks the figures. Predicted bytes are compared with those that DeepSpeed's
-communication logger and torch's dispatcher count in real steps of tiny runs, with 1 to 4 processes and as the first of
+Without a run it does this for RUNS, and checks the figures. Predicted bytes are compared with those that torch's
+dispatcher counts in real steps of tiny runs, with 1 to 4 processes and as the first of
 up to 4,096 on torch's fake process group. The data order of 100,000 shards is planned for every number of ranks. The
 result file is the source of the docs' tables (benchmarks/scaling/tables.py).
 
@@ -30,7 +30,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.machine import about
-from benchmarks.report import check_output, cpu_file, new_parser, write_json
+from benchmarks.report import check_output, new_parser, write_result
 from benchmarks.scaling import communication, divided, order_at_scale
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, num_calls, total_sent
 from benchmarks.scaling.zero_communication import Run
@@ -76,8 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         order = order_at_scale.measure(Path(name), SHARDS, LANES, CARDS)
         checks = check(Path(name), options.real, options.pretended)
     result = {**about(torch.device("cpu")), "deepspeed": importlib.metadata.version("deepspeed"), "runs": runs}
-    write_json(options.output, {**result, "checks": checks, "order": order})
-    print(f"wrote {options.output}")
+    write_result(options, {**result, "checks": checks, "order": order})
     return 1 if any(row["differences"] for row in checks) else 0
 
 
@@ -106,7 +105,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--cards={word}: must be whole numbers of at least 1")
     options.cards = [int(word) for word in words] or CARDS
     if not options.run:
-        check_output(parser, options, cpu_file("scaling"))
+        check_output(parser, options, "scaling")
     return options
 
 

@@ -2,7 +2,7 @@
 
 Letters: W ranks, P parameters, m micro-batches a rank and step, e bytes of an element.
 
-Every rule is taken from DeepSpeed's source (files under runtime/), and compared with its communication logger by
+Every rule is taken from DeepSpeed's source (files under runtime/), and compared with counted collectives by
 tests/benchmarks/scaling/test_communication.py:
 
 - Gradients are sent in ``communication_data_type``, by default the precision of the weights: e is 2 in fp16 and bf16

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 from torch import Tensor
 
-from benchmarks.machine import about
-from benchmarks.report import check_output, cpu_file, new_parser, rounded, write_json
+from benchmarks.machine import about, in_turns
+from benchmarks.report import check_output, new_parser, rounded, write_result
 from longstride.launcher.engine.device import compile_blocks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
@@ -47,15 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.once is not None:
         print(json.dumps(first_step_seconds(options)))
         return 0
-    check_output(parser, options, cpu_file("compiled"))
+    check_output(parser, options, "compiled")
     sizes = {name: getattr(options, name) for name in ("context", "batch", "width", "repeats")}
     rows = [measure(options, dtype) for dtype in DTYPES]
-    write_json(options.output, {**about(CPU), **sizes, "steps": rows})
     print(f"{'type':<10}{'uncompiled':>12}{'compiled':>12}{'ratio':>8}{'cold':>10}{'warm':>10}")
     for row in rows:
         steps = f"{row['seconds']:>10.4f} s{row['compiled_seconds']:>10.4f} s{row['ratio']:>8.3f}"
         print(f"{row['dtype']:<10}{steps}{row['cold_seconds']:>8.1f} s{row['warm_seconds']:>8.1f} s")
-    print(f"wrote {options.output}")
+    write_result(options, {**about(CPU), **sizes, "steps": rows})
     return 0
 
 
@@ -95,23 +95,14 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     command += [f"--{name}={getattr(options, name)}" for name in ("context", "batch", "width")]
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-        cold, warm = (
-            float(
-                subprocess.check_output(command, env=environment, text=True).splitlines()[-1]
-            )  # below DeepSpeed's own
-            for _ in range(2)
-        )
+        outputs = [subprocess.check_output(command, env=environment, text=True) for _ in range(2)]
+    cold, warm = (float(output.splitlines()[-1]) for output in outputs)  # below DeepSpeed's own lines
     models = {"plain": model_of(options, dtype)[0], "compiled": model_of(options, dtype)[0]}
     _, tokens = model_of(options, dtype)
     compile_blocks(models["compiled"])
     for model in models.values():
         step(model, tokens)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(options.repeats):
-        for name, model in models.items():
-            start = time.process_time()
-            step(model, tokens)
-            seconds[name].append(time.process_time() - start)
+    seconds = in_turns({name: partial(step, model, tokens) for name, model in models.items()}, options.repeats)
     return {
         "dtype": dtype,
         "seconds": rounded(statistics.median(seconds["plain"])),

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ import numpy as np
 import torch
 import webdataset as wds
 
-from benchmarks.machine import about, resident_bytes
-from benchmarks.report import check_output, cpu_file, new_parser, write_result
+from benchmarks.machine import about, in_turns, resident_bytes
+from benchmarks.report import check_output, new_parser, write_result
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.order import ByteStream, StreamSettings
 from longstride.data_pipelines.shards.manifest import DataManifest, SplitRecord
@@ -81,7 +82,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--open-folder", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.open_folder is None:
-        check_output(parser, options, cpu_file("data"))
+        check_output(parser, options, "data")
     return options
 
 
@@ -94,14 +95,10 @@ def throughput(kind: str, folder: Path, options: argparse.Namespace) -> list[dic
         "Longstride": read_stream,
         "Longstride, in sequence": read_in_sequence,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in readers}
-    sizes: dict[str, int] = {}
-    for repeat in range(options.repeats + 1):
-        for name, read in readers.items():
-            start = time.perf_counter()
-            sizes[name] = read(data)
-            if repeat:  # the first one warms the cache
-                seconds[name].append(time.perf_counter() - start)
+    sizes = {name: read(data) for name, read in readers.items()}  # which warms the cache
+    seconds = in_turns(
+        {name: partial(read, data) for name, read in readers.items()}, options.repeats, time.perf_counter
+    )
     shutil.rmtree(data)
     rates = {name: [sizes[name] / second for second in times] for name, times in seconds.items()}
     reference = rates["WebDataset, samples alone"]

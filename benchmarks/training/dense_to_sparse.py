@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import about
-from benchmarks.report import markdown, new_parser, parse, rounded, write_json
+from benchmarks.report import markdown, new_parser, parse, rounded, write_result
 
 HELD_OUT_EVERY = 10  # files
 MOST_BYTES = 4_000_000  # of training and of held-out text
@@ -44,9 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parse(parser, arguments, "dense-to-sparse")
     result = measure(options)
-    write_json(options.output, result)
     print(table(result), end="")
-    print(f"\nwrote {options.output}")
+    write_result(options, result)
     return 0
 
 

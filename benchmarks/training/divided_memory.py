@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 import torch.distributed
 
-from benchmarks.machine import about, free_port, rank_environment, resident_bytes
+from benchmarks.machine import about, resident_bytes, run_ranks
 from benchmarks.report import new_parser, parse, write_result
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.planning.rehearsal import LiveBytes, activations, count
@@ -75,27 +74,15 @@ def configuration(context: int, size: int, exchange: str, changes: list[str]) ->
 
 def together(config: RunConfig) -> list[dict[str, int]]:
     """Run the processes that share a context, and return each one's result."""
-    size = config.train.sequence_parallel or 1
     shared = {"DIVIDED_RUN": json.dumps(config.to_json()), "MALLOC_MMAP_THRESHOLD_": str(MAPPED_BYTES)}
-    command, port = [sys.executable, str(Path(__file__).resolve())], free_port()
-    processes = [
-        subprocess.Popen(command, env=rank_environment(rank, size, port) | shared, stdout=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIME_OUT_SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    outputs = run_ranks([Path(__file__).resolve()], config.train.sequence_parallel or 1, **shared)
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def measure(config: RunConfig) -> dict[str, int]:
     """Measure the peak bytes of one forward and backward pass in this process."""
-    ranks = Ranks(
-        int(os.environ["RANK"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    )
+    ranks = Ranks.from_environment(os.environ)
+    ranks = replace(ranks, sequence_parallel=ranks.world_size)
     with process_group(ranks, TIME_OUT_SECONDS):
         torch.manual_seed(0)
         model = SparseTransformer(config.model)

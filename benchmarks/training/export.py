@@ -10,10 +10,7 @@ times a second from outside; mapped files belong to the system's cache, and do n
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,8 +25,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 from safetensors import safe_open
 
-from benchmarks.machine import about, free_port, rank_environment
-from benchmarks.report import check_output, cpu_file, markdown, new_parser, write_json
+from benchmarks.machine import about, run_ranks
+from benchmarks.report import check_output, markdown, new_parser, write_result
 from longstride.launcher.config import load_config
 from longstride.launcher.models import DTYPES
 
@@ -53,9 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(name)
         run = options.run or save_run(options, folder)
         result = measure(options, run, folder)
-    write_json(options.output, result)
     print_found(result)
-    print(f"\nwrote {options.output}")
+    write_result(options, result)
     return 0 if all(row["within_bar"] for row in result["cases"] if not row["checked"]) else 1
 
 
@@ -71,7 +67,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="path.to.key=value")
     options = parser.parse_args(arguments)
     if not options.inside:
-        check_output(parser, options, cpu_file("export"))
+        check_output(parser, options, "export")
     return options
 
 
@@ -82,19 +78,8 @@ def save_run(options: argparse.Namespace, folder: Path) -> Path:
     fixed = [f"train.output={run}", "train.micro_batch=1", f"train.global_batch={options.ranks}"]
     config = load_config(options.config, [f"deepspeed={options.deepspeed}", *fixed, *options.overrides])
     (run / "config.json").write_text(json.dumps(config.to_json()))
-    command = [sys.executable, str(ROOT / "benchmarks/training/export_worker.py"), str(run / "config.json")]
-    began, ranks, port = time.monotonic(), [], free_port()
-    try:
-        for rank in range(options.ranks):
-            environment = rank_environment(rank, options.ranks, port)
-            ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
-        codes = [rank.wait() for rank in ranks]
-    finally:
-        for process in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert codes == [0] * options.ranks, codes
+    began = time.monotonic()
+    run_ranks([Path(__file__).with_name("export_worker.py"), run / "config.json"], options.ranks)
     print(f"{options.ranks} ranks saved {run} in {time.monotonic() - began:.0f} s", flush=True)
     return run
 

@@ -14,8 +14,7 @@ import argparse
 import itertools
 import json
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.attention.peers import dense_attention
-from benchmarks.machine import about
-from benchmarks.report import RESULTS, check_output, cpu_file, markdown, new_parser, replaced, rounded, write_json
+from benchmarks.machine import about, in_turns
+from benchmarks.report import RESULTS, check_output, markdown, new_parser, replaced, rounded, write_json, write_result
 from longstride.kernels import num_pairs, sparse_attention
 from longstride.kernels.patterns import Longformer
 from longstride.sparse_model import BlockContext, ModelConfig, SparseTransformer
@@ -55,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.tables:
         PAGE.write_text(with_tables(PAGE.read_text()))
         return 0
-    check_output(parser, options, cpu_file("growth"))
+    check_output(parser, options, "growth")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = {name: getattr(options, name) for name in ("window", "rows", "width", "repeats")}
@@ -65,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             result[part] += measure(options, dtype)
             write_json(options.output, result)
     print(tables(result))
-    print(f"wrote {options.output}")
+    write_result(options, result)
     return 0
 
 
@@ -127,18 +126,13 @@ def experts(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
     return measured(rows, steps, options.repeats)
 
 
-def measured(rows: list[dict[str, Any]], steps: Iterable[Step], repeats: int) -> list[dict[str, Any]]:
+def measured(rows: list[dict[str, Any]], steps: Sequence[Step], repeats: int) -> list[dict[str, Any]]:
     """Return the rows with the seconds and memory of their steps."""
-    steps = list(steps)
     peaks = [peak_bytes(step) for step in steps]  # the first run of each, which also builds its plans
-    seconds: list[list[float]] = [[] for _ in steps]
-    for _, (taken, step) in itertools.product(range(repeats), list(zip(seconds, steps, strict=True))):
-        start = time.process_time()
-        step()
-        taken.append(time.process_time() - start)
+    seconds = in_turns(dict(enumerate(steps)), repeats)
     return [
         row | {"seconds": rounded(min(taken)), "peak_bytes": peak}
-        for row, taken, peak in zip(rows, seconds, peaks, strict=True)
+        for row, taken, peak in zip(rows, seconds.values(), peaks, strict=True)
     ]
 
 

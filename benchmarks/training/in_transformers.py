@@ -1,8 +1,7 @@
 """Seconds of a training step of a Llama of transformers, with our sparse attention and with sdpa.
 
 ``python benchmarks/training/in_transformers.py``: one model with one set of weights takes a step with each attention in
-turn, forward, loss, backward and AdamW, so that both meet the same load of the machine. Each step has its seconds, and
-the processor seconds of all threads, which other programs move less.
+turn, forward, loss, backward and AdamW, so that both meet the same load of the machine.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.machine import about, slug
-from benchmarks.report import check_output, markdown, new_parser, rounded, write_json
+from benchmarks.machine import about, in_turns, synchronize
+from benchmarks.report import markdown, new_parser, parse, rounded, write_result
 
 PATTERNS = ({"type": "fixed", "stride": 128, "summary": 8}, {"type": "strided", "stride": 128})
 HEAD_WIDTH = 64
@@ -36,28 +36,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2_048, 8_192])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    options = parser.parse_args(arguments)
-    check_output(parser, options, f"in-transformers-{slug(default_device())}.json")
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
+    options = parse(parser, arguments, "in-transformers")
     result = measure(options)
-    write_json(options.output, result)
     print(f"{result['device']}\n")
     print(table(result), end="")
-    print(f"\nwrote {options.output}")
+    write_result(options, result)
     return 0
 
 
-def default_device() -> torch.device:
-    """Return the GPU if there is one, otherwise the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds and processor seconds of each step of each attention, by threads and context."""
+    """Return the seconds of each step of each attention, by threads and context."""
     import transformers
 
     from longstride.hub import register_attention
 
-    device = default_device()
+    device = torch.device(options.device)
     register_attention()
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -74,10 +68,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for threads, context in itertools.product(options.threads, options.contexts):
         torch.set_num_threads(threads)
         tokens = torch.randint(256, (1, context), device=device)
-        steps = steps_in_turn(model, optimizer, tokens, options.repeats)
-        kinds = zip(("step_seconds", "step_processor_seconds"), (0, 1), strict=True)
-        of_kinds = {kind: {name: [rounded(step[i]) for step in steps[name]] for name in steps} for kind, i in kinds}
-        cases.append({"threads": threads, "context": context, **of_kinds})
+        steps = {name: partial(step, model, name, optimizer, tokens) for name in ("sdpa", *map(json.dumps, PATTERNS))}
+        taken = in_turns(steps, 1 + options.repeats, time.perf_counter)  # the first makes plans and buffers
+        seconds = {name: list(map(rounded, of_all[1:])) for name, of_all in taken.items()}
+        cases.append({"threads": threads, "context": context, "step_seconds": seconds})
     return {
         **about(device),
         "transformers": transformers.__version__,
@@ -88,33 +82,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def steps_in_turn(
-    model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, repeats: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Take steps with each attention in turn, and return what each took."""
-    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in ("sdpa", *map(json.dumps, PATTERNS))}
-    for turn in range(1 + repeats):
-        for name, taken in steps.items():
-            if name == "sdpa":
-                model.set_attn_implementation("sdpa")
-            else:
-                model.config.longstride_pattern = json.loads(name)
-                model.set_attn_implementation("longstride")
-            step = step_seconds(model, optimizer, tokens)
-            if turn:  # the first makes plans and buffers
-                taken.append(step)
-    return steps
-
-
-def step_seconds(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> tuple[float, float]:
-    """Take one step, and return its seconds and its processor seconds."""
-    start = time.perf_counter(), time.process_time()
+def step(model: Any, attention: str, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+    """Take one step with sdpa, or with a pattern in JSON."""
+    if attention != "sdpa":
+        model.config.longstride_pattern = json.loads(attention)
+    model.set_attn_implementation("sdpa" if attention == "sdpa" else "longstride")
     model(tokens, labels=tokens, use_cache=False).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if tokens.is_cuda:
-        torch.cuda.synchronize(tokens.device)
-    return time.perf_counter() - start[0], time.process_time() - start[1]
+    synchronize(tokens.device)
 
 
 def table(result: dict[str, Any]) -> str:

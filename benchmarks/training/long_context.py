@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.machine import about
-from benchmarks.report import check_output, cpu_file, new_parser, write_json
+from benchmarks.report import new_parser, parse, write_result
 from longstride.data_pipelines.building.build import build
 from longstride.launcher.output import metrics_file
 from longstride.sparse_model import ModelConfig, SparseTransformer
@@ -48,8 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(measure(context, data, Path(name), options.changes))
             print(line(rows[-1]), flush=True)
     result = {**about(torch.device("cpu")), "experiment": EXPERIMENT.stem, "changes": options.changes, "rows": rows}
-    write_json(options.output, result)
-    print(f"wrote {options.output}")
+    write_result(options, result)
     return 0
 
 
@@ -59,11 +58,10 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="squares of whole numbers")
     parser.add_argument("--folder", type=Path, default=None, help="for data and runs (default: the temporary one)")
     parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the experiment")
-    options = parser.parse_intermixed_args(arguments)
+    options = parse(parser, arguments, "long-context")
     for context in options.contexts:
         if math.isqrt(context) ** 2 != context:
             parser.error(f"--contexts={context}: must be a square; nearest {round(math.sqrt(context)) ** 2}")
-    check_output(parser, options, cpu_file("long-context"))
     return options
 
 

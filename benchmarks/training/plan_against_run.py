@@ -27,22 +27,15 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.machine import about, resident_bytes
-from benchmarks.report import check_output, cpu_file, new_parser, rounded, write_json
+from benchmarks.machine import about, in_turns, resident_bytes
+from benchmarks.report import check_output, new_parser, rounded, write_result
 from benchmarks.training.divided_memory import MAPPED_BYTES
-from benchmarks.training.planned_memory import noise
+from benchmarks.training.planned_memory import plan, take_steps
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run_data import global_batches
 from longstride.launcher.engine import device as engine_device
-from longstride.launcher.engine.build import build_engine, check_engine
 from longstride.launcher.models import DTYPES
 from longstride.launcher.planning import measuring
-from longstride.launcher.planning.costs import parameter_parts, states, step_flops, work
 from longstride.launcher.planning.rehearsal import activations
-from longstride.launcher.ranks.processes import Ranks, process_group
-from longstride.launcher.training.guards import Guards
-from longstride.launcher.training.loop import train_step
-from longstride.sparse_model import Ngrams
 
 STEPS = 4  # the first also warms up
 ROWS = (512, 1_024, 2_048)  # that products have had, from 1 on, when their memory is read
@@ -96,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of every run")
     options = parser.parse_intermixed_args(arguments)
     if not options.part:
-        check_output(parser, options, cpu_file("plan-against-run"))
+        check_output(parser, options, "plan-against-run")
     if options.part:  # one of the processes
         print(json.dumps(PARTS[options.part](load_config(options.run, options.changes))))
         return 0
@@ -110,18 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(line(rows[-1]), flush=True)
     products = [in_a_process("products", "enwik8_experts", [f"deepspeed=zero0_{name}"]) for name in ("fp32", "bf16")]
     result = {"threads": 1, "steps": STEPS, "rows": rows, "products": products}
-    write_json(options.output, {**about(torch.device("cpu")), **result})
-    print(f"wrote {options.output}")
+    write_result(options, {**about(torch.device("cpu")), **result})
     return 0
 
 
 def row(name: str, preset: str, changes: list[str]) -> dict[str, Any]:
     """Return a run's plan, and the measurements of its steps."""
     config = load_config(preset, changes)
-    planned = states(_without_tables(config), config, 1, config.zero_stage, "cpu").peak(
-        activations(config, config.train.activation_checkpointing, "cpu")
-    )
-    flops = sum(step_flops(work(config.model, config.train.micro_batch), config).values())
+    planned, flops = plan(config, "cpu")
     # In turns, as the machine is quicker at one time than at another.
     before = in_a_process("measure", preset, changes)
     memory, steps = (in_a_process(part, preset, changes) for part in ("memory", "steps"))
@@ -143,11 +132,6 @@ def row(name: str, preset: str, changes: list[str]) -> dict[str, Any]:
     }
 
 
-def _without_tables(config: RunConfig) -> int:
-    parts = parameter_parts(config.model)
-    return sum(parts.values()) - parts.get(Ngrams.part, 0)
-
-
 def in_a_process(part: str, preset: str, changes: list[str]) -> dict[str, Any]:
     """Run a part of the measurement in a separate process, on one thread."""
     command = [sys.executable, str(Path(__file__).resolve()), "--part", part, "--run", preset, *changes]
@@ -164,27 +148,12 @@ def hold_steps(config: RunConfig) -> dict[str, Any]:
     """
     activations(config, config.train.activation_checkpointing, "cpu")
     engine_device._keep_freed_memory = lambda: None
-    return take_steps(config)
+    return time_steps(config)
 
 
-def take_steps(config: RunConfig) -> dict[str, Any]:
-    """Measure the seconds of each of some steps, and the most memory that they hold beyond what was held before."""
-    ranks, train = Ranks(), config.train
-    engine_device.prepare_accelerator(config)
-    check_engine(config, ranks)
-    with process_group(ranks, train.timeout_seconds):
-        before = resident_bytes("VmRSS")
-        engine = build_engine(config, ranks)
-        batches = global_batches(lambda: noise(config, train.global_batch), train.global_batch, ranks, engine.device)
-        seconds, guards = [], Guards(train.guards, None)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: it is that of steps
-        for _ in range(STEPS):
-            began = time.process_time()
-            train_step(engine, next(batches), config.stages()[0], ranks, guards)
-            seconds.append(time.process_time() - began)
-        peak = resident_bytes("VmHWM")
-        engine.destroy()
-    return {"peak_bytes": peak - before, "seconds": seconds}
+def time_steps(config: RunConfig) -> dict[str, Any]:
+    """Measure the processor seconds of each of some steps, and the most memory that they hold."""
+    return take_steps(config, STEPS, time.process_time)
 
 
 def time_blocks(config: RunConfig) -> dict[str, Any]:
@@ -194,11 +163,7 @@ def time_blocks(config: RunConfig) -> dict[str, Any]:
     rows, width = config.train.micro_batch * config.model.context, config.model.width
     dtype = DTYPES[config.precision]
     a, b = torch.randn(rows, width, dtype=dtype), torch.randn(width, config.model.feed_forward_width, dtype=dtype)
-    taken = []
-    for _ in range(7):
-        began = time.process_time()
-        a @ b
-        taken.append(time.process_time() - began)
+    (taken,) = in_turns({"product": lambda: a @ b}, 7).values()
     return {"seconds": step_seconds, "flops_per_second": 2 * rows * width * b.shape[1] / min(taken[2:])}
 
 
@@ -215,7 +180,7 @@ def keep_products(config: RunConfig) -> dict[str, Any]:
     return {"precision": config.precision, "numbers_of_rows": ROWS, "kept_bytes": extra_bytes}
 
 
-PARTS = {"memory": hold_steps, "products": keep_products, "steps": take_steps, "measure": time_blocks}
+PARTS = {"memory": hold_steps, "products": keep_products, "steps": time_steps, "measure": time_blocks}
 
 
 def line(row: dict[str, Any]) -> str:

@@ -20,8 +20,8 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.machine import about, slug
-from benchmarks.report import check_output, markdown, new_parser, write_json
+from benchmarks.machine import about
+from benchmarks.report import markdown, new_parser, parse, write_result
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
 from longstride.launcher.checkpoints.saving import Saver
@@ -48,15 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=6, help="behind each save (default: 6)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where checkpoints go for the while (default: /tmp)")
-    options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    check_output(parser, options, f"saving-{slug(device)}.json")
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
+    options = parse(parser, arguments, "saving")
     prepare_accelerator()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, process_group(Ranks(), 600):
         result = measure(options, Path(folder))
-    write_json(options.output, result)
     print_found(result)
-    print(f"\nwrote {options.output}")
+    write_result(options, result)
     return 0
 
 

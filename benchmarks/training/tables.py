@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.machine import about
-from benchmarks.report import markdown, new_parser, parse, rounded, write_json
+from benchmarks.report import markdown, new_parser, parse, rounded, write_result
 from longstride.launcher.config import TrainConfig
 from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.engine.tables import Tables
@@ -53,9 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         name: getattr(options, name) for name in ("contexts", "context", "rows", "width", "orders", "repeats")
     }
     result |= {"milliseconds": measure(options), "exchange": exchange(options)}
-    write_json(options.output, result)
     print_found(result)
-    print(f"\nwrote {options.output}")
+    write_result(options, result)
     return 0
 
 

@@ -25,8 +25,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from benchmarks.attention.peers import DENSE_KERNELS, dense_attention, reason_of
-from benchmarks.machine import about, slug, synchronize
-from benchmarks.report import cell, check_output, new_parser, ratio, rounded, write_json
+from benchmarks.machine import about, synchronize
+from benchmarks.report import cell, new_parser, parse, ratio, rounded, write_json, write_result
 from longstride.kernels import sparse_attention
 from longstride.kernels.patterns import Dense, Strided
 from longstride.sparse_model import BlockContext, ModelConfig, SparseTransformer
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         measure(step, variants(options, device), checkpointing, result, device)
         write_json(options.output, result)
     print_steps(result)
-    print(f"\nwrote {options.output}")
+    write_result(options, result)
     return 1 if any(failure["variant"] == SPARSE for failure in result["failures"]) else 0
 
 
@@ -79,12 +79,10 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--checkpointing", choices=("both", "yes", "no"), default="both")
     parser.add_argument("--only", nargs="+", default=None, metavar="VARIANT", help="of sparse, dense …; all by default")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    on_card = device.type == "cuda"
+    options = parse(parser, arguments, "training-step")
+    on_card = options.device.startswith("cuda")
     options.batch = options.batch or (4 if on_card else 1)
     options.dtype = options.dtype or ("bfloat16" if on_card else "float32")
-    check_output(parser, options, f"training-step-{slug(device)}.json")
     return options
 
 

@@ -1,4 +1,4 @@
-"""What a step communicates: predicted bytes are those that DeepSpeed and torch count over real steps."""
+"""What a step communicates: predicted bytes are those that torch counts over real steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.scaling.collectives import Collective, message_bytes, num_calls, sent_bytes, total_sent
 from benchmarks.scaling.communication import STAGE_3, cases, configuration, differences, measured, shared
-from benchmarks.scaling.counted import logged
 from benchmarks.scaling.divided import exchanges, rows_by_masks
 from benchmarks.scaling.zero_communication import Run
 from longstride.kernels import ConfigError
@@ -82,11 +81,6 @@ def test_collectives_add_up_by_operation_and_owner() -> None:
     assert message_bytes(found, "deepspeed") == {"all_reduce": 26}
     assert num_calls(found) == {"all_reduce": 8, "all_gather": 1}
     assert total_sent(found, 2) == {"all_reduce": 26.0, "all_gather": 3.0}
-
-
-def test_the_logger_counts_a_gather_by_what_one_rank_brings() -> None:
-    comms = {"all_gather_into_tensor": {10: [2, [], [], []]}, "all_reduce": {4: [1, [], [], []]}, "barrier": {0: [9]}}
-    assert logged(comms, 3) == {"all_gather": 60, "all_reduce": 4}
 
 
 def test_stages_send_what_their_definition_says_where_padding_is_nothing() -> None:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import pytest
-
-from benchmarks.scaling.order_at_scale import main, paper_manifest, plan_rank
+from benchmarks.scaling.order_at_scale import measure, paper_manifest, plan_rank
 from tests.harness.data.streams import open_stream
 
 
-def test_ranks_together_read_what_one_process_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = paper_manifest(tmp_path, 200)
-    assert [path.name for path in data.iterdir()] == ["manifest.json"]  # shards on paper
-    assert main([str(data), "24", "[1, 3, 24]"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(row["ranks"], row["lanes_per_rank"], row["equal"]) for row in found["ranks"]] == [
-        (1, 24, True),
-        (3, 8, True),
-        (24, 1, True),
-    ]
+def test_ranks_together_read_what_one_process_would(tmp_path: Path) -> None:
+    found = measure(tmp_path, 200, 24, [1, 3, 24])
+    assert [path.name for path in (tmp_path / "many").iterdir()] == ["manifest.json"]  # shards on paper
+    assert [(row["ranks"], row["equal"]) for row in found["ranks"]] == [(1, True), (3, True), (24, True)]
     assert 199 * 2**27 < found["content_bytes"] <= 200 * 2**27
 
 

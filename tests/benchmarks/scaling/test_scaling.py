@@ -72,4 +72,4 @@ def test_result_files_hold_what_was_found(monkeypatch, tmp_path) -> None:
     assert [row["cards"] for row in found["runs"][0]["cards"]] == [1] * 4 + [2] * 4 + [8] * 4
     order = found["order"]
     assert [row["ranks"] for row in order["ranks"]] == [1, 2, 8] and all(row["equal"] for row in order["ranks"])
-    assert order["shards"] == 50 and order["manifest_bytes"] > 50 * 100
+    assert order["shards"] == 50

@@ -78,7 +78,6 @@ def test_ranks_read_what_one_process_would(found: dict[str, Any]) -> None:
     order = found["order"]
     assert order["shards"] == 100_000 and all(row["equal"] for row in order["ranks"])
     assert [row["ranks"] for row in order["ranks"]] == [2**power for power in range(13)]
-    assert order["memory_bytes"] < 2**28  # the whole of what a manifest of that size costs a process
 
 
 def test_the_prose_says_what_the_table_says(found: dict[str, Any]) -> None:
