@@ -89,7 +89,6 @@ class ResidualBlock(Part):
         return self._dropped(self.feed_forward(self.feed_forward_norm(h), context), context.columns)
 
     def work(self, positions: int, batch: int) -> Work:
-        """Count the operations of all sub-layers."""
         parts = [part for part in (self.mixer, self.feed_forward) if part is not None]
         return sum((part.work(positions, batch) for part in parts), Work())
 

@@ -83,7 +83,6 @@ class BigBird(PatternDefaults):
         return draws
 
     def for_head(self, head: int) -> Pattern:
-        """Return the pattern with this head's draws."""
         return self if self.random == 0 or self.index is not None else replace(self, index=head)
 
     def parts(self) -> tuple[PatternPart, ...]:
@@ -93,7 +92,6 @@ class BigBird(PatternDefaults):
         return (Window(window, self.block), *first, *(Draw(self, number) for number in range(self.random)))
 
     def check(self, context: int) -> None:
-        """Raise ConfigError unless the block divides the context and there are as many blocks as a query reads."""
         require_divides("block", self.block, context)
         blocks = context // self.block
         excess = self.window + self.globals + self.random - blocks

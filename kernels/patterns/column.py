@@ -58,7 +58,6 @@ class Column(PatternDefaults):
         return (k >= 1) & (k <= q + 1 - self.stride) & ((q + 1 - k) % self.stride == 0)
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """Return the entries of a column."""
         return (Entries(self.stride) if self.align == "row" else Entries(self.stride, skip=1, align="target"),)
 
     def period(self) -> int | None:
@@ -66,7 +65,6 @@ class Column(PatternDefaults):
         return 1 if self.align == "row" else None
 
     def check(self, context: int) -> None:
-        """Raise ConfigError if the stride does not divide the context."""
         require_divides("stride", self.stride, context)
 
 
@@ -92,7 +90,6 @@ class Entries:
         return allowed if self.count is None else allowed & (above - self.skip < self.count)
 
     def query_order(self, context: int) -> Order:
-        """Return column after column."""
         return column_order(context, self.stride)
 
     def key_order(self, context: int) -> Order:

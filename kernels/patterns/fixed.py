@@ -29,17 +29,14 @@ class Blocks(PatternDefaults):
     index: int | None = None
 
     def for_head(self, head: int) -> Pattern:
-        """Return the pattern with this head's summary sub-block."""
         if self.num_summaries == 1 or self.index is not None:
             return self  # type: ignore[return-value]
         return replace(self, index=head % self.num_summaries)  # type: ignore[type-var]
 
     def period(self) -> int:
-        """Return the stride: blocks are alike."""
         return self.stride
 
     def check(self, context: int) -> None:
-        """Raise ConfigError if the stride does not divide the context."""
         require_divides("stride", self.stride, context)
 
 
@@ -206,7 +203,6 @@ class Fixed(Blocks):
         return block.mask(q, k) | summary.mask(q, k)
 
     def factors(self) -> tuple[Block, Summary]:
-        """Return the block factor and the summary factor."""
         return Block(self.stride), Summary(self.stride, self.summary, self.num_summaries, index=self.index)
 
     def parts(self) -> tuple[PatternPart, ...]:

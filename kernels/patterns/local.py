@@ -38,7 +38,6 @@ class Dense(SinglePart):
         return Bounds(context, whole(context), ramp(0, 0, context), constant(context))
 
     def period(self) -> int:
-        """Return 1: only distances matter."""
         return 1
 
 
@@ -79,7 +78,6 @@ class Local(PatternDefaults):
         return 1 if self.dilation == 1 or self.align == "row" else None
 
     def check(self, context: int) -> None:
-        """Raise ConfigError if the dilation does not divide the context."""
         require_divides("dilation", self.dilation, context)
 
 

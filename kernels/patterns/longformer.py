@@ -61,7 +61,6 @@ class Longformer(PatternDefaults):
         return Entries(self.dilation, skip, self.window, self.globals, self.align), FirstKeys(self.globals)
 
     def check(self, context: int) -> None:
-        """Raise ConfigError unless the dilation divides the context, which has that many global positions."""
         require_divides("dilation", self.dilation, context)
         if self.globals > context:
             raise ConfigError.at("globals", self.globals, f"must not exceed context {context}; largest {context}")
@@ -85,7 +84,6 @@ class FirstKeys:
         return column_order(context, self.stride)
 
     def key_order(self, context: int) -> Order:
-        """Return the first positions."""
         num_keys = min(self.count, context)
         return Fold(num_keys, num_keys, whole(context), 1)
 

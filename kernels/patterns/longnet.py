@@ -85,7 +85,6 @@ class LongNet(PatternDefaults):
         return (k <= q) & reduce(or_, members)
 
     def for_head(self, head: int) -> Pattern:
-        """Return the pattern with this head's offsets."""
         if self.dilations[-1] == 1 or self.index is not None:
             return self
         return replace(self, index=head % self.dilations[-1])
@@ -141,11 +140,9 @@ class EarlierSegments:
         return takes_part & (q // self.outer == k // self.outer) & (k // self.inner < q // self.inner)
 
     def query_order(self, context: int) -> Order:
-        """Return column after column."""
         return column_order(context, self.dilation)
 
     def key_order(self, context: int) -> Order:
-        """Return the column of the offset."""
         num_keys = self._num_keys(context)
         return Fold(num_keys, 1, self.dilation, 1, self.offset) if self.dilation > 1 else None
 

@@ -95,7 +95,6 @@ class Strided(PatternDefaults):
         return 1 if self.align == "row" else None
 
     def check(self, context: int) -> None:
-        """Raise ConfigError unless the stride, or the largest power of it in a factor, divides the context."""
         power = self.num_factors - 1
         if power == 1:
             require_divides("stride", self.stride, context)

@@ -62,7 +62,6 @@ class AdaptiveSpanConfig(AttentionConfig, StrictModel):
     key_value_heads: KeyValueHeads = None
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError if spans exceed their bounds, or heads do not share keys evenly."""
         super().check(network, context)
         problems, most = [], self.most(network)
         if most > context:

@@ -48,7 +48,6 @@ class AttentionConfig(MixerConfig):
     has_queries = True
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError unless the heads of keys and values divide the heads of queries."""
         heads, shared = network.heads, getattr(self, "key_value_heads", None)
         if shared is not None and heads % shared:
             rule = f"must divide heads={heads}; nearest {nearest_divisor(heads, shared)}"
@@ -69,7 +68,6 @@ class HeadPatterns(AttentionConfig):
     supports: ClassVar = AttentionConfig.supports | {"documents", "keys"}
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError if a pattern does not fit the context, or key/value heads do not divide query heads."""
         super().check(network, context)
         for pattern in dict.fromkeys(self.patterns):
             pattern.check(context)
@@ -94,7 +92,6 @@ class AttentionState:
             self.recent.take(source.recent, order, length, into)
 
     def truncate(self, length: int) -> None:
-        """Forget all rows but the first ``length``."""
         self.keys_values.truncate(length)
         if self.recent is not None:
             self.recent.truncate(length)

@@ -96,12 +96,10 @@ class RecentRows:
         return (rows * self.weights[place]).sum(0).to(h.dtype)
 
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
-        """Replace contexts ``into`` by copies of contexts ``order`` of ``source``, in ``length`` rows."""
         blocks = -(-length // len(self.weights))  # of a longer context, all
         self.rows[:blocks, :, into] = source.rows[:blocks, :, order]
 
     def truncate(self, length: int) -> None:
-        """Forget all rows but the first ``length``."""
         block, place = divmod(length, len(self.weights))
         if place:  # a row that begins a block overwrites all that it reads
             self._begin_block(block, place)

@@ -61,7 +61,6 @@ class EntmaxConfig(AttentionConfig, StrictModel):
     key_value_heads: KeyValueHeads = None
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError if the pattern does not fit the context, its rows are long, or heads do not fit."""
         super().check(network, context)
         check_pattern(self.pattern, context)
         patterns = dict.fromkeys(self.head_patterns(network))

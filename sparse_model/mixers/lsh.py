@@ -48,7 +48,6 @@ class LshConfig(AttentionConfig, StrictModel):
     )
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError if its numbers or the network's options contradict each other."""
         problems = []
         if self.buckets % 2 and self.buckets != 1:
             rule = f"each rotation gives two; nearest {self.buckets - 1} or {self.buckets + 1}"
@@ -83,7 +82,6 @@ class HashedAttention(Attention):
         self.register_buffer("rotations", torch.empty(shape) if config.buckets > 1 else None)
 
     def initialize(self) -> None:
-        """Draw the linear layers and the rotations."""
         super().initialize()
         if self.rotations is not None:
             torch.nn.init.normal_(self.rotations)
@@ -107,7 +105,6 @@ class HashedAttention(Attention):
         return hash_rounds(buckets_of(q, rotations), self.config.chunk)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> BucketCache:
-        """Make an empty cache that lists the last members of each bucket."""
         keys, values = self.empty_rows(batch, length, device, dtype)
         return BucketCache(keys, values, self.rotations, self.config, self.backend)
 
@@ -127,7 +124,6 @@ class HashedAttention(Attention):
         return lambda queries: selection_mask(selection, q.shape[2], queries)[0, 0]
 
     def work(self, positions: int, batch: int) -> Work:
-        """Count the most pairs that the heads can read, the projections, the convolution and the rotations."""
         choosing = 0 if self.rotations is None else 2 * positions * self.rotations.numel()
         bound = f"at most as of {self.config.rounds} rounds in each of which all positions are in one bucket"
         return super().work(positions, batch) + Work(choosing=choosing, bound=bound)

@@ -39,7 +39,6 @@ class MobaConfig(AttentionConfig, StrictModel):
     key_value_heads: KeyValueHeads = None
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError if the context has too few blocks, or heads do not share keys evenly."""
         super().check(network, context)
         if self.block > network.context:
             raise ConfigError.at("block", self.block, f"must be at most context {network.context}")
@@ -48,7 +47,6 @@ class MobaConfig(AttentionConfig, StrictModel):
             raise ConfigError.at("top", self.top, f"context {network.context} has {blocks} blocks; at most {blocks}")
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """Return no pattern: all heads choose by content."""
         return ()
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> BlockAttention:
@@ -73,7 +71,6 @@ class BlockAttention(Attention):
         return MixerOutput(selected_attention(q, k, v, selection, backend=self.backend))
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> BlockCache:
-        """Make an empty cache with room for the means of whole blocks."""
         heads = self.key_value_heads
         keys, values = (
             torch.empty(batch, heads, length, width // heads, device=device, dtype=dtype) for width in self.widths[1:]
@@ -88,7 +85,6 @@ class BlockAttention(Attention):
         return self.heads * pairs
 
     def work(self, positions: int, batch: int) -> Work:
-        """Count attention and the scores of blocks."""
         blocks = sum(position // self.block for position in range(0, positions, self.block)) * self.block
         return super().work(positions, batch) + Work(choosing=2 * blocks * self.widths[0])
 

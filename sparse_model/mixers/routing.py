@@ -84,7 +84,6 @@ class RoutingConfig(AttentionConfig, StrictModel):
     shared_query_key: bool = Field(default=True, description="queries of routed heads are their keys")
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError if the heads or the network's options contradict each other."""
         problems = []
         if self.local is not None and self.local.heads >= network.heads:
             rule = f"must be below heads={network.heads}, as some heads are routed; nearest {network.heads - 1}"
@@ -97,7 +96,6 @@ class RoutingConfig(AttentionConfig, StrictModel):
             raise ConfigError(*problems)
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """Return the patterns of the local heads, which come first."""
         return () if self.local is None else (Local(self.local.window),) * self.local.heads
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> ClusteredAttention:
@@ -229,7 +227,6 @@ class ClusteredAttention(Attention):
         return replace(super().work(positions, batch), bound=bound)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RoutedCache:
-        """Make an empty cache that lists each cluster's last positions."""
         local = None
         if self.local:
             keys, values = (

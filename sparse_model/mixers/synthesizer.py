@@ -140,11 +140,9 @@ class SynthesizerConfig(MixerConfig, StrictModel):
 
     @property
     def has_queries(self) -> bool:
-        """Whether attention is among the kinds."""
         return "attention" in self.kind
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError if the kinds, the network's options or this context contradict each other."""
         problems = []
         for key, kinds in OF_KINDS.items():
             value = getattr(self, key)

@@ -73,9 +73,9 @@ class Chunks:
 def chunked(part: PatternPart, context: int) -> Chunks:
     """Cut a part at N = ``context`` positions into chunks of the size with the lowest estimated time; cached."""
     o = view(part, context, "queries")
-    start, stop = min(_candidates(o), key=lambda chunks: _cost(o, *chunks))
-    start, stop = _trimmed(o, start, stop)
     low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
+    readers = Readers(low < high)
+    start, stop = min((readers.trim(*rows) for rows in _candidates(o)), key=lambda chunks: _cost(o, *chunks))
     first, last = low[start], high[stop - 1]
     once = bool((first[1:] == last[:-1]).all()) and len(first) > 0 and first[0] == 0 and last[-1] == o.num_columns
     batches = tuple(_batches(o, start, stop, 1 if once else STEP))
@@ -133,7 +133,12 @@ def _cut(begin: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, np.
     if len(begin) > 1:
         count = -(-length // size)
         step = -(-length // (count * STEP)) * STEP
-    count = -(-length // step)
+    return cut_runs(begin, end, step)
+
+
+def cut_runs(begin: np.ndarray, end: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cut each run [begin, end) into pieces of its ``step``: (start, stop) of each piece."""
+    count = -(-(end - begin) // step)
     within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     start = np.repeat(begin, count) + within * np.repeat(step, count)
     return start, np.minimum(start + np.repeat(step, count), np.repeat(end, count))
@@ -141,7 +146,6 @@ def _cut(begin: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, np.
 
 def _cost(o: View, start: np.ndarray, stop: np.ndarray) -> float:
     """Estimate the time in pairs; infinite if a chunk exceeds MAX_PAIRS and could be smaller."""
-    start, stop = _trimmed(o, start, stop)
     rows = stop - start
     width = o.intervals.high.numpy()[stop - 1] - o.intervals.low.numpy()[start]
     if len(rows) and (rows * width).max() > MAX_PAIRS and rows.max() > SIZES[0]:
@@ -150,14 +154,18 @@ def _cost(o: View, start: np.ndarray, stop: np.ndarray) -> float:
     return float((rows * width + KEY_COST * width).sum() + CHUNK_COST * len(rows) + BATCH_COST * shapes)
 
 
-def _trimmed(o: View, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Trim rows without keys from both ends of each chunk, and drop chunks without any keys."""
-    reads = (o.intervals.low < o.intervals.high).numpy()
-    before = np.concatenate([[0], np.cumsum(reads)])  # number of reading rows before each row
-    reading = np.flatnonzero(reads)
-    is_used = before[stop] > before[start]
-    start, stop = start[is_used], stop[is_used]
-    return reading[before[start]], reading[before[stop] - 1] + 1
+class Readers:
+    """The rows that read any key."""
+
+    def __init__(self, reads: np.ndarray) -> None:
+        self._before = np.concatenate([[0], np.cumsum(reads)])  # number of reading rows before each row
+        self._reading = np.flatnonzero(reads)
+
+    def trim(self, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Trim rows without keys from both ends of each chunk, and drop chunks without any keys."""
+        first, last = self._before[start], self._before[stop]
+        is_used = last > first
+        return self._reading[first[is_used]], self._reading[last[is_used] - 1] + 1
 
 
 def _batches(o: View, start: np.ndarray, stop: np.ndarray, alignment: int) -> Iterator[EqualChunks]:

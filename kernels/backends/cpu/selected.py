@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.backends import Saved, empty_like_rows
-from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Edge, EqualChunks
+from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Edge, EqualChunks, Readers, cut_runs
 from longstride.kernels.backends.cpu.slabs import (
     Numbers,
     Piece,
@@ -181,21 +181,13 @@ def _candidates(low: np.ndarray, high: np.ndarray, context: int) -> Iterator[tup
     # A chunk that starts at a row without keys in common with earlier rows wastes no pairs.
     is_restart = (low[1:] >= high[:-1]) & (low[1:] > low[:-1])
     restart = np.flatnonzero(is_restart) + 1
-    reads = low < high
-    before = np.concatenate([[0], np.cumsum(reads)])  # number of reading rows before each row
-    reading = np.flatnonzero(reads)
-    size = STEP
+    readers, size = Readers(low < high), STEP
     while True:
         # Skip restarts close to another one: chunks of few rows cost more than masked columns.
         near = restart // (size // 4)
         begin = np.union1d(restart[np.diff(near, prepend=-1) > 0], np.arange(0, len(low), context))
-        length = np.diff(begin, append=len(low))
-        count = -(-length // size)
-        start = np.repeat(begin, count) + (np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)) * size
-        stop = np.minimum(start + size, np.repeat(begin + length, count))
-        is_used = before[stop] > before[start]
-        start, stop = start[is_used], stop[is_used]
-        yield reading[before[start]], reading[before[stop] - 1] + 1
+        end = np.append(begin[1:], len(low))
+        yield readers.trim(*cut_runs(begin, end, np.full_like(begin, size)))
         if size >= context:
             return
         size *= 2
