@@ -133,10 +133,7 @@ def write_new(path: Path, content: bytes) -> None:
     A process that is killed may leave a hidden file ``.….partial`` next to it. Raises OSError: FileExistsError if the
     name is taken.
     """
-    partial = path.with_name(f".{secrets.token_hex(8)}.partial")
-    try:
-        with naming(path, partial), _flushed_file(partial) as file:
-            file.write(content)
+    with _partial_file(path, path.with_name(f".{secrets.token_hex(8)}.partial"), content) as partial:
         try:
             os.link(partial, path)  # unlike a rename, it fails where a file is
         except OSError:  # the name is taken, or the file system has no hard links
@@ -144,20 +141,24 @@ def write_new(path: Path, content: bytes) -> None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
             partial.rename(path)
         flush_folder(path.parent)
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 def write_over(path: Path, content: bytes) -> None:
     """Replace a file, which always holds either the old content or the new. Raises OSError on failure."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
+    with _partial_file(path, partial, content):  # never into the target of a link
+        partial.replace(path)
+
+
+@contextmanager
+def _partial_file(path: Path, partial: Path, content: bytes) -> Iterator[Path]:
+    """Write and flush ``partial``, which is removed with the block. Errors name ``path``."""
     try:
         with naming(path, partial):
-            with _flushed_file(partial) as file:  # never into the target of a link
+            with _flushed_file(partial) as file:
                 file.write(content)
-            partial.replace(path)
+            yield partial
     finally:
         with suppress(OSError):
             partial.unlink()

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +34,6 @@ from longstride.data_pipelines.shards.manifest import (
 from longstride.data_pipelines.shards.tar_stream import TarStream, shown
 from longstride.data_pipelines.stores import open_store
 
-SCATTERED_BYTES = 2**14  # mean content of a sample from which scattered reads are faster
-_MOST_SCATTERED = 500  # samples per scattered read: systems limit its parts to 1,024
 _HEADERS_BYTES = 2**14  # read at once to find a member's name
 _LOST_SECONDS = 600.0  # before another attempt to open a lost shard
 _INDEX_BYTES = 64 * 2**20  # size of the index cache, which holds at least one index per lane
@@ -291,28 +288,15 @@ class SampleReader:
         first = int(np.searchsorted(edges, start, side="right")) - 1
         last = int(np.searchsorted(edges, end, side="left"))
         bounds = edges[first : last + 1].tolist()
-        head, tail = range(first, first), range(first, last)
-        if separator is None and shard.stored_bytes == 1 and len(out) >= SCATTERED_BYTES * (last - first):
-            # Complete samples of the range are read straight to their places.
-            inner = range(first + (bounds[0] < start), last - (bounds[-1] > end))
-            done = inner.start
-            while done < inner.stop:
-                chunk = _chunk(shard, done, min(inner.stop, done + _MOST_SCATTERED))
-                target = out[bounds[chunk.start - first] - start : bounds[chunk.stop - first] - start]
-                if not _read_scattered(shard, chunk, target):  # then the samples are read one by one
-                    break
-                done = chunk.stop
-            head, tail = range(first, inner.start), range(done, last)
-        for samples in filter(len, (head, tail)):
-            for sample, content in self._contents(number, samples):
-                begin, stop = bounds[sample - first], bounds[sample - first + 1]
-                a, b = max(start, begin), min(end, begin + len(content))
-                if a < b:
-                    out[a - start : b - start] = content[a - begin : b - begin]
-                if begin + len(content) < stop <= end:
-                    out[stop - 1 - start] = separator
-                if sample == last - 1 and stop > end:
-                    self._partial = number, sample, content
+        for sample, content in self._contents(number, range(first, last)):
+            begin, stop = bounds[sample - first], bounds[sample - first + 1]
+            a, b = max(start, begin), min(end, begin + len(content))
+            if a < b:
+                out[a - start : b - start] = content[a - begin : b - begin]
+            if begin + len(content) < stop <= end:
+                out[stop - 1 - start] = separator
+            if sample == last - 1 and stop > end:
+                self._partial = number, sample, content
 
     def _contents(self, number: int, samples: range) -> Iterator[tuple[int, np.ndarray]]:
         """Yield each sample and its content, which stays valid until the next but one read."""
@@ -322,7 +306,10 @@ class SampleReader:
             yield first, partial[2]
             first += 1
         while first < samples.stop:
-            chunk = _chunk(self._split.open(number), first, samples.stop)
+            shard = self._split.open(number)
+            limit = int(shard.index["member"][first]) + self.READ_BYTES
+            stop = min(samples.stop, int(np.searchsorted(shard.ends, limit, side="right")))
+            chunk = range(first, max(first + 1, stop))
             try:
                 contents = self._read_samples(number, chunk)
             except DataError:
@@ -377,39 +364,6 @@ def _document_edges(index: np.ndarray) -> np.ndarray:
 def _cumulate(lengths: np.ndarray) -> np.ndarray:
     """Sum up (n,) lengths to (n + 1,) int64, from 0 on."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-
-def _chunk(shard: OpenShard, first: int, stop: int) -> range:
-    """Return as many samples from ``first`` on as one read takes, at least one."""
-    limit = int(shard.index["member"][first]) + SampleReader.READ_BYTES
-    return range(first, max(first + 1, min(stop, int(np.searchsorted(shard.ends, limit, side="right")))))
-
-
-def _read_scattered(shard: OpenShard, samples: range, out: np.ndarray) -> bool:
-    """Write the content of samples into ``out``, which has exactly their size.
-
-    One system call writes each content to its place, which saves a copy of long samples. Returns False if the file does
-    not match the index; ``out`` is undefined then, and the caller finds the reason.
-    """
-    index, ends = shard.index[samples.start : samples.stop], shard.ends[samples.start : samples.stop]
-    rows = index.tolist()
-    # Everything around the contents: headers, padding, and bytes of no sample.
-    edges = [rows[0][0], *(edge for row in rows for edge in (row[1], row[1] + row[2])), int(ends[-1])]
-    frames = [memoryview(bytearray(stop - start)) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
-    contents = [out.data[start:stop] for start, stop in pairwise(_cumulate(index["length"]).tolist())]
-    parts = [part for pair in zip(frames, contents, strict=False) for part in pair] + frames[-1:]
-    try:
-        with open_plain(shard.path) as file:
-            if os.preadv(file.fileno(), parts, rows[0][0]) != sum(map(len, parts)):
-                return False
-    except OSError:
-        return False
-    for number, ((member, content, length, crc32, _), end) in enumerate(zip(rows, ends.tolist(), strict=True)):
-        computed = zlib.crc32(frames[number][len(frames[number]) - (content - member) :])
-        computed = zlib.crc32(contents[number], computed)
-        if zlib.crc32(frames[number + 1][: end - content - length], computed) != crc32:
-            return False
-    return True
 
 
 def _describe(split: Split, number: int, sample: int, member: memoryview) -> str:

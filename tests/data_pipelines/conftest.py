@@ -9,7 +9,6 @@ import pytest
 
 from longstride.data_pipelines.building import shard_writer
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord
 from longstride.data_pipelines.shards.reading import SampleReader
 
@@ -66,6 +65,4 @@ def built_in_pieces(tmp_path_factory) -> Corpus:
 def pieces(built_in_pieces, monkeypatch) -> Corpus:
     """Like ``built_in_pieces``, with reads of a few samples at once."""
     monkeypatch.setattr(SampleReader, "READ_BYTES", 3000)
-    monkeypatch.setattr(reading, "SCATTERED_BYTES", 37)
-    monkeypatch.setattr(reading, "_MOST_SCATTERED", 4)
     return built_in_pieces

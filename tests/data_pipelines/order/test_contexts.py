@@ -13,7 +13,6 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut, PackedContexts
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, read_context
 from longstride.data_pipelines.order.lanes import shard_order
-from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader
 from longstride.data_pipelines.stores import open_store
 from tests.harness.data.streams import open_stream
@@ -222,12 +221,6 @@ def test_reader_reads_any_range_in_any_order(corpus, data):
     reader = SampleReader(split)
     separator = data.draw(st.sampled_from([None, 0, 255]))
     behind = b"" if separator is None else bytes([separator])
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(reading, "SCATTERED_BYTES", data.draw(st.sampled_from([1, 2**14])))
-        read_here_and_there(corpus, data, split, reader, separator, behind)
-
-
-def read_here_and_there(corpus, data, split, reader, separator, behind):
     for _ in range(20):
         number = data.draw(st.integers(0, len(split.shards) - 1))
         content = b"".join(document + behind for document in corpus.documents_of(split.shards[number]))

@@ -13,7 +13,6 @@ from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order import Cut, Span, evaluation_contexts
 from longstride.data_pipelines.order.stream import LanesReader
-from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader
 from longstride.data_pipelines.stores import open_store
 from tests.data_pipelines.conftest import Corpus
@@ -85,18 +84,13 @@ def test_spans_of_a_palette_are_pixels(tmp_path):
 @pytest.fixture
 def bytes_read(monkeypatch) -> list[int]:
     """Record the bytes of every read of a shard."""
-    read, scattered, found = SampleReader._read, reading._read_scattered, []
+    read, found = SampleReader._read, []
 
     def counted(self, number, start, size):
         found.append(size)
         return read(self, number, start, size)
 
-    def counted_scattered(shard, samples, out):
-        found.append(int(shard.ends[samples.stop - 1] - shard.index["member"][samples.start]))
-        return scattered(shard, samples, out)
-
     monkeypatch.setattr(SampleReader, "_read", counted)
-    monkeypatch.setattr(reading, "_read_scattered", counted_scattered)
     return found
 
 

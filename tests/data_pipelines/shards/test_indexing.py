@@ -21,7 +21,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.shards import DataFolder, reading, sample_documents
+from longstride.data_pipelines.shards import DataFolder, sample_documents
 from longstride.data_pipelines.shards.indexing import PIECE_BYTES, index_tars
 from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.shards.verify import check_split, verify
@@ -159,9 +159,7 @@ def test_no_more_than_a_block_of_a_long_member_is_held(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [Cut(), Cut(separator=3), DOCUMENTS, Cut(packing=False, hop=20)], ids=str)
-@pytest.mark.parametrize("scattered_bytes", [1, 2**14])
-def test_batches_are_those_of_the_folder_that_we_built(corpus, tmp_path, monkeypatch, cut, scattered_bytes):
-    monkeypatch.setattr(reading, "SCATTERED_BYTES", scattered_bytes)
+def test_batches_are_those_of_the_folder_that_we_built(corpus, tmp_path, cut):
     index_tars([str(corpus.folder)], tmp_path / "index")
     options = {"context": 64, "global_batch": 6, "seed": 4, "cut": cut, "shuffle_bytes": 500}
     streams = [open_stream(folder, **options) for folder in (corpus.folder, tmp_path / "index")]

@@ -11,7 +11,6 @@ import torch
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
-from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.verify import verify
 from longstride.data_pipelines.stores import open_store
 from tests.harness.data.streams import open_stream
@@ -157,14 +156,10 @@ def run_damage(corpus, tmp_path: Path, intact, num_cases: int) -> None:
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("scattered_bytes", [1, 2**14])
-def test_random_damage_never_passes(corpus, tmp_path, intact, monkeypatch, scattered_bytes):
-    monkeypatch.setattr(reading, "SCATTERED_BYTES", scattered_bytes)
+def test_random_damage_never_passes(corpus, tmp_path, intact):
     run_damage(corpus, tmp_path, intact, num_cases=20)
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("scattered_bytes", [1, 2**14])
-def test_random_damage_campaign(corpus, tmp_path, intact, monkeypatch, scattered_bytes):
-    monkeypatch.setattr(reading, "SCATTERED_BYTES", scattered_bytes)
+def test_random_damage_campaign(corpus, tmp_path, intact):
     run_damage(corpus, tmp_path, intact, num_cases=500)
