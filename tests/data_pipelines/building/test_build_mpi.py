@@ -158,17 +158,8 @@ def test_dataset_by_many_ranks_is_byte_identical(tmp_path, ranks, version):
     batches = {name: pictures(60, 32, seed) for seed, name in enumerate(CIFAR_BATCHES)}
     given = tarred(tmp_path / "cifar.tar.gz", write_cifar(tmp_path / "cifar-10-batches", batches, version))
     build_dataset("cifar10", given, tmp_path / "alone", unpublished=True, shard_bytes=50_000)
-    words = [
-        "-m",
-        "longstride.launcher.cli",
-        "data",
-        "build",
-        "--dataset",
-        "cifar10",
-        "--unpublished",
-        "--shard-bytes",
-        "50000",
-    ]
-    code, _, errors = ended(start([*words, "--input", str(given), "--output", str(tmp_path / "data")], ranks))
+    options = ["--dataset", "cifar10", "--unpublished", "--shard-bytes", "50000", "--input", str(given)]
+    words = ["-m", "longstride.launcher.cli", "data", "build", *options, "--output", str(tmp_path / "data")]
+    code, _, errors = ended(start(words, ranks))
     assert (code, errors) == (0, [])
     assert folder_bytes(tmp_path / "data") == folder_bytes(tmp_path / "alone")

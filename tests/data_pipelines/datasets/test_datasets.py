@@ -40,6 +40,7 @@ from tests.harness.data.published_files import (
     write_cifar,
     zipped,
 )
+from tests.hostile.generators.archives import npz_of
 
 CIFAR = {name: pictures(20, 32, seed) for seed, name in enumerate(CIFAR_BATCHES)}
 IMAGENET = {name: pictures(4 + seed, 64, seed) for seed, name in enumerate(IMAGENET_BATCHES)}
@@ -129,14 +130,6 @@ def test_cifar10_takes_the_published_files_alone(cifar, tmp_path, monkeypatch):
         DataError, match=r"test_batch\.bin\): its MD5 is \w+, but the published one is .*--unpublished$"
     ):
         made("cifar10", cifar["binary archive"], tmp_path / "data", unpublished=False)
-
-
-def test_cifar10_of_another_size_is_not_the_published_one(cifar, tmp_path):
-    with pytest.raises(
-        DataError, match=r"data_batch_1: 6\d,\d+ bytes, but the published file has 31,035,704; .*--unpub"
-    ):
-        made("cifar10", cifar["python folder"], tmp_path / "data", unpublished=False)
-    assert not (tmp_path / "data").exists()
 
 
 def test_cifar10_with_a_batch_missing_is_refused(cifar, tmp_path):
@@ -256,24 +249,6 @@ def test_imagenet64_lies_in_several_folders(imagenet_built, tmp_path):
     assert folder_bytes(tmp_path / "data") == folder_bytes(imagenet_built)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"{'descr': '|u1', 'fortran_order': False, 'shape': (3, 12288), ",
-        b"(((",
-        b"{[]: 1}",
-        b"\xff\xfe",
-        b"{'descr': [('a',)], 'fortran_order': False, 'shape': (3, 12288)}",
-    ],
-)
-def test_imagenet64_with_a_broken_header_is_refused_in_one_line(tmp_path, header):
-    array = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(36_864)
-    source = zipped(tmp_path / "train_data_batch_1.npz", {"data.npy": array})
-    with pytest.raises(DataError, match=r"data\.npy\): cannot be read as an array \(.*\); fetch it again") as caught:
-        made("imagenet64", source, tmp_path / "data")
-    assert "\n" not in str(caught.value)
-
-
 def test_imagenet64_takes_the_published_counts_and_archives_alone(tmp_path, monkeypatch):
     source = imagenet_zips(tmp_path / "zips", False)
     counts = (sum(map(len, IMAGENET.values())) - 14, 14)
@@ -320,8 +295,10 @@ def test_imagenet64_reads_folders_of_pictures(tmp_path, validation):
         ({"train_data_batch_1.npz": npz(pictures(2, 32))}, r"an array of 2x3072 bytes; must be pictures x 12,288"),
         ({"train_data_batch_1.npz": b"PK\x03\x04" + b"0" * 99}, r"train_data_batch_1\.npz: is damaged or cut short"),
         ({"train_data_batch_1.npz": npz(pictures(2, 64))[:9000]}, "is damaged or cut short"),
+        ({"train_data_batch_1.npz": npz_of("(((")}, r"data\.npy\): cannot be read as an array \(.*\); fetch it again"),
+        ({"train_data_batch_1.npz": npz_of("{[]: 1}")}, r"data\.npy\): cannot be read as an array \(.*\); fetch it"),
     ],
-    ids=["empty", "validation alone", "32 pixels", "no zip", "cut short"],
+    ids=["empty", "validation alone", "32 pixels", "no zip", "cut short", "brackets", "no key"],
 )
 def test_imagenet64_refuses_in_one_line(tmp_path, files, rule):
     refuses_in_one_line("imagenet64", tmp_path, files, rule)
@@ -405,10 +382,6 @@ def test_text_in_another_archive_is_refused(tmp_path, members, rule):
     given = zipped(tmp_path / "a.zip", members)
     with pytest.raises(DataError, match=rule):
         made("enwik8", given, tmp_path / "data")
-    whole = zipped(tmp_path / "b.zip", {"enwik8": TEXT}).read_bytes()
-    (tmp_path / "b.zip").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"b\.zip: is damaged or cut short"):
-        made("enwik8", tmp_path / "b.zip", tmp_path / "data")
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -477,8 +450,3 @@ def test_open_input_holds_one_thing_at_a_time():
     assert closed == ["a", "b"]
     open_input.close()
     assert closed == ["a", "b", "a"]
-
-
-def test_dataset_unknown_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"dataset=mnist: .*take one of cifar10, enwik8, imagenet64, text8"):
-        build_dataset("mnist", tmp_path, tmp_path / "data")
