@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from longstride.data_pipelines.building import Crew, build, build_dataset, join_crew, unfinished_folder
 from longstride.data_pipelines.datasets import DATASETS
@@ -38,15 +37,7 @@ _SETTINGS = {  # the option of each setting of `build` and `index`
 }
 _OPTIONS = [(name, option) for name, kind in MODALITIES.items() for option in kind.build_options]
 # Only for files; a dataset has its own. Absent options are parsed as None, so that a useless one can be refused.
-_DEFAULTS: dict[str, Any] = {
-    "modality": "text",
-    "suffix": None,
-    "all_files": None,
-    "exclude": [],
-    "validation_fraction": 0.05,
-    "hold_out_end": None,
-    "seed": 0,
-}
+_OF_FILES = ("modality", "field", "exclude", "validation_fraction", "hold_out_end", "seed")
 
 
 def run_build(arguments: argparse.Namespace) -> int:
@@ -74,8 +65,8 @@ def run_build(arguments: argparse.Namespace) -> int:
         ) from None
     if crew.is_first:
         print(f"{arguments.output}: {_summary(manifest)}", file=sys.stderr)
-        fraction = arguments.validation_fraction
-        if fraction and not arguments.hold_out_end and arguments.modality != "image":
+        fraction = manifest.made["settings"].get("validation_fraction")
+        if fraction and not arguments.hold_out_end and manifest.modality != "image":
             sizes = {name: split.content_bytes for name, split in manifest.splits.items()}
             share = sizes["validation"] / sum(sizes.values())
             if not fraction / 2 <= share <= fraction * 2:
@@ -94,9 +85,8 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
         _check_on_this_machine("--input", arguments.input, rule)
     rule = "a folder on this machine, such as data/mine; build, then upload"
     _check_on_this_machine("--output", arguments.output, rule)
-    settings: dict[str, Any] = {"palette": arguments.palette}
-    if arguments.shard_bytes is not None:
-        settings["shard_bytes"] = arguments.shard_bytes
+    values = {name: getattr(arguments, name) for name in (*_OF_FILES, "palette", "shard_bytes")}
+    settings = {name: value for name, value in values.items() if value is not None}
     if (location := arguments.palette_from) is not None:
         settings["palette"] = DataFolder(location).palette if location else None
         if settings["palette"] is None:
@@ -114,6 +104,7 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
                 crew=crew,
                 **settings,
             )
+        arguments.modality = arguments.modality or "text"
         properties = _raw(arguments)
         for modality, option in _OPTIONS:
             value = getattr(arguments, option.attribute)
@@ -126,14 +117,8 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
         return build(
             list(map(Path, arguments.inputs)),
             Path(arguments.output),
-            modality=arguments.modality,
             properties=properties,
-            field=arguments.field,
             suffixes=[] if arguments.all_files else arguments.suffix,
-            exclude=arguments.exclude,
-            validation_fraction=arguments.validation_fraction,
-            hold_out_end=bool(arguments.hold_out_end),
-            seed=arguments.seed,
             progress=counter.at,
             found=partial(_print_left_out, arguments),
             crew=crew,
@@ -174,29 +159,21 @@ def _print_left_out(arguments: argparse.Namespace, left_out: LeftOut) -> None:
 
 
 def _check_source(arguments: argparse.Namespace) -> None:
-    """Check that the source is either files or a dataset, and set the defaults for files.
-
-    Raises:
-        DataError: neither or both, or an option that only the other one has.
-    """
+    """Raise DataError unless the source is either files or a dataset, or for an option that only the other one has."""
     if arguments.dataset is None:
         for name in ("input", "download", "unpublished"):
             if getattr(arguments, name):
                 raise DataError(f"--{name}: only applies with --dataset; name one of {', '.join(sorted(DATASETS))}")
         if not arguments.inputs:
             raise DataError("PATH: missing; name files or folders, such as texts, or a --dataset")
-        for name, default in _DEFAULTS.items():
-            if getattr(arguments, name) is None:
-                setattr(arguments, name, default)
         if arguments.all_files and arguments.suffix is not None:
-            raise DataError(
-                f"--suffix={arguments.suffix[0]}: --all-files takes files of any name; leave one of them out"
-            )
+            rule = "--all-files takes files of any name; leave one of them out"
+            raise DataError(f"--suffix={arguments.suffix[0]}: {rule}")
         return
     if arguments.inputs:
         rule = "cannot be combined with --dataset; name the dataset's archive or folder with --input"
         raise DataError(f"PATH={arguments.inputs[0]}: {rule}")
-    for name in (*_DEFAULTS, "field", "raw", *(option.attribute for _, option in _OPTIONS)):
+    for name in (*_OF_FILES, "raw", "suffix", "all_files", *(option.attribute for _, option in _OPTIONS)):
         value = getattr(arguments, name)
         if value is not None:
             shown = "" if value is True else f"={value[0] if isinstance(value, list) else value}"

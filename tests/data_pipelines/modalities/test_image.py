@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import webdataset as wds
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -84,17 +83,6 @@ def test_image_members_open_as_pictures(built):
     opened = [Image.open(BytesIO(content)) for _, content in members]
     assert {(picture.format, picture.mode, picture.size) for picture in opened} == {("PPM", "RGB", (4, 6))}
     assert {picture.tobytes() for picture in opened} == originals
-
-
-def test_image_members_are_decoded_by_webdataset(built):
-    folder, manifest, _ = built
-    decoded = []
-    for shard in manifest.splits["train"].shards:
-        with (folder / shard.name).open("rb") as file:
-            members = wds.tariterators.tar_file_expander([{"url": shard.name, "stream": file}])
-            decoded += list(wds.decode("rgb8")(wds.tariterators.group_by_keys(members)))
-    assert [sample["ppm"].shape for sample in decoded] == [(6, 4, 3)] * manifest.splits["train"].samples
-    assert b"".join(sample["ppm"].tobytes() for sample in decoded) == b"".join(split_bytes(folder, "train"))
 
 
 def test_image_is_one_context_each(built):
