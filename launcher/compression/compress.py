@@ -54,7 +54,8 @@ def run_compress(arguments: argparse.Namespace) -> int:
     usable_device(arguments.device)
     check_new(arguments.output)
     content = read_file(arguments.file, "FILE")
-    if Exported(arguments.model, trust_code=arguments.trust_code).has_palette:
+    exported = Exported(arguments.model, trust_code=arguments.trust_code)
+    if exported.has_palette:
         rule = "writes pixels of a palette, but compress needs a model of bytes; name one"
         raise ConfigError(f"--model={arguments.model}: {rule}")
     model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
@@ -67,7 +68,7 @@ def run_compress(arguments: argparse.Namespace) -> int:
         computed = computed_crc32(model, len(content), rows)
         code, bits = encode(model, content, rows, counter.at)
     counter.close()
-    fingerprint = shorten_fingerprint(Exported(arguments.model, trust_code=arguments.trust_code).fingerprint())
+    fingerprint = bytes.fromhex(exported.fingerprint())[:_FINGERPRINT_BYTES]
     made_by = machine_name(model.embedding.start.device)
     compressed = Compressed(fingerprint, len(content), zlib.crc32(content), rows, made_by, computed, code).to_bytes()
     write_new(arguments.output, compressed)
@@ -83,13 +84,12 @@ def run_decompress(arguments: argparse.Namespace) -> int:
     """Run `decompress`; return its exit code. Nothing is written unless the content has its CRC-32."""
     usable_device(arguments.device)
     check_new(arguments.output)
-    try:
-        compressed = Compressed.from_bytes(read_file(arguments.file, "FILE"))
-    except NotReadableError as error:
-        raise ConfigError(f"FILE={arguments.file}: {error}") from None
+    packed = read_file(arguments.file, "FILE")
+    with naming(f"FILE={arguments.file}"):
+        compressed = Compressed.from_bytes(packed)
     fingerprint = Exported(arguments.model, trust_code=arguments.trust_code).fingerprint()
-    if compressed.fingerprint != shorten_fingerprint(fingerprint):
-        needed = compressed.fingerprint.hex()
+    needed = compressed.fingerprint.hex()
+    if not fingerprint.startswith(needed):
         rule = f"another model's file: its fingerprint begins with {needed}, and that of {arguments.model} with"
         raise ConfigError(f"FILE={arguments.file}: is {rule} {fingerprint[: len(needed)]}; name the model with --model")
     model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
@@ -130,10 +130,6 @@ def _difference(compressed: Compressed, model: SparseTransformer) -> str | None:
     if this_machine == made_by:
         return f"by {made_by} as here, but the model computes different bits: a setting such as MKL_CBWR differs"
     return f"by {made_by}, and the model computes different bits here, by {this_machine}"
-
-
-class NotReadableError(ValueError):
-    """The bytes are no compressed file of this version, or damaged. The message follows the file's name."""
 
 
 def machine_name(device: torch.device) -> str:
@@ -204,13 +200,13 @@ class Compressed:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Compressed:
-        """Read a file; NotReadableError if it is another file, of a newer format, damaged or truncated."""
+        """Read a file; ConfigError if it is another file, of a newer format, damaged or truncated."""
         if content[:3] != _MAGIC:
-            raise NotReadableError("is not a file that `longstride compress` wrote")
+            raise ConfigError("is not a file that `longstride compress` wrote")
         if content[3:4] and not 1 <= content[3] <= FORMAT:
-            raise NotReadableError(f"has format {content[3]}, but this Longstride reads 1 to {FORMAT}")
+            raise ConfigError(f"has format {content[3]}, but this Longstride reads 1 to {FORMAT}")
         body, check = content[:-4], content[-4:]
-        damaged = NotReadableError("is damaged or cut short; fetch it again")
+        damaged = ConfigError("is damaged or cut short; fetch it again")
         if len(body) < 4 or zlib.crc32(body).to_bytes(4, "little") != check:
             raise damaged
         file = io.BytesIO(body[4:])
@@ -224,11 +220,6 @@ class Compressed:
         if len(made_by) > _MOST_NAME:
             raise damaged
         return cls(fingerprint, size, crc32, rows, made_by, bits_crc32, file.read(), content[3])
-
-
-def shorten_fingerprint(fingerprint: str) -> bytes:
-    """Return the part of a hexadecimal fingerprint that files contain."""
-    return bytes.fromhex(fingerprint)[:_FINGERPRINT_BYTES]
 
 
 def _take(file: io.BytesIO, size: int) -> bytes:
