@@ -186,23 +186,20 @@ def vacate(
     ``end_elsewhere`` ends the remaining ranks on other hosts. ConfigError means that another run writes there.
     """
 
-    def is_free() -> bool:
-        try:
-            check_unlocked(run)
-        except ConfigError:
-            return False
-        return True
-
     def comes_free(seconds: float) -> bool:
         end = time.monotonic() + seconds
-        while not (free := is_free()) and not request.at_once and (remaining := end - time.monotonic()) > 0:
+        while True:
+            with suppress(ConfigError):
+                check_unlocked(run)
+                return True
+            if request.at_once or (remaining := end - time.monotonic()) <= 0:
+                return False
             request.listen(min(remaining, _POLL_SECONDS))
             request.tell()  # the stop file has been written
-        return free
 
     file = StopFile(stop_file)
     try:
-        free = is_free()
+        free = comes_free(0)
         if not free:
             file.write("the loss of its launcher")
             free = comes_free(stop_seconds)
@@ -231,8 +228,8 @@ class ResumeOption:
         return self._resume
 
     def _identity(self) -> tuple[int, int] | None:
-        with suppress(OSError):
-            status = self._config.stat()
+        with suppress(OSError), open_plain(self._config, follow_links=False) as file:
+            status = os.fstat(file.fileno())  # of an open file, as NFS caches those of a path
             return status.st_ino, status.st_mtime_ns
         return None
 

@@ -204,7 +204,7 @@ def run_parts(
         compile_blocks(network)
     if division is not None:
         network.divide(LoneDivision(division.rank, division.size, None, division.exchange))
-    parts = [block if compiled else block.attention for block in network.blocks]
+    parts: list[Any] = [block if compiled else block.attention for block in network.blocks]  # None: without a mixer
     for part in filter(None, parts):
         part.to_empty(device=device).to(dtype)
         for parameter in part.parameters():
