@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.hosts import Host, make_hosts
 from tests.cluster.person import Lines, Person
 from tests.cluster.slurm import Slurm, start_slurm
-from tests.harness.runs import configuration, metrics, spawn
+from tests.harness.runs import complete, configuration, metrics
 from tests.launcher.conftest import data, shared
 
 __all__ = ["data", "shared"]
@@ -60,8 +60,7 @@ def on_one_host(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
         content = configuration(data, folder / "run")
         content["train"] |= {"schedule": "constant", "steps": steps}
         (folder / "run.json").write_text(json.dumps(content))
-        ended = spawn(["--config", str(folder / "run.json"), *overrides], world_size)
-        assert ended.codes == [0] * world_size, ended.stderr
+        complete(["--config", str(folder / "run.json"), *overrides], world_size)
         return metrics(folder / "run")
 
     return get

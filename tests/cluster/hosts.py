@@ -7,6 +7,8 @@ each host down with its first process.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import subprocess
 import time
@@ -219,11 +221,21 @@ def _ip(host: Host, *words: str) -> None:
 def _wait_for_ssh(hosts: Sequence[Host], folder: Path) -> None:
     """Wait until every host answers the first one by its name."""
     log = folder / "ssh.log"
-    deadline = time.monotonic() + 60
+
+    def answers(host: Host) -> bool:
+        ended = hosts[0].run(["ssh", host.name, "hostname"], {"PATH": os.environ["PATH"]}, folder, log, 30)
+        return ended == 0 and log.read_text().splitlines()[-1] == host.name
+
     for host in hosts:
-        while True:
-            ended = hosts[0].run(["ssh", host.name, "hostname"], {"PATH": os.environ["PATH"]}, folder, log, 30)
-            if ended == 0 and log.read_text().splitlines()[-1] == host.name:
-                break
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
+        wait_until(functools.partial(answers, host), 60, log.read_text)
+
+
+def wait_until(condition: Callable[[], object], seconds: float, describe: Callable[[], object]) -> None:
+    """Poll until a condition holds; after so many seconds fail with a description. A missing file is waited for."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if condition():
+                return
+        assert time.monotonic() < deadline, describe()
+        time.sleep(0.2)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.hosts import Host
+from tests.cluster.hosts import Host, wait_until
 from tests.harness.runs import ROOT, metrics
 
 LONGSTRIDE = [sys.executable, "-m", "longstride.launcher.cli"]
@@ -59,20 +57,13 @@ class Person:
 
     def wait_for_steps(self, count: int, log: Path | None = None) -> None:
         """Wait until the run has written so many lines of metrics; a failure shows the log."""
-        self._wait(lambda: (self.run / "metrics.jsonl").read_text().count("\n") >= count, log or self.log)
+        log = log or self.log
+        steps = self.run / "metrics.jsonl"
+        wait_until(lambda: steps.read_text().count("\n") >= count, SECONDS, lambda: log.exists() and log.read_text())
 
     def wait_for_text(self, text: str) -> None:
         """Wait until the log has a text."""
-        self._wait(lambda: text in self.said(), self.log)
-
-    def _wait(self, condition: Callable[[], bool], log: Path) -> None:
-        deadline = time.monotonic() + SECONDS
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                if condition():
-                    return
-            assert time.monotonic() < deadline, log.read_text() if log.exists() else "nothing was written"
-            time.sleep(0.2)
+        wait_until(lambda: text in self.said(), SECONDS, lambda: self.log.exists() and self.said())
 
     def hostfile(self, slots: int) -> Path:
         """Write a file that names both hosts, with so many slots each."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.hosts import Host
+from tests.cluster.hosts import Host, wait_until
 
 _CONFIGURATION = """\
 ClusterName=longstride
@@ -75,15 +74,14 @@ class Slurm:
         self, number: str, states: Sequence[str], timeout_seconds: float, log: Path, restarts: int = 0
     ) -> dict[str, str]:
         """Wait until a job is in one of the states, after so many restarts."""
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            job = self.job(number)
-            if job["JobState"] in states and int(job["Restarts"]) >= restarts:
-                return job
-            if time.monotonic() > deadline:
-                written = log.read_text() if log.exists() else ""
-                raise AssertionError(f"job {number} is {job['JobState']}, not {states}:\n{written}")
-            time.sleep(0.5)
+        job: dict[str, str] = {}
+
+        def is_there() -> bool:
+            job.update(self.job(number))
+            return job["JobState"] in states and int(job["Restarts"]) >= restarts
+
+        wait_until(is_there, timeout_seconds, lambda: f"{job}, not {states}:\n{log.exists() and log.read_text()}")
+        return job
 
 
 def start_slurm(hosts: Sequence[Host], folder: Path) -> Slurm:
@@ -130,8 +128,4 @@ def _start(host: Host, command: list[str], environment: dict[str, str], folder: 
 
 
 def _wait(condition: Callable[[], bool], folder: Path) -> None:
-    deadline = time.monotonic() + 90
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError("\n".join(f"{log}:\n{log.read_text()}" for log in sorted(folder.glob("*.log"))))
-        time.sleep(0.3)
+    wait_until(condition, 90, lambda: "\n".join(f"{log}:\n{log.read_text()}" for log in folder.glob("*.log")))

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from longstride.launcher.output import exit_codes
-from tests.cluster.hosts import Host
+from tests.cluster.hosts import Host, wait_until
 from tests.cluster.person import ENDLESS, SECONDS, Lines, Person
 
 STEPS = 40
@@ -40,10 +40,11 @@ def running_module(host: Host, module: bytes) -> int:
 
 def wait_until_ended(hosts: list[Host], seconds: float = _END_SECONDS) -> None:
     """Wait until no process of a run is left on any host."""
-    deadline = time.monotonic() + seconds
-    while lines := [line for host in hosts for line in host.processes() if "sshd" not in line]:
-        assert time.monotonic() < deadline, lines
-        time.sleep(0.2)
+
+    def left() -> list[str]:
+        return [line for host in hosts for line in host.processes() if "sshd" not in line]
+
+    wait_until(lambda: not left(), seconds, left)
 
 
 def moments() -> list[object]:
@@ -66,10 +67,7 @@ def test_stop_over_two_hosts_loses_nothing(
     if steps:
         person.wait_for_steps(steps)
     else:  # while they start, and before they have met
-        deadline = time.monotonic() + SECONDS
-        while not all(host.ranks() for host in person.hosts):
-            assert running.poll() is None and time.monotonic() < deadline, person.said()
-            time.sleep(0.1)
+        wait_until(lambda: all(host.ranks() for host in person.hosts), SECONDS, person.said)
     time.sleep(random.Random(steps).uniform(0, 0.2))
     os.kill(supervisor_on(person.hosts[0]), number)
     assert running.wait(SECONDS) == exit_codes.REQUEUE, person.said()
@@ -102,12 +100,9 @@ def test_host_that_is_cut_off_is_done_without(person: Person, on_one_host: Lines
     set_link(person.hosts[1], "down")
     try:
         began = time.monotonic()
-        while person.hosts[1].ranks():
-            assert time.monotonic() - began < timeout + 40, person.hosts[1].processes()
-            time.sleep(0.2)
-        while "continuing from step" not in (log := person.said()):
-            assert time.monotonic() - began < timeout + 40 + 30, log  # as long as ssh is asked whether the host answers
-            time.sleep(0.2)
+        wait_until(lambda: not person.hosts[1].ranks(), timeout + 40, person.hosts[1].processes)
+        left = timeout + 40 + 30 - (time.monotonic() - began)  # as long as ssh is asked whether the host answers
+        wait_until(lambda: "continuing from step" in person.said(), left, person.said)
         assert running.wait(SECONDS) == 0, person.said()
     finally:
         set_link(person.hosts[1], "up")
@@ -149,9 +144,7 @@ def test_launching_host_that_is_cut_off_for_a_while_goes_on_with_the_run(person:
     finally:
         set_link(person.hosts[1], "up")
     person.wait_for_text("continuing from step")
-    while rank in (ranks := person.hosts[1].ranks()) or not ranks:
-        assert running.poll() is None, person.said()
-        time.sleep(0.2)
+    wait_until(lambda: (ranks := person.hosts[1].ranks()) and rank not in ranks, SECONDS, person.said)
     os.kill(supervisor_on(person.hosts[0]), signal.SIGTERM)
     assert running.wait(SECONDS) == exit_codes.REQUEUE, person.said()
     wait_until_ended(person.hosts)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.hosts import wait_until
 from tests.cluster.person import ENDLESS, LONGSTRIDE, SECONDS, Lines, Person
 from tests.cluster.slurm import Slurm
 
@@ -45,10 +46,7 @@ def test_job_that_is_cancelled_is_saved_and_stays_cancelled(slurm: Slurm, person
     person.wait_for_steps(5, log)
     slurm.command("scancel", number)
     slurm.wait_for(number, ["CANCELLED"], SECONDS, log)
-    deadline = time.monotonic() + SECONDS
-    while any(host.ranks() for host in slurm.hosts):
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.3)
+    wait_until(lambda: not any(host.ranks() for host in slurm.hosts), SECONDS, log.read_text)
     time.sleep(3)  # for what the script does last
     ended = slurm.job(number)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.sparse_model import SparseTransformer
-from tests.harness.runs import metrics, spawn
+from tests.harness.runs import complete, metrics
 
 Leg = tuple[int, tuple[str, ...]]  # processes, and what they change in the configuration
 
@@ -20,8 +20,7 @@ def losses_of(config_file: Path, run: Path, steps: int, processes: int, *changes
     """Begin or resume a run up to ``steps`` steps; return the losses of all of them."""
     common = ["train.schedule=constant", "train.warmup_steps=0", "train.checkpoint_every=2", "train.evaluate_every=0"]
     arguments = ["--config", str(config_file), "--resume", "auto", f"train.output={run}", f"train.steps={steps}"]
-    ended = spawn([*arguments, *common, *changes], processes)
-    assert ended.codes == [0] * processes, ended.stderr
+    complete([*arguments, *common, *changes], processes)
     return [line["loss_nats"] for line in metrics(run) if "grad_norm" in line]
 
 

@@ -166,6 +166,13 @@ def spawn(arguments: list[str], world_size: int, extra: dict[str, str] | None = 
     return Ended([rank.returncode for rank in ranks], [out for out, _ in outputs], [error for _, error in outputs])
 
 
+def complete(arguments: list[str], world_size: int, extra: dict[str, str] | None = None) -> Ended:
+    """Run as ``spawn`` does, and assert that every rank has done its work."""
+    ended = spawn(arguments, world_size, extra)
+    assert ended.codes == [0] * world_size, ended.stderr
+    return ended
+
+
 @dataclass(frozen=True)
 class Run:
     """The arguments of a run."""

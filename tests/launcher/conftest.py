@@ -6,7 +6,7 @@ import fcntl
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,16 +47,25 @@ def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable
 def data(shared: Callable[[str, Make], Path]) -> Path:
     """A small data folder of words."""
 
-    def make(folder: Path) -> None:
-        source = folder / "source"
-        source.mkdir()
-        words = random.Random(0)
-        for number in range(12):
-            text = " ".join(words.choice(["sparse", "dense", "stride", "byte", "long"]) for _ in range(300))
-            (source / f"{number}.txt").write_text(text)
-        build([source], folder / "data", validation_fraction=0.2)
+    words = random.Random(0)
+    lists = [[words.choice(["sparse", "dense", "stride", "byte", "long"]) for _ in range(300)] for _ in range(12)]
+    return shared("data", lambda folder: build_texts(folder, lists)) / "data"
 
-    return shared("data", make) / "data"
+
+@pytest.fixture(scope="session")
+def short_documents(shared: Callable[[str, Make], Path]) -> Path:
+    """A data folder of 300 documents, several of which meet in each context of 64 bytes."""
+    words, some = random.Random(0), ["sparse", "dense", "stride", "byte"]
+    lists = [[words.choice(some) for _ in range(words.randint(1, 12))] for _ in range(300)]
+    return shared("short documents", lambda folder: build_texts(folder, lists)) / "data"
+
+
+def build_texts(folder: Path, lists: Iterable[list[str]]) -> None:
+    """Build FOLDER/data of a document for each list of words."""
+    (folder / "source").mkdir()
+    for number, words in enumerate(lists):
+        (folder / f"source/{number}.txt").write_text(" ".join(words))
+    build([folder / "source"], folder / "data", validation_fraction=0.2)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ from longstride.launcher.exports.export import export
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.configs import small
-from tests.harness.runs import files_under, spawn
+from tests.harness.runs import complete, files_under
 from tests.harness.tiny_models import random_export
 
 Trained = Callable[..., Path]
@@ -65,8 +65,7 @@ def scored(model: SparseTransformer, data: Path, **options: Any) -> ExactSums:
 
 def evaluate_processes(run: Path, world_size: int, *options: str) -> dict[str, Any]:
     """The line that so many processes print."""
-    ended = spawn(["evaluate", str(run), *options], world_size, {"VERB": "1"})
-    assert ended.codes == [0] * world_size, ended.stderr
+    ended = complete(["evaluate", str(run), *options], world_size, {"VERB": "1"})
     assert not any(ended.stdout[1:])
     return json.loads(ended.stdout[0].splitlines()[-1])
 

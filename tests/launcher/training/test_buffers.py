@@ -13,7 +13,7 @@ from longstride.launcher.cli import main
 from longstride.launcher.models import AVERAGE, Exported, load_model
 from longstride.sparse_model.feed_forwards import FEED_FORWARDS
 from tests.harness import counting
-from tests.harness.runs import metrics, spawn
+from tests.harness.runs import complete, metrics
 from tests.launcher.training.test_training import HIGH_SCALE, TABLES
 
 ROWS = 8 * 64  # of a step of all ranks
@@ -62,8 +62,7 @@ def test_a_buffer_goes_through_every_layout(config_file: Path, tmp_path: Path, c
     for step, (processes, stage, precision, more) in enumerate(LEGS, 1):
         arguments = ["--config", str(config_file), "--resume", "auto", *common, f"deepspeed=zero{stage}_{precision}"]
         watched = {"COUNTING": "1", "DUMP_BUFFERS": str(tmp_path)}
-        ended = spawn([*arguments, f"train.steps={step}", *more], processes, watched)
-        assert ended.codes == [0] * processes, ended.stderr
+        complete([*arguments, f"train.steps={step}", *more], processes, watched)
         assert seen(run, step) == [step * ROWS, step]
         before, after = dumped(tmp_path, processes)
         saved = SavedState(open_checkpoint(run, step)).buffers
@@ -95,8 +94,7 @@ def test_padding_changes_nothing_that_a_run_keeps(more: tuple[str, ...], config_
         run = tmp_path / f"run-{byte}"
         arguments = [COUNTING.replace('{"type": "dense"}', experts), ROUTING, TABLES, "train.steps=3", *more]
         arguments += ["data.packing=false", "data.hop=48", f"train.output={run}"]
-        ended = spawn(["--config", str(config_file), *arguments], 2, {"COUNTING": "1", "FILL_PADDING": str(byte)})
-        assert ended.codes == [0, 0], ended.stderr
+        complete(["--config", str(config_file), *arguments], 2, {"COUNTING": "1", "FILL_PADDING": str(byte)})
         lines = [line for line in metrics(run) if line["split"] == "train"]
         assert any(line["tokens"] < ROWS for line in lines)
         assert seen(run, 3) == [sum(line["tokens"] for line in lines), 3]
@@ -110,8 +108,7 @@ def test_a_step_that_is_not_taken_is_not_observed(config_file: Path, tmp_path: P
     """In fp16 the loss scale falls at first: steps overflow, and change nothing."""
     run = tmp_path / "run"
     arguments = ["--config", str(config_file), COUNTING, f"train.output={run}", "deepspeed=zero1_fp16", HIGH_SCALE]
-    ended = spawn(arguments, 2, {"COUNTING": "1"})
-    assert ended.codes == [0, 0], ended.stderr
+    complete(arguments, 2, {"COUNTING": "1"})
     skipped = open_checkpoint(run, 8)
     taken = 8 - SavedState(skipped).numbers["skipped_steps"]
     assert 0 < taken < 8

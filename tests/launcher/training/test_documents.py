@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 from collections.abc import Callable
 from itertools import islice, pairwise
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
@@ -22,22 +20,16 @@ from longstride.launcher.data import TrainingData
 from longstride.launcher.output.counting import amount
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
-from tests.harness.runs import configuration, metrics, spawn
+from tests.harness.runs import complete, configuration, metrics, spawn
 
 APART = 'data.packing={"attend": "document"}'
 
 
 @pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    """The tiny run on short documents, several of which meet in each context."""
-    source, words = tmp_path / "source", random.Random(0)
-    source.mkdir()
-    for number in range(300):
-        text = " ".join(words.choice(["sparse", "dense", "stride", "byte"]) for _ in range(words.randint(1, 12)))
-        (source / f"{number}.txt").write_text(text)
-    build([source], tmp_path / "data", validation_fraction=0.2)
+def config_file(short_documents: Path, tmp_path: Path) -> Path:
+    """The tiny run on short documents."""
     path = tmp_path / "run.json"
-    path.write_text(json.dumps(configuration(tmp_path / "data", tmp_path / "run")))
+    path.write_text(json.dumps(configuration(short_documents, tmp_path / "run")))
     return path
 
 
@@ -61,10 +53,9 @@ def test_what_does_not_fit_documents_is_named(
     assert found.startswith(line)
 
 
-def test_a_run_keeps_documents_apart(config_file: Path, tmp_path: Path) -> None:
+def test_a_run_keeps_documents_apart(config_file: Path, short_documents: Path, tmp_path: Path) -> None:
     run, more = tmp_path / "run", ["data.separator=10", "train.activation_checkpointing=true", "data.workers=2", APART]
-    ended = spawn(["--config", str(config_file), *more], 2)
-    assert ended.codes == [0, 0], ended.stderr
+    ended = complete(["--config", str(config_file), *more], 2)
     checkpoint = open_checkpoint(run, 4)
     model = SparseTransformer(checkpoint.config.model).eval()
     model.load_state_dict(master_weights(checkpoint, "trained"))
@@ -73,7 +64,7 @@ def test_a_run_keeps_documents_apart(config_file: Path, tmp_path: Path) -> None:
     content = 0  # bytes of the documents, which hold no line ends
     options: dict[str, Any] = {"context": 64, "batch_size": 2, "limit": 6}
     cut = Cut(separator=10, apart=True)
-    for batch in evaluation_contexts(tmp_path / "data", cut=cut, **options):
+    for batch in evaluation_contexts(short_documents, cut=cut, **options):
         assert batch.begins is not None
         for tokens, length, begins in zip(batch.tokens, batch.lengths.tolist(), batch.begins, strict=True):
             content += int((tokens[:length] != 10).sum())
@@ -100,8 +91,7 @@ def test_a_run_keeps_documents_apart(config_file: Path, tmp_path: Path) -> None:
     # It goes on where it was, and not as another kind of run.
     shutil.copytree(run, tmp_path / "again")
     arguments = ["--config", str(config_file), "--resume", "4", f"train.output={tmp_path / 'again'}"]
-    ended = spawn([*arguments, *more], 2)
-    assert ended.codes == [0, 0], ended.stderr
+    ended = complete([*arguments, *more], 2)
     assert metrics(tmp_path / "again") == lines
     assert summed in ended.stderr[0] and open_checkpoint(tmp_path / "again", 8).manifest.content_seen == sum(seen)
     ended = spawn([*arguments, *more[:2]], 1)

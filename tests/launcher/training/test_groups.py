@@ -7,7 +7,6 @@ as many groups differ by rounding alone.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,11 +14,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from longstride.data_pipelines.building.build import build
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.models import AVERAGE, TRAINED
 from longstride.sparse_model import SparseTransformer
-from tests.harness.runs import configuration, metrics, spawn
+from tests.harness.runs import complete, configuration, metrics
 from tests.launcher.conftest import Make, chunks
 from tests.launcher.training.test_training import ADAFACTOR, EXPERTS, HIGH_SCALE, MUON, TABLES
 
@@ -92,16 +90,8 @@ Trained = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def run_of(shared: Callable[[str, Make], Path]) -> Callable[[str, Layout], Path]:
+def run_of(shared: Callable[[str, Make], Path], short_documents: Path) -> Callable[[str, Layout], Path]:
     """A function (setting, layout) -> folder of a run of eight steps on documents that are mostly short, made once."""
-
-    def make_data(folder: Path) -> None:
-        words = random.Random(0)
-        (folder / "source").mkdir()
-        for number in range(300):
-            text = " ".join(words.choice(["sparse", "dense", "stride", "byte"]) for _ in range(words.randint(1, 12)))
-            (folder / f"source/{number}.txt").write_text(text)
-        build([folder / "source"], folder / "data", validation_fraction=0.2)
 
     def get(setting: str, layout: Layout) -> Path:
         groups, size, stage, precision = layout
@@ -109,11 +99,10 @@ def run_of(shared: Callable[[str, Make], Path]) -> Callable[[str, Layout], Path]
 
         def make(folder: Path) -> None:
             config = folder / "run.json"
-            config.write_text(json.dumps(configuration(shared("short documents", make_data) / "data", folder / "run")))
+            config.write_text(json.dumps(configuration(short_documents, folder / "run")))
             placed = [override.replace("{folder}", str(folder)) for override in overrides]
             more = [f"deepspeed=zero{stage}_{precision}", *placed]
-            ended = spawn(["--config", str(config), *more], groups * size, chunks(f"zero{stage}"))
-            assert ended.codes == [0] * groups * size, ended.stderr
+            ended = complete(["--config", str(config), *more], groups * size, chunks(f"zero{stage}"))
             (folder / "stderr").write_text(ended.stderr[0])
 
         return shared(f"groups-{setting}-{'-'.join(map(str, layout))}".replace(" ", "-"), make)

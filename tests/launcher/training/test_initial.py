@@ -18,7 +18,7 @@ from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.data import WeightSource
 from longstride.launcher.models import Exported
 from longstride.launcher.training.initial import Fit, extend_table, fit
-from tests.harness.runs import metrics, spawn
+from tests.harness.runs import complete, metrics, spawn
 from tests.harness.tiny_models import plain_config
 
 Trained = Callable[..., Path]
@@ -178,8 +178,7 @@ def test_first_loss_is_that_of_the_source_and_a_run_goes_on_from_its_own(
     """Under ZeRO 3 by two ranks, from a run of ZeRO 0 by one."""
     source = trained("alone", 1)
     words = ["--config", str(config_file), "--from", str(source), "--resume", "auto", "deepspeed=zero3_fp32", *STILL]
-    ended = spawn(words, 2)
-    assert ended.codes == [0, 0], ended.stderr
+    ended = complete(words, 2)
     checkpoint = open_checkpoint(source, None)
     count = sum(tensor.numel() for tensor in master_weights(checkpoint).values())
     assert f"longstride: from step 8 of {source}: {count:,} of {count:,} parameters; the opt" in ended.stderr[0]
@@ -195,8 +194,7 @@ def test_first_loss_is_that_of_the_source_and_a_run_goes_on_from_its_own(
     assert Exported(tmp_path / "out").content["origin"]["from"] == made.manifest.origin
     shutil.rmtree(tmp_path / "out")
     words[3] = str(tmp_path / "gone")  # a restart needs no source any more
-    ended = spawn([*words, "train.steps=2"], 2)
-    assert ended.codes == [0, 0], ended.stderr
+    ended = complete([*words, "train.steps=2"], 2)
     assert (
         f"longstride: --from={tmp_path / 'gone'}: not needed, because the run continues from its own" in ended.stderr[0]
     )
@@ -212,8 +210,7 @@ def test_export_in_half_precision_gives_a_longer_context_and_another_pattern(
     assert cli.main(["export", str(trained("alone", 1)), "--dtype", "bf16", "--output", str(source)]) == 0
     words = ["--config", str(config_file), "--from", str(source), "--from-positions", "interpolate", *STILL]
     longer = ["model.context=128", 'model.attention={"type": "strided", "stride": 8}', "train.evaluate_contexts=2"]
-    ended = spawn([*words, *longer], 1)
-    assert ended.codes == [0], ended.stderr
+    ended = complete([*words, *longer], 1)
     assert "extended (interpolate): embedding.positions.0.weight from 8 to 16 rows\n" in ended.stderr[0]
     assert 'model.attention.type was "fixed", is "strided"' in ended.stderr[0]
     before, after = Exported(source), master_weights(open_checkpoint(tmp_path / "run", None))
@@ -264,7 +261,6 @@ def test_first_loss_is_that_of_the_source_in_every_layout(
         *STILL,
         *sharing,
     ]
-    ended = spawn([*words, *given], 2)
-    assert ended.codes == [0, 0], ended.stderr
+    complete([*words, *given], 2)
     rel = 1e-6 if precision == "fp32" else 1e-2
     assert first_loss(tmp_path / "run") == pytest.approx(expected, rel=rel)

@@ -23,7 +23,7 @@ from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training.guards import Plateau
 from tests.harness.lines import evaluation_line
 from tests.harness.processes.forked import ForkServer
-from tests.harness.runs import configuration, metrics, spawn
+from tests.harness.runs import complete, configuration, metrics, spawn
 
 Trained = Callable[..., Path]
 STOP = 'train.stop_when={"evaluations": 3, "by": 0.1}'
@@ -141,11 +141,9 @@ def test_run_ends_keeps_its_best_and_says_how_to_go_on(config_file: Path, tmp_pa
     arguments = ["--config", str(config_file), *EVERY, "train.keep_best=2"]
     arguments += ["data.train_split=validation", "data.validation_split=train"]
     for added, world_size in (([STOP, SHARED], 2), ([STOP, "--resume", "auto", "deepspeed=zero1_bf16"], 1)):
-        ended = spawn([*arguments, *added], world_size, EXTRA)
-        assert ended.codes == [0] * world_size, ended.stderr
+        ended = complete([*arguments, *added], world_size, EXTRA)
         check_ended(run, ended.stderr[0])
-    ended = spawn([*arguments, "--resume", "auto", 'train.stop_when={"evaluations": 5, "by": 0.1}'], 2, EXTRA)
-    assert ended.codes == [0, 0], ended.stderr
+    ended = complete([*arguments, "--resume", "auto", 'train.stop_when={"evaluations": 5, "by": 0.1}'], 2, EXTRA)
     assert "step 14: the run is over" in ended.stderr[0] and "for 5 evaluations in a row" in ended.stderr[0]
     assert (run / ".over").read_text() == "14\n"
     assert [each.manifest.step for each in list_checkpoints(run)[0]] == [14, 8, 4]
@@ -160,8 +158,7 @@ def test_rewound_and_killed_run_ends_where_the_undisturbed_one_does(config_file:
     ended = spawn([*arguments, SHARED], 2, EXTRA | hurt)
     assert ended.codes[1] == -9 and "step 6: continuing from" in ended.stderr[0], ended.stderr
     assert [each.manifest.step for each in list_checkpoints(tmp_path / "run")[0]] == [8, 4]
-    ended = spawn([*arguments, "--resume", "auto", "deepspeed=zero3_bf16"], 1, EXTRA)
-    assert ended.codes == [0], ended.stderr
+    ended = complete([*arguments, "--resume", "auto", "deepspeed=zero3_bf16"], 1, EXTRA)
     check_ended(tmp_path / "run", ended.stderr[0])
 
 

@@ -16,7 +16,7 @@ from longstride.launcher.cli import main
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.models import ModelData, load_model
 from longstride.launcher.training.samples import draw, num_sampled
-from tests.harness.runs import configuration, metrics, spawn
+from tests.harness.runs import complete, configuration, metrics
 
 CPU = torch.device("cpu")
 TEXT = ModelData(MODALITIES["text"], {})
@@ -70,8 +70,7 @@ def test_samples_that_cannot_be_written_end_nothing(data: Path, tmp_path: Path) 
     config.write_text(json.dumps(configuration(data, run)))
     run.mkdir()
     (run / "samples").write_text("in the way")
-    ended = spawn(["--config", str(config), *ASKED], 1, {})
-    assert ended.codes == [0]
+    ended = complete(["--config", str(config), *ASKED], 1, {})
     told = [line for line in ended.stderr[0].splitlines() if line.startswith("step") and "samples" in line]
     assert told == [f"step {step}: samples could not be written: {run / 'samples'}: File exists" for step in (4, 8)]
 

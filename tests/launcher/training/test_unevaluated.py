@@ -17,7 +17,7 @@ from longstride.launcher.data import check_data
 from longstride.launcher.reporting.page import compose
 from longstride.launcher.reporting.records import Answers, read_run
 from longstride.launcher.training.loop import is_due
-from tests.harness.runs import configuration, metrics, spawn
+from tests.harness.runs import complete, configuration, metrics, spawn
 
 NEVER = "train.evaluate_every=null"
 
@@ -29,8 +29,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my.txt").write_text("stride after stride, and byte after byte. " * 200)
     build([folder / "my.txt"], folder / "data", validation_fraction=0)
     (folder / "run.json").write_text(json.dumps(configuration(folder / "data", folder / "run")))
-    ended = spawn(["--config", str(folder / "run.json"), NEVER], 1)
-    assert ended.codes == [0], ended.stderr
+    ended = complete(["--config", str(folder / "run.json"), NEVER], 1)
     (folder / "stderr").write_text(ended.stderr[0])
     return folder
 
@@ -134,8 +133,7 @@ def test_run_with_a_validation_split_may_do_without_evaluations(config_file: Pat
     ended = spawn(["--config", str(config_file), NEVER, "train.steps=2"], 1)
     assert ended.codes == [0] and f"longstride evaluate {tmp_path / 'run'}\n" in ended.stderr[0], ended.stderr
     assert [line["split"] for line in metrics(tmp_path / "run")] == ["train"] * 2
-    ended = spawn(["--config", str(config_file), "train.steps=4", "--resume", "auto"], 1)
-    assert ended.codes == [0], ended.stderr
+    ended = complete(["--config", str(config_file), "train.steps=4", "--resume", "auto"], 1)
     assert [line["split"] for line in metrics(tmp_path / "run")] == ["train"] * 4 + ["validation"]
 
 
