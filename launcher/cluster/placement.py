@@ -241,7 +241,12 @@ class LocalRanks:
 
     def _use_gpus(self, count: int) -> None:
         """Select the first GPUs by the environment, which the launcher reads only without a number of processes."""
-        self._environment = first_visible(self._environment, count)
+        value = self._environment.get(VISIBLE, "")
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        if not all(name.isdecimal() for name in names):
+            raise ConfigError(f"{VISIBLE}={value}: the deepspeed launcher accepts only numbers, such as 0,1")
+        selected = (names or [str(number) for number in range(count)])[:count]
+        self._environment = {**self._environment, VISIBLE: ",".join(selected)}
         self._processes, self._accelerators = None, count
 
 
@@ -327,16 +332,6 @@ def largest_run(config: RunConfig, slots: Mapping[str, Sequence[int]], available
             config.check_hosts([host for host, numbers in taken.items() for _ in numbers])
             return taken
     raise ConfigError(f"{available} are left, and the run cannot be divided over that many")
-
-
-def first_visible(environment: Mapping[str, str], count: int) -> dict[str, str]:
-    """Return the environment in which the deepspeed launcher takes the first ``count`` of the visible GPUs."""
-    value = environment.get(VISIBLE, "")
-    names = [name.strip() for name in value.split(",") if name.strip()]
-    if not all(name.isdecimal() for name in names):
-        raise ConfigError(f"{VISIBLE}={value}: the deepspeed launcher accepts only numbers, such as 0,1")
-    selected = (names or [str(number) for number in range(count)])[:count]
-    return {**environment, VISIBLE: ",".join(selected)}
 
 
 def count_accelerators() -> int:

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -204,7 +203,7 @@ def signal_rank_1(number: int, step: int, where: str) -> None:
 
 
 def halt(where: str, step: int, how: str) -> None:
-    """Make the last rank stop at a step: as in a debugger, dead, in an endless loop, failing, or without its network.
+    """Make the last rank stop at a step: as in a debugger, dead, in an endless loop, or failing.
 
     If it shares contexts with other ranks, it stops in the first exchange of a forward or backward pass.
     """
@@ -223,8 +222,6 @@ def halt(where: str, step: int, how: str) -> None:
             pass
         if how == "raises":
             raise RuntimeError("no memory is left")
-        if how.startswith("without "):
-            subprocess.run(["ip", "link", "set", how.removeprefix("without "), "down"], check=True)
 
     def swap_and_halt(self: Division, values: Any, *counts: Any) -> Any:
         is_backward = torch._C._current_graph_task_id() >= 0

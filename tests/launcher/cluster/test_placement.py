@@ -12,7 +12,6 @@ from longstride.launcher.cluster import placement
 from longstride.launcher.cluster.placement import (
     LocalRanks,
     count_accelerators,
-    first_visible,
     largest_run,
 )
 from longstride.launcher.cluster.supervisor import Launch
@@ -109,11 +108,6 @@ def test_accelerators_are_counted_by_a_new_process() -> None:
     assert count_accelerators() == torch.accelerator.device_count()
 
 
-def test_gpus_must_be_named_by_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"^CUDA_VISIBLE_DEVICES=GPU-8932f937: the deepspeed launcher accepts only"):
-        first_visible({"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, 1)
-
-
 def test_processes_take_the_first_of_the_visible_gpus(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
@@ -127,6 +121,9 @@ def test_processes_take_the_first_of_the_visible_gpus(config: RunConfig, monkeyp
         launch(config, 4)
     with pytest.raises(ConfigError, match=r"^train\.sequence_parallel=2: must divide the 3 processes; nearest 1"):
         launch(sharing(config, 2), None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937")
+    with pytest.raises(ConfigError, match=r"^CUDA_VISIBLE_DEVICES=GPU-8932f937: the deepspeed launcher accepts only"):
+        launch(config, 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert "--num_gpus" in launch(config, 2).command
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
