@@ -278,7 +278,6 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
                 network,
                 tokens,
                 attention_mask,
-                Specials.of(network.config.vocabulary),
                 keep=logits_to_keep,
                 embedded=inputs_embeds,
                 recompute=self._recompute if recomputed else None,

@@ -27,38 +27,47 @@ class Aligned(NamedTuple):
 
     tokens: Tensor  # (B, m) int64; zeros after the end of a shorter row
     places: Tensor  # (B, m) int64: original place of each; arbitrary after the end of a row
-    lengths: Tensor  # (B,) int64: tokens of each row
+    lengths: list[int]  # tokens of each row
+    started: Tensor  # (B,) bool: whether a start is before them
     # (B, n) int64: the network's row that predicts the token after each place. It is 0 for padding before the first
     # token, and that of the last token for padding after it.
     rows: Tensor
+    is_plain: bool  # only tokens: nothing was moved
 
     def at_places(self, logits: Tensor) -> Tensor:
-        """Move the network's rows (B, m + 1, …) to the places of transformers, (B, n, …)."""
+        """Move the network's rows (B, m + 1, …) to the places of transformers, (B, n, …), or (B, 1, …) if n is 0."""
+        if self.is_plain:
+            return logits[:, 1:] if self.tokens.shape[1] else logits
         index = self.rows.reshape(*self.rows.shape, *[1] * (logits.dim() - 2))
         return logits.gather(1, index.expand(-1, -1, *logits.shape[2:]))
 
 
-def align(tokens: Tensor, mask: Tensor | None, specials: Specials) -> Aligned:
+def align(tokens: Tensor, mask: Tensor | None, vocabulary: int) -> Aligned:
     """Move rows to the left, without starts and padding.
 
     Args:
         tokens: (B, n) integers, n ≥ 0: tokens below V and the three special ones.
         mask: (B, n), zeros at padding, where tokens are ignored. The numbers of the end and of padding are padding
             whatever the mask says, since ``generate`` writes them after finished rows.
-        specials: of the vocabulary.
+        vocabulary: V.
 
     Raises:
         ValueError: padding between tokens of a row, a start after its first token, or an invalid number.
     """
+    specials, count = Specials.of(vocabulary), tokens.shape[1]
+    places = torch.arange(count, device=tokens.device).expand_as(tokens)
     visible = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+    # Most batches only have tokens. Check this with one wait for the device.
+    if not bool((~visible | (tokens < 0) | (tokens >= specials.start)).any()):
+        started = tokens.new_zeros(len(tokens), dtype=torch.bool)
+        return Aligned(tokens.long(), places, [count] * len(tokens), started, places + 1, is_plain=True)
     unknown = visible & ((tokens < 0) | (tokens > specials.padding))
     if bool(unknown.any()):
         rule = f"a token is 0 to {specials.start - 1}, or {specials.start} (start), {specials.end} (end), "
         raise ValueError(f"input_ids: {int(tokens[unknown][0])}: {rule}{specials.padding} (padding)")
     present = visible & (tokens <= specials.start)
-    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     counts = present.sum(1)
-    first = torch.where(present, places, tokens.shape[1]).amin(1, keepdim=True) if tokens.shape[1] else counts[:, None]
+    first = torch.where(present, places, count).amin(1, keepdim=True)
     offset = places - first  # 0 at the first token or start of a row
     if bool((present != ((offset >= 0) & (offset < counts[:, None]))).any()):
         raise ValueError("attention_mask: padding between tokens; it must be before or after the tokens of a row")
@@ -67,20 +76,19 @@ def align(tokens: Tensor, mask: Tensor | None, specials: Specials) -> Aligned:
         raise ValueError(f"input_ids: the start, {specials.start}, after other tokens; it must be first or absent")
     started = starts.any(1)
     lengths = counts - started.long()
-    longest = int(lengths.max()) if len(lengths) else 0
+    sizes = lengths.tolist()
     begin = first + started[:, None].long()
-    offset = torch.arange(longest, device=tokens.device)
-    places_of = (begin + offset).clamp(max=max(tokens.shape[1] - 1, 0))
+    offset = torch.arange(max(sizes), device=tokens.device)
+    places_of = (begin + offset).clamp(max=count - 1)
     aligned = torch.where(offset < lengths[:, None], tokens.long().gather(1, places_of), 0)
-    rows = (places - begin + 1).clamp(min=0)
-    return Aligned(aligned, places_of, lengths, torch.minimum(rows, lengths[:, None]))
+    rows = torch.minimum((places - begin + 1).clamp(min=0), lengths[:, None])
+    return Aligned(aligned, places_of, sizes, started, rows, is_plain=False)
 
 
 def all_rows(
     network: SparseTransformer,
     tokens: Tensor,
     mask: Tensor | None,
-    specials: Specials,
     *,
     keep: int | Tensor = 0,
     embedded: Tensor | None = None,
@@ -93,7 +101,6 @@ def all_rows(
         network: in any mode; gradients reach it.
         tokens: (B, n) integers, n ≥ 0, with padding on either side and starts before the first tokens.
         mask: (B, n), zeros at padding.
-        specials: of the vocabulary.
         keep: places to project to logits: 0 for all, a number for the last ones, integers (k,) or (B, k) for these, or
             bool (B, n), which gives (k, V).
         embedded: (B, n, C), replaces the tokens' embeddings; only the shape of ``tokens`` then matters.
@@ -112,15 +119,10 @@ def all_rows(
         raise ValueError(
             f"attention_mask: shape {tuple(mask.shape)}; must be that of the tokens, {tuple(tokens.shape)}"
         )
-    # Most batches only have tokens, and need no alignment. Check this with one wait for the device.
-    unusual = (tokens < 0) | (tokens >= network.config.vocabulary)
-    if mask is not None:
-        unusual = unusual | (mask == 0)
-    aligned = align(tokens, mask, specials) if bool(unusual.any()) else None
-    if aligned is not None:
-        tokens = aligned.tokens
-        if embedded is not None:
-            embedded = embedded.gather(1, aligned.places[..., None].expand(-1, -1, embedded.shape[2]))
+    aligned = align(tokens, mask, network.config.vocabulary)
+    tokens = aligned.tokens
+    if embedded is not None and not aligned.is_plain:
+        embedded = embedded.gather(1, aligned.places[..., None].expand(-1, -1, embedded.shape[2]))
     length = tokens.shape[1]
     if length > context:
         raise ValueError(f"{length} tokens: more than the model's context of {context}; give {context} at most")
@@ -128,16 +130,13 @@ def all_rows(
 
     def to_places(rows: Tensor) -> Tensor:
         """Move the network's rows to places; a missing row becomes zeros."""
-        rows = F.pad(rows, (0, 0, 0, 1)) if full else rows
-        if aligned is not None:
-            return aligned.at_places(rows)
-        return rows[:, 1:] if length else rows
+        return aligned.at_places(F.pad(rows, (0, 0, 0, 1)) if full else rows)
 
     def record(block: Any, rows: Tensor, block_context: BlockContext) -> Any:
         assert hidden is not None
-        if aligned is None and not full and rows.dim() == h.dim():
+        if aligned.is_plain and not full and rows.dim() == h.dim():
             # The block reads the recorded tensor, which therefore gets a gradient.
-            hidden.append(rows[:, 1:] if length else rows)
+            hidden.append(to_places(rows))
             rows = torch.cat([rows[:, :1], hidden[-1]], 1) if length else rows
         else:  # reversible blocks have two streams, (2, B, n, C), with their mean as output
             hidden.append(to_places(rows.mean(0).to(h.dtype) if rows.dim() > h.dim() else rows))
@@ -146,20 +145,15 @@ def all_rows(
     # The last token of a full row is only a target.
     rows = tokens if full else F.pad(tokens, (0, 1))
     real = None  # a context of n tokens has n + 1 rows of the network, or n if it is full
-    if aligned is not None and bool((aligned.lengths < length).any()):
-        real = torch.arange(rows.shape[1], device=rows.device) <= aligned.lengths[:, None]
+    if min(aligned.lengths) < length:
+        lengths = torch.tensor(aligned.lengths, device=rows.device)
+        real = torch.arange(rows.shape[1], device=rows.device) <= lengths[:, None]
     embedded = None if embedded is None else embedded[:, : rows.shape[1] - 1]
     h = network.embedding(rows, embedded=embedded, real=real)
     contexts = network.block_contexts(rows.shape[1], real=real)
     output, _ = network.residual(lambda: h, contexts, recompute if hidden is None else record)
     rows = network.norm(output.rows)
-    missing = None  # places without a row
-    if full:
-        missing = tokens.new_zeros(to_places(h[..., :1]).shape[:2], dtype=torch.bool)
-        if aligned is None:
-            missing[:, -1] = True
-        else:
-            missing = aligned.rows == context
+    missing = aligned.rows == context if full else None  # places without a row
     if hidden is not None:
         hidden.append(to_places(rows))
         if missing is not None:

@@ -88,17 +88,10 @@ def assert_rounded(result: Tensor, expected: Tensor) -> None:
     '`attn_implementation="longstride"` in six kinds of decoders, `{"type": "dense"}`',
     "sdpa's logits within 1e-6 in fp32, 1e-12 of the largest in fp64",
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("pattern", [DENSE, FIXED], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_dense_attention_is_sdpa(name: str, dtype: torch.dtype) -> None:
-    """Compare in fp32 with transformers' initial values, and in fp64 with larger ones."""
-    ours, theirs = both(name, DENSE, dtype)
-    if dtype == torch.float32:
-        torch.manual_seed(0)
-        theirs.init_weights()
-        ours.load_state_dict(theirs.state_dict())
-    with torch.no_grad():
-        assert_rounded(ours(tokens(2, LENGTH)).logits, theirs(tokens(2, LENGTH)).logits)
+def test_every_model_is_sdpa_under_a_mask(name: str, pattern: Any) -> None:
+    check_under_mask(name, pattern, pattern_from_json(pattern))
 
 
 @client(
@@ -111,12 +104,8 @@ def test_every_pattern_is_sdpa_under_its_mask(pattern: Pattern) -> None:
     check_under_mask("LlamaConfig", pattern_to_json(pattern), pattern)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_model_is_sdpa_under_a_mask(name: str) -> None:
-    check_under_mask(name, FIXED, pattern_from_json(FIXED))
-
-
 def check_under_mask(name: str, value: Any, pattern: Pattern) -> None:
+    """Compare logits and gradients in fp64 with large weights, and logits in fp32 with transformers' initial ones."""
     ours, theirs = both(name, value)
     inputs = tokens(2, LENGTH)
     losses = []
