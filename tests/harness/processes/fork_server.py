@@ -25,6 +25,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,7 +45,7 @@ import longstride.launcher.training as training  # noqa: E402
 import longstride.launcher.training.loop as loop  # noqa: E402
 import tests.harness.processes.preloaded  # noqa: E402, F401
 from longstride.launcher.ranks import leave  # noqa: E402
-from tests.harness.processes.worker import spoil, work_in_chunks  # noqa: E402
+from tests.harness.processes.worker import replacing, spoil, work_in_chunks  # noqa: E402
 from tests.harness.runs import rank_environment  # noqa: E402
 from tests.hostile.generators import faults  # noqa: E402
 
@@ -54,32 +55,38 @@ ALONE_SECONDS = 10.0  # that ranks may go on after one has died, until a launche
 def trace(work: str, last: int, log: Path) -> None:
     """Trace the first call of a piece of work, and kill this process during or after it."""
     owner, name = (training, "prepare_folder") if work == "prepare" else (saving.Saver, "save")
-    original, finish = getattr(owner, name), saving.Saver.finish
 
-    def traced(*arguments: Any) -> None:
+    @replacing(owner, name)
+    def traced(original: Any, *arguments: Any) -> None:
         faults.arm("/", "kill before", last, log, every_thread=work == "background")
         original(*arguments)
         if work != "background":
             faults.disarm()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def finish_and_end(self: Any) -> None:
+    if work == "background":
+        finish_and(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def finish_and(then: Callable[[], object]) -> None:
+    """Do something after the end of each save in the background."""
+
+    @replacing(saving.Saver, "finish")
+    def finish_and_go_on(finish: Any, self: Any) -> None:
         is_under_way = self._pending is not None
         finish(self)
         if is_under_way:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(owner, name, traced)
-    if work == "background":
-        saving.Saver.finish = finish_and_end  # type: ignore[method-assign]
+            then()
 
 
 def fail_saves(rank: int, steps: list[int], most_bytes: int | None, folder: Path) -> None:
     """Make the saves of some steps fail on this rank as on a full disk: EFBIG needs no separate disk."""
-    save, finish = saving.Saver.save, saving.Saver.finish
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    finish_and(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, unlimited))  # what a thread writes comes after save
 
-    def limited(self: Any, *arguments: Any) -> None:
-        finish(self)
+    @replacing(saving.Saver, "save")
+    def limited(save: Any, self: Any, *arguments: Any) -> None:
+        self.finish()
         fails = self._engine.global_steps in steps and self._ranks.rank == rank
         if fails and most_bytes is None:
             shutil.rmtree(folder)
@@ -87,25 +94,15 @@ def fail_saves(rank: int, steps: list[int], most_bytes: int | None, folder: Path
             resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
         save(self, *arguments)
 
-    def finish_and_lift(self: Any) -> None:  # what a thread writes comes after the call
-        is_under_way = self._pending is not None
-        finish(self)
-        if is_under_way:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-    saving.Saver.save, saving.Saver.finish = limited, finish_and_lift  # type: ignore[method-assign]
-
 
 def signal_in_step(step: int) -> None:
     """Send SIGTERM to this rank while it computes a step."""
-    train_step = loop.train_step
 
-    def signalled(engine: Any, *arguments: Any) -> Any:
+    @replacing(loop, "train_step")
+    def signalled(train_step: Any, engine: Any, *arguments: Any) -> Any:
         if engine.global_steps + 1 == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return train_step(engine, *arguments)
-
-    loop.train_step = signalled
 
 
 def run_rank(case: dict[str, Any], rank: int) -> NoReturn:
@@ -120,9 +117,7 @@ def run_rank(case: dict[str, Any], rank: int) -> NoReturn:
     if traced and traced["rank"] == rank:
         trace(traced["work"], traced["last"], folder / "operations")
     if case["spoil"]:
-        what, *numbers = case["spoil"].split(",")
-        spoilt_rank, first, past, how_often = map(int, numbers)
-        spoil(what, spoilt_rank, range(first, past + 1), how_often)
+        spoil(case["spoil"])
     if failing := case["failing"]:
         fail_saves(failing["rank"], failing["steps"], failing["bytes"], Path(failing["folder"]))
         if failing["stop"]:

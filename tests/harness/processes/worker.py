@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# ruff: noqa: E402  libraries are settled before they are imported
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -10,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,25 +22,48 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
+from longstride.launcher.output import nonblocking_output, settle_libraries
+
+settle_libraries(os.environ)
+
+import longstride.launcher.checkpoints.saving as saving
+import longstride.launcher.evaluation.evaluate as evaluate
 import longstride.launcher.train as entry
+import longstride.launcher.training.loop as loop
 from longstride.launcher import cli
-from longstride.launcher.output import nonblocking_output
+from longstride.launcher.checkpoints import restoring
+from longstride.launcher.checkpoints.saved_state import SavedState
+from longstride.launcher.engine.states import TABLES
 from longstride.launcher.ranks.processes import Ranks, leave
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import Division
+from longstride.sparse_model import output as model_output
+from longstride.sparse_model.feed_forwards import dense
 from tests.harness import counting
 from tests.harness.runs import timeouts
 from tests.hostile.generators.lost_workers import lose_worker
 
 
-def dump_buffers(folder: Path) -> None:
-    """Save the buffers of each rank before its first step and after every step: ``rank-R.pt``, a list."""
-    import longstride.launcher.training.loop as loop
+def replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Make a decorated function replace ``owner.name``; it gets the original before the arguments."""
+    original = getattr(owner, name)
 
-    train_step = loop.train_step
+    def put(function: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def replacement(*args: Any, **named: Any) -> Any:
+            return function(original, *args, **named)
+
+        setattr(owner, name, replacement)
+
+    return put
+
+
+def dump_buffers(folder: str) -> None:
+    """Save the buffers of each rank before its first step and after every step: ``rank-R.pt``, a list."""
     buffers: list[dict[str, Any]] = []
 
-    def step_and_dump(engine: Any, taken: Any, stage: Any, ranks: Any, *args: Any) -> Any:
+    @replacing(loop, "train_step")
+    def step_and_dump(train_step: Any, engine: Any, taken: Any, stage: Any, ranks: Any, *args: Any) -> Any:
         def keep() -> None:
             buffers.append({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
 
@@ -45,37 +71,27 @@ def dump_buffers(folder: Path) -> None:
             keep()
         line = train_step(engine, taken, stage, ranks, *args)
         keep()
-        torch.save(buffers, folder / f"rank-{ranks.rank}.pt")
+        torch.save(buffers, f"{folder}/rank-{ranks.rank}.pt")
         return line
 
-    loop.train_step = step_and_dump
 
-
-def fill_padding(byte: int) -> None:
+def fill_padding(byte: str) -> None:
     """Put a byte after the end of every short context of a batch."""
-    import longstride.launcher.training.loop as loop
 
-    score = loop.score
-
-    def fill_and_score(engine: Any, batch: Any, *args: Any) -> Any:
+    @replacing(loop, "score")
+    def fill_and_score(score: Any, engine: Any, batch: Any, *args: Any) -> Any:
         real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
-        return score(engine, replace(batch, tokens=batch.tokens.where(real, byte)), *args)
-
-    loop.score = fill_and_score
+        return score(engine, replace(batch, tokens=batch.tokens.where(real, int(byte))), *args)
 
 
 def dump_master_weights(path: str) -> None:
     """Save the engine's fp32 master weights after each step, with DeepSpeed's debugging calls."""
-    import torch
     from deepspeed.utils import safe_get_full_fp32_param
 
-    import longstride.launcher.training.loop as loop
-    from longstride.launcher.engine.states import TABLES
-
-    train_step = loop.train_step
     steps: list[dict[str, Any]] = []
 
-    def step_and_dump(engine: Any, taken: Any, stage: Any, ranks: Any, *args: Any) -> Any:
+    @replacing(loop, "train_step")
+    def step_and_dump(train_step: Any, engine: Any, taken: Any, stage: Any, ranks: Any, *args: Any) -> Any:
         line = train_step(engine, taken, stage, ranks, *args)
         masters = {}
         if hasattr(engine.optimizer, "fp32_groups"):  # ZeRO 0 in half precision
@@ -96,16 +112,12 @@ def dump_master_weights(path: str) -> None:
             torch.save(steps, path)
         return line
 
-    loop.train_step = step_and_dump
-
 
 def dump_logits(path: str) -> None:
     """Save the logits of the engine at its last checkpoint, and their tokens."""
-    import longstride.launcher.checkpoints.saving as saving
 
-    take_probe = saving.take_probe
-
-    def take_and_dump(engine: Any, config: Any, folder: Path, ranks: Any) -> Any:
+    @replacing(saving, "take_probe")
+    def take_and_dump(take_probe: Any, engine: Any, config: Any, folder: Path, ranks: Any) -> Any:
         tokens = torch.arange(config.model.context)[None] * 37 % 256
         engine.eval()
         with torch.no_grad():
@@ -115,103 +127,84 @@ def dump_logits(path: str) -> None:
             torch.save({"tokens": tokens, "logits": logits}, path)
         return take_probe(engine, config, folder, ranks)
 
-    saving.take_probe = take_and_dump
 
-
-def tell_flushes(log: Path) -> None:
+def tell_flushes(log: str) -> None:
     """Log each fsync, with the size of the file, and each rename, in order."""
-    fsync, rename = os.fsync, Path.rename
 
     def tell(*words: object) -> None:
-        with log.open("a") as file:
+        with Path(log).open("a") as file:
             print(*words, file=file)
 
-    def fsync_and_tell(descriptor: int) -> None:
+    @replacing(os, "fsync")
+    def fsync_and_tell(fsync: Any, descriptor: int) -> None:
         fsync(descriptor)
         tell("flush", os.fstat(descriptor).st_size, Path(f"/proc/self/fd/{descriptor}").readlink())
 
-    def tell_and_rename(path: Path, target: Path) -> Path:
+    @replacing(Path, "rename")
+    def tell_and_rename(rename: Any, path: Path, target: Path) -> Path:
         tell("rename", 0, target)
         return rename(path, target)
 
-    os.fsync, Path.rename = fsync_and_tell, tell_and_rename  # type: ignore[method-assign]
 
-
-def work_in_chunks(rows: int) -> None:
+def work_in_chunks(rows: int | str) -> None:
     """Make the model treat short contexts like long ones: ``rows`` rows at a time."""
-    import longstride.sparse_model.feed_forwards.dense as dense
-    import longstride.sparse_model.output as output
-
-    dense.LONG_ROWS = dense.CHUNK_ROWS = output.CHUNK_ROWS = rows
+    dense.LONG_ROWS = dense.CHUNK_ROWS = model_output.CHUNK_ROWS = int(rows)
 
 
 def remove_after_step_2(path: str) -> None:
     """Remove a file during the run."""
-    import longstride.launcher.training.loop as loop
 
-    train_step = loop.train_step
-
-    def train_and_remove(engine: Any, *args: Any) -> Any:
+    @replacing(loop, "train_step")
+    def train_and_remove(train_step: Any, engine: Any, *args: Any) -> Any:
         line = train_step(engine, *args)
         if line["step"] == 2:
             Path(path).unlink(missing_ok=True)
         return line
 
-    loop.train_step = train_and_remove
 
-
-def fail_evaluation(step: int) -> None:
+def fail_evaluation(step: str) -> None:
     """Make the evaluation after a step fail."""
-    import longstride.launcher.training.loop as loop
 
-    evaluate = loop.evaluate_split
-
-    def evaluate_or_fail(engine: Any, *args: Any) -> Any:
-        if engine.global_steps == step:
+    @replacing(loop, "evaluate_split")
+    def evaluate_or_fail(evaluate_split: Any, engine: Any, *args: Any) -> Any:
+        if engine.global_steps == int(step):
             raise RuntimeError("the evaluation fails")
-        return evaluate(engine, *args)
-
-    loop.evaluate_split = evaluate_or_fail
+        return evaluate_split(engine, *args)
 
 
-def give_scores(scores: dict[str, float]) -> None:
-    """Replace the bits per byte of the evaluations of some steps."""
-    import longstride.launcher.training.loop as loop
+def give_scores(scores: str) -> None:
+    """Replace the bits per byte of the evaluations of some steps: JSON of step and bits."""
+    by_step = json.loads(scores)
 
-    evaluate = loop.evaluate_split
-
-    def evaluate_and_replace(engine: Any, *args: Any) -> Any:
-        line = evaluate(engine, *args)
-        return line | {"bits_per_byte": scores.get(str(line["step"]), line["bits_per_byte"])}
-
-    loop.evaluate_split = evaluate_and_replace
+    @replacing(loop, "evaluate_split")
+    def evaluate_and_replace(evaluate_split: Any, engine: Any, *args: Any) -> Any:
+        line = evaluate_split(engine, *args)
+        return line | {"bits_per_byte": by_step.get(str(line["step"]), line["bits_per_byte"])}
 
 
-def signal_rank_1(number: int, step: int, where: str) -> None:
-    """Send a signal to the second rank while it computes a step, or the evaluation after it."""
-    import longstride.launcher.training.loop as loop
+def signal_rank_1(text: str) -> None:
+    """Send a signal to the second rank while it computes a step, or the evaluation after it: NUMBER,STEP,WHERE."""
+    number, step, where = text.split(",")
 
-    name = {"step": "train_step", "evaluation": "evaluate_split"}[where]
-    work = getattr(loop, name)
-
-    def work_and_be_signalled(engine: Any, *args: Any) -> Any:
-        if os.environ["RANK"] == "1" and engine.global_steps == step - (where == "step"):
-            os.kill(os.getpid(), number)
+    @replacing(loop, {"step": "train_step", "evaluation": "evaluate_split"}[where])
+    def work_and_be_signalled(work: Any, engine: Any, *args: Any) -> Any:
+        if os.environ["RANK"] == "1" and engine.global_steps == int(step) - (where == "step"):
+            os.kill(os.getpid(), int(number))
         return work(engine, *args)
 
-    setattr(loop, name, work_and_be_signalled)
 
-
-def halt(where: str, step: int, how: str) -> None:
+def halt(text: str) -> None:
     """Make the last rank stop at a step: as in a debugger, dead, in an endless loop, or failing.
 
     If it shares contexts with other ranks, it stops in the first exchange of a forward or backward pass.
-    """
-    import longstride.launcher.training.loop as loop
-    from longstride.launcher.checkpoints.saving import Saver
 
-    owner, name = {"evaluation": (loop, "evaluate_split"), "save": (Saver, "save")}.get(where, (loop, "train_step"))
-    work, swap = getattr(owner, name), Division.swap
+    Args:
+        text: WHERE,STEP,HOW.
+    """
+    where, step, how = text.split(",")
+    owner, name = {"evaluation": (loop, "evaluate_split"), "save": (saving.Saver, "save")}.get(
+        where, (loop, "train_step")
+    )
 
     def halt_now() -> None:
         seconds = [f"{timeout.total_seconds():g}" for timeout in timeouts()]
@@ -223,59 +216,51 @@ def halt(where: str, step: int, how: str) -> None:
         if how == "raises":
             raise RuntimeError("no memory is left")
 
-    def swap_and_halt(self: Division, values: Any, *counts: Any) -> Any:
+    def swap_and_halt(swap: Any, division: Division, values: Any, *counts: Any) -> Any:
         is_backward = torch._C._current_graph_task_id() >= 0
         if where == ("backward" if is_backward else "forward"):
             halt_now()
-        return swap(self, values, *counts)
+        return swap(division, values, *counts)
 
-    def work_and_halt(engine: Any, *args: Any) -> Any:
+    @replacing(owner, name)
+    def work_and_halt(work: Any, engine: Any, *args: Any) -> Any:
         done = engine._engine.global_steps if where == "save" else engine.global_steps
         last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-        if last and done == step - (name == "train_step"):
+        if last and done == int(step) - (name == "train_step"):
             if where in ("forward", "backward"):
-                Division.swap = swap_and_halt  # type: ignore[method-assign]
+                replacing(Division, "swap")(swap_and_halt)
             else:
                 halt_now()
         return work(engine, *args)
 
-    setattr(owner, name, work_and_halt)
 
-
-def mark_moments(path: Path, seconds: float) -> None:
+def mark_moments(path: str) -> None:
     """Make rank 0 write a line at the beginning of each activity of a run, and make every rank slow."""
-    import longstride.launcher.checkpoints.saving as saving
-    import longstride.launcher.evaluation.evaluate as evaluate
-    import longstride.launcher.training.loop as loop
 
     def mark(word: str) -> None:
         if os.environ.get("RANK", "0") == "0":
-            with path.open("a") as file:
+            with Path(path).open("a") as file:
                 file.write(f"{word}\n")
-        time.sleep(seconds)
+        time.sleep(float(os.environ["MARK_SECONDS"]))
 
-    def marked(module: Any, name: str, word: str) -> None:
-        original = getattr(module, name)
-
-        def work(*args: Any, **named: Any) -> Any:
+    def mark_and_work(word: str) -> Callable[..., Any]:
+        def work(original: Any, *args: Any, **named: Any) -> Any:
             mark(word)
             return original(*args, **named)
 
-        setattr(module, name, work)
+        return work
 
     mark("begin")
-    marked(loop, "train_step", "step")
-    marked(loop, "evaluate_split", "evaluation")
-    marked(evaluate, "evaluation_line", "evaluated")
-    marked(saving.Saver, "save", "save")
-    gather_objects = Ranks.gather_objects
+    replacing(loop, "train_step")(mark_and_work("step"))
+    replacing(loop, "evaluate_split")(mark_and_work("evaluation"))
+    replacing(evaluate, "evaluation_line")(mark_and_work("evaluated"))
+    replacing(saving.Saver, "save")(mark_and_work("save"))
 
-    def gather_and_mark(ranks: Ranks, value: object) -> list:
-        if sys._getframe(1).f_globals["__name__"] == saving.__name__:
+    @replacing(Ranks, "gather_objects")
+    def gather_and_mark(gather_objects: Any, ranks: Ranks, value: object) -> list:
+        if sys._getframe(2).f_globals["__name__"] == saving.__name__:
             mark("saving")
         return gather_objects(ranks, value)
-
-    Ranks.gather_objects = gather_and_mark  # type: ignore[method-assign]
 
 
 class _SpoiltGradient(torch.autograd.Function):
@@ -297,118 +282,94 @@ _SPOILS = {
 }
 
 
-def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
+def spoil(text: str) -> None:
     """Change the last micro-batch of one rank at some steps, and print each rank's verdicts.
 
-    ``how_often``: in how many steps at most.
+    Args:
+        text: WHAT,RANK,FIRST,LAST,TIMES: the first and last step, and in how many steps at most.
     """
-    import longstride.launcher.training.loop as loop
-
-    score = loop.score
+    what, *numbers = text.split(",")
+    rank, first, last, how_often = map(int, numbers)
     done = []
 
-    def score_and_spoil(engine: Any, *args: Any) -> Any:
+    @replacing(loop, "score")
+    def score_and_spoil(score: Any, engine: Any, *args: Any) -> Any:
         scored = score(engine, *args)
         is_last = (engine.micro_steps + 1) % engine.gradient_accumulation_steps() == 0
         is_here = is_last and int(os.environ.get("RANK", "0")) == rank
-        if is_here and engine.global_steps + 1 in steps and len(done) < how_often:
+        if is_here and first <= engine.global_steps + 1 <= last and len(done) < how_often:
             done.append(engine.global_steps)
             spoilt = _SPOILS[what](scored.nats)
             scored = scored._replace(nats=spoilt, loss=spoilt)
         return scored
 
-    loop.score = score_and_spoil
-    train_step = loop.train_step
-
-    def step_and_tell(engine: Any, taken: Any, stage: Any, ranks: Any, guards: Any, *args: Any) -> Any:
+    @replacing(loop, "train_step")
+    def step_and_tell(train_step: Any, engine: Any, taken: Any, stage: Any, ranks: Any, guards: Any, *args: Any) -> Any:
         line = train_step(engine, taken, stage, ranks, guards, *args)
         print("verdict", line["step"], guards.verdict, flush=True)
         return line
 
-    loop.train_step = step_and_tell
+
+def tell_versions(versions: str) -> None:
+    """Make this rank see other versions of installed packages: JSON of names and versions."""
+    replacing(importlib.metadata, "version")(lambda version, name: json.loads(versions).get(name) or version(name))
 
 
-def tell_versions(versions: dict[str, str]) -> None:
-    """Make this rank see other versions of installed packages."""
-    version = importlib.metadata.version
-    importlib.metadata.version = lambda name: versions.get(name) or version(name)
-
-
-def spoil_after_load() -> None:
+def spoil_after_load(_: str) -> None:
     """Make the weights that are loaded from another layout slightly wrong."""
-    import torch
 
-    import longstride.launcher.checkpoints.restoring as restoring
-
-    load = restoring.load_converted
-
-    def load_and_spoil(engine: Any, *inputs: Any) -> None:
+    @replacing(restoring, "load_converted")
+    def load_and_spoil(load: Any, engine: Any, *inputs: Any) -> None:
         load(engine, *inputs)
         with torch.no_grad():
             for parameter in engine.module.parameters():
                 parameter.mul_(1.001)
 
-    restoring.load_converted = load_and_spoil
 
-
-def kill_in_conversion(number: int) -> None:
+def kill_in_conversion(number: str) -> None:
     """Kill this rank when it reads piece ``number`` of a checkpoint of another layout."""
-    import longstride.launcher.checkpoints.saved_state as saved_state
-
-    elements = saved_state.SavedState.elements
     calls = itertools.count(1)
 
-    def count(self: Any, *args: Any) -> Any:
-        if next(calls) == number:
+    @replacing(SavedState, "elements")
+    def count(elements: Any, *args: Any) -> Any:
+        if next(calls) == int(number):
             os.kill(os.getpid(), signal.SIGKILL)
-        return elements(self, *args)
+        return elements(*args)
 
-    saved_state.SavedState.elements = count
+
+def lose(text: str) -> None:
+    """Lose a loader worker: WHAT,WHEN,RANK,AT,NOTE, as ``lose_worker`` takes them."""
+    what, when, rank_of_worker, at, note = text.split(",", 4)
+    lose_worker(what, when, int(rank_of_worker), int(at), Path(note))
+
+
+CHANGES: dict[str, Callable[[str], object]] = {  # by variable; each gets its value
+    "VERSIONS": tell_versions,
+    "SPOIL_AFTER_LOAD": spoil_after_load,
+    "KILL_IN_CONVERSION": kill_in_conversion,
+    "SPOIL": spoil,
+    "HALT": halt,
+    "LOSE_WORKER": lose,
+    "MARKS": mark_moments,
+    "FAIL_EVALUATION_AT_STEP": fail_evaluation,
+    "SCORES": give_scores,
+    "FILL_PADDING": fill_padding,
+    "DUMP_MASTER_WEIGHTS": dump_master_weights,
+    "DUMP_LOGITS": dump_logits,
+    "DUMP_BUFFERS": dump_buffers,
+    "COUNTING": lambda _: counting.register(),
+    "CHUNK_ROWS": work_in_chunks,
+    "FLUSHES": tell_flushes,
+    "REMOVE_AFTER_STEP_2": remove_after_step_2,
+    "SIGNAL_RANK_1": signal_rank_1,
+}
 
 
 def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
     """Run the whole rank, as its environment requests, and end the process. ``stop`` may listen already."""
-    if "VERSIONS" in os.environ:
-        tell_versions(json.loads(os.environ["VERSIONS"]))
-    if "SPOIL_AFTER_LOAD" in os.environ:
-        spoil_after_load()
-    if "KILL_IN_CONVERSION" in os.environ:
-        kill_in_conversion(int(os.environ["KILL_IN_CONVERSION"]))
-    if "SPOIL" in os.environ:
-        what, *numbers = os.environ["SPOIL"].split(",")
-        rank, first, last, how_often = map(int, numbers)
-        spoil(what, rank, range(first, last + 1), how_often)
-    if "HALT" in os.environ:
-        where, step, how = os.environ["HALT"].split(",")
-        halt(where, int(step), how)
-    if "LOSE_WORKER" in os.environ:
-        what, when, rank_of_worker, at, note = os.environ["LOSE_WORKER"].split(",", 4)
-        lose_worker(what, when, int(rank_of_worker), int(at), Path(note))
-    if "MARKS" in os.environ:
-        mark_moments(Path(os.environ["MARKS"]), float(os.environ["MARK_SECONDS"]))
-    if "FAIL_EVALUATION_AT_STEP" in os.environ:
-        fail_evaluation(int(os.environ["FAIL_EVALUATION_AT_STEP"]))
-    if "SCORES" in os.environ:
-        give_scores(json.loads(os.environ["SCORES"]))
-    if "FILL_PADDING" in os.environ:
-        fill_padding(int(os.environ["FILL_PADDING"]))
-    if "DUMP_MASTER_WEIGHTS" in os.environ:
-        dump_master_weights(os.environ["DUMP_MASTER_WEIGHTS"])
-    if "DUMP_LOGITS" in os.environ:
-        dump_logits(os.environ["DUMP_LOGITS"])
-    if "DUMP_BUFFERS" in os.environ:
-        dump_buffers(Path(os.environ["DUMP_BUFFERS"]))
-    if "COUNTING" in os.environ:
-        counting.register()
-    if "CHUNK_ROWS" in os.environ:
-        work_in_chunks(int(os.environ["CHUNK_ROWS"]))
-    if "FLUSHES" in os.environ:
-        tell_flushes(Path(os.environ["FLUSHES"]))
-    if "REMOVE_AFTER_STEP_2" in os.environ:
-        remove_after_step_2(os.environ["REMOVE_AFTER_STEP_2"])
-    if "SIGNAL_RANK_1" in os.environ:
-        number, step, where = os.environ["SIGNAL_RANK_1"].split(",")
-        signal_rank_1(int(number), int(step), where)
+    for name, change in CHANGES.items():
+        if name in os.environ:
+            change(os.environ[name])
     with nonblocking_output():
         leave(run(arguments, stop))
 
