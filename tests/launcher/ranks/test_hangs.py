@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -93,41 +93,26 @@ stuck_here()
 """
 
 
-@pytest.fixture
-def stuck() -> Iterator[tuple[subprocess.Popen[str], SheetAddress]]:
-    """A process that waits for ever in C, and the address of its sheet."""
+def test_stacks_of_a_stopped_process_are_read_and_wake_it_and_one_that_is_gone_is_let_be() -> None:
     command = [sys.executable, "-c", STUCK]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         rank, host, pid, file, token = process.stdout.readline().rstrip("\n").split("\t")
-        yield process, SheetAddress(int(rank), host, int(pid), int(file), token)
+        address = SheetAddress(int(rank), host, int(pid), int(file), token)
+        neighbour = Neighbour(address)
+        other = Neighbour(address._replace(token="0" * 16))  # its number went to a process of another run
+        other.ask()
+        assert other.read() is None
+        process.send_signal(signal.SIGSTOP)
+        reading = neighbour.read()
+        assert reading is not None and (reading.place, reading.stacks) == ("step 7", "")
+        neighbour.ask()
+        reading = until(lambda: (r := neighbour.read()) is not None and "stuck_here" in r.stacks and r)
+        assert reading.place == "step 7" and reading.seconds < 60
+        assert Path(f"/proc/{process.pid}/stat").read_text().split(") ")[1][0] != "T"
         process.kill()
-
-
-def test_stacks_of_a_stopped_process_are_read_and_wake_it(stuck: tuple[subprocess.Popen[str], SheetAddress]) -> None:
-    process, address = stuck
-    neighbour = Neighbour(address)
-    process.send_signal(signal.SIGSTOP)
-    reading = neighbour.read()
-    assert reading is not None and (reading.place, reading.stacks) == ("step 7", "")
     neighbour.ask()
-    reading = until(lambda: (r := neighbour.read()) is not None and "stuck_here" in r.stacks and r)
-    assert reading.place == "step 7" and reading.seconds < 60
-    assert Path(f"/proc/{process.pid}/stat").read_text().split(") ")[1][0] != "T"
-
-
-def test_neighbour_that_is_gone_or_another_is_let_be(stuck: tuple[subprocess.Popen[str], SheetAddress]) -> None:
-    process, address = stuck
-    other = Neighbour(address._replace(token="0" * 16))  # its number went to a process of another run
-    other.ask()
-    assert other.read() is None
-    assert process.poll() is None
-    reading = Neighbour(address).read()
-    assert reading is not None and reading.stacks == ""
-    process.kill()
-    process.wait()
-    Neighbour(address).ask()
-    assert Neighbour(address).read() is None
+    assert neighbour.read() is None
 
 
 def until(found: Callable[[], Any], seconds: float = 60) -> Any:
