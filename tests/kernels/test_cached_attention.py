@@ -38,8 +38,7 @@ def walk(attend: CachedAttention, inputs: Inputs, first: int) -> Tensor:
     return torch.stack(found, 2)
 
 
-@pytest.mark.parametrize("by_position", [False, True], ids=["heads", "positions"])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend, by_position", [("cpu", False), ("cpu", True), ("reference", False)])
 @pytest.mark.parametrize("patterns", [*([p] * 3 for p in example_patterns()), *LISTS], ids=str)
 def test_a_cache_that_is_written_row_by_row(patterns: list[Pattern], backend: str, by_position: bool) -> None:
     """From the start, from the middle on with other rows, and anew after what lay before was changed."""

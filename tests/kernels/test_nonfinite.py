@@ -118,12 +118,11 @@ QUICK = ("cpu", "reference")
     "backend, reads, dtype",
     [
         *(
-            on(backend, reads, dtype)
-            for backend in QUICK
-            for reads in (*KINDS, *FURTHER, *MIXES, *NAMES)
-            for dtype in (BRAIN, SINGLE)
+            on(backend, reads, (BRAIN, SINGLE)[(i + j) % 2])
+            for i, backend in enumerate(QUICK)
+            for j, reads in enumerate((*KINDS, *FURTHER, *MIXES, *NAMES))
         ),
-        *(on("triton", reads, SINGLE) for reads in (Strided(8), Fixed(8, 2), "rounds")),
+        *(on("triton", reads, SINGLE) for reads in (Fixed(8, 2), "rounds")),
         *(on("triton", reads, SINGLE, marks=[pytest.mark.campaign]) for reads in (*KINDS, *FURTHER, *MIXES, *NAMES)),
         *(on("flex", reads, SINGLE) for reads in (Strided(8), Fixed(8, 2))),
     ],
@@ -141,8 +140,10 @@ def test_heads_that_share_keys_read_them_all(backend: str) -> None:
     check(backend, Fixed(8, 2), SINGLE, Shape(2, 4, 50, 16, 16, key_heads=2), TOGETHER)
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("backend", [on(name) for name in (*QUICK, "triton")])
+@pytest.mark.parametrize(
+    "backend, value",
+    [*(on(name, value) for name in QUICK for value in (math.inf, -math.inf, 1e30)), on("triton", 1e30)],
+)
 def test_what_overflows_stays_in_its_context(backend: str, value: float) -> None:
     """An inf leaves a number where its sign makes a weight 0; products of 1e30 with itself overflow."""
     inputs = make_inputs(Shape(2, 2, 50, 16, 16), SINGLE, seed=3, grad_lse=True)

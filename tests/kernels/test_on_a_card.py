@@ -49,7 +49,7 @@ pytestmark = WITH_TRITON
 
 DEVICE = DEVICES["triton"]
 HALF, BRAIN, SINGLE, _ = DTYPES
-N, L, C = (4_096, 128, 8) if CARD else (96, 16, 2)
+N, L, C = (4_096, 128, 8) if CARD else (64, 16, 2)
 CLOSED = 3_072 if CARD else N  # which three quarters of a tile divide as well
 
 Reads = Pattern | list[Pattern]

@@ -17,7 +17,8 @@ from tests.harness.oracles import example_patterns
 CPU = torch.device("cpu")
 SIDES: tuple[Side, Side] = ("queries", "keys")
 LONG = {"window": 1024, "stride": 1024, "summary": 8, "segments": (1024, 4096)}
-TILES = [(16, 16), (32, 64), (64, 32), (128, 64)]
+# Context, and edges of tiles of queries and keys.
+TILES = [(1, 16, 16), (64, 64, 32), (72, 32, 64), (100, 16, 16), (100, 128, 64), (129, 16, 16), (129, 32, 64)]
 
 
 def unpacked(v: View, t: Tiles) -> Tensor:
@@ -39,8 +40,7 @@ def unpacked(v: View, t: Tiles) -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize("tile_q, tile_k", TILES)
-@pytest.mark.parametrize("context", [1, 64, 72, 100, 129])
+@pytest.mark.parametrize("context, tile_q, tile_k", TILES)
 @pytest.mark.parametrize("pattern", [*example_patterns(), Strided(90), Column(200), Fixed(60, 3)], ids=str)
 def test_tiles_visit_exactly_the_mask(pattern: Pattern, context: int, tile_q: int, tile_k: int) -> None:
     for part in pattern.for_head(1).parts():

@@ -30,7 +30,6 @@ WINDOWS = {"window": 11, "all": SHAPE.context}
 POSITION = torch.arange(SHAPE.context)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_window = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
-each_backend = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
 
 def bounds(window: int) -> tuple[Tensor, Tensor]:
@@ -43,9 +42,9 @@ def selection(low: Tensor, high: Tensor) -> Selection:
     return Selection((Part(None, None, low, high),), SHAPE.context)
 
 
-def results(backend: str, inputs: Inputs, reads: Selection, scale: float | None = None) -> dict[str, Tensor]:
+def results(inputs: Inputs, reads: Selection, scale: float | None = None) -> dict[str, Tensor]:
     return attention_and_gradients(
-        lambda q, k, v: selected_attention(q, k, v, reads, scale=scale, backend=backend, return_lse=True), inputs
+        lambda q, k, v: selected_attention(q, k, v, reads, scale=scale, backend="reference", return_lse=True), inputs
     )
 
 
@@ -65,12 +64,11 @@ PAIRS = {
 
 
 @each_dtype
-@each_backend
 @pytest.mark.parametrize(
     "window, change",
     [(window, change) for window in WINDOWS.values() for change in PAIRS][:-1],  # all read them then
 )
-def test_one_wrong_pair_is_refused(change: str, window: int, backend: str, dtype: torch.dtype) -> None:
+def test_one_wrong_pair_is_refused(change: str, window: int, dtype: torch.dtype) -> None:
     """In 16 bits the heaviest of the pairs, whose weight is more than rounding; in 32 and 64 the lightest."""
     (lower, upper), key_of = PAIRS[change]
     rows = POSITION[13:-1]
@@ -81,16 +79,15 @@ def test_one_wrong_pair_is_refused(change: str, window: int, backend: str, dtype
     wanted = expected(inputs, selection(low, high))
     low[0, -1, row] += lower
     high[0, -1, row] += upper
-    assert_refused(results(backend, inputs, selection(low, high)), wanted)
+    assert_refused(results(inputs, selection(low, high)), wanted)
 
 
 @each_dtype
-@each_backend
 @each_window
 @pytest.mark.parametrize("side", ["queries", "keys"])
-def test_two_rows_in_the_wrong_order_are_refused(side: str, window: int, backend: str, dtype: torch.dtype) -> None:
+def test_two_rows_in_the_wrong_order_are_refused(side: str, window: int, dtype: torch.dtype) -> None:
     inputs, reads = make_inputs(SHAPE, dtype, grad_lse=True), selection(*bounds(window))
-    found = results(backend, inputs, reads)
+    found = results(inputs, reads)
     assert_within_precision(found, inputs, reads)
     for name, result in found.items():
         if name in (("dk", "dv") if side == "keys" else ("out", "lse", "dq")):
@@ -99,15 +96,14 @@ def test_two_rows_in_the_wrong_order_are_refused(side: str, window: int, backend
 
 
 @each_dtype
-@each_backend
 @each_window
 @pytest.mark.parametrize("rows", [slice(None), slice(30, 31)], ids=["all rows", "one row"])
-def test_a_wrong_scale_is_refused(rows: slice, window: int, backend: str, dtype: torch.dtype) -> None:
+def test_a_wrong_scale_is_refused(rows: slice, window: int, dtype: torch.dtype) -> None:
     """That of a width of 17 in all rows, or of a width of 8 in one."""
     inputs, reads = make_inputs(SHAPE, dtype, grad_lse=True), selection(*bounds(window))
     wanted = expected(inputs, reads)
     inputs.q[0, :, rows] *= (SHAPE.width / (17 if rows == slice(None) else 8)) ** 0.5
-    assert_refused(results(backend, inputs, reads), wanted)
+    assert_refused(results(inputs, reads), wanted)
 
 
 @each_dtype

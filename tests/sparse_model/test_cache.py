@@ -1,4 +1,4 @@
-"""A cache knows what the full context knows: every pattern, every position, by reading the pattern's keys alone."""
+"""A cache knows what the full context knows: every embedding, every dtype, every length of a session."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.kernels import ConfigError, num_keys_read
-from longstride.kernels.backends.cpu.decode import CachedRows
-from longstride.kernels.patterns import pattern_from_json
-from longstride.kernels.plan import ListedPositions, RegularPositions
+from longstride.kernels import ConfigError
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.session import Session, even_length
@@ -118,72 +115,3 @@ def test_heads_lie_together_but_where_long_runs_are_read() -> None:
     sparse, whole = caches(config, 3, 64)
     assert sparse.keys.shape == whole.keys.shape == (3, 4, 64, 16)
     assert sparse.keys.permute(2, 0, 1, 3).is_contiguous() and whole.keys.is_contiguous()
-
-
-# What is read, at the contexts of the published models and beyond
-
-LONG = {
-    "strided 12,288": (12_288, {"type": "strided", "stride": 128}),
-    "fixed 12,288": (12_288, {"type": "fixed", "stride": 128, "summary": 8, "num_summaries": 2}),
-    "strided 65,536": (65_536, {"type": "strided", "stride": 256}),
-    "fixed 65,536": (65_536, {"type": "fixed", "stride": 256, "summary": 8, "num_summaries": 2}),
-    "summary 65,536": (65_536, {"type": "summary", "stride": 256, "summary": 8, "include_self": True}),
-}
-
-
-@pytest.mark.parametrize("context, attention", LONG.values(), ids=LONG)
-def test_a_step_reads_the_patterns_keys_and_no_other(
-    context: int, attention: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that the pattern does not allow are NaN, and would make everything NaN; rows that are taken are counted."""
-    model = SparseTransformer(
-        ModelConfig.model_validate(
-            {
-                "context": context, "layers": 1, "heads": 2, "width": 8, "attention": attention,
-                "embedding": {"type": "text", "row_width": 256},
-            }
-        )
-    ).eval()  # fmt: skip
-    torch.nn.init.normal_(model.logits.weight)
-    session = Session(model)
-    taken = count_rows(monkeypatch)
-    for position in (context - 1, context - 2, context // 2, 3 * attention["stride"] - 1, 5):
-        allowed = [set_allowed(session, attention, head, position) for head in range(2)]
-        session.position, session._logits = position, None
-        session._tokens.fill_(7)
-        taken.clear()
-        assert bool(session.logits.isfinite().all())
-        # Keys and values; heads of one pattern take their rows together.
-        assert sum(taken) == 2 * sum(allowed)
-
-
-def set_allowed(session: Session, attention: dict[str, Any], head: int, position: int) -> int:
-    """Make what a head may read at a position 1 and everything else NaN; how many keys that are."""
-    pattern = pattern_from_json(attention).for_head(head)
-    allowed = pattern.mask(torch.tensor([[position]]), torch.arange(session.length)[None])[0]
-    with torch.inference_mode():
-        for cache in (state.keys_values for state in session.states):
-            for rows in (cache.keys, cache.values):
-                rows[:, head] = float("nan")
-                rows[:, head, allowed] = 1.0
-            cache._attend_one.forget()
-    count = int(allowed.sum())
-    assert num_keys_read(pattern, position, session.length) == count
-    return count
-
-
-def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that fills with the rows, heads counted each, of all that is read from caches."""
-    taken: list[int] = []
-
-    def counted(take: Any) -> Any:
-        def wrapper(self: Any, what: Tensor) -> Tensor:
-            found = take(self, what)
-            taken.append(found.shape[0] * found.shape[1])
-            return found
-
-        return wrapper
-
-    for kind, name in ((RegularPositions, "rows_of"), (ListedPositions, "rows_of"), (CachedRows, "_gathered")):
-        monkeypatch.setattr(kind, name, counted(getattr(kind, name)))
-    return taken

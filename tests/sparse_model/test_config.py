@@ -14,6 +14,13 @@ from longstride.sparse_model.mixers import MIXERS
 from tests.harness.configs import ATTENTIONS, model_json, small
 
 
+def assert_refused(line: str, **changes: Any) -> None:
+    """Assert that a small model with these changes is refused in one line, which begins like this one."""
+    with pytest.raises(ConfigError) as caught:
+        small(**changes)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value), str(caught.value)
+
+
 def test_text_and_audio_fold_the_sequence_alike() -> None:
     kinds = [small(embedding={"type": kind, "row_width": 16}).embedding for kind in ("text", "audio")]
     assert [kind.table_sizes(40) for kind in kinds] == [(3, 16)] * 2

@@ -58,6 +58,9 @@ PASSES: dict[str, Pass] = {
     "every mixer": Pass(EVERY_MIXER),
     "keys that heads share, by heads": Pass(SHARED_KEYS),
     "keys that heads share, by keys": Pass(SHARED_KEYS, exchange="keys"),
+    "heads that do not divide": Pass(
+        {"heads": 3, "width": 48, "layers": 2, "attention": ATTENTIONS["strided interleaved"]}, exchange="keys"
+    ),
     "later parts, documents apart, recomputed": Pass(LATER_PARTS, begins=(5, 10, 31), recompute=False),
     "dropout, recomputed, another batch": Pass(LEARNED, batch=3, recompute=True),
     "an exchange for each layer, with dropout, recomputed": Pass(IN_TURN, recompute=True, exchange="auto"),

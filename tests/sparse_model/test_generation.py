@@ -13,22 +13,6 @@ from tests.harness.configs import ATTENTIONS, small
 from tests.sparse_model.test_transformer import awake
 
 
-def sample(**settings) -> torch.Tensor:
-    model = awake(context=128)
-    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    return torch.stack(list(generate(model, prompt, 80, **settings)), dim=1)
-
-
-def test_greedy_tokens_are_the_most_likely_ones_of_a_full_forward() -> None:
-    """Here and below in fp64, where rounding by other shapes is too little to change a choice."""
-    model = awake(context=128).double()
-    prompt = torch.tensor([[1, 2, 3]])
-    found = torch.stack(list(generate(model, prompt, 80, temperature=0)), dim=1)
-    tokens = torch.cat([prompt, found], dim=1)
-    assert found.shape == (1, 80)
-    assert torch.equal(model(tokens)[:, 3:].argmax(-1), found)
-
-
 @torch.no_grad()
 def recomputed(
     model: SparseTransformer, prompt: Tensor, num_tokens: int, generator: torch.Generator | None = None, **settings: Any
@@ -127,14 +111,6 @@ def test_a_context_that_slides_is_that_of_recomputing(count: int) -> None:
     assert torch.equal(torch.stack(list(found), 1), recomputed(model, prompt, 50, temperature=0))
 
 
-def test_a_slid_sample_goes_on_from_its_own_end() -> None:
-    model = awake(layers=2).double()
-    whole = torch.stack(list(generate(model, torch.tensor([[7]]), 90, temperature=0, slide=True)), 1)
-    known = torch.cat([torch.tensor([[7]]), whole[:, :50]], 1)
-    rest = torch.stack(list(generate(model, known, 40, temperature=0, slide=True)), 1)
-    assert torch.equal(rest, whole[:, 50:])
-
-
 @pytest.mark.parametrize(
     "context, embedding, unit",
     [
@@ -158,18 +134,6 @@ def test_windows_drop_whole_rows_about_half_at_a_time(context: int, embedding: d
         if later != start:  # only a full context is cut, and then to a third of it at least, where it has two rows
             assert known + 1 - start == context
             assert later - start <= max(2 * context / 3, (context + 1) / 2)
-
-
-def test_an_empty_prompt_starts_from_the_start_vector() -> None:
-    model = awake().double()
-    (first,) = generate(model, torch.zeros(2, 0, dtype=torch.int64), 1, temperature=0)
-    assert torch.equal(first, model(torch.zeros(2, 1, dtype=torch.int64))[:, 0].argmax(-1))
-
-
-def test_equal_seeds_give_equal_samples() -> None:
-    first, again, other = (sample(generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize(

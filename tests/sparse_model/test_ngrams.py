@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from longstride.kernels import ConfigError
-from longstride.sparse_model import ModelConfig, Ngrams, Session, SparseTransformer
+from longstride.sparse_model import ModelConfig, Ngrams, SparseTransformer
 from longstride.sparse_model.config import NgramTables
 from tests.harness.configs import small
+from tests.sparse_model.test_config import assert_refused
 
 TABLES = {"orders": [2, 3, 5], "rows": 70_000}  # the pairs of bytes have rows of their own, longer n-grams share some
 
@@ -90,30 +88,6 @@ def test_no_row_depends_on_its_own_token_or_a_later_one() -> None:
             assert bool(later.all())
 
 
-def test_generation_has_the_rows_of_the_forward_pass() -> None:
-    model = drawn().double()
-    tokens = torch.randint(256, (2, 40))
-    full = model(tokens)
-    session = Session(model, 2)
-
-    def check(position: int, rows: Tensor = full) -> None:
-        assert (session.logits - rows[:, position]).abs().max() <= 1e-12
-
-    for position in range(40):
-        check(position)
-        session.append(tokens[:, position])
-    for known in (0, 1, 3, 20):
-        session.reset()
-        session.prefill(tokens[:, :known])
-        check(known)
-        session.append(tokens[:, known])
-        copied = copy.deepcopy(session)
-        session.rearrange(torch.tensor([1, 1]))
-        check(known + 1, full[[1, 1]])
-        session = copied
-        check(known + 1)
-
-
 def test_tables_begin_at_zero_and_change_no_other_value() -> None:
     torch.manual_seed(0)
     plain = SparseTransformer(small())
@@ -162,6 +136,4 @@ def test_configuration_is_written_only_where_it_is_asked_for() -> None:
     ],
 )
 def test_wrong_tables_are_refused(tables: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        small(ngrams=tables)
-    assert str(error.value).startswith(line)
+    assert_refused(line, ngrams=tables)
