@@ -32,7 +32,6 @@ from benchmarks.report import new_parser, rounded, write_result
 from longstride.kernels import num_keys_read
 from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 from longstride.sparse_model.generation import choose
-from longstride.sparse_model.mixers.attention import AttentionState
 from longstride.sparse_model.mixers.cache import KeyValues
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,8 +151,8 @@ def filled(model: SparseTransformer, options: argparse.Namespace) -> Session:
     session = Session(model, options.batch)
     with torch.inference_mode():
         for state in session.states:
-            assert isinstance(state, AttentionState) and isinstance(state.keys_values, KeyValues)
-            for rows in (state.keys_values.keys, state.keys_values.values):
+            assert isinstance(state, KeyValues)
+            for rows in (state.keys, state.values):
                 rows.normal_()
     return session
 

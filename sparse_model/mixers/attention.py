@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_attention, sparse_attention
 from longstride.kernels.patterns import Column, Local, Pattern
 from longstride.sparse_model.division import Division, Traffic
-from longstride.sparse_model.mixers.cache import KeyValues, RowCache, Rows
-from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
+from longstride.sparse_model.mixers.cache import KeyValues, RowCache
+from longstride.sparse_model.mixers.convolution import CausalConvolution
 from longstride.sparse_model.mixers.sections import section_attention
 from longstride.sparse_model.network import POSITIVE, NetworkConfig, nearest_divisor
 from longstride.sparse_model.part import (
@@ -77,24 +77,6 @@ class HeadPatterns(AttentionConfig):
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> Attention:
         return Attention(network, self.patterns, rotary, key_value_heads=self.key_value_heads)
-
-
-@dataclass(slots=True)
-class AttentionState:
-    """The cache of one attention and of its convolution."""
-
-    keys_values: Rows
-    recent: RecentRows | None  # of the convolution
-
-    def take(self, source: AttentionState, order: Tensor, length: int, into: slice) -> None:
-        self.keys_values.take(source.keys_values, order, length, into)
-        if self.recent is not None:
-            self.recent.take(source.recent, order, length, into)
-
-    def truncate(self, length: int) -> None:
-        self.keys_values.truncate(length)
-        if self.recent is not None:
-            self.recent.truncate(length)
 
 
 class Attention(Mixer):
@@ -155,10 +137,10 @@ class Attention(Mixer):
         rows = self.query_key_value(h)
         if state is not None and h.shape[1] == 1:
             q, k, v = self.heads_of_row(rows, first)
-            return MixerOutput(self.projection(state.keys_values.step(q, k, v, first).view(h.shape)))
+            return MixerOutput(self.projection(state.step(q, k, v, first).view(h.shape)))
         if state is not None and first:
             q, k, v = self.heads_of(rows, slice(first, first + h.shape[1]))
-            out = state.keys_values.extend(q, k, v, first)
+            out = state.extend(q, k, v, first)
             return MixerOutput(self.projection(out.transpose(1, 2).flatten(2)))
         division = self.division
         places: Tensor | slice = division.positions(h.shape[1])
@@ -171,7 +153,7 @@ class Attention(Mixer):
         if division.size > 1:
             exchange = self.traffic(division, h.shape[1] * division.size, documents is not None).exchange
         if state is not None:
-            output = MixerOutput(state.keys_values.begin(q, k, v))
+            output = MixerOutput(state.begin(q, k, v))
         elif columns:
             patterns = [_within_columns(pattern, division.size)[1] for pattern in self.patterns]
             output = MixerOutput(sparse_attention(q, k, v, patterns, backend=self.backend))
@@ -299,7 +281,7 @@ class Attention(Mixer):
         parts = zip(rows.split(self.widths, dim=-1), self.part_heads, strict=True)
         return [part.unflatten(-1, (heads, -1)).transpose(1, 2) for part, heads in parts]
 
-    def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int) -> AttentionState:
+    def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int) -> RowCache:
         """Make an empty state with room for ``length`` positions; a CPU takes memory only as it is written.
 
         ``back``: the most positions that ``truncate`` can remove without clearing the state.
@@ -307,8 +289,10 @@ class Attention(Mixer):
         Raises:
             ConfigError: the backend cannot run here.
         """
-        recent = None if self.convolution is None else self.convolution.new_state(batch, length, device, back)
-        return AttentionState(self.new_cache(batch, length, device, dtype), recent)
+        cache = self.new_cache(batch, length, device, dtype)
+        if self.convolution is not None:
+            cache.recent = self.convolution.new_state(batch, length, device, back)
+        return cache
 
     def work(self, positions: int, batch: int) -> Work:
         """Count the pairs that the heads read, the projections and the convolution."""

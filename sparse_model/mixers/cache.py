@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from longstride.kernels import CachedAttention, sparse_attention
 from longstride.kernels.patterns import Pattern
+from longstride.sparse_model.mixers.convolution import RecentRows
 
 FEWEST_AT_ONCE = 64  # queries; fewer take longer in one call than one after another
 
@@ -24,6 +25,7 @@ class Rows:
     """Keys (B, K, N, D) and values (B, K, N, Dv) by position; rows that are not written yet are undefined."""
 
     members: RecentMembers | None = None  # of a mixer that lists the positions of each cluster
+    recent: RecentRows | None = None  # of a convolution before the mixer
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -39,11 +41,15 @@ class Rows:
             rows[into, :, :length] = of_source[order, :, :length]
         if self.members is not None:
             self.members.take(source.members, order, into)
+        if self.recent is not None:
+            self.recent.take(source.recent, order, length, into)
 
     def truncate(self, length: int) -> None:
         """Forget all rows but the first ``length``: steps overwrite later ones before any is read."""
         if self.members is not None:
             self.members.truncate(length)
+        if self.recent is not None:
+            self.recent.truncate(length)
 
 
 class RowCache(Rows, ABC):
@@ -91,9 +97,10 @@ class KeyValues(RowCache):
         single = "auto" if backend == "flex" else backend
         self._attend_one = CachedAttention(keys, values, patterns, heads=len(patterns), scale=scale, backend=single)
 
-    def __reduce__(self) -> tuple[type[KeyValues], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[type[KeyValues], tuple[Any, ...], dict[str, Any]]:
         """Give a copy its own memory and views of it."""
-        return KeyValues, (self.keys, self.values, self.patterns, self.backend, self.scale)
+        arguments = self.keys, self.values, self.patterns, self.backend, self.scale
+        return KeyValues, arguments, {"recent": self.recent}
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.write(slice(q.shape[2]), k, v)

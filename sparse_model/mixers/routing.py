@@ -227,14 +227,7 @@ class ClusteredAttention(Attention):
         return replace(super().work(positions, batch), bound=bound)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RoutedCache:
-        local = None
-        if self.local:
-            keys, values = (
-                empty_cache(batch, self.local, length, width, self.patterns, device=device, dtype=dtype)
-                for width in (self.head_width, self.network.width // self.heads)
-            )
-            local = KeyValues(keys, values, self.patterns, self.backend)
-        return RoutedCache(self, local, batch, length, device, dtype)
+        return RoutedCache(self, batch, length, device, dtype)
 
     def _parts(self, rows: Tensor) -> Sequence[Tensor]:
         """Split projected rows into q, k and v (B, N, H, ·), those of routed heads normalised."""
@@ -338,24 +331,20 @@ class RoutedCache(RowCache):
     members: RecentMembers
 
     def __init__(
-        self,
-        mixer: ClusteredAttention,
-        local: KeyValues | None,
-        batch: int,
-        length: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, mixer: ClusteredAttention, batch: int, length: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Make an empty cache of ``length`` positions; ``local`` is that of the local heads."""
-        self.mixer, self.local, config = mixer, local, mixer.config
-        self.window = min(config.window, length)
-        of_all = (batch, mixer.routed, length)
-        self.keys, self.values = (
-            torch.empty(*of_all, width, device=device, dtype=dtype)
-            for width in (mixer.head_width, mixer.network.width // mixer.heads)
-        )
+        """Make an empty cache of ``length`` positions; local heads have one of their own."""
+        self.mixer, self.window = mixer, min(mixer.config.window, length)
+        routed, widths = (batch, mixer.routed), (mixer.head_width, mixer.network.width // mixer.heads)
+        self.keys, self.values = (torch.empty(*routed, length, w, device=device, dtype=dtype) for w in widths)
+        self.local: KeyValues | None = None
+        if mixer.local:
+            keys, values = (
+                empty_cache(batch, mixer.local, length, w, mixer.patterns, device=device, dtype=dtype) for w in widths
+            )
+            self.local = KeyValues(keys, values, mixer.patterns, mixer.backend)
         # One more than a query reads, as its own position may be among them.
-        self.members = RecentMembers(of_all[:2], config.clusters, self.window + 1, length, device)
+        self.members = RecentMembers(routed, mixer.config.clusters, self.window + 1, length, device)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         local, outs = self.mixer.local, []

@@ -39,7 +39,6 @@ from longstride.kernels.patterns import GROUP as PATTERN_GROUP
 from longstride.kernels.patterns import PATTERNS, Dense, Pattern, pattern_from_json
 from longstride.kernels.registry import foreign_schema
 from longstride.sparse_model.division import Division, Traffic
-from longstride.sparse_model.mixers.attention import AttentionState
 from longstride.sparse_model.mixers.cache import KeyValues, Rows
 from longstride.sparse_model.mixers.convolution import CausalConvolution
 from longstride.sparse_model.network import POSITIVE, NetworkConfig, nearest_divisor
@@ -261,18 +260,18 @@ class Synthesizer(Mixer):
         values, queries, keys, *_ = head_rows
         if self.whole_scores:
             if state is not None:
-                cache, last = state.keys_values, first + values.shape[2]
-                cache.write(slice(first, last), values[..., :0] if keys is None else keys, values)
-                keys, values = cache.keys[:, :, :last], cache.values[:, :, :last]
+                last = first + values.shape[2]
+                state.write(slice(first, last), values[..., :0] if keys is None else keys, values)
+                keys, values = state.keys[:, :, :last], state.values[:, :, :last]
             out = self._weigh(head_rows, keys, values, first, heads)
         else:
             assert queries is not None and keys is not None
             if state is None:
                 out = sparse_attention(queries, keys, values, self.patterns[heads], scale=1.0, backend=self.backend)
             elif first or h.shape[1] == 1:
-                out = state.keys_values.extend(queries, keys, values, first)
+                out = state.extend(queries, keys, values, first)
             else:
-                out = state.keys_values.begin(queries, keys, values)
+                out = state.begin(queries, keys, values)
         (out,) = self.division.to_sections(out)
         return MixerOutput(self.projection(out.transpose(1, 2).flatten(2)))
 
@@ -376,16 +375,18 @@ class Synthesizer(Mixer):
         distinct = {pattern: pattern.mask(queries[:, None], keys) for pattern in dict.fromkeys(patterns)}
         return torch.stack([distinct[pattern] for pattern in (patterns if len(distinct) > 1 else patterns[:1])])
 
-    def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int) -> AttentionState:
-        recent = None if self.convolution is None else self.convolution.new_state(batch, length, device, back)
+    def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int) -> Rows:
         widths = self.product_width, self.network.width // self.heads
         if self.whole_scores:
-            rows = (torch.empty(batch, self.heads, length, width, device=device, dtype=dtype) for width in widths)
-            return AttentionState(Rows(*rows), recent)
-        keys, values = (
-            empty_cache(batch, self.heads, length, width, self.patterns, device=device, dtype=dtype) for width in widths
-        )
-        return AttentionState(KeyValues(keys, values, self.patterns, self.backend, scale=1.0), recent)
+            cache = Rows(*(torch.empty(batch, self.heads, length, w, device=device, dtype=dtype) for w in widths))
+        else:
+            keys, values = (
+                empty_cache(batch, self.heads, length, w, self.patterns, device=device, dtype=dtype) for w in widths
+            )
+            cache = KeyValues(keys, values, self.patterns, self.backend, scale=1.0)
+        if self.convolution is not None:
+            cache.recent = self.convolution.new_state(batch, length, device, back)
+        return cache
 
     def work(self, positions: int, batch: int) -> Work:
         """Count the projections and the pairs that the patterns allow; all pairs if all scores are computed."""

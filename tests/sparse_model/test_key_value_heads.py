@@ -89,7 +89,7 @@ def test_what_is_kept_and_projected_is_less_and_the_pairs_are_the_same(attention
     models = [SparseTransformer(small(attention={**attention, "key_value_heads": count})) for count in (4, 1)]
     kept = []
     for model in models:
-        state = model.new_states(2, 40, torch.device("cpu"), torch.float32)[0].keys_values
+        state = model.new_states(2, 40, torch.device("cpu"), torch.float32)[0]
         kept.append(state.keys.numel() + state.values.numel())
         assert state.keys.shape == (2, model.blocks[0].attention.key_value_heads, 40, 16)
     assert kept[0] == 4 * kept[1] == 2 * 2 * 40 * 64

@@ -98,9 +98,7 @@ def test_a_session_computes_no_gradient() -> None:
 def test_logits_are_wide_and_the_cache_is_the_models(dtype: torch.dtype) -> None:
     session = Session(awake().to(dtype))
     assert session.logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert all(
-        cache.keys.dtype == cache.values.dtype == dtype for cache in (state.keys_values for state in session.states)
-    )
+    assert all(state.keys.dtype == state.values.dtype == dtype for state in session.states)
 
 
 def test_a_session_goes_on_as_it_began() -> None:
@@ -108,7 +106,7 @@ def test_a_session_goes_on_as_it_began() -> None:
     model = awake()
     with torch.autocast("cpu", torch.bfloat16):
         within, state = Session(model), Session(model).states[0]
-        assert state.keys_values.keys.dtype == torch.bfloat16
+        assert state.keys.dtype == torch.bfloat16
         within.append(torch.tensor([1]))
     began = "the session began under autocast to torch.bfloat16, and continues without autocast"
     for go_on in (lambda: within.logits, lambda: within.selected(torch.tensor([0]))):
