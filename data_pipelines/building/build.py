@@ -5,6 +5,7 @@ shards of a killed build are kept, and the same command resumes from there, with
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,19 +14,19 @@ import numpy as np
 
 from longstride.data_pipelines.building.crew import Crew, join_crew
 from longstride.data_pipelines.building.folders import (
-    PresentOutput,
+    Output,
     UnfinishedFolder,
     check_apart,
     check_output,
     check_room,
+    holds_other_files,
     open_output,
     real_path,
 )
 from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings, DatasetSettings, FileSettings
 from longstride.data_pipelines.building.shard_writer import Piece, write_shard
 from longstride.data_pipelines.datasets import dataset_named, default_input, fetch_input
-from longstride.data_pipelines.documents import Document, LeftOut, OpenInput
-from longstride.data_pipelines.durable import durable_file
+from longstride.data_pipelines.documents import LeftOut, OpenInput
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Properties, modality_named
 from longstride.data_pipelines.palette import CHANNELS, Palette, make_palette
@@ -81,7 +82,7 @@ def build(
             an unfinished build of another plan.
     """
 
-    def coordinate() -> _Coordinator:
+    def begin() -> Output:
         kind = modality_named(modality)
         default = kind.suffixes if field is None else RECORD_SUFFIXES
         settings = FileSettings(
@@ -104,9 +105,9 @@ def build(
                 found(plan.left_out)
             return plan
 
-        return _Coordinator(paths, Path(output), settings, make_plan)
+        return _begin(paths, output, settings, make_plan)
 
-    return _build(coordinate, progress, crew)
+    return _build(begin, progress, crew)
 
 
 def build_dataset(
@@ -135,18 +136,17 @@ def build_dataset(
             cannot be fetched, and for an output as in ``build``.
     """
 
-    def coordinate() -> _Coordinator:
+    def begin() -> Output:
         dataset = dataset_named(name)
         settings = DatasetSettings(dataset, unpublished, shard_bytes, palette)
         place = Path(source) if source is not None else default_input(dataset)
-        return _Coordinator(
-            [place],
-            Path(output),
-            settings,
-            lambda: settings.plan([fetch_input(dataset, place, source is not None, download, progress)]),
-        )
 
-    return _build(coordinate, progress, crew)
+        def make_plan() -> BuildPlan:
+            return settings.plan([fetch_input(dataset, place, source is not None, download, progress)])
+
+        return _begin([place], output, settings, make_plan)
+
+    return _build(begin, progress, crew)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,134 +167,110 @@ class _Orders:
     place: UnfinishedFolder | None  # None: nothing is written
     output: Path
     content_bytes: int
-    palette: int | Palette | None
-    sampled: Sequence[Document]  # documents from which a palette is computed
-    seed: int  # of their pixels
 
 
-class _Coordinator:
-    """The first rank's side of a build: its plan and its output."""
+def _begin(inputs: list[Path], output: Path, settings: BuildSettings, make_plan: Callable[[], BuildPlan]) -> Output:
+    """Check the output before a long search, plan, and open the output. Raises DataError like ``build``."""
+    settings.check()
+    output = real_path(output)  # a link to a folder on a larger disk is followed
+    check_output(output, settings)
+    check_apart(inputs, output)
+    plan = make_plan()
+    check_room(output, plan.content_bytes)
+    return open_output(output, plan)
 
-    def __init__(
-        self, inputs: list[Path], output: Path, settings: BuildSettings, make_plan: Callable[[], BuildPlan]
-    ) -> None:
-        """Check the output before a long search, and plan. Raises DataError like ``build``."""
-        settings.check()
-        output = real_path(output)  # a link to a folder on a larger disk is followed
-        check_output(output, settings)
-        check_apart(inputs, output)
-        self._plan = plan = make_plan()
-        check_room(output, plan.content_bytes)
-        self._output = open_output(output, plan)
-        self._records: dict[str, ShardRecord] = {}
-        self.done_bytes = 0  # content bytes of the shards that are finished
-        self.orders = _Orders(
-            modality=settings.modality.name,
-            properties=plan.properties,
-            place=self._output.place,
-            output=output,
-            content_bytes=plan.content_bytes,
-            palette=settings.palette,
-            sampled=plan.spread("train", SAMPLED_DOCUMENTS) if isinstance(settings.palette, int) else (),
-            seed=getattr(settings, "seed", 0),
-        )
 
-    def tasks(self) -> Iterator[_Task]:
-        """Yield the shards that are not finished, in canonical order."""
-        for name, pieces in self._plan.shards():
-            finished = self._output.finished(name, pieces)
-            if finished is not None:
-                self.add(finished)
-            else:
-                yield _Task(name, pieces, self._output.records.get(name))
-
-    def add(self, record: ShardRecord) -> None:
-        self._records[record.name] = record
-        self.done_bytes += record.content_bytes
-
-    def finish(self, palette: Palette | None) -> DataManifest:
-        """Move the output into place, or check the existing one. Raises DataError on failure."""
-        manifest = self._plan.manifest(self._records, palette)
-        self._output.finish(manifest, palette)
+def _build(begin: Callable[[], Output], progress: Progress | None, crew: Crew | None) -> DataManifest:
+    """Run a build on all ranks. Only the first has the plan and the output."""
+    crew = join_crew() if crew is None else crew
+    with crew.bound_together(), ExitStack() as stack:
+        output = crew.on_first(begin)
+        orders = None
+        if output is not None:
+            stack.callback(output.close)
+            plan = output.plan
+            modality = plan.settings.modality.name
+            orders = _Orders(modality, plan.properties, output.place, output.path, plan.content_bytes)
+        orders = crew.broadcast(orders)
+        assert orders is not None  # the first rank has an output
+        try:
+            palette = crew.on_first(lambda: _settle_palette(output.plan) if output else None)
+            records = _make_shards(crew, output, orders, progress)
+            manifest = crew.broadcast(crew.on_first(lambda: output.finish(records, palette) if output else None))
+        except DataError as error:
+            if orders.place is None or not orders.place.holds_finished:
+                raise
+            folder = orders.place.folder
+            raise DataError(
+                f"{error}; finished shards are kept in {folder} for the same command with the same files and "
+                f"options; where a file or an option has to change, remove {folder} first"
+            ) from error
+        assert manifest is not None
         return manifest
 
-    def close(self) -> None:
-        self._output.close()
 
-
-def _build(coordinate: Callable[[], _Coordinator], progress: Progress | None, crew: Crew | None) -> DataManifest:
-    """Run a build on all ranks, coordinated by the first."""
-    crew = join_crew() if crew is None else crew
-    with crew.bound_together():
-        coordinator = crew.on_first(coordinate)
-        try:
-            orders = crew.broadcast(coordinator.orders if coordinator else None)
-            assert orders is not None  # the first rank has a coordinator
-            try:
-                palette = _settle_palette(crew, orders)
-                _make_shards(crew, coordinator, orders, progress)
-                manifest = crew.broadcast(crew.on_first(lambda: coordinator.finish(palette) if coordinator else None))
-            except DataError as error:
-                if orders.place is None or not orders.place.holds_finished:
-                    raise
-                folder = orders.place.folder
-                raise DataError(
-                    f"{error}; finished shards are kept in {folder} for the same command with the same files and "
-                    f"options; where a file or an option has to change, remove {folder} first"
-                ) from error
-            assert manifest is not None
-            return manifest
-        finally:
-            if coordinator is not None:
-                coordinator.close()
-
-
-def _settle_palette(crew: Crew, orders: _Orders) -> Palette | None:
-    """Return the palette on the first rank. All ranks sample pixels for a new one."""
-    palette = orders.palette
+def _settle_palette(plan: BuildPlan) -> Palette | None:
+    """Return the palette of the settings; a new one is computed from pixels of documents all over the train split."""
+    palette = plan.settings.palette
     if not isinstance(palette, int):
         return palette
-    pixels_per_document = -(-max(SAMPLED_PIXELS, _PIXELS_PER_COLOUR * palette) // len(orders.sampled))
-    modality = modality_named(orders.modality)
-
-    def sample_pixels() -> np.ndarray:
-        drawn = []
-        with OpenInput() as open_input:
-            for number in range(crew.rank, len(orders.sampled), crew.size):
-                document = orders.sampled[number]
-                content = document.read(open_input, modality, orders.properties, 0, document.size)
-                pixels = np.frombuffer(content, dtype=np.uint8).reshape(-1, CHANNELS)
-                generator = np.random.Philox(key=np.array([orders.seed, number], dtype=np.uint64))
-                drawn.append(pixels[generator.random_raw(pixels_per_document) % np.uint64(len(pixels))])
-        return np.concatenate([np.empty((0, CHANNELS), dtype=np.uint8), *drawn])
-
-    samples = crew.on_each(sample_pixels)
-    return crew.on_first(lambda: make_palette(np.concatenate(samples), palette))
+    members = plan.splits["train"]
+    count = min(SAMPLED_DOCUMENTS, len(members))
+    pixels_per_document = -(-max(SAMPLED_PIXELS, _PIXELS_PER_COLOUR * palette) // count)
+    samples = []
+    with OpenInput() as open_input:
+        for number in range(count):
+            document = members[number * len(members) // count]
+            content = document.read(open_input, plan.settings.modality, plan.properties, 0, document.size)
+            pixels = np.frombuffer(content, dtype=np.uint8).reshape(-1, CHANNELS)
+            key = np.array([getattr(plan.settings, "seed", 0), number], dtype=np.uint64)
+            drawn = np.random.Philox(key=key).random_raw(pixels_per_document) % np.uint64(len(pixels))
+            samples.append(pixels[drawn])
+    return make_palette(np.concatenate(samples), palette)
 
 
-def _make_shards(crew: Crew, coordinator: _Coordinator | None, orders: _Orders, progress: Progress | None) -> None:
-    """Write all shards in rounds of one per rank. After every round, each rank learns of the others' errors."""
-    tasks = coordinator.tasks() if coordinator else iter(())
-    done = reported = 0  # content bytes: of all finished shards, and of this rank's in this round
+def _make_shards(
+    crew: Crew, output: Output | None, orders: _Orders, progress: Progress | None
+) -> dict[str, ShardRecord]:
+    """Write all shards in rounds of one per rank. After every round, each rank learns of the others' errors.
+
+    Returns the records of all shards by name on the first rank.
+    """
+    records: dict[str, ShardRecord] = {}
+    finished = done = reported = 0  # content bytes of finished shards, also with this rank's in this round, in a report
+
+    def add(record: ShardRecord) -> None:
+        nonlocal finished
+        records[record.name] = record
+        finished += record.content_bytes
+
+    def tasks() -> Iterator[_Task]:
+        if output is None:
+            return
+        for name, pieces in output.plan.shards():
+            if (record := output.finished(name, pieces)) is not None:
+                add(record)
+            else:
+                yield _Task(name, pieces, output.records.get(name))
 
     def advance(size: int) -> None:
         nonlocal done, reported
         done += size
-        if progress is not None and coordinator is not None and done > reported:
+        if progress is not None and output is not None and done > reported:
             reported = done
             progress(done, orders.content_bytes)
 
+    remaining = tasks()
     with OpenInput() as open_input:
         while True:
-            any_left, task = crew.deal(tasks)
-            if coordinator:
-                done = coordinator.done_bytes
-                advance(0)
+            any_left, task = crew.deal(remaining)
+            done = finished
+            advance(0)
             if not any_left:
-                return
+                return records
             for record in crew.on_each(partial(_make_shard, task, orders, open_input, advance)):
-                if coordinator and record is not None:
-                    coordinator.add(record)
+                if output is not None and record is not None:
+                    add(record)
 
 
 def _make_shard(
@@ -307,11 +283,10 @@ def _make_shard(
     if place is None:
         record, _ = write_shard(None, task.name, task.pieces, modality, orders.properties, open_input, advance)
         if record != task.present:
-            raise PresentOutput.holds_other_files(orders.output)
+            raise holds_other_files(orders.output)
         return record
-    with durable_file(place.data / task.name, place.partial) as file:
+    with place.open(task.name) as file:
         record, index = write_shard(file, task.name, task.pieces, modality, orders.properties, open_input, advance)
-    with durable_file(place.data / record.index_name, place.partial) as file:
-        file.write(index)
+    place.write(record.index_name, [index])
     place.keep_record(record)
     return record

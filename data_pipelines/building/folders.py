@@ -19,10 +19,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings
 from longstride.data_pipelines.building.shard_writer import Piece, is_planned
@@ -71,8 +72,8 @@ def is_occupied(output: Path) -> bool:
     return os.path.lexists(output) and (not output.is_dir() or any(output.iterdir()))
 
 
-def check_output(output: Path, settings: BuildSettings) -> None:
-    """Raise DataError for an output that cannot become an identical build, before files are searched."""
+def check_output(output: Path, settings: BuildSettings) -> DataManifest | None:
+    """Return the manifest of an existing output. Raises DataError if the output cannot become an identical build."""
     try:
         if not output.name or output.is_mount():
             raise DataError(f"{output}: is a mount point, which cannot be replaced by a rename; name a folder in it")
@@ -83,14 +84,13 @@ def check_output(output: Path, settings: BuildSettings) -> None:
                 raise _cannot_be_made(output, f"{above} is not a folder")
             if not os.access(above, os.W_OK | os.X_OK):
                 raise _cannot_be_made(output, f"{above} cannot be written to")
-            return
+            return None
         if not (output / DataManifest.FILE_NAME).is_file():
-            raise DataError(
-                f"{output}: already exists, is not a data folder, and is not overwritten; name another output"
-            )
+            raise DataError(f"{output}: already exists, is not a data folder, and is not overwritten; name another")
         present = _load_present(output)
         if present.modality != settings.modality.name or dict(present.made["settings"]) != settings.to_json():
             raise DataError(f"{output}: holds a data set made with other settings; {_NOT_OVERWRITTEN}")
+        return present
     except OSError as error:  # no permission for the output, or for a folder above it
         raise _cannot_be_made(output, error.strerror or str(error)) from error
 
@@ -104,24 +104,21 @@ def check_room(output: Path, content_bytes: int) -> None:
         raise DataError(f"{output}: {rule}; exclude the largest files, or name an output on a larger disk")
 
 
-def open_output(output: Path, plan: BuildPlan) -> "PresentOutput | UnfinishedBuild":
+def open_output(output: Path, plan: BuildPlan) -> "Output":
     """Return the existing output, for comparison, or its unfinished build, locked and prepared for the plan.
 
     Raises DataError if the output holds something else, or if its unfinished build is locked, has another plan, or
     cannot be started.
     """
-    if is_occupied(output):
-        return PresentOutput(output, plan)
-    unfinished = UnfinishedBuild(output)
-    try:
-        if not is_occupied(output):
-            unfinished.begin(plan)
-            return unfinished
-        unfinished.tidy()  # another build has ended while this one looked for files
-    except BaseException:
-        unfinished.close()
-        raise
-    unfinished.close()
+    if not is_occupied(output):
+        with ExitStack() as stack:
+            unfinished = UnfinishedBuild(output, plan)
+            stack.callback(unfinished.close)
+            if not is_occupied(output):
+                unfinished.begin()
+                stack.pop_all()
+                return unfinished
+            unfinished.tidy()  # another build has ended while this one looked for files
     return PresentOutput(output, plan)
 
 
@@ -130,11 +127,11 @@ class PresentOutput:
 
     place = None
 
-    def __init__(self, output: Path, plan: BuildPlan) -> None:
+    def __init__(self, path: Path, plan: BuildPlan) -> None:
         """Compare the folder with the plan. Raises DataError if the plan alone shows that they differ."""
-        self._output = output
-        check_output(output, plan.settings)
-        manifest = _load_present(output)
+        self.path, self.plan = path, plan
+        manifest = check_output(path, plan.settings)
+        assert manifest is not None
         self.records = {record.name: record for record in manifest.shards()}
         count, is_alike = 0, True
         for name, pieces in plan.shards():
@@ -143,35 +140,37 @@ class PresentOutput:
             is_alike &= record is not None and is_planned(record, pieces, plan.settings.modality)
         same_properties = dict(manifest.properties) == dict(plan.properties)
         if not is_alike or count != len(self.records) or dict(manifest.made) != plan.made or not same_properties:
-            raise self.holds_other_files(output)
+            raise holds_other_files(path)
 
     def finished(self, name: str, pieces: list[Piece]) -> None:
         """Return None: every shard is compared."""
 
-    def finish(self, manifest: DataManifest, palette: Palette | None) -> None:
+    def finish(self, records: Mapping[str, ShardRecord], palette: Palette | None) -> DataManifest:
         """Raise DataError unless the folder is, to the last bit, the result of the build.
 
         Also remove the remains of a build that was killed after its output was complete.
         """
-        if _load_present(self._output).fingerprint != manifest.fingerprint:
-            raise self.holds_other_files(self._output)
-        findings = verify(self._output)
+        manifest = self.plan.manifest(records, palette)
+        if _load_present(self.path).fingerprint != manifest.fingerprint:
+            raise holds_other_files(self.path)
+        findings = verify(self.path)
         if findings:
             raise DataError(f"{findings[0]}; {_NOT_OVERWRITTEN}")
-        _log.info("%s: already there, and identical", self._output)
-        if UnfinishedFolder(self._output).folder.is_dir():
+        _log.info("%s: already there, and identical", self.path)
+        if UnfinishedFolder(self.path).folder.is_dir():
             with suppress(DataError):  # another build may hold it, or the folder may be read-only: no harm
-                leftover = UnfinishedBuild(self._output)
+                leftover = UnfinishedBuild(self.path, self.plan)
                 leftover.tidy()
                 leftover.close()
+        return manifest
 
     def close(self) -> None:
         pass
 
-    @staticmethod
-    def holds_other_files(output: Path) -> DataError:
-        """Return the error for an output from other files."""
-        return DataError(f"{output}: holds a data set made from other files; {_NOT_OVERWRITTEN}")
+
+def holds_other_files(output: Path) -> DataError:
+    """Return the error for an output from other files."""
+    return DataError(f"{output}: holds a data set made from other files; {_NOT_OVERWRITTEN}")
 
 
 def _load_present(output: Path) -> DataManifest:
@@ -192,6 +191,15 @@ class UnfinishedFolder:
 
     def record_path(self, shard_name: str) -> Path:
         return self.records / f"{shard_name.removesuffix('.tar')}.json"
+
+    def open(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a data file to be written. Raises DataError if it cannot be."""
+        return durable_file(self.data / name, self.partial)
+
+    def write(self, name: str, lines: Iterable[bytes]) -> None:
+        """Write a data file. Raises DataError if it cannot be."""
+        with self.open(name) as file:
+            file.writelines(lines)
 
     def keep_record(self, record: ShardRecord) -> None:
         """Mark a shard as finished, also for later builds. Raises DataError or OSError on failure."""
@@ -219,19 +227,15 @@ class UnfinishedBuild:
 
     records: Mapping[str, ShardRecord] = {}  # there is no output to compare with
 
-    def __init__(self, output: Path) -> None:
-        """Lock the folder. Raises DataError if another build into ``output`` is running, or it cannot be created."""
-        self._output = output
-        self._plan: BuildPlan | None = None
-        self.place = UnfinishedFolder(output)
-        self._lock = _lock(self.place.folder, output)
+    def __init__(self, path: Path, plan: BuildPlan) -> None:
+        """Lock the folder. Raises DataError if another build into ``path`` is running, or it cannot be created."""
+        self.path, self.plan = path, plan
+        self.place = UnfinishedFolder(path)
+        self._lock = _lock(self.place.folder, path)
 
-    def begin(self, plan: BuildPlan) -> None:
-        """Prepare the folder for the plan, or resume it.
-
-        Raises DataError if shards of another plan are finished.
-        """
-        self._plan, place = plan, self.place
+    def begin(self) -> None:
+        """Prepare the folder for the plan, or resume it. Raises DataError if shards of another plan are finished."""
+        plan, place = self.plan, self.place
         plan_path = place.folder / "plan.json"
         with as_data_error(place.folder, None):
             if place.holds_finished:
@@ -267,29 +271,25 @@ class UnfinishedBuild:
             recorded_sizes = [record.file_bytes, record.index_file.size]
         except (OSError, ValueError):
             return None
-        assert self._plan is not None  # set by ``begin``
-        is_this_one = record.name == name and is_planned(record, pieces, self._plan.settings.modality)
+        is_this_one = record.name == name and is_planned(record, pieces, self.plan.settings.modality)
         return record if sizes == recorded_sizes and is_this_one else None
 
-    def finish(self, manifest: DataManifest, palette: Palette | None) -> None:
+    def finish(self, records: Mapping[str, ShardRecord], palette: Palette | None) -> DataManifest:
         """Rename the complete data to the output, and remove the rest. Raises DataError on failure."""
+        manifest = self.plan.manifest(records, palette)
         if palette is not None:
-            with durable_file(self.place.data / Palette.FILE_NAME, self.place.partial) as file:
-                file.write(palette.to_ppm())
-        assert self._plan is not None  # set by ``begin``
+            self.place.write(Palette.FILE_NAME, [palette.to_ppm()])
         if manifest.pieces is not None:
-            with durable_file(self.place.data / manifest.pieces.name, self.place.partial) as file:
-                file.writelines(self._plan.piece_lines())
-        if first := next(lines := self._plan.source_lines(), None):
-            with durable_file(self.place.data / DataManifest.SOURCES_NAME, self.place.partial) as file:
-                file.writelines(chain((first,), lines))
-        with durable_file(self.place.data / DataManifest.FILE_NAME, self.place.partial) as file:
-            file.write(manifest.to_json().encode())
-        with as_data_error(self._output, None):
+            self.place.write(manifest.pieces.name, self.plan.piece_lines())
+        if first := next(lines := self.plan.source_lines(), None):
+            self.place.write(DataManifest.SOURCES_NAME, chain((first,), lines))
+        self.place.write(DataManifest.FILE_NAME, [manifest.to_json().encode()])
+        with as_data_error(self.path, None):
             flush_folder(self.place.data)
-            self.place.data.rename(self._output)  # replaces an empty folder; the system refuses to replace more
-            flush_folder(self._output.parent)
+            self.place.data.rename(self.path)  # replaces an empty folder; the system refuses to replace more
+            flush_folder(self.path.parent)
         self.tidy()
+        return manifest
 
     def tidy(self) -> None:
         """Remove the remains of a build that has ended. An unfinished build stays."""
@@ -309,6 +309,9 @@ class UnfinishedBuild:
                 shutil.rmtree(path)
             elif path.name != "lock":
                 path.unlink()
+
+
+Output = PresentOutput | UnfinishedBuild
 
 
 def _cannot_be_made(output: Path, reason: str) -> DataError:

@@ -248,12 +248,6 @@ class BuildPlan:
     def content_bytes(self) -> int:
         return sum(document.size for members in self.splits.values() for document in members)
 
-    def spread(self, split: str, count: int) -> list[Document]:
-        """Select at most ``count`` documents of a split, evenly spread over it."""
-        members = self.splits[split]
-        count = min(count, len(members))
-        return [members[place * len(members) // count] for place in range(count)]
-
     def shards(self) -> Iterator[tuple[str, list[Piece]]]:
         """Yield the name and the pieces of each shard, in canonical order. They are not stored."""
         for split, members in self.splits.items():
@@ -275,9 +269,9 @@ class BuildPlan:
         for key, split, piece in self._samples() if self.settings.modality.cut_reach else ():
             if piece.size < piece.document.size:
                 number, count = piece.numbering
-                document = piece.document
-                is_file = isinstance(document, FileDocument | RecordDocument | DocumentPart)
-                source = document.source if is_file else f"{self.settings.to_json()['dataset']}/{split}"
+                document, source = piece.document, f"{self.settings.to_json().get('dataset')}/{split}"
+                if isinstance(document, FileDocument | RecordDocument | DocumentPart):
+                    source = document.source
                 yield json.dumps({"key": key, "source": source, "piece": number, "of": count}).encode() + b"\n"
 
     def source_lines(self) -> Iterator[bytes]:

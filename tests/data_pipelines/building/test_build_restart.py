@@ -283,9 +283,9 @@ def test_build_never_holds_a_lock_that_was_removed(tmp_path, monkeypatch):
         flock(descriptor, operation)
 
     monkeypatch.setattr(module.fcntl, "flock", flock_late)
-    held = module.UnfinishedBuild(tmp_path / "data")
+    held = module.UnfinishedBuild(tmp_path / "data", None)
     with pytest.raises(DataError, match="another build into the same output"):
-        module.UnfinishedBuild(tmp_path / "data")
+        module.UnfinishedBuild(tmp_path / "data", None)
     held.close()
     assert len(calls) == 4
 
