@@ -32,7 +32,7 @@ from longstride.data_pipelines.datasets.dataset import (
 )
 from longstride.data_pipelines.datasets.members import Member
 from longstride.data_pipelines.documents import OpenInput
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, as_data_error
 
 _EDGE = 32
 _CLASSES = 10
@@ -62,7 +62,6 @@ _KNOWN = {
 
 _MOST_BYTES = 2**27  # of a pickled batch, which is held in memory: the published ones have 31 MB
 _MOST_STEPS = 2**20  # of its program: they have a tenth of them
-_MOST_SHOWN = 200  # characters of an error in a message
 _OTHER_OPERATIONS = {  # their arguments are no constants of the pickle
     *("PROTO", "FRAME", "GLOBAL", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"),
 }
@@ -84,10 +83,8 @@ class Cifar10(Dataset):
         """Find the splits in an archive, its folder, or a folder above."""
         names, batches = _version(find_members(path, _NAMES, _ARCHIVE_NAMES, _is_complete))
         if not batches:
-            raise DataError(
-                f"{path}: holds no batch of CIFAR-10 (data_batch_1.bin … test_batch.bin, or data_batch_1 … "
-                f"test_batch of the Python version); {self.where}"
-            )
+            rule = "(data_batch_1.bin … test_batch.bin, or data_batch_1 … test_batch of the Python version)"
+            raise DataError(f"{path}: holds no batch of CIFAR-10 {rule}; {self.where}")
         missing = [name for name in names if name not in batches]
         if missing and not unpublished:
             raise DataError(f"{path}: lacks {', '.join(missing)}; {WAY_OUT}")
@@ -127,15 +124,9 @@ def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
         batch = PickledBatch(member, _EDGE)
         return Stretch(batch, 0, len(batch.rows(open_input, 0, None)), _PICTURE_BYTES)
     if not member.size or member.size % _ROW_BYTES:
-        raise DataError(
-            f"{member.shown}: {member.size:,} bytes are not a multiple of {_ROW_BYTES:,} (a label and 32 x 32 x 3 "
-            "bytes); fetch it again"
-        )
+        rule = f"{member.size:,} bytes are not a multiple of {_ROW_BYTES:,} (a label and 32 x 32 x 3 bytes)"
+        raise DataError(f"{member.shown}: {rule}; fetch it again")
     return Stretch(PlaneRows(member, _EDGE, 0, labels=_CLASSES), 0, member.size // _ROW_BYTES, _PICTURE_BYTES)
-
-
-class RefusedPickleError(Exception):
-    """A pickle is not a batch: one line that says why."""
 
 
 class PickledBatch(Planes):
@@ -150,16 +141,13 @@ class PickledBatch(Planes):
                 raise DataError(f"{self.member.shown}: {rule}; fetch it again")
             with OpenInput() as open_file:  # `open_input` holds the array
                 content = self.member.read(open_file, 0, self.member.size)
-            try:
-                return batch_rows(content, _PICTURE_BYTES)
-            except RefusedPickleError as error:
-                raise DataError(f"{self.member.shown}: {error}; none of its code was run; fetch it again") from error
+            return batch_rows(self.member.shown, content, _PICTURE_BYTES)
 
         return open_input.get(self, load)[first:stop]
 
 
-def batch_rows(content: bytes, row_bytes: int) -> np.ndarray:
-    """Return the array of a pickled batch, (n, row_bytes) uint8. Raises RefusedPickleError.
+def batch_rows(where: str, content: bytes, row_bytes: int) -> np.ndarray:
+    """Return the array of a pickled batch, (n, row_bytes) uint8. Raises DataError, naming ``where``.
 
     The bytes of the array are the longest text of the pickle. Before them numpy writes the state of the array and of
     its type: version, shape, type, byte order, and whether by columns.
@@ -167,10 +155,10 @@ def batch_rows(content: bytes, row_bytes: int) -> np.ndarray:
     numbers: deque[int] = deque(maxlen=10)
     texts: deque[str | bytes] = deque(maxlen=2)
     longest: tuple[list[int], list[str | bytes], str | bytes] = [], [], b""  # with the constants before it
-    try:
+    with as_data_error(where, damage=(Exception,), damaged="cannot be read as a pickle"):
         for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
             if number > _MOST_STEPS:
-                raise RefusedPickleError(f"has more than {_MOST_STEPS:,} operations, more than any batch")
+                raise ValueError(f"it has more than {_MOST_STEPS:,} operations, more than any batch")
             value: Any = {"NEWTRUE": True, "NEWFALSE": False}.get(operation.name, argument)
             if isinstance(value, int) and operation.name not in _OTHER_OPERATIONS:
                 numbers.append(value)
@@ -179,16 +167,11 @@ def batch_rows(content: bytes, row_bytes: int) -> np.ndarray:
                     longest = list(numbers), list(texts), value
                 texts.append(value)
         raw = longest[2] if isinstance(longest[2], bytes) else longest[2].encode("latin1")
-    except RefusedPickleError:
-        raise
-    except Exception as error:  # damage may raise anything
-        words = " ".join(str(error)[:_MOST_SHOWN].split()) or type(error).__name__
-        raise RefusedPickleError(f"cannot be read as a pickle ({words})") from error
     match longest[:2]:
         case [1, int(count), int(width), 0, 1, 3, -1, -1, 0, 0], ["u1" | b"u1", "|" | b"|"]:
             if width == row_bytes and len(raw) == count * width:
                 return np.frombuffer(raw, dtype=np.uint8).reshape(count, width)
-    raise RefusedPickleError(f'is not a batch: a dictionary whose "data" is an array of bytes in rows of {row_bytes}')
+    raise DataError(f"{where}: is not a batch, whose array of bytes has rows of {row_bytes}; fetch it again")
 
 
 CIFAR10 = Cifar10(

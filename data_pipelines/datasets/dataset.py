@@ -37,16 +37,13 @@ class PublishedFile:
 
     def check(self, member: Member, open_input: OpenInput) -> None:
         """Raise DataError for a member that differs from the published file."""
+        problem = None
         if member.size != self.size:
-            raise DataError(
-                f"{member.shown}: {member.size:,} bytes, but the published file has {self.size:,}; {WAY_OUT}"
-            )
-        digest = member.digest(open_input, self.algorithm)
-        if digest != self.digest:
-            name = self.algorithm.upper()
-            raise DataError(
-                f"{member.shown}: its {name} is {digest}, but the published one is {self.digest}; {WAY_OUT}"
-            )
+            problem = f"{member.size:,} bytes, but the published file has {self.size:,}"
+        elif (digest := member.digest(open_input, self.algorithm)) != self.digest:
+            problem = f"its {self.algorithm.upper()} is {digest}, but the published one is {self.digest}"
+        if problem is not None:
+            raise DataError(f"{member.shown}: {problem}; {WAY_OUT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +114,8 @@ def fetch_input(dataset: Dataset, place: Path, is_given: bool, download: bool, p
     if not is_given and not download:
         raise DataError(f"--input: must name the archive or folder of {dataset.name}; {how}")
     with as_data_error(place):
-        if not (download and place.is_dir()):
-            is_present = place.exists()
-        elif archive is None:  # no program may download it: any file counts as the dataset
-            is_present = any(place.iterdir())
-        else:
+        is_present = place.exists()
+        if download and place.is_dir() and archive is not None:  # a folder of other files may lack the dataset
             is_present = any(path.name in dataset.file_names for path in files_in(place))
     if is_present:
         return place

@@ -81,17 +81,13 @@ class ImageNet64(Dataset):
         batches = {name: member for name, member in members.items() if name in _NAMES}
         if members and not batches:
             pickled = next(iter(members.values()))
-            raise DataError(
-                f"{pickled.path}: holds pickled batches, which are not supported; fetch the archives of npz files"
-            )
+            raise DataError(f"{pickled.path}: holds pickled batches, which are not supported; fetch the npz archives")
         content = self._of_batches(path, batches, unpublished) if batches else self._of_pictures(path)
         counts = tuple(len(content.splits.get(split, ())) for split in ("train", "validation"))
         if not unpublished and counts not in self.counts:
             published = " or ".join(f"{train:,} and {validation:,}" for train, validation in self.counts)
-            raise DataError(
-                f"{path}: {counts[0]:,} pictures to train on and {counts[1]:,} to validate with, but the published set "
-                f"has {published}; {WAY_OUT}"
-            )
+            pictures = f"{counts[0]:,} pictures to train on and {counts[1]:,} to validate with"
+            raise DataError(f"{path}: {pictures}, but the published set has {published}; {WAY_OUT}")
         return content
 
     def _of_batches(self, path: Path, batches: Mapping[str, Member], unpublished: bool) -> DatasetContent:
@@ -163,15 +159,11 @@ def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
         shape, columns_first, kind = read(file)
     if columns_first or kind != np.uint8:
         order = "column" if columns_first else "row"
-        raise DataError(
-            f"{data.shown}: an array of {kind} {order} by {order}; must be bytes row by row; fetch it again"
-        )
+        raise DataError(f"{data.shown}: an array of {kind} {order} by {order}; must be bytes by rows; fetch it again")
     offset = file.tell()
     if len(shape) != 2 or shape[1] != _PICTURE_BYTES or offset + shape[0] * _PICTURE_BYTES != data.size:
         words = "x".join(map(str, shape))
-        raise DataError(
-            f"{data.shown}: an array of {words} bytes; must be pictures x {_PICTURE_BYTES:,}; fetch it again"
-        )
+        raise DataError(f"{data.shown}: an array of {words}; must be pictures x {_PICTURE_BYTES:,}; fetch it again")
     return Stretch(PlaneRows(data, _EDGE, offset), 0, shape[0], _PICTURE_BYTES)
 
 

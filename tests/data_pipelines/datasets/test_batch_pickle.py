@@ -8,7 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from longstride.data_pipelines.datasets.cifar10 import RefusedPickleError, batch_rows
+from longstride.data_pipelines.datasets.cifar10 import batch_rows
+from longstride.data_pipelines.errors import DataError
 from tests.harness.data.published_files import in_planes, pictures, python2_pickle, python3_pickle
 
 BATCH = pictures(3, 32)
@@ -18,12 +19,12 @@ def test_batch_pickle_by_python2_is_the_array():
     """The file that the test writes is one that numpy itself reads to the same array."""
     content = python2_pickle(BATCH)
     assert np.array_equal(pickle.loads(content, encoding="bytes")[b"data"], in_planes(BATCH))
-    assert np.array_equal(batch_rows(content, 3072), in_planes(BATCH))
+    assert np.array_equal(batch_rows("a", content, 3072), in_planes(BATCH))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 def test_batch_pickle_by_python3_is_the_array(protocol):
-    assert np.array_equal(batch_rows(python3_pickle(BATCH, protocol), 3072), in_planes(BATCH))
+    assert np.array_equal(batch_rows("a", python3_pickle(BATCH, protocol), 3072), in_planes(BATCH))
 
 
 class _Runs:
@@ -40,8 +41,8 @@ class _Runs:
 @pytest.mark.parametrize("call", [os.system, subprocess.getoutput], ids=["system", "getoutput"])
 def test_batch_pickle_runs_nothing(tmp_path, call, protocol):
     content = pickle.dumps({b"data": _Runs(call, f"touch {tmp_path}/ran")}, protocol=protocol)
-    with pytest.raises(RefusedPickleError, match="is not a batch"):
-        batch_rows(content, 3072)
+    with pytest.raises(DataError, match="is not a batch"):
+        batch_rows("a", content, 3072)
     assert list(tmp_path.iterdir()) == []
     pickle.loads(content)  # what would have run
     assert (tmp_path / "ran").exists()
@@ -62,14 +63,14 @@ def test_batch_pickle_runs_nothing(tmp_path, call, protocol):
     ids=["short", "signed", "wide", "by columns", "flat", "objects", "bytes", "none"],
 )
 def test_batch_pickle_of_another_array_is_refused(data):
-    with pytest.raises(RefusedPickleError):
-        batch_rows(pickle.dumps({b"data": data}, protocol=2), 3072)
+    with pytest.raises(DataError):
+        batch_rows("a", pickle.dumps({b"data": data}, protocol=2), 3072)
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1]), python2_pickle(BATCH)[:-9]])
 def test_batch_pickle_that_is_none_is_refused(content):
-    with pytest.raises(RefusedPickleError, match=r"cannot be read as a pickle|is not a batch"):
-        batch_rows(content, 3072)
+    with pytest.raises(DataError, match=r"cannot be read as a pickle|is not a batch"):
+        batch_rows("a", content, 3072)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +90,8 @@ def test_batch_pickle_that_is_none_is_refused(content):
 def test_batch_pickle_takes_no_more_than_it_holds(content):
     """Each claims a length, or repeats something long, which would take gigabytes, or 200 times its own size."""
     tracemalloc.start()
-    with pytest.raises(RefusedPickleError):
-        batch_rows(content, 3072)
+    with pytest.raises(DataError):
+        batch_rows("a", content, 3072)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**19

@@ -149,7 +149,7 @@ def test_cifar10_with_a_batch_missing_is_refused(cifar, tmp_path):
         ({"data_batch_1.bin": b""}, "0 bytes are not a multiple"),
         ({"data_batch_1.bin": b"\x0a" * 3073 * 30}, r"data_batch_1\.bin: a label is 10; must be less than 10"),
         ({"test_batch.bin": b"\0" * 3073}, "holds no picture to train on"),
-        ({"data_batch_1": b"\0" * 3073}, r"data_batch_1: cannot be read as a pickle .*; none of its code was run"),
+        ({"data_batch_1": b"\0" * 3073}, r"data_batch_1: cannot be read as a pickle \(.*\); fetch it again"),
         ({"a.tar.gz": b"\x1f\x8b" + b"\0" * 99}, r"a\.tar\.gz: is compressed by gzip, and damaged or cut short"),
     ],
     ids=["empty", "CIFAR-100", "rows", "nothing", "label", "test alone", "no pickle", "no archive"],
@@ -292,7 +292,7 @@ def test_imagenet64_reads_folders_of_pictures(tmp_path, validation):
     [
         ({}, r"holds neither npz batches .* nor a folder of pictures named train or train_64x64; log in at https"),
         ({"val_data.npz": npz(pictures(2, 64))}, r"holds no picture to train on; fetch it again"),
-        ({"train_data_batch_1.npz": npz(pictures(2, 32))}, r"an array of 2x3072 bytes; must be pictures x 12,288"),
+        ({"train_data_batch_1.npz": npz(pictures(2, 32))}, r"an array of 2x3072; must be pictures x 12,288"),
         ({"train_data_batch_1.npz": b"PK\x03\x04" + b"0" * 99}, r"train_data_batch_1\.npz: is damaged or cut short"),
         ({"train_data_batch_1.npz": npz(pictures(2, 64))[:9000]}, "is damaged or cut short"),
         ({"train_data_batch_1.npz": npz_of("(((")}, r"data\.npy\): cannot be read as an array \(.*\); fetch it again"),
