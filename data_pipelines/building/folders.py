@@ -246,10 +246,8 @@ class UnfinishedBuild:
                 if begun != plan.identity:
                     same_settings = isinstance(begun, dict) and begun.get("settings") == plan.identity["settings"]
                     what = "other files, or files that changed since" if same_settings else "other settings"
-                    raise DataError(
-                        f"{place.folder}: holds an unfinished build of {what}; remove that folder to start over, "
-                        "or name another output"
-                    )
+                    mend = "remove that folder to start over, or name another output"
+                    raise DataError(f"{place.folder}: holds an unfinished build of {what}; {mend}")
             else:
                 self._clear()
             if place.partial.is_dir():

@@ -100,9 +100,8 @@ class FileSettings(BuildSettings):
     def check(self) -> None:
         if self.field is not None:
             if self.modality.name != "text":
-                raise DataError(
-                    f"field={self.field}: only applies to text, and this is {self.modality.name}; take modality text"
-                )
+                rule = f"only applies to text, and this is {self.modality.name}; take modality text"
+                raise DataError(f"field={self.field}: {rule}")
             if self.requested.get("raw"):
                 raise DataError(f"field={self.field}: reads the records of a file, and raw its bytes; leave one out")
             if not self.field:
@@ -113,9 +112,8 @@ class FileSettings(BuildSettings):
                 good = ", ".join(names) or "none"
                 raise DataError(f"{name}: is not a property of {self.modality.name}; its properties: {good}")
         if not 0 <= self.validation_fraction < 1:
-            raise DataError(
-                f"validation_fraction={self.validation_fraction}: must be at least 0 and less than 1, such as 0.05"
-            )
+            rule = "must be at least 0 and less than 1, such as 0.05"
+            raise DataError(f"validation_fraction={self.validation_fraction}: {rule}")
         if self.hold_out_end and not self.validation_fraction:
             rule = "must be more than 0 when the end is held out, such as 0.05"
             raise DataError(f"validation_fraction={self.validation_fraction}: {rule}")

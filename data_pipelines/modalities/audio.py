@@ -81,10 +81,7 @@ class Audio(Modality):
         if "rate" not in requested:
             rate = _form(path, file).rate
             if rate > _MOST_RATE:
-                raise DataError(
-                    f"{path}: has {rate} Hz; at most {_MOST_RATE} Hz are allowed; resample it with a --rate such as "
-                    "12000"
-                )
+                raise DataError(f"{path}: has {rate} Hz; at most {_MOST_RATE} are allowed; name a --rate such as 12000")
             return {"rate": rate, **members}
         if not 1 <= requested["rate"] <= _MOST_RATE:
             raise DataError(f"rate={requested['rate']}: must be from 1 to 2**31 - 1 Hz; such as 12000")
@@ -217,10 +214,8 @@ class _StreamedContent:
             return b""
         content = self._stream.read(offset, end - offset)
         if self._stream.position < end:
-            raise DataError(
-                f"{self._path}: says {self._frames} frames (at {self._rate} Hz) and holds {self._stream.position}: "
-                "it is cut short; fetch it again or exclude it"
-            )
+            sizes = f"says {self._frames} frames (at {self._rate} Hz) and holds {self._stream.position}"
+            raise DataError(f"{self._path}: {sizes}: it is cut short; fetch it again or exclude it")
         return content
 
     def _mulaw_blocks(self) -> Iterator[bytes]:
@@ -260,10 +255,8 @@ def _form(path: Path, file: BinaryIO) -> Form:
 def _form_of_set(path: Path, file: BinaryIO, properties: Properties) -> Form:
     form, rate = _form(path, file), properties["rate"]
     if form.rate != rate and not properties.get("resampled"):
-        raise DataError(
-            f"{path}: has {form.rate} Hz, but the set's first file has {rate}; resample all files to one rate with "
-            f"--rate {rate}"
-        )
+        rule = f"has {form.rate} Hz, but the set's first file has {rate}"
+        raise DataError(f"{path}: {rule}; resample all files to one rate with --rate {rate}")
     return form
 
 
@@ -275,10 +268,8 @@ def frames_at(path: Path, form: Form, rate: int) -> int:
     if form.rate == rate:
         return form.frames
     if max(form.rate, rate) > _MAX_RATIO * min(form.rate, rate):
-        raise DataError(
-            f"{path}: has {form.rate} Hz, too far from {rate} to be resampled (at most {_MAX_RATIO} to 1); name a rate "
-            "such as 12000, or exclude the file"
-        )
+        rule = f"has {form.rate} Hz, too far from {rate} to be resampled (at most {_MAX_RATIO} to 1)"
+        raise DataError(f"{path}: {rule}; name a rate such as 12000, or exclude the file")
     try:
         import soxr  # noqa: F401
     except ImportError as error:

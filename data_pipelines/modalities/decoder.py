@@ -16,6 +16,7 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities.wav import find_chunks, read_at
 
+_WRITE_AGAIN = "write it again, such as with `ffmpeg -i IN OUT.flac`, or exclude it"
 _FULL_SCALE = 2**31
 _BLOCK_SAMPLES = 2**20  # decoded at once, over all channels, of which there may be 1,024
 _MOST_PARTS = 1000  # tags, or multiplexed streams, at the beginning of a file
@@ -99,22 +100,13 @@ def _opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
         raise DataError(f"{path}: is damaged or cut short ({words}); fetch it again or exclude it") from error
 
 
-class _Info(NamedTuple):
-    """The content of an Info header."""
-
-    frames: int  # before trimming at both ends
-    end: int  # offset of the end of the stream in the file; 0 if unknown
-
-
 def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> None:
     """Check that the decoder's number of frames covers all sound of a file of that kind. Moves the file.
 
     Raises DataError if the number is a guess, or only of the first of several concatenated files.
     """
     if frames >= _UNKNOWN_FRAMES:
-        raise DataError(
-            f"{path}: does not declare its length; write it again, such as with `ffmpeg -i IN OUT.flac`, or exclude it"
-        )
+        raise DataError(f"{path}: does not declare its length; {_WRITE_AGAIN}")
     has_several = False
     if kind == "MP3":
         start = _after_tags(file, 0)
@@ -122,13 +114,11 @@ def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> N
         first = _MPEG_FRAME.search(head)
         info = _info_in(head, first.start(), start) if first else None
         # A decoder that reads the header returns its frames; otherwise, as for other layers, it guesses.
-        if info is None or not info.frames - _TRIMMED <= frames <= info.frames:
-            raise DataError(
-                f"{path}: does not declare its length (an MP3 file without an Info header); write it again, such as "
-                "with `ffmpeg -i IN -c copy OUT.mp3`, or exclude it"
-            )
-        if info.end:
-            end = _after_tags(file, info.end)
+        if info is None or not info[0] - _TRIMMED <= frames <= info[0]:
+            mend = "write it again, such as with `ffmpeg -i IN -c copy OUT.mp3`, or exclude it"
+            raise DataError(f"{path}: does not declare its length (an MP3 file without an Info header); {mend}")
+        if info[1]:
+            end = _after_tags(file, info[1])
             tail = read_at(file, end, _SEARCH_BYTES)
             has_several = any(_info_in(tail, frame.start(), end) for frame in _MPEG_FRAME.finditer(tail))
     elif kind == "OGG":
@@ -143,10 +133,8 @@ def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> N
             place += _OGG_HEAD + head[26] + sum(head[_OGG_HEAD : _OGG_HEAD + head[26]])
         has_several = last_page >= 0 and tail[last_page:][14:18] not in serials
     if has_several:
-        raise DataError(
-            f"{path}: holds several sounds one after another, and only the first would be read; split it, write it "
-            "again, such as with `ffmpeg -i IN OUT.flac`, or exclude it"
-        )
+        rule = "holds several sounds one after another, and only the first would be read"
+        raise DataError(f"{path}: {rule}; split it, {_WRITE_AGAIN}")
 
 
 def _after_tags(file: BinaryIO, place: int) -> int:
@@ -164,8 +152,11 @@ def _after_tags(file: BinaryIO, place: int) -> int:
     return place
 
 
-def _info_in(buffer: bytes, place: int, start: int) -> _Info | None:
-    """Parse the Info header of the MPEG frame at a place of a buffer, which begins at ``start`` in the file."""
+def _info_in(buffer: bytes, place: int, start: int) -> tuple[int, int] | None:
+    """Parse the Info header of the MPEG frame at a place of a buffer, which begins at ``start`` in the file.
+
+    Returns the number of frames before trimming at both ends, and where the stream ends in the file, or 0 if unknown.
+    """
     version_1, mono = bool(buffer[place + 1] & 0x08), buffer[place + 3] >> 6 == 3
     side_bytes = {(True, False): 32, (True, True): 17, (False, False): 17, (False, True): 9}[version_1, mono]
     for name in (place + 4 + side_bytes, place + 6 + side_bytes):  # the second is after a checksum
@@ -173,5 +164,5 @@ def _info_in(buffer: bytes, place: int, start: int) -> _Info | None:
             flags, count, size = (int.from_bytes(buffer[name + 4 * n : name + 4 * n + 4], "big") for n in (1, 2, 3))
             if not flags & 1:  # flags of the fields that are present
                 return None
-            return _Info(count * (1152 if version_1 else 576), start + place + size if flags & 2 else 0)
+            return count * (1152 if version_1 else 576), start + place + size if flags & 2 else 0
     return None

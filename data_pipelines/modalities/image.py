@@ -64,10 +64,8 @@ class Image(Modality):
         if requested:
             height, width = (requested.get(name, 0) for name in self.asks)
             if min(height, width) < 1 or height * width > MAX_PIXELS:
-                raise DataError(
-                    f"height={height}, width={width}: must both be set, each to at least 1, and together to at most "
-                    f"{MAX_PIXELS:,} pixels; such as 64 and 64"
-                )
+                rule = f"must both be set, each to at least 1, and together to at most {MAX_PIXELS:,} pixels"
+                raise DataError(f"height={height}, width={width}: {rule}; such as 64 and 64")
         else:
             height, width = picture_size(path, file)
         return {"height": height, "width": width, "channels": CHANNELS, "resized": int(bool(requested))}
@@ -106,10 +104,8 @@ class Image(Modality):
         """Encode tokens, (height x width x 3,) integers 0..255, as a PPM file."""
         content = token_bytes(tokens)
         if len(content) != self.document_bytes(properties):
-            raise DataError(
-                f"{len(content)} tokens: a picture of {_size_words(*_shape(properties)[:2])} in "
-                f"{CHANNELS} channels is {self.document_bytes(properties)}"
-            )
+            size = f"{_size_words(*_shape(properties)[:2])} in {CHANNELS} channels"
+            raise DataError(f"{len(content)} tokens: a picture of {size} is {self.document_bytes(properties)}")
         return self.header(len(content), properties) + content
 
     def parse_build_option(self, option: Option, value: str) -> dict[str, int]:
@@ -229,10 +225,8 @@ def _shape(properties: Properties) -> tuple[int, int, int]:
 def _check_size(path: Path, size: tuple[int, ...], properties: Properties) -> None:
     height, width, _ = _shape(properties)
     if size != (height, width):
-        raise DataError(
-            f"{path}: is {_size_words(*size)} pixels, but the set's first picture is {_size_words(height, width)}; "
-            f"scale all pictures to one size with --image-size {height}x{width}"
-        )
+        rule = f"is {_size_words(*size)} pixels, but the set's first picture is {_size_words(height, width)}"
+        raise DataError(f"{path}: {rule}; scale all pictures to one size with --image-size {height}x{width}")
 
 
 def _size_words(height: int, width: int) -> str:

@@ -217,11 +217,9 @@ def registered(group: str, kind: type) -> list[Any]:
             instance = loaded() if isinstance(loaded, type) else loaded
         except Exception as error:  # the other package may raise anything
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise DataError(
-                f"{group}: {entry.value} cannot be imported ({why}); repair or uninstall its package"
-            ) from None
+            raise DataError(f"{group}: {entry.value} cannot be imported ({why}); repair or uninstall it") from None
         if not isinstance(instance, kind):
-            raise DataError(f"{group}: {entry.value} must be a {kind.__name__}; repair or uninstall its package")
+            raise DataError(f"{group}: {entry.value} must be a {kind.__name__}; repair or uninstall it")
         instances.append(instance)
     return instances
 

@@ -101,10 +101,8 @@ def _open_picture(file: BinaryIO, most_reads: int = _MOST_READS) -> ImageFile.Im
     if picture.width * picture.height > MAX_PIXELS:
         raise Image.DecompressionBombError
     if any(tile[0] in _SLOW for tile in picture.tile) and picture.width * picture.height > _MOST_SLOW_PIXELS:
-        raise ValueError(
-            f"of more than {_MOST_SLOW_PIXELS:,} pixels, a PPM must be binary with values up to 255, and a BMP must be "
-            "uncompressed"
-        )
+        rule = "a PPM must be binary with values up to 255, and a BMP must be uncompressed"
+        raise ValueError(f"of more than {_MOST_SLOW_PIXELS:,} pixels, {rule}")
     counted.remaining = most_reads
     return picture
 

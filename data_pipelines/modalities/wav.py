@@ -87,16 +87,12 @@ def read_format(path: Path, file: BinaryIO) -> WavFormat | None:
     if tag == _EXTENSIBLE and content[26:40] == _TAG_GUID_TAIL:
         (tag,) = struct.unpack("<H", content[24:26])
     if (tag == PCM and bits not in (8, 16, 24, 32)) or (tag == MULAW and bits != 8):
-        raise DataError(
-            f"{path}: has WAV format {tag} with {bits} bits; must be PCM (1) of 8, 16, 24 or 32 bits or mu-law (7); "
-            f"{_CONVERT}"
-        )
+        rule = "must be PCM (1) of 8, 16, 24 or 32 bits or mu-law (7)"
+        raise DataError(f"{path}: has WAV format {tag} with {bits} bits; {rule}; {_CONVERT}")
     is_one_width = tag in (PCM, _FLOAT, _ALAW, MULAW)
     if not channels or not rate or not frame_bytes or (is_one_width and frame_bytes != channels * bits // 8):
-        raise DataError(
-            f"{path}: is a broken WAV file ({channels} channels of {bits} bits at {rate} Hz in frames of {frame_bytes} "
-            f"bytes); {_CONVERT}"
-        )
+        form = f"{channels} channels of {bits} bits at {rate} Hz in frames of {frame_bytes} bytes"
+        raise DataError(f"{path}: is a broken WAV file ({form}); {_CONVERT}")
     offset, size = chunks[b"data"]
     if size % frame_bytes:  # of an encoded block, for a decoder
         raise DataError(
@@ -229,10 +225,8 @@ def find_chunks(path: Path, file: BinaryIO, start: int = 0) -> dict[bytes, tuple
                 sound_bytes = size
             chunks.setdefault(name, (offset, size))
         elif name in layout.sound or name.startswith(_LAYOUT_MAGICS):
-            raise DataError(
-                f"{path}: holds several sounds one after another, and only the first would be read; split it at byte "
-                f"{place}, or exclude it"
-            )
+            rule = "holds several sounds one after another, and only the first would be read"
+            raise DataError(f"{path}: {rule}; split it at byte {place}, or exclude it")
         elif offset + size > file_bytes or (name_bytes == 4 and not all(0x20 <= byte < 0x7F for byte in name)):
             break
         place = offset + size + -size % layout.multiple
@@ -246,20 +240,17 @@ def find_chunks(path: Path, file: BinaryIO, start: int = 0) -> dict[bytes, tuple
 def _check_size(path: Path, size: int, present: int, repair: str) -> None:
     """Raise DataError if a file holds less sound than it states."""
     if size > present:
-        raise DataError(
-            f"{path}: says {size} bytes of sound and holds {max(0, present)}: it is cut short, or written to a "
-            f"pipe; fetch it again, or {repair}"
-        )
+        rule = f"says {size} bytes of sound and holds {max(0, present)}: it is cut short, or written to a pipe"
+        raise DataError(f"{path}: {rule}; fetch it again, or {repair}")
 
 
 def _check_end(path: Path, file: BinaryIO, size: int, end: int, repair: str) -> None:
     """Raise DataError if a file continues after its last chunk with more than a few bytes of padding."""
     extra_bytes = file.seek(0, 2) - end
     if extra_bytes >= _HEAD_BYTES or read_at(file, end, _HEAD_BYTES).strip(b"\0"):
-        raise DataError(
-            f"{path}: says {size} bytes of sound, and {extra_bytes} bytes follow that are not a chunk: they may "
-            f"be sound, if a recorder was stopped or the file exceeds 4 GiB;  {repair}"
-        )
+        rule = f"says {size} bytes of sound, and {extra_bytes} bytes follow that are not a chunk"
+        why = "they may be sound, if a recorder was stopped or the file exceeds 4 GiB"
+        raise DataError(f"{path}: {rule}: {why}; {repair}")
 
 
 def read_at(file: BinaryIO, place: int, size: int) -> bytes:
