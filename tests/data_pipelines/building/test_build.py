@@ -23,7 +23,7 @@ from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.shards.verify import verify
 from longstride.data_pipelines.stores import open_store
-from tests.harness.data.builds import folder_bytes, numbered_files, payloads_of, write_files
+from tests.harness.data.builds import folder_bytes, numbered_files, payloads_of, stop_half_way, write_files
 
 UNFINISHED = ".data.unfinished"
 
@@ -276,13 +276,7 @@ def test_build_never_writes_over_other_files_or_damage(tmp_path):
 
 def test_build_that_is_interrupted_keeps_what_is_finished(tmp_path):
     source = write_files(tmp_path / "source", numbered_files(30))
-
-    def stop(done: int, total: int) -> None:
-        if done > total // 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build([source], tmp_path / "data", shard_bytes=500, progress=stop)
+    stop_half_way(build, [source], tmp_path / "data", shard_bytes=500)
     assert sorted(path.name for path in tmp_path.iterdir()) == [UNFINISHED, "source"]
     assert len(list((tmp_path / UNFINISHED / "records").iterdir())) >= 3
     assert list((tmp_path / UNFINISHED / "partial").iterdir()) == []

@@ -11,7 +11,16 @@ from longstride.data_pipelines.building.crew import join_crew
 from longstride.data_pipelines.building.planning import FileSettings
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
-from tests.harness.data.builds import ended, folder_bytes, numbered_files, outcome, start, worker_words, write_files
+from tests.harness.data.builds import (
+    ended,
+    folder_bytes,
+    numbered_files,
+    outcome,
+    start,
+    stop_half_way,
+    worker_words,
+    write_files,
+)
 from tests.harness.data.published_files import CIFAR_BATCHES, pictures, tarred, write_cifar
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mpirun comes with the dev extra on Linux")
@@ -101,12 +110,7 @@ def test_build_with_a_mistake_of_ours_on_one_rank_ends_on_all(source, tmp_path):
 
 
 def test_build_goes_on_with_another_number_of_ranks(source, alone, tmp_path):
-    def stop(done: int, total: int) -> None:
-        if done > total // 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build([source], tmp_path / "data", progress=stop, **ARGUMENTS)
+    stop_half_way(build, [source], tmp_path / "data", **ARGUMENTS)
     place = tmp_path / ".data.unfinished"
     kept = {path.stem: (place / "data" / f"{path.stem}.tar").stat() for path in place.glob("records/*")}
     code, _, errors = ended(start(worker_words(source, tmp_path / "data", ARGUMENTS), ranks=3))

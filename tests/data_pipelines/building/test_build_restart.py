@@ -26,6 +26,7 @@ from tests.harness.data.builds import (
     kill_session,
     numbered_files,
     start,
+    stop_half_way,
     worker_words,
     write_files,
 )
@@ -145,19 +146,9 @@ def test_build_that_ends_at_any_of_many_moments_leaves_all_or_nothing(tmp_path):
     assert die_everywhere(tmp_path, source, {"validation_fraction": 0.2, "shard_bytes": 600}) > 100
 
 
-class Stop(Exception):  # noqa: N818  not an error: a build that a test ends
-    """Ends a build."""
-
-
 def begin_build(source: Path, output: Path, **arguments: Any) -> dict[str, bytes]:
     """Stop a build half way, and return the content of its folder."""
-
-    def stop(done: int, total: int) -> None:
-        if done > total // 2:
-            raise Stop
-
-    with pytest.raises(Stop):
-        build([source], output, progress=stop, **arguments)
+    stop_half_way(build, [source], output, **arguments)
     return everything(output.parent / f".{output.name}.unfinished")
 
 

@@ -1,22 +1,19 @@
 """The end of the data as the validation split: of one document, and of several where it is asked for."""
 
 import gzip
-import io
 import json
 import random
-import wave
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from longstride.data_pipelines.building import shard_writer
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.shards import verify
-from tests.harness.data.builds import OutOfOrder, folder_bytes, payloads_of, write_files
+from tests.harness.data.builds import OutOfOrder, folder_bytes, payloads_of, picture, sound, write_files
 
 FRACTIONS = [0.05, 0.7]
 COUNTS = [1, 2, 20]
@@ -27,19 +24,12 @@ def text(size: int, draw: random.Random) -> bytes:
     return "".join(draw.choices(LETTERS, k=size)).encode()
 
 
-def sound(size: int, draw: random.Random) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as written:
-        written.setparams((1, 2, 8000, 0, "NONE", ""))
-        written.writeframes(draw.randbytes(2 * size))
-    return file.getvalue()
+def noise(size: int, draw: random.Random) -> bytes:
+    return sound(np.frombuffer(draw.randbytes(2 * size), dtype="<i2"))
 
 
-def picture(size: int, draw: random.Random) -> bytes:
-    file = io.BytesIO()
-    pixels = np.frombuffer(draw.randbytes(48), dtype=np.uint8).reshape(4, 4, 3)
-    Image.fromarray(pixels).save(file, "png")
-    return file.getvalue()
+def tile(size: int, draw: random.Random) -> bytes:
+    return picture(np.frombuffer(draw.randbytes(48), dtype=np.uint8).reshape(4, 4, 3))
 
 
 def sources(kind: str, count: int) -> tuple[dict[str, bytes], dict]:
@@ -53,8 +43,8 @@ def sources(kind: str, count: int) -> tuple[dict[str, bytes], dict]:
     make, suffix, asked = {
         "text": (text, ".txt", {}),
         "gzip": (lambda size, draw: gzip.compress(text(size, draw), mtime=0), ".gz", {"suffixes": [".gz"]}),
-        "audio": (sound, ".wav", {"modality": "audio"}),
-        "image": (picture, ".png", {"modality": "image"}),
+        "audio": (noise, ".wav", {"modality": "audio"}),
+        "image": (tile, ".png", {"modality": "image"}),
     }[kind]
     return {f"{number}{suffix}": make(size, draw) for number, size in enumerate(sizes)}, asked
 
@@ -121,9 +111,9 @@ def test_end_of_the_data_is_held_out(tmp_path, monkeypatch, kind, count, fractio
         ({"a.txt": b"abc"}, {"validation_fraction": 0.9}, r"=0\.9: holds out all of 3 bytes;"),
         ({"a.txt": b"a", "b.txt": b"b"}, {"hold_out_end": True}, r"=0\.05: holds out none of 2 bytes;"),
         ({"a.jsonl": b'{"t": "ab"}'}, {"field": "t"}, r"=0\.05: holds out none of 2 bytes;"),
-        ({"a.wav": sound(9, random.Random(0))}, {"modality": "audio"}, r"=0\.05: holds out none of 9 bytes;"),
+        ({"a.wav": noise(9, random.Random(0))}, {"modality": "audio"}, r"=0\.05: holds out none of 9 bytes;"),
         (
-            {"a.png": picture(0, random.Random(0))},
+            {"a.png": tile(0, random.Random(0))},
             {"modality": "image"},
             r"=0\.05: the only file, a\.png, cannot be in",
         ),

@@ -8,20 +8,19 @@ import io
 import json
 import os
 import re
-import wave
 from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from PIL import Image
 
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import split_bytes
 from longstride.data_pipelines.shards import DataFolder, index_tars, verify
 from longstride.launcher import cli
+from tests.harness.data.builds import picture, sound, write_files
 from tests.harness.data.tars import write_tar
 
 
@@ -35,27 +34,6 @@ def cached(folder: Path, files: dict[str, bytes], revision: str = "0123abcd") ->
         blob.write_bytes(content)
         link.symlink_to(os.path.relpath(blob, link.parent))
     return folder / "snapshots" / revision
-
-
-def plain(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder
-
-
-def picture(number: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (4, 4), (number, 0, 0)).save(file, "png")
-    return file.getvalue()
-
-
-def sound(number: int) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as target:
-        target.setparams((1, 2, 1000, 0, "NONE", ""))
-        target.writeframes(np.full(50, 100 * number, "<i2").tobytes())
-    return file.getvalue()
 
 
 def rows(number: int) -> bytes:
@@ -76,8 +54,8 @@ KINDS = {
     "texts": ("{}.txt", text, {}),
     "lines": ("data/{}.jsonl", line, {"field": "text"}),
     "rows": ("data/{}.parquet", rows, {"field": "text"}),
-    "pictures": ("{}.png", picture, {"modality": "image"}),
-    "sounds": ("{}.wav", sound, {"modality": "audio"}),
+    "pictures": ("{}.png", lambda number: picture(np.full((4, 4, 3), number, np.uint8)), {"modality": "image"}),
+    "sounds": ("{}.wav", lambda number: sound(np.full(50, 100 * number)), {"modality": "audio"}),
     "other names": ("{}.rs", text, {"suffixes": (".rs",)}),
 }
 
@@ -88,7 +66,10 @@ def test_links_to_files_are_read_as_the_files_are(tmp_path, kind):
     files = {name.format(number): content(number) for number in range(12)}
     source = cached(tmp_path / "datasets--a--b", files)
     manifest = build([source], tmp_path / "linked", **options)
-    assert manifest.fingerprint == build([plain(tmp_path / "plain", files)], tmp_path / "copied", **options).fingerprint
+    assert (
+        manifest.fingerprint
+        == build([write_files(tmp_path / "plain", files)], tmp_path / "copied", **options).fingerprint
+    )
     assert manifest.made["left_out"]["symlinks"] == 0 and verify(tmp_path / "linked") == []
     assert build([source], tmp_path / "linked", **options) == manifest  # compared with what is there
     first = next(iter(files))
@@ -98,8 +79,8 @@ def test_links_to_files_are_read_as_the_files_are(tmp_path, kind):
 
 def test_a_file_is_taken_once_by_its_own_name_or_else_by_its_first(tmp_path, capsys):
     """Otherwise it could be in both splits."""
-    source = plain(tmp_path / "source", {"m.txt": b"m", "sub/n.txt": b"n"})
-    plain(tmp_path / "else", {"x.txt": b"x"})
+    source = write_files(tmp_path / "source", {"m.txt": b"m", "sub/n.txt": b"n"})
+    write_files(tmp_path / "else", {"x.txt": b"x"})
     for name, target in (
         ("a.txt", "m.txt"),
         ("z.txt", "sub/n.txt"),
@@ -123,7 +104,7 @@ def test_a_file_is_taken_once_by_its_own_name_or_else_by_its_first(tmp_path, cap
 
 @pytest.mark.parametrize("inputs", [("links", "files"), ("files", "links"), ("links/a.txt", "again")])
 def test_a_file_that_a_link_in_another_input_leads_to_is_taken_once(tmp_path, inputs):
-    plain(tmp_path / "files", {"x.txt": b"x"})
+    write_files(tmp_path / "files", {"x.txt": b"x"})
     for folder in ("links", "again"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.txt").symlink_to(tmp_path / "files" / "x.txt")
@@ -142,7 +123,7 @@ def test_a_whole_cache_of_several_revisions_is_taken_once(tmp_path):
 
 
 def test_links_to_folders_and_to_nothing_are_counted_and_said(tmp_path, capsys):
-    source = plain(tmp_path / "source", {"a.txt": b"a"})
+    source = write_files(tmp_path / "source", {"a.txt": b"a"})
     (source / "circle").symlink_to(".")
     (source / "folder.txt").symlink_to("circle")
     (source / "nowhere.txt").symlink_to("missing")
@@ -170,7 +151,7 @@ def test_links_to_folders_and_to_nothing_are_counted_and_said(tmp_path, capsys):
     ],
 )
 def test_a_folder_of_links_that_lead_to_no_file_is_refused_with_the_way_out(tmp_path, target, message):
-    plain(tmp_path / "folder", {"a.txt": b"a"})
+    write_files(tmp_path / "folder", {"a.txt": b"a"})
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.txt").symlink_to(tmp_path / target)
     with pytest.raises(DataError, match=message):
@@ -193,7 +174,7 @@ def test_advice_leads_to_a_data_folder_and_never_in_a_circle(tmp_path, capsys, k
         "no suffix": {f"{number}": text(number) for number in range(9)},
         "mixed": {f"{number}.{end}": line(number) for number in range(9) for end in ("json", "rs", "x")},
     }.get(kind) or {KINDS[kind][0].format(number): KINDS[kind][1](number) for number in range(9)}
-    source = (cached if linked else plain)(tmp_path / "source", files)
+    source = (cached if linked else write_files)(tmp_path / "source", files)
     ways: list[tuple[str, ...]] = [()]
     reached = 0
     for number in range(40):

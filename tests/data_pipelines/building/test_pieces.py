@@ -19,7 +19,7 @@ from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.shards import DataFolder, sample_documents, verify
 from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.stores import open_store
-from tests.harness.data.builds import OutOfOrder, folder_bytes, numbered_files, write_files
+from tests.harness.data.builds import OutOfOrder, folder_bytes, numbered_files, stop_half_way, write_files
 from tests.harness.data.published_files import zipped
 from tests.hostile.generators.http_servers import FaultyServer
 
@@ -126,13 +126,7 @@ def test_pieces_are_the_same_whoever_writes_them(texts, small, tmp_path):
     build([texts], tmp_path / "data", **arguments)
     build([texts], tmp_path / "by three", crew=OutOfOrder(), **arguments)
     assert folder_bytes(tmp_path / "by three") == folder_bytes(tmp_path / "data")
-
-    def stop(done: int, total: int) -> None:
-        if done > total // 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build([texts], tmp_path / "again", progress=stop, **arguments)
+    stop_half_way(build, [texts], tmp_path / "again", **arguments)
     kept = {path.name: path.stat().st_ino for path in (tmp_path / ".again.unfinished" / "data").glob("*.npy")}
     build([texts], tmp_path / "again", crew=OutOfOrder(), **arguments)
     assert folder_bytes(tmp_path / "again") == folder_bytes(tmp_path / "data")
@@ -216,12 +210,6 @@ def test_an_unfinished_build_cut_within_characters_is_not_gone_on_with(texts, sm
     with monkeypatch.context() as older:
         older.setattr(text_kind, "cut_reach", 0)
         older.setattr(text_kind, "cut", lambda self, content, place: place)
-
-        def stop(done: int, total: int) -> None:
-            if done > total // 2:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            build([texts], tmp_path / "data", shard_bytes=120, progress=stop)
+        stop_half_way(build, [texts], tmp_path / "data", shard_bytes=120)
     with pytest.raises(DataError, match="holds an unfinished build of other settings; remove that folder"):
         build([texts], tmp_path / "data", shard_bytes=120)

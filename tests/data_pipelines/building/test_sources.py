@@ -9,14 +9,12 @@ import lzma
 import random
 import resource
 import sys
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
-from longstride.data_pipelines import records
 from longstride.data_pipelines.building import shard_writer
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
@@ -241,14 +239,6 @@ def test_numbers_beside_the_text_may_have_any_number_of_digits(tmp_path):
     line = b'{"text": "a", "number": ' + b"7" * 5000 + b"}\n"
     source = write_files(tmp_path / "source", {"a.jsonl": line})
     assert build([source], tmp_path / "data", field="text", validation_fraction=0).splits["train"].documents == 1
-
-
-def test_lines_of_any_length_take_time_that_is_linear_in_their_bytes():
-    long = b"x" * 2**22
-    blocks = [long[place : place + 2**12] for place in range(0, len(long), 2**12)]
-    assert list(records._lines(Path("a"), iter([b"a\nb", b"c\n\n", *blocks, b"\n", b"d"]))) == [
-        b"a\n", b"bc\n", b"\n", long + b"\n", b"d",
-    ]  # fmt: skip
 
 
 @pytest.mark.campaign

@@ -20,6 +20,7 @@ from longstride.data_pipelines.order.contexts import Cut, Span
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
 from longstride.data_pipelines.shards import DataFolder, index_tars, sample_documents, verify
 from longstride.launcher import cli
+from tests.harness.data.builds import sound
 from tests.harness.data.streams import open_stream
 
 AUDIO = MODALITIES["audio"]
@@ -33,9 +34,8 @@ def sets(tmp_path):
     (tmp_path / "source").mkdir()
     for number in range(9):
         frames = 2 * SAMPLE_BYTES + 777 if number == 4 else 100 + 37 * number
-        with wave.open(str(tmp_path / "source" / f"{number}.wav"), "wb") as file:
-            file.setparams((1, 2, 8000, 0, "NONE", ""))
-            file.writeframes((generator.normal(0, 60, frames) ** 3 / 40).astype("<i2").tobytes())
+        content = sound(generator.normal(0, 60, frames) ** 3 / 40)
+        (tmp_path / "source" / f"{number}.wav").write_bytes(content)
     folders = [tmp_path / "mulaw", tmp_path / "pcm"]
     for folder, properties in zip(folders, ({}, PCM), strict=True):
         build([tmp_path / "source"], folder, modality="audio", properties=properties, shard_bytes=30_000)

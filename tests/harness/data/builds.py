@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import io
 import json
 import os
 import shutil
@@ -13,8 +14,14 @@ import sys
 import tarfile
 import tempfile
 import time
+import wave
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
 
 from longstride.data_pipelines.building.crew import Crew
 from longstride.data_pipelines.shards.manifest import DataManifest
@@ -48,6 +55,33 @@ def write_files(folder: Path, files: dict[str, bytes]) -> Path:
 def numbered_files(count: int, first: int = 0) -> dict[str, bytes]:
     """Make small files in four folders; the same number gives the same file."""
     return {f"{number % 4}/f{number}.py": f"content {number}\n".encode() * 9 for number in range(first, first + count)}
+
+
+def picture(pixels: np.ndarray) -> bytes:
+    """Make a PNG file of pixels, (height, width, 3) uint8."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+def sound(samples: np.ndarray, rate: int = 8000) -> bytes:
+    """Make a WAV file of samples, (frames,) int16."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as target:
+        target.setparams((1, 2, rate, 0, "NONE", ""))
+        target.writeframes(samples.astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def stop_half_way(make: Callable[..., object], *arguments: Any, **options: Any) -> None:
+    """Run a build that a person stops after half of the bytes."""
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(*arguments, progress=stop, **options)
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
