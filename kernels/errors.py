@@ -25,7 +25,7 @@ class Problem:
         elif self.value is ...:
             text = f"{self.path}: {self.rule}"
         else:
-            text = f"{self.path}={_shown(self.value)}: {self.rule}"
+            text = f"{self.path}={format_value(self.value)}: {self.rule}"
         # A name may contain line ends and control characters.
         return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
@@ -68,7 +68,7 @@ def nearest(key: str, names: Iterable[str]) -> str:
     return f"known: {', '.join(names)}" if names else "no key is known here"
 
 
-def _shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value as JSON if possible, in one line, truncated to a readable length."""
     try:
         text = json.dumps(value, ensure_ascii=False)

@@ -6,10 +6,9 @@ gradients of other data, or another learning rate, are summed like any others.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from longstride.kernels import Problem
+from longstride.kernels import Problem, format_value
 from longstride.launcher.config import flattened
 from longstride.launcher.data import RunSetup
 from longstride.launcher.engine import package_versions
@@ -28,7 +27,6 @@ _LOCAL_KEYS = (
     *(f"deepspeed.{name}." for name in ("comet", "csv_monitor", "tensorboard", "wandb")),
 )
 _LOCAL_KEY_ENDS = (".nvme_path", ".output_file")  # DeepSpeed's offload folders, and the file of its profiler
-_MOST_CHARACTERS = 80  # of a value
 _Setup = tuple[dict[str, object], str, dict[str, str]]  # values by path, and the place and the splits of the data
 
 
@@ -62,21 +60,11 @@ def _problem(path: str, first: _Setup, second: _Setup, first_name: str, second_n
     (values, place, splits), (other_values, other_place, other_splits) = first, second
     if path == _DATA:
         what = ModelData.different_splits(splits, other_splits)
-        there = f"{shorten(other_place)} has for {second_name}"
+        there = f"{other_place} has for {second_name}"
         return Problem(path, f"has {what} for {first_name} than {there}; give all hosts the same data", place)
-    there = f"has {short_json(other_values[path])}" if path in other_values else "leaves it out"
+    there = f"has {format_value(other_values[path])}" if path in other_values else "leaves it out"
     installed = path in (_CODE, "torch", "deepspeed") or ":" in path  # a class of another package
     remedy = "install the same on all hosts" if installed else "give all ranks the same configuration"
     value = values.get(path, ...)
     rule = f"{first_name} {'leaves it out' if value is ... else 'has it'}, and {second_name} {there}; {remedy}"
     return Problem(path, rule, value)
-
-
-def shorten(text: str) -> str:
-    """Cut a text to 80 characters."""
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
-
-
-def short_json(value: object) -> str:
-    """Return a value as JSON of at most 80 characters."""
-    return shorten(json.dumps(value, ensure_ascii=False))
