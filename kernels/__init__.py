@@ -13,5 +13,5 @@ else:
     from longstride.kernels.attention import check_backend, num_pairs, sparse_attention
     from longstride.kernels.backends import has_bf16_products
     from longstride.kernels.decoding import CachedAttention, allowed_keys, attend_one, empty_cache, num_keys_read
-    from longstride.kernels.errors import ConfigError, Problem, format_value, join_paths, nearest
+    from longstride.kernels.errors import ConfigError, Problem, join_paths, nearest
     from longstride.kernels.selected import attend_listed, selected_attention

@@ -25,9 +25,18 @@ class Problem:
         elif self.value is ...:
             text = f"{self.path}: {self.rule}"
         else:
-            text = f"{self.path}={format_value(self.value)}: {self.rule}"
+            text = f"{self.path}={self.format_value(self.value)}: {self.rule}"
         # A name may contain line ends and control characters.
         return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+    @staticmethod
+    def format_value(value: object) -> str:
+        """Format a value as JSON if possible, in one line, truncated to a readable length."""
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError):
+            text = " ".join(repr(value).split())
+        return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
 class ConfigError(ValueError):
@@ -66,12 +75,3 @@ def nearest(key: str, names: Iterable[str]) -> str:
     if close:
         return f"nearest {close[0]}"
     return f"known: {', '.join(names)}" if names else "no key is known here"
-
-
-def format_value(value: object) -> str:
-    """Format a value as JSON if possible, in one line, truncated to a readable length."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        text = " ".join(repr(value).split())
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longstride.kernels import Problem, format_value
+from longstride.kernels import Problem
 from longstride.launcher.config import flattened
 from longstride.launcher.data import RunSetup
 from longstride.launcher.engine import package_versions
@@ -62,7 +62,7 @@ def _problem(path: str, first: _Setup, second: _Setup, first_name: str, second_n
         what = ModelData.different_splits(splits, other_splits)
         there = f"{other_place} has for {second_name}"
         return Problem(path, f"has {what} for {first_name} than {there}; give all hosts the same data", place)
-    there = f"has {format_value(other_values[path])}" if path in other_values else "leaves it out"
+    there = f"has {Problem.format_value(other_values[path])}" if path in other_values else "leaves it out"
     installed = path in (_CODE, "torch", "deepspeed") or ":" in path  # a class of another package
     remedy = "install the same on all hosts" if installed else "give all ranks the same configuration"
     value = values.get(path, ...)

@@ -15,7 +15,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 from torch.nn import functional as F
 
-from longstride.kernels import ConfigError, Problem, format_value
+from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import Checkpoint, SavedState, open_checkpoint
 from longstride.launcher.config import flattened
 from longstride.launcher.data import RunSetup, WeightSource
@@ -148,8 +148,8 @@ def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: s
         raise ConfigError(f"--from={options.path}: none of its tensors fits the model; leave it out")
     old, new = (flattened(config.model_dump(mode="json"), "model") for config in (source, model))
     changed = tuple(
-        f"{path} was {format_value(old[path]) if path in old else 'left out'}, "
-        f"is {format_value(new[path]) if path in new else 'left out'}"
+        f"{path} was {Problem.format_value(old[path]) if path in old else 'left out'}, "
+        f"is {Problem.format_value(new[path]) if path in new else 'left out'}"
         for path in sorted((old.keys() | new.keys()) - {f"model.{key}" for key in _FREE})
         if old.get(path, ...) != new.get(path, ...)
     )
@@ -187,7 +187,7 @@ def _misfit_problems(
     problems = []
     for key, phrases in by_key.items():
         others = f", as {len(phrases) - 1} more do not fit" if len(phrases) > 1 else ""
-        value = f"{format_value(old[key])} as there" if key in old else "the model without it"
+        value = f"{Problem.format_value(old[key])} as there" if key in old else "the model without it"
         fresh = all(name.startswith(_POSITIONS) for name in phrases)
         option = "--from-positions fresh" if fresh else "--from-partly"
         rule = f"{next(iter(phrases.values()))}{others}; take {value}, or {option}, which initialises what does not fit"
