@@ -16,7 +16,6 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -233,10 +232,15 @@ def unreachable(hosts: Sequence[str], files: Sequence[str]) -> dict[str, str]:
 
 def ask(hosts: Sequence[str], script: str, seconds: float) -> dict[str, subprocess.CompletedProcess[str] | str]:
     """Run a shell command on all hosts at once; return for each the completed process, or why there is none."""
+    options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *options]
 
     def answer(host: str) -> subprocess.CompletedProcess[str] | str:
+        command = [*ssh, host, script]
         try:
-            return _ssh(host, script, seconds)
+            return subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
+            )
         except subprocess.TimeoutExpired:
             return "no answer"
         except FileNotFoundError:
@@ -259,18 +263,4 @@ def end_launches(hosts: Sequence[str], pattern: str) -> None:
     quoted = shlex.quote(pattern)
     # DeepSpeed's launch ends its ranks, kills them after 30 seconds, and ends itself last.
     line = f"pkill -f -- {quoted}; for _ in $(seq {_SSH_SECONDS + 10}); do pgrep -f -- {quoted} || break; sleep 1; done"
-
-    def end(host: str) -> None:
-        with suppress(subprocess.TimeoutExpired, FileNotFoundError):
-            _ssh(host, line, 3 * _SSH_SECONDS)
-
-    with ThreadPoolExecutor(_SSH_AT_ONCE) as pool:
-        list(pool.map(end, hosts))
-
-
-def _ssh(host: str, script: str, seconds: float) -> subprocess.CompletedProcess[str]:
-    options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *options, host, script]
-    return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
-    )
+    ask(hosts, line, 3 * _SSH_SECONDS)

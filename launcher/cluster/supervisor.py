@@ -193,9 +193,8 @@ def _end_launcher(child: subprocess.Popen[bytes], file: StopFile, message: str) 
             with suppress(psutil.Error):
                 process.terminate()
     say(message)
-    end = time.monotonic() + _LAUNCHER_END_SECONDS
-    while child.poll() is None and time.monotonic() < end:
-        time.sleep(0.05)
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(_LAUNCHER_END_SECONDS)
 
 
 def local_ranks() -> list[psutil.Process]:
