@@ -122,14 +122,6 @@ def test_fetch_survives_all_faults_at_once_in_the_background(protocol, bucket, o
     assert "trying again in" in caplog.text
 
 
-def test_fetch_goes_on_where_a_server_without_ranges_broke_off(bucket, opened):
-    files = make_files(bucket, 400_000)
-    server = FaultyServer(bucket, 0.8, seed=1, faults=("cut",), ignore_range=True)
-    with server as url:
-        assert opened(url, attempts=50).local(files[0]).read_bytes() == (bucket / files[0].name).read_bytes()
-    assert len(server.requests) > 1
-
-
 def test_bytes_that_came_at_once_with_a_break_are_kept(bucket, opened):
     """This includes the manifest, if the server states its version."""
     (file,) = make_files(bucket, 100_000)
@@ -170,19 +162,6 @@ def test_errors_that_no_attempt_mends_come_at_once(bucket, opened, monkeypatch):
             store.close()
     assert len(server.of(f"bucket/{gone.name}")) == 2
     assert len(server.of(f"bucket/{files[1].name}")) == 2
-
-
-@pytest.mark.parametrize("protocol", ["http", "s3"])
-def test_server_that_stalls_is_an_error_in_bounded_time(protocol, bucket, opened, monkeypatch):
-    files = make_files(bucket, 10)
-    server = FaultyServer(bucket.parent, 1, faults=("stall",), stall_seconds=30)
-    with server as url:
-        store = opened(location_at(protocol, url, monkeypatch), attempts=3)
-        began = time.monotonic()
-        with pytest.raises(DataError, match=r"nothing came for 0\.3 s .* given up after 3 attempts in a row"):
-            store.local(files[0])
-        assert time.monotonic() - began < 10
-        store.close()
 
 
 def test_server_that_is_not_there_is_an_error(opened):
