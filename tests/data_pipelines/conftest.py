@@ -11,6 +11,7 @@ from longstride.data_pipelines.building import shard_writer
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord
 from longstride.data_pipelines.shards.reading import SampleReader
+from tests.hostile.generators.http_servers import quick_servers  # noqa: F401
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 from tests.harness.runs import configuration
 from tests.harness.tiny_models import random_export
 from tests.hostile.commands import Commands
+from tests.hostile.generators.http_servers import quick_servers  # noqa: F401
 from tests.launcher.conftest import data, exported, shared, trained  # noqa: F401
 
 BASES = {

@@ -18,7 +18,7 @@ import pytest
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores import open_store, remote, transport
+from longstride.data_pipelines.stores import open_store, remote
 from tests.harness.data.builds import write_files
 from tests.harness.data.streams import open_stream
 from tests.harness.runs import configuration
@@ -26,6 +26,7 @@ from tests.hostile.commands import Commands, campaign, sampled
 from tests.hostile.generators.http_servers import Exchange, FaultyServer, QuietHandler, serving
 from tests.hostile.generators.lies import CUT_BYTES, LIES, SECRET
 
+pytestmark = pytest.mark.usefixtures("quick_servers")
 SECONDS = {"timeout_seconds": 0.3, "window_seconds": 1.5, "least_bytes_per_second": 20_000.0}
 MOST_BYTES = 2**20
 # Of one answer: both ends' sockets and what is read or decompressed at once, sent before it is noticed.
@@ -44,13 +45,6 @@ SAMPLE = (
     "chunk extension without end", "reason of 8,000 letters", "redirect to a file", "redirect on and on",
     "status line of 95 kB",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "FIRST_WAIT_SECONDS", 0.005)
-    monkeypatch.setattr(transport, "LONGEST_WAIT_SECONDS", 0.02)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 @pytest.fixture(scope="session")

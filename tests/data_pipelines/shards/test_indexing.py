@@ -25,7 +25,7 @@ from longstride.data_pipelines.shards import DataFolder, sample_documents
 from longstride.data_pipelines.shards.indexing import PIECE_BYTES, index_tars
 from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.shards.verify import check_split, verify
-from longstride.data_pipelines.stores import open_store, transport
+from longstride.data_pipelines.stores import open_store
 from tests.harness.data.streams import open_stream
 from tests.harness.data.tars import add, gnu_tar, peak_of_indexing, write_shards, write_tar
 from tests.hostile.generators.http_servers import FaultyServer
@@ -273,14 +273,7 @@ def test_a_name_that_leaves_the_folder_is_refused(tars, tmp_path):
 # Elsewhere.
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_WAIT_SECONDS", 0.005)
-    monkeypatch.setattr(transport, "LONGEST_WAIT_SECONDS", 0.02)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-
-def test_tars_behind_a_failing_server_are_indexed_and_read(tars, tmp_path, quick):
+def test_tars_behind_a_failing_server_are_indexed_and_read(tars, tmp_path, quick_servers):
     folder, texts = tars
     settings = RemoteSettings(cache=str(tmp_path / "cache"), cache_bytes=10**6, timeout_seconds=0.3)
     server = FaultyServer(folder.parent, share=0.2, seed=1, stall_seconds=1)
@@ -299,7 +292,7 @@ def test_tars_behind_a_failing_server_are_indexed_and_read(tars, tmp_path, quick
     assert DataFolder(tmp_path / "local").manifest.fingerprint == DataFolder(tmp_path / "served").manifest.fingerprint
 
 
-def test_each_remote_tar_is_read_once(tars, tmp_path, quick):
+def test_each_remote_tar_is_read_once(tars, tmp_path, quick_servers):
     folder, _ = tars
     server = FaultyServer(folder)
     with server as url:

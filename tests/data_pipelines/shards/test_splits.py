@@ -6,10 +6,7 @@ import gzip
 import re
 import shlex
 import string
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from hypothesis import example, given
@@ -21,6 +18,7 @@ from longstride.data_pipelines.shards import index_tars
 from longstride.data_pipelines.shards.tars import FoundTar, deal_tars
 from longstride.launcher import cli
 from tests.harness.data.tars import write_tar
+from tests.hostile.generators.http_servers import serving_folder
 
 SPLITS = {
     "train": "train",
@@ -173,22 +171,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", ["folder", "pattern", "unpack", "web", "fsspec"])
-def test_local_packed_and_remote_tars_are_dealt_alike(folder, tmp_path, monkeypatch, place):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+def test_local_packed_and_remote_tars_are_dealt_alike(folder, tmp_path, quick_servers, place):
     options = {"remote": RemoteSettings(cache=str(tmp_path / "cache")), "unpack": place == "unpack"}
     if place == "unpack":
         for path in list(folder.rglob("*.tar")):
             path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
             path.unlink()
     if place == "web":
-        handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
-        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-            thread.start()
-            manifest = index_tars([f"http://127.0.0.1:{server.server_port}/"], tmp_path / "index", **options)
-            server.shutdown()
-            thread.join()
+        with serving_folder(folder) as url:
+            manifest = index_tars([f"{url}/"], tmp_path / "index", **options)
     elif place == "fsspec":
         import fsspec
 

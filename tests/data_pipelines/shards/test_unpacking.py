@@ -69,8 +69,7 @@ def test_beside_themselves_only_compressed_tars_are_copied(packed):
     assert "name one of them" in str(caught.value)
 
 
-def test_compressed_tars_behind_a_url_are_copied(packed, tmp_path, monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+def test_compressed_tars_behind_a_url_are_copied(packed, tmp_path, quick_servers):
     folder, _, texts = packed
     with FaultyServer(folder / "sub") as url:
         place, settings = f"{url}/train-000.tar.gz", RemoteSettings(cache=str(tmp_path / "cache"))

@@ -1,6 +1,5 @@
 """Remote data folders: every fault of a server, resumes, the shared and bounded cache, processes, credentials."""
 
-import functools
 import hashlib
 import io
 import logging
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores import StoredFile, open_store, remote, transport
 from longstride.data_pipelines.stores.cache import Cache
-from tests.hostile.generators.http_servers import FAULTS, FaultyServer, serving
+from tests.hostile.generators.http_servers import FAULTS, FaultyServer, serving_folder
 from tests.hostile.generators.lies import LIES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,11 +29,8 @@ FINGERPRINT = "0123456789abcdef" * 4
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    """Set short waits, no proxy, and keys for a bucket that needs none."""
-    monkeypatch.setattr(transport, "FIRST_WAIT_SECONDS", 0.005)
-    monkeypatch.setattr(transport, "LONGEST_WAIT_SECONDS", 0.02)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+def environment(monkeypatch, quick_servers):
+    """Set keys for a bucket that needs none."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-s3")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -139,8 +134,7 @@ def test_files_that_a_page_links_to_are_found(bucket, opened):
     for name in ("deeper/b c.tar", "deeper/.hidden.tar", ".hidden/c.tar", "other.txt"):
         (bucket / name).parent.mkdir(exist_ok=True)
         (bucket / name).write_bytes(b"content")
-    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *arguments: None})
-    with serving(functools.partial(quiet, directory=bucket.parent)) as url:
+    with serving_folder(bucket.parent) as url:
         store = opened(f"{url}/bucket")
         assert list(store.find(".tar")[0]) == ["deeper/b%20c.tar", "train-00000.tar"]
         assert store.size("deeper/b%20c.tar") == 7

@@ -13,19 +13,12 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.verify import verify
-from longstride.data_pipelines.stores import transport
 from tests.harness.data.streams import open_stream
 from tests.hostile.generators.http_servers import FaultyServer
 
+pytestmark = pytest.mark.usefixtures("quick_servers")
 OPTIONS = {"context": 64, "global_batch": 12, "seed": 5, "shuffle_bytes": 700}
 FORK_BESIDE_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_WAIT_SECONDS", 0.005)
-    monkeypatch.setattr(transport, "LONGEST_WAIT_SECONDS", 0.02)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 @pytest.fixture

@@ -16,9 +16,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from longstride.data_pipelines.stores import transport
 
 FAULTS = ("drop", "cut", "stall", "error", "short")  # before the answer; in mid-body; no more bytes; 5xx; too few bytes
 _PIECE_BYTES = 2**16
@@ -257,6 +262,26 @@ class _Handler(QuietHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+@pytest.fixture
+def quick_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set short waits between attempts, and no proxy."""
+    monkeypatch.setattr(transport, "FIRST_WAIT_SECONDS", 0.005)
+    monkeypatch.setattr(transport, "LONGEST_WAIT_SECONDS", 0.02)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@contextmanager
+def serving_folder(folder: Path) -> Iterator[str]:
+    """Serve a folder with pages that list it."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with serving(partial(Handler, directory=str(folder))) as url:
+        yield url
 
 
 @contextmanager
