@@ -16,7 +16,7 @@ below 65,536, about fp16's largest number, and going back restores the very bits
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,21 +130,8 @@ def closed(streams: Tensor, dtype: torch.dtype) -> Tensor:
     return streams.mean(0).to(dtype)
 
 
-class RandomStates(NamedTuple):
-    """States of the random generators from which a sub-layer's dropout draws."""
-
-    cpu: Tensor
-    devices: tuple[list[int], list[Tensor]]
-
-    @classmethod
-    def now(cls, like: Tensor) -> RandomStates:
-        """Record the generators of the CPU and of the device of ``like``."""
-        return cls(torch.get_rng_state(), get_device_states(like))
-
-    def restore(self) -> None:
-        """Set the generators back, so that they draw the same again."""
-        torch.set_rng_state(self.cpu)
-        set_device_states(*self.devices)
+# States of the generators of the CPU and of devices, from which a sub-layer's dropout draws.
+RandomStates = tuple[Tensor, tuple[list[int], list[Tensor]]]
 
 
 class ReversibleBlock(ResidualBlock):
@@ -160,7 +147,7 @@ class ReversibleBlock(ResidualBlock):
         output = MixerOutput(h)
         for sublayer in self.sublayers():
             if starts is not None:
-                starts.append(RandomStates.now(h))
+                starts.append((torch.get_rng_state(), get_device_states(h)))
             output = sublayer(written.to(norm.weight.dtype), context).after(output)
             before, written = written, before + OnGrid.apply(output.rows)
         return output._replace(rows=torch.stack([before, written]))
@@ -201,9 +188,10 @@ class Reversible(torch.autograd.Function):
         (streams,) = ctx.saved_tensors
         before, written = streams.unbind()  # written in place: torch detects a second backward pass
         grad_before, grad_written = grad_rows.double() / 2, grad_rows.double() / 2
-        for (part, context), start in zip(reversed(ctx.sublayers), reversed(ctx.starts), strict=True):
-            with torch.enable_grad(), torch.random.fork_rng(devices=start.devices[0]):
-                start.restore()
+        for (part, context), (cpu, (devices, states)) in zip(ctx.sublayers[::-1], ctx.starts[::-1], strict=True):
+            with torch.enable_grad(), torch.random.fork_rng(devices=devices):
+                torch.set_rng_state(cpu)  # draws as in the forward pass
+                set_device_states(devices, states)
                 read = before.to(ctx.dtype).detach().requires_grad_()
                 again = part(read, context)
             outputs, grads = [again.rows], [grad_written.to(again.rows.dtype)]

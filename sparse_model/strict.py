@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer
 from typing_extensions import Self
 
 from longstride.kernels import ConfigError, Problem, join_paths, nearest
+
+Entry = TypeVar("Entry")
 
 
 class StrictModel(BaseModel):
@@ -44,6 +46,36 @@ class StrictModel(BaseModel):
         except ValidationError as error:
             # From None, as pydantic's text only repeats ours at length.
             raise config_error(cls, obj, error) from None
+
+
+def parse_entries(
+    path: str, value: Any, parse: Callable[[Any], Iterable[Entry]], most: int, owner: str
+) -> tuple[Entry, ...]:
+    """Parse an object, or each object of a list.
+
+    Args:
+        path: of the value.
+        value: from JSON.
+        parse: returns what an object describes.
+        most: entries of a list, one for each ``owner``.
+
+    Raises:
+        ConfigError: the errors of all entries.
+    """
+    listed = isinstance(value, list)
+    if listed and not 1 <= len(value) <= most:
+        rule = f"must be a list of 1 to {most:,} objects, one for each {owner}; it has {len(value):,}"
+        raise ConfigError(Problem(path, rule))
+    entries: list[Entry] = []
+    errors = []
+    for number, entry in enumerate(value if listed else [value]):
+        try:
+            entries += parse(entry)
+        except ConfigError as error:
+            errors.append(error.under(f"{path}[{number}]" if listed else path))
+    if errors:
+        raise ConfigError.joined(errors)
+    return tuple(entries)
 
 
 def config_error(model: type[BaseModel], data: object, error: ValidationError) -> ConfigError:

@@ -16,6 +16,7 @@ from longstride.sparse_model.feed_forwards.dense import DenseConfig
 from longstride.sparse_model.feed_forwards.experts import ExpertsConfig
 from longstride.sparse_model.network import MOST_SUBLAYERS
 from longstride.sparse_model.part import FeedForwardConfig
+from longstride.sparse_model.strict import parse_entries
 
 FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"dense": DenseConfig, "experts": ExpertsConfig}
 GROUP = "longstride.feed_forwards"  # of entry points
@@ -29,30 +30,20 @@ def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:
     Raises:
         ConfigError: paths are relative to the model, as ``feed_forward.activation`` or ``feed_forward[1].count``.
     """
-    listed = isinstance(value, list)
-    if listed and not value:
-        raise ConfigError(Problem("feed_forward", "the list needs at least one object"))
-    if listed and len(value) > MOST_SUBLAYERS:
-        rule = f"{len(value):,} objects; at most {MOST_SUBLAYERS:,}, one for each feed-forward"
-        raise ConfigError(Problem("feed_forward", rule))
-    configs, errors = [], []
-    for number, entry in enumerate(value if listed else [value]):
-        try:
-            if not isinstance(entry, dict):
-                raise ConfigError(Problem("", "must be an object, or a list of them", entry))
-            kind = entry.get("type", "dense")
-            config = class_named(kind, FEED_FORWARDS, GROUP) if isinstance(kind, str) else None
-            if config is None:
-                near = nearest(str(kind), [*FEED_FORWARDS, *registered_names(GROUP)])
-                raise ConfigError.at("type", kind, f"is not known; {near}")
-            if not issubclass(config, FeedForwardConfig):
-                raise ConfigError.at("type", kind, f"must name a FeedForwardConfig, and {import_path(config)} is none")
-            configs.append(config.model_validate(entry))
-        except ConfigError as error:
-            errors.append(error.under(f"feed_forward[{number}]" if listed else "feed_forward"))
-    if errors:
-        raise ConfigError.joined(errors)
-    return tuple(configs)
+    return parse_entries("feed_forward", value, _from_entry, MOST_SUBLAYERS, "feed-forward")
+
+
+def _from_entry(entry: Any) -> tuple[FeedForwardConfig]:
+    if not isinstance(entry, dict):
+        raise ConfigError(Problem("", "must be an object, or a list of them", entry))
+    kind = entry.get("type", "dense")
+    config = class_named(kind, FEED_FORWARDS, GROUP) if isinstance(kind, str) else None
+    if config is None:
+        near = nearest(str(kind), [*FEED_FORWARDS, *registered_names(GROUP)])
+        raise ConfigError.at("type", kind, f"is not known; {near}")
+    if not issubclass(config, FeedForwardConfig):
+        raise ConfigError.at("type", kind, f"must name a FeedForwardConfig, and {import_path(config)} is none")
+    return (config.model_validate(entry),)
 
 
 def feed_forward_schema() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from typing_extensions import Doc
@@ -27,7 +28,7 @@ from longstride.sparse_model.mixers.routing import RoutingConfig
 from longstride.sparse_model.mixers.synthesizer import SynthesizerConfig
 from longstride.sparse_model.network import MOST_HEADS, MOST_HEADS_IN_ALL, MOST_LAYERS, NetworkConfig
 from longstride.sparse_model.part import MixerConfig
-from longstride.sparse_model.strict import StrictModel
+from longstride.sparse_model.strict import StrictModel, parse_entries
 
 MIXERS: dict[str, type[StrictModel]] = {
     "adaptive_span": AdaptiveSpanConfig,
@@ -57,31 +58,24 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
         ConfigError: paths are relative to the model, as ``attention.stride`` or ``attention[1].stride``.
     """
     listed = isinstance(value, list)  # an explicit cycle: one entry for each layer
-    if listed and not value:
-        raise ConfigError(Problem("attention", "the list needs at least one pattern"))
-    most = min(MOST_LAYERS, MOST_HEADS_IN_ALL // network.heads)
-    if listed and len(value) > most:
-        rule = f"has {len(value):,} entries, of {network.heads} heads each; at most {most:,}, one for each layer"
-        raise ConfigError(Problem("attention", rule))
-    cycle: list[MixerConfig] = []
-    errors = []
-    for number, entry in enumerate(value if listed else [value]):
-        try:
-            mixers = _from_entry(entry, network, listed)
-            for mixer in mixers:
-                mixer.check(network, network.context)
-            cycle += mixers
-        except ConfigError as error:
-            errors.append(error.under(f"attention[{number}]" if listed else "attention"))
-    if not errors and not any(mixer.has_queries for mixer in cycle[: network.layers]):
-        rule = "only applies to attention, and no layer uses attention; remove it or add an attention layer"
-        options = {"rotary": network.rotary, "query_key_norm": network.query_key_norm}
-        errors = [ConfigError(Problem(name, rule)) for name, value in options.items() if value]
-        if network.query_key_ratio != 1:
-            errors.append(ConfigError.at("query_key_ratio", network.query_key_ratio, rule))
-    if errors:
-        raise ConfigError.joined(errors)
-    return tuple(cycle)
+
+    def parse(entry: Any) -> Sequence[MixerConfig]:
+        mixers = _from_entry(entry, network, listed)
+        for mixer in mixers:
+            mixer.check(network, network.context)
+        return mixers
+
+    cycle = parse_entries("attention", value, parse, min(MOST_LAYERS, MOST_HEADS_IN_ALL // network.heads), "layer")
+    if any(mixer.has_queries for mixer in cycle[: network.layers]):
+        return cycle
+    rule = "only applies to attention, and no layer uses attention; remove it or add an attention layer"
+    options = {"rotary": network.rotary, "query_key_norm": network.query_key_norm}
+    problems = [Problem(name, rule) for name, value in options.items() if value]
+    if network.query_key_ratio != 1:
+        problems.append(Problem("query_key_ratio", rule, network.query_key_ratio))
+    if problems:
+        raise ConfigError(*problems)
+    return cycle
 
 
 def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[MixerConfig]:
@@ -101,14 +95,16 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
         raise ConfigError.at(SHARED, shared, f"must be an integer of at least 1, which divides heads={network.heads}")
     entry = {key: value for key, value in entry.items() if key != SHARED}
     if "heads" in entry:
-        return [HeadPatterns(_patterns_of_groups(entry, network), shared)]
-    alternatives = ["heads", *MIXERS, *registered_names(GROUP)]
-    pattern, combine = _pattern_and_combination(entry, network.context, extra_keys=[SHARED], alternatives=alternatives)
-    factors = pattern.factors()
-    if combine == "interleaved" and listed and len(factors) > 1:
-        raise ConfigError.at("combine", combine, "the list is a cycle already; make each factor one of its entries")
-    layers = {"merged": [[pattern]], "multihead": [factors], "interleaved": [[factor] for factor in factors]}
-    return [HeadPatterns(_split(patterns, range(network.heads), entry), shared) for patterns in layers[combine]]
+        layers = [_patterns_of_groups(entry, network)]
+    else:
+        alternatives = ["heads", *MIXERS, *registered_names(GROUP)]
+        pattern, combine = _pattern_and_combination(entry, network.context, [SHARED], alternatives)
+        factors = pattern.factors()
+        if combine == "interleaved" and listed and len(factors) > 1:
+            raise ConfigError.at("combine", combine, "the list is a cycle already; make each factor one of its entries")
+        combined = {"merged": [[pattern]], "multihead": [factors], "interleaved": [[factor] for factor in factors]}
+        layers = [_split(patterns, network.heads, entry) for patterns in combined[combine]]
+    return [HeadPatterns(tuple(p.for_head(head) for head, p in enumerate(layer)), shared) for layer in layers]
 
 
 def _mixer_class(kind: object) -> type[StrictModel] | None:
@@ -124,55 +120,40 @@ def _mixer_class(kind: object) -> type[StrictModel] | None:
     return cls
 
 
-def _patterns_of_groups(entry: dict[str, Any], network: NetworkConfig) -> tuple[Pattern, ...]:
+def _patterns_of_groups(entry: dict[str, Any], network: NetworkConfig) -> Sequence[Pattern]:
     """Return a pattern for each head from an object with ``heads``, one group of heads after the other."""
     if extra := [str(key) for key in entry if key != "heads"]:
         raise ConfigError(*(Problem(key, "must be inside the entries of heads; move it there") for key in extra))
     groups = entry["heads"]
-    if not isinstance(groups, list) or not groups:
-        raise ConfigError(
-            Problem("heads", 'must be a list of patterns with counts; such as [{"count": 4, "type": "dense"}]')
-        )
-    if len(groups) > network.heads:
-        rule = f"has {len(groups):,} groups, for heads={network.heads}; at most one for each head"
+    if not isinstance(groups, list):
+        rule = 'must be a list of patterns with counts; such as [{"count": 4, "type": "dense"}]'
         raise ConfigError(Problem("heads", rule))
-    patterns: list[Pattern] = []
-    errors = []
-    for number, group in enumerate(groups):
-        try:
-            patterns += _patterns_of_group(group, len(patterns), network.context)
-        except ConfigError as error:
-            errors.append(error.under(f"heads[{number}]"))
-    if errors:
-        raise ConfigError.joined(errors)
+    patterns = parse_entries("heads", groups, partial(_patterns_of_group, network=network), network.heads, "head")
     if len(patterns) != network.heads:
         counts = [group["count"] for group in groups]
         raise ConfigError.at("heads", counts, f"counts add up to {len(patterns)}; must be heads={network.heads}")
-    return tuple(patterns)
+    return patterns
 
 
-def _patterns_of_group(group: Any, first: int, context: int) -> tuple[Pattern, ...]:
-    """Return the patterns of one group, whose first head has the number ``first``."""
+def _patterns_of_group(group: Any, network: NetworkConfig) -> Sequence[Pattern]:
+    """Return the patterns of the heads of one group."""
     if not isinstance(group, dict):
         raise ConfigError(Problem("", "must be a pattern object with a count"))
     if "count" not in group:
         raise ConfigError(Problem("count", "missing: how many heads have this pattern"))
     count = group["count"]
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ConfigError.at("count", count, "must be an integer of at least 1")
-    if first + count > MOST_HEADS:  # checked before making the patterns
-        raise ConfigError.at("count", count, f"with the earlier groups must be at most {MOST_HEADS:,} heads")
+    if type(count) is not int or not 1 <= count <= network.heads:
+        raise ConfigError.at("count", count, f"must be an integer from 1 to heads={network.heads}")
     pattern_keys = {key: value for key, value in group.items() if key != "count"}
-    pattern, combine = _pattern_and_combination(pattern_keys, context, extra_keys=["count"])
+    pattern, combine = _pattern_and_combination(pattern_keys, network.context, ["count"])
     if combine == "interleaved":
-        raise ConfigError.at(
-            "combine", combine, "takes turns by layer, but this is a group of heads; use merged or multihead"
-        )
-    return _split([pattern] if combine == "merged" else pattern.factors(), range(first, first + count), group)
+        rule = "takes turns by layer, but this is a group of heads; use merged or multihead"
+        raise ConfigError.at("combine", combine, rule)
+    return _split([pattern] if combine == "merged" else pattern.factors(), count, group)
 
 
 def _pattern_and_combination(
-    entry: dict[str, Any], context: int, *, extra_keys: Sequence[str] = (), alternatives: Sequence[str] = ()
+    entry: dict[str, Any], context: int, extra_keys: Sequence[str], alternatives: Sequence[str] = ()
 ) -> tuple[Pattern, str]:
     """Parse a pattern object and how its factors are combined.
 
@@ -251,9 +232,9 @@ def _pattern_schemas(extra: dict[str, Any], *required: str) -> list[dict[str, An
     return schemas
 
 
-def _split(patterns: Sequence[Pattern], heads: range, entry: dict[str, Any]) -> tuple[Pattern, ...]:
-    """Split heads evenly over the patterns of an entry, each resolved for its head."""
-    if len(heads) % len(patterns):
-        rule = f"{entry['type']} splits over {len(patterns)} factors: heads={len(heads)} must be a multiple of that"
+def _split(patterns: Sequence[Pattern], heads: int, entry: dict[str, Any]) -> list[Pattern]:
+    """Split heads evenly over the patterns of an entry."""
+    if heads % len(patterns):
+        rule = f"{entry['type']} splits over {len(patterns)} factors: heads={heads} must be a multiple of that"
         raise ConfigError.at("combine", entry["combine"], rule)
-    return tuple(patterns[place * len(patterns) // len(heads)].for_head(head) for place, head in enumerate(heads))
+    return [pattern for pattern in patterns for _ in range(heads // len(patterns))]

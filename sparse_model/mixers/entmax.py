@@ -80,7 +80,7 @@ class EntmaxConfig(AttentionConfig, StrictModel):
         return super().head_widths(network)._replace(in_kernels=False)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> EntmaxAttention:
-        return EntmaxAttention(network, self.head_patterns(network), rotary, key_value_heads=self.key_value_heads)
+        return EntmaxAttention(network, self, rotary)
 
 
 class EntmaxAttention(Attention):
@@ -88,14 +88,8 @@ class EntmaxAttention(Attention):
 
     part = "entmax"
 
-    def __init__(
-        self,
-        network: NetworkConfig,
-        patterns: tuple[Pattern, ...],
-        rotary: Rotary | None,
-        key_value_heads: int | None = None,
-    ) -> None:
-        super().__init__(network, patterns, rotary, key_value_heads=key_value_heads)
+    def __init__(self, network: NetworkConfig, config: EntmaxConfig, rotary: Rotary | None) -> None:
+        super().__init__(network, config.head_patterns(network), rotary, key_value_heads=config.key_value_heads)
         self.excess_logits = nn.Parameter(torch.empty(network.heads))  # a
 
     def initialize(self) -> None:

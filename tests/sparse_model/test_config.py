@@ -74,7 +74,7 @@ def test_a_list_is_a_cycle_over_the_layers() -> None:
          "attention[0].stride=3: must divide context 40; nearest 2, 4\nattention[2].typ: unknown key; nearest type"),
         ({"attention": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2, "index": 1}},
          "attention.index=1: must be left out: it follows from the number of the head"),
-        ({"attention": []}, "attention: the list needs at least one pattern"),
+        ({"attention": []}, "attention: must be a list of 1 to 10,000 objects, one for each layer; it has 0"),
         ({"attention": "dense"}, "attention: must be a pattern object, or a list of them"),
         ({"attention": {"type": "dense", "combine": "mixed"}},
          'attention.combine="mixed": must be one of merged, interleaved, multihead'),
@@ -166,8 +166,8 @@ def test_every_backend_may_be_named() -> None:
         ),
         ({"context": 2**30 - 40, "attention": {"type": "column", "stride": 2**20}}, "attention.stride=1048576: must"),
         ({"attention": {"type": "local", "window": 2**63}}, f"attention.window={2**63}: must be at most {2**62}"),
-        ({"attention": [{"type": "dense"}] * 10_001}, "attention: has 10,001 entries, of 4 heads each; at most 10,000"),
-        ({"attention": {"heads": [{"count": 10**9, "type": "dense"}]}}, "attention.heads[0].count=1000000000: with"),
+        ({"attention": [{"type": "dense"}] * 10_001}, "attention: must be a list of 1 to 10,000 objects, one"),
+        ({"attention": {"heads": [{"count": 10**9, "type": "dense"}]}}, "attention.heads[0].count=1000000000: must"),
     ],
 )
 def test_absurd_sizes_are_told_at_once(changes: dict[str, Any], line: str) -> None:

@@ -105,9 +105,10 @@ def test_heads_say_what_multihead_says() -> None:
 @pytest.mark.parametrize(
     ("attention", "line"),
     [
-        ({"heads": []}, "attention.heads: must be a list of patterns with counts"),
+        ({"heads": []}, "attention.heads: must be a list of 1 to 4 objects, one for each head; it has 0"),
+        ({"heads": 4}, "attention.heads: must be a list of patterns with counts"),
         ({"heads": [{"type": "dense"}]}, "attention.heads[0].count: missing: how many heads have this pattern"),
-        ({"heads": [{"count": 0, "type": "dense"}]}, "attention.heads[0].count=0: must be an integer of at least 1"),
+        ({"heads": [{"count": 0, "type": "dense"}]}, "attention.heads[0].count=0: must be an integer from 1 to heads="),
         ({"heads": [{"count": 3, "type": "dense"}]}, "attention.heads=[3]: counts add up to 3; must be heads=4"),
         ({"heads": [{"count": 4, "type": "dens"}]}, 'attention.heads[0].type="dens": must be a pattern'),
         ({"heads": [{"count": 4, "type": "column", "stride": 7}]}, "attention.heads[0].stride=7: must divide"),
@@ -122,7 +123,7 @@ def test_heads_say_what_multihead_says() -> None:
         ),
         ({"heads": [{"count": 4, "type": "dense"}], "type": "dense"}, "attention.type: must be inside the entries"),
         ({"head": [{"count": 4, "type": "dense"}]}, "attention.head: unknown key; nearest heads"),
-        ([{"type": "dense"}, {"heads": [{"count": 5, "type": "dense"}]}], "attention[1].heads=[5]: counts add up to 5"),
+        ([{"type": "dense"}, {"heads": [{"count": 5, "type": "dense"}]}], "attention[1].heads[0].count=5: must be"),
     ],
 )  # fmt: skip
 def test_wrong_groups_of_heads_are_named(attention: Any, line: str) -> None:
@@ -132,7 +133,7 @@ def test_wrong_groups_of_heads_are_named(attention: Any, line: str) -> None:
 @pytest.mark.parametrize(
     ("feed_forward", "line"),
     [
-        ([], "feed_forward: the list needs at least one object"),
+        ([], "feed_forward: must be a list of 1 to 20,000 objects, one for each feed-forward; it has 0"),
         ("dense", 'feed_forward="dense": must be an object, or a list of them'),
         ({"type": "expert"}, 'feed_forward.type="expert": is not known; '),
         ([{}, {"activation": "relu"}], 'feed_forward[1].activation="relu": must be '),
