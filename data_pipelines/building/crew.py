@@ -70,14 +70,11 @@ class Crew:
 
         Tasks are sent one by one, so no rank needs the full plan.
         """
-        if not self.is_first:
-            return self._communicator.recv(source=_FIRST)
-        batch: list[T | None] = list(islice(tasks, self.size))
-        any_left = bool(batch)
-        batch += [None] * (self.size - len(batch))
-        for rank in range(1, self.size):
-            self._communicator.send((any_left, batch[rank]), dest=rank)
-        return any_left, batch[0]
+        items: list[tuple[bool, T | None]] = []
+        if self.is_first:
+            batch = list(islice(tasks, self.size))
+            items = [(bool(batch), task) for task in (*batch, *[None] * (self.size - len(batch)))]
+        return items[0] if self._communicator is None else self._communicator.scatter(items, root=_FIRST)
 
     def meet(self) -> None:
         if self._communicator is not None:

@@ -8,12 +8,9 @@ Both can be seen from the bytes around that place.
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from tarfile import BLOCKSIZE
+from tarfile import BLOCKSIZE, RECORDSIZE, TarInfo
 from typing import BinaryIO
-
-import webdataset as wds
 
 from longstride.data_pipelines.documents import Document, OpenInput
 from longstride.data_pipelines.modalities import Modality, Properties
@@ -84,69 +81,33 @@ def write_shard(
     ``open_input`` stays open between pieces and shards. ``advance`` gets the content bytes of each piece. Raises
     DataError for a document that has changed since the search.
     """
-    with closing(_ShardStream(file, name, modality, properties)) as shard:
-        for piece in pieces:
-            end = piece.offset + piece.size
-            start = max(0, piece.offset - modality.cut_reach)
-            stop = min(piece.document.size, end + bool(modality.cut_reach))
-            content = open_input.read_on(piece.document, modality, properties, start, stop)
-            first = modality.cut(content, piece.offset - start) if piece.offset else 0
-            last = len(content) if piece.ends else modality.cut(content, end - start)
-            shard.add(content[first:last], piece.ends)
-            advance(last - first)
-        return shard.finish()
+    rows: list[tuple[int, int, int, int, bool]] = []
+    digest, file_bytes = hashlib.sha256(), 0  # of what is written, so that nothing is read again
 
+    def write(block: bytes) -> None:
+        nonlocal file_bytes
+        if file is not None:
+            file.write(block)
+        digest.update(block)
+        file_bytes += len(block)
 
-class _ShardStream:
-    """A tar stream that computes checksums while it writes, so nothing is read again."""
-
-    def __init__(self, file: BinaryIO | None, name: str, modality: Modality, properties: Properties) -> None:
-        self._file, self._name = file, name
-        self._modality, self._properties = modality, properties
-        self._rows: list[tuple[int, int, int, int, bool]] = []
-        self._members_end = 0  # offset after the last member
-        self._file_bytes = 0
-        self._digest = hashlib.sha256()
-        self._crc32s: list[int] = []  # of complete members
-        self._crc32 = 0  # of the current member
-        # The file must not depend on the machine or the time.
-        self._tar = wds.TarWriter(self, encoder=False, compress=False, mtime=0, user="", group="", mode=0o644)
-
-    def add(self, content: bytes, ends: bool) -> None:
-        """Append a sample. ``ends``: its document ends with it."""
-        header = self._modality.header(len(content), self._properties)
-        payload = header + self._modality.stored(content, self._properties)
-        place = self._members_end + BLOCKSIZE + len(header)
-        self._rows.append((self._members_end, place, len(content), 0, ends))
-        self._members_end += BLOCKSIZE + -(-len(payload) // BLOCKSIZE) * BLOCKSIZE  # header, and payload in blocks
-        key = ShardRecord.key_in(self._name, len(self._rows) - 1)
-        self._tar.write({"__key__": key, self._modality.member_extension(content): payload})
-
-    def write(self, content: bytes) -> int:
-        """Write a block for TarWriter. Blocks do not end at members."""
-        if self._file is not None:
-            self._file.write(content)
-        self._file_bytes += len(content)
-        self._digest.update(content)
-        view = memoryview(content)
-        while view and len(self._crc32s) < len(self._rows):
-            row = len(self._crc32s)
-            end = self._rows[row + 1][0] if row + 1 < len(self._rows) else self._members_end
-            remaining = end - (self._file_bytes - len(view))
-            self._crc32 = zlib.crc32(view[:remaining], self._crc32)
-            if remaining <= len(view):
-                self._crc32s.append(self._crc32)
-                self._crc32 = 0
-            view = view[remaining:]
-        return len(content)
-
-    def finish(self) -> tuple[ShardRecord, bytes]:
-        """End the archive. Returns its manifest record and the content of its index file."""
-        self._tar.close()
-        rows = [(*row[:3], crc32, row[4]) for row, crc32 in zip(self._rows, self._crc32s, strict=True)]
-        return ShardRecord.of(self._name, rows, self._file_bytes, self._digest.hexdigest())
-
-    def close(self) -> None:
-        """Close the tar stream without writing; otherwise it would write when it is garbage collected."""
-        self._file = None
-        self._tar.close()
+    for piece in pieces:
+        end = piece.offset + piece.size
+        start = max(0, piece.offset - modality.cut_reach)
+        stop = min(piece.document.size, end + bool(modality.cut_reach))
+        around = open_input.read_on(piece.document, modality, properties, start, stop)
+        first = modality.cut(around, piece.offset - start) if piece.offset else 0
+        last = len(around) if piece.ends else modality.cut(around, end - start)
+        content = around[first:last]
+        header = modality.header(len(content), properties)
+        payload = header + modality.stored(content, properties)
+        # Owner, mode and time are the same everywhere: the file must not depend on the machine or the time.
+        info = TarInfo(f"{ShardRecord.key_in(name, len(rows))}.{modality.member_extension(content)}")
+        info.size = len(payload)
+        member = info.tobuf() + payload + bytes(-len(payload) % BLOCKSIZE)
+        place = file_bytes + BLOCKSIZE + len(header)
+        rows.append((file_bytes, place, len(content), zlib.crc32(member), piece.ends))
+        write(member)
+        advance(len(content))
+    write(bytes(2 * BLOCKSIZE + -(file_bytes + 2 * BLOCKSIZE) % RECORDSIZE))  # the end of an archive
+    return ShardRecord.of(name, rows, file_bytes, digest.hexdigest())

@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[0] = str(ROOT)
-sys.modules["torch"] = None  # type: ignore[assignment]  # webdataset would import it
+sys.modules["torch"] = None  # type: ignore[assignment]  # importing it fails
 
 from longstride.data_pipelines.building.build import build  # noqa: E402  the path comes first
 from longstride.data_pipelines.building.crew import Crew, join_crew  # noqa: E402
