@@ -307,13 +307,14 @@ def _examine_run(
     try:
         if not local:
             raise ConfigError("torch cannot be imported")
+        from longstride.launcher.planning import peak_bytes
+
         plan = plan_of(config, processes, None if cards else "cpu")
     except Exception as error:  # of any library
         why = str(error).partition("\n")[0] or type(error).__name__
         yield Finding("memory", "warning", f"the run cannot be planned: {why}")
     else:
-        row = next(row for row in plan["memory"] if row["stage"] == plan["zero_stage"])
-        needed = row["peak_recomputed" if plan["activation_checkpointing"] else "peak_kept"]
+        needed = peak_bytes(plan)
         if cards:
             total = min(card["bytes"] for card in cards)
             text = f"a process takes {needed / _GIB:.2f} GiB by plan, and the smallest card has {total / _GIB:.2f}"
@@ -331,10 +332,9 @@ def _examine_run(
 
 def plan_of(config: RunConfig, processes: int, device: str | None) -> dict[str, Any]:
     """Return the plan of a run for a kind of device, with one context in place of the data."""
-    from longstride.launcher.planning import plan
+    from longstride.launcher.planning import plan_run
 
-    config.check_world_size(processes)
-    return plan.make_plan(config, [processes], 1, plan.device_of(config, device))
+    return plan_run(config, processes, device, contexts=1)
 
 
 def disk(subject: str, folder: Path, needed: int | None, what: str) -> Iterator[Finding]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -42,23 +41,6 @@ class _ActivationCheckpointing(StrictModel):
         return self
 
 
-class _Aio(StrictModel):
-    block_size: int = Field(default=1, gt=0)
-    queue_depth: int = Field(default=1, gt=0)
-    intra_op_parallelism: int = Field(default=1, gt=0)
-    single_submit: bool = False
-    overlap_events: bool = False
-    use_gds: bool = False
-
-
-class _CommsLogger(StrictModel):
-    enabled: bool = False
-    prof_all: bool = False
-    prof_ops: list[str] = Field(default_factory=list)
-    verbose: bool = False
-    debug: bool = False
-
-
 class _DataTypes(StrictModel):
     grad_accum_dtype: Dtype | None = None
 
@@ -94,14 +76,14 @@ class _Section(StrictModel):
 
     These are absent on purpose: pipeline, curriculum, elasticity, autotuning, tensor and expert parallelism and
     inference need another loop or model; managed_gradient_accumulation and torch_autocast would change what a step is.
-    DeepSpeed's own classes check the plain objects, see the engine's ``check_engine``.
+    DeepSpeed's own classes check the plain objects, see the engine's ``check_engine``; without NVMe nothing uses aio.
     """
 
     activation_checkpointing: _ActivationCheckpointing = _ActivationCheckpointing()
-    aio: _Aio = _Aio()
+    aio: dict[str, Any] = Field(default_factory=dict)
     bf16: dict[str, Any] = Field(default_factory=dict)
     comet: dict[str, Any] = Field(default_factory=dict)
-    comms_logger: _CommsLogger = _CommsLogger()
+    comms_logger: dict[str, Any] = Field(default_factory=dict)
     communication_data_type: Dtype | None = None
     compile: dict[str, Any] = Field(default_factory=dict)
     csv_monitor: dict[str, Any] = Field(default_factory=dict)
@@ -130,11 +112,6 @@ _OFFLOAD: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("device", ("none", "cpu"), "must be none or cpu"),
     ("ratio", (1.0,), "must be 1: a part alone needs DeepSpeed's own optimiser"),
     ("super_offload", (False,), "must be false: it needs DeepSpeed's own optimiser"),
-)
-_KINDS: tuple[tuple[type, tuple[type, ...], str], ...] = (
-    (bool, (bool,), "must be true or false"),
-    (int, (int, float), "must be a number"),
-    (float, (int, float), "must be a number"),
 )
 _PACKAGES = {"comet": "comet_ml", "tensorboard": "tensorboard", "wandb": "wandb"}  # imported by the monitors
 
@@ -172,13 +149,13 @@ def part_errors(section: dict[str, Any], models: Mapping[str, type[BaseModel]]) 
     errors = []
     for name, model in models.items():
         content, path = section.get(name, {}), f"deepspeed.{name}"
-        if wrong_types := _type_problems(model, content, path):
-            errors.append(ConfigError(*wrong_types))
-            continue
         try:
-            model.model_validate(content)
+            value = model.model_validate(content)
         except ValidationError as error:
             errors.append(config_error(model, content, error).under(path))
+        else:
+            if converted := [*_conversions(content, value, path)]:
+                errors.append(ConfigError(*converted))
     for name, package in _PACKAGES.items():
         if enabled(section, name) and importlib.util.find_spec(package) is None:
             rule = f"needs the package {package}, which is not installed: pip install {package}"
@@ -186,23 +163,18 @@ def part_errors(section: dict[str, Any], models: Mapping[str, type[BaseModel]]) 
     return errors
 
 
-def _type_problems(model: type[BaseModel], content: dict[str, Any], path: str) -> list[Problem]:
-    """Find values of another type than the model's field. Whole numbers may be written as 5e8."""
-    problems = []
-    fields = {key: field for name, field in model.model_fields.items() for key in (name, field.alias) if key}
+def _conversions(content: dict[str, Any], model: BaseModel, path: str) -> Iterator[Problem]:
+    """Yield the values that a class has read as another value or type. Whole numbers may be written as 5e8."""
+    names = {field.alias or name: name for name, field in type(model).model_fields.items()}
     for key, value in content.items():
-        if key not in fields:
-            continue  # the model itself reports it
-        annotation = fields[key].annotation
-        kinds = typing.get_args(annotation) or (annotation,)
-        classes = (kind for kind in kinds if isinstance(kind, type) and not typing.get_args(kind))
-        below = next((kind for kind in classes if issubclass(kind, BaseModel)), None)
-        if below is not None and isinstance(value, dict):
-            problems += _type_problems(below, value, f"{path}.{key}")
-        for kind, accepted, rule in _KINDS:
-            if kind in kinds and value is not None and type(value) not in accepted:
-                problems.append(Problem(f"{path}.{key}", rule, value))
-    return problems
+        read = getattr(model, names.get(key, key), None)
+        if isinstance(value, dict) and isinstance(read, BaseModel):
+            yield from _conversions(value, read, f"{path}.{key}")
+            continue
+        is_equal = value is None or (value == read and isinstance(value, bool) == isinstance(read, bool))
+        if isinstance(read, bool | int | float) and not is_equal:
+            rule = "must be true or false" if isinstance(read, bool) else "must be a number"
+            yield Problem(f"{path}.{key}", rule, value)
 
 
 def enabled(section: dict[str, Any], name: str) -> bool:

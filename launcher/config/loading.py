@@ -14,6 +14,7 @@ from longstride.kernels import ConfigError, Problem, nearest
 from longstride.launcher.config.deepspeed_keys import KNOWN
 from longstride.launcher.config.json_file import flattened, load_json_object, parse_override, put
 from longstride.launcher.config.run_config import EXTENDS, SCHEMA, RunConfig, schema_entries
+from longstride.launcher.verbs import dotted_paths
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 EXPERIMENTS = DEEPSPEED_CONFIGS / "experiments"
@@ -135,7 +136,7 @@ def _load_source(path: Path, extending: tuple[Path, ...] = ()) -> _Source:
     content = load_json_object(path)
     if not isinstance(content.pop(SCHEMA, ""), str):
         raise ConfigError(f"{path}: {SCHEMA}: must be text, the file or address of a JSON schema; or leave it out")
-    own_paths = frozenset(_dotted_paths(content))
+    own_paths = frozenset(dotted_paths(content))
     if EXTENDS not in content:
         return _Source(content, {}, own_paths)
     name = content.pop(EXTENDS)
@@ -160,7 +161,7 @@ def _load_source(path: Path, extending: tuple[Path, ...] = ()) -> _Source:
         merged = _merge({key: value for key, value in below.content.items() if key != "notes"}, content)
     except ConfigError as error:  # a wrong name of a DeepSpeed configuration in the base
         raise ConfigError(*(replace(problem, path=f"{base}: {problem.path}") for problem in error.problems)) from None
-    inherited = (_dotted_paths(merged) - own_paths) & (below.own_paths | below.origins.keys())
+    inherited = ({*dotted_paths(merged)} - own_paths) & (below.own_paths | below.origins.keys())
     return _Source(merged, {path: below.origins.get(path, base) for path in inherited}, own_paths)
 
 
@@ -207,16 +208,6 @@ def _resolve_deepspeed(content: dict[str, Any]) -> None:
     if name not in names:
         raise ConfigError.at("deepspeed", name, f"no such file in ds_configs; {nearest(name, names)}")
     content["deepspeed"] = load_json_object(DEEPSPEED_CONFIGS / f"{name}.json")
-
-
-def _dotted_paths(content: object, prefix: str = "") -> set[str]:
-    """Return the dotted paths of all keys, objects included."""
-    paths: set[str] = set()
-    if isinstance(content, dict):
-        for key, value in content.items():
-            path = f"{prefix}.{key}" if prefix else key
-            paths |= {path} | _dotted_paths(value, path)
-    return paths
 
 
 def _shorter_warm_up(train: Any, overrides: dict[str, Any]) -> int | None:

@@ -26,7 +26,7 @@ from longstride.data_pipelines.order import read_context
 from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.shards import DataFolder
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import master_weights, open_checkpoint
+from longstride.launcher.checkpoints import open_checkpoint
 from longstride.launcher.data import check_location
 from longstride.launcher.drawing.kinds import words_of
 from longstride.launcher.drawing.pattern import (
@@ -38,6 +38,7 @@ from longstride.launcher.drawing.pattern import (
     grid_of,
     label_cells,
     read_text,
+    trained_model,
     view_inches,
 )
 from longstride.launcher.identity import compare_data, open_data, trained_on
@@ -151,11 +152,7 @@ def of_run(
             rule = f"the data has no split {split!r}; name data that has it, or give --text FILE"
             raise ConfigError(f"--data={data or config.data.path}: {rule}")
         tokens, name = folder.context(number), f"{name}, {split}: context {number}"
-    # On the CPU, whatever trained it: only queries and keys are taken, and the rows are computed here.
-    state = master_weights(checkpoint, weights)
-    model = SparseTransformer(config.model.model_copy(update={"backend": "auto"}))
-    model.load_state_dict(state)
-    return Subject(model.eval(), tokens, _unit(identity), identity.palette, name)
+    return Subject(trained_model(checkpoint, weights), tokens, _unit(identity), identity.palette, name)
 
 
 def of_export(source: Path, number: int, data: str | None, text: Path | None, trusted: bool = False) -> Subject:
@@ -288,10 +285,8 @@ def default_queries(grid: Grid) -> list[int]:
 
 def by_cell(weights: np.ndarray, grid: Grid) -> np.ndarray:
     """Pool (P, N) weights to (P, cells): the sum over the channels of a pixel; NaN if none of them is read."""
-    padded = np.full((len(weights), grid.rows * grid.columns * grid.channels), math.nan)
-    padded[:, : weights.shape[1]] = weights
-    cells = padded.reshape(len(weights), -1, grid.channels)
-    return np.where(np.isnan(cells).all(-1), math.nan, np.nansum(cells, axis=-1))
+    pooled = by_run(weights, np.arange(0, weights.shape[1], grid.channels))
+    return np.pad(pooled, ((0, 0), (0, grid.rows * grid.columns - pooled.shape[1])), constant_values=math.nan)
 
 
 def by_run(weights: np.ndarray, bounds: np.ndarray) -> np.ndarray:
@@ -302,14 +297,11 @@ def by_run(weights: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 def backdrop(tokens: Tensor, grid: Grid, palette: Palette | None = None) -> np.ndarray:
     """Return (cells, 3) from 0 to 1: the colours of a palette or of three channels, or the bytes in grey."""
-    if palette is not None:
-        coloured = np.zeros((grid.rows * grid.columns, 3))
-        coloured[: len(tokens)] = palette.colours[tokens.numpy()] / 255
-        return coloured
-    padded = np.zeros(grid.rows * grid.columns * grid.channels)
-    padded[: len(tokens)] = tokens.numpy() / 255
-    cells = padded.reshape(-1, grid.channels)
-    return cells if grid.channels == 3 else cells.mean(-1, keepdims=True).repeat(3, axis=1)
+    values = tokens[:, None].numpy() if palette is None else palette.colours[tokens.numpy()]
+    padded = np.zeros((grid.rows * grid.columns * grid.channels, values.shape[1]))
+    padded[: len(tokens)] = values / 255
+    cells = padded.reshape(grid.rows * grid.columns, -1)
+    return cells if cells.shape[1] == 3 else cells.mean(-1, keepdims=True).repeat(3, axis=1)
 
 
 def faded(colours: np.ndarray, cell: int) -> np.ndarray:

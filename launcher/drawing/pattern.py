@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from longstride.launcher.models import TRAINED
 from longstride.launcher.output import file_names
 from longstride.launcher.pictures import plt, styled
 from longstride.sparse_model import ImageEmbedding, ModelConfig, SparseTransformer
+
+if TYPE_CHECKING:
+    from longstride.launcher.checkpoints import Checkpoint
 
 SHOWN_PATTERNS = 8
 COLUMNS = 4  # of panels
@@ -209,16 +212,22 @@ def model_config(source: Path) -> ModelConfig:
 
 def _model_of(source: Path, trusted: bool) -> SparseTransformer:
     """Return the model with the weights of a run's last checkpoint, or with initial ones."""
-    if not source.is_dir():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return SparseTransformer(model_config(source).model_copy(update={"backend": "auto"})).eval()
-    from longstride.launcher.checkpoints import master_weights, open_checkpoint
+    if source.is_dir():
+        from longstride.launcher.checkpoints import open_checkpoint  # imports DeepSpeed
 
-    checkpoint = open_checkpoint(source, None, trusted=trusted)
-    weights = master_weights(checkpoint, TRAINED)
+        return trained_model(open_checkpoint(source, None, trusted=trusted))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return SparseTransformer(model_config(source).model_copy(update={"backend": "auto"})).eval()
+
+
+def trained_model(checkpoint: Checkpoint, weights: str = TRAINED) -> SparseTransformer:
+    """Return the model of a checkpoint on the CPU, whatever trained it."""
+    from longstride.launcher.checkpoints import master_weights
+
+    state = master_weights(checkpoint, weights)
     model = SparseTransformer(checkpoint.config.model.model_copy(update={"backend": "auto"}))
-    model.load_state_dict(weights)
+    model.load_state_dict(state)
     return model.eval()
 
 

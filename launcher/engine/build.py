@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -48,6 +49,7 @@ _PART_MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's classes for the sect
     "wandb": WandbConfig,
     "comet": CometConfig,
     "compile": CompileConfig,
+    "comms_logger": CommsLoggerConfig,
 }
 _NAMED_BY_RUN = {"tensorboard": "job_name", "csv_monitor": "job_name", "wandb": "group"}
 _ONLY_ON_GPUS = {

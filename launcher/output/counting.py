@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _QUIET_SECONDS = 2.0  # shorter work shows no progress
 LINE_SECONDS = 10.0  # between lines without a terminal
 USUAL_SIZE = {"ncols": 80, "nrows": 20}  # for a terminal that reports no size, where tqdm would show nothing
+_PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _MOST_YEARS = 1_000  # beyond, a duration is "more than"
 
 
@@ -104,18 +105,14 @@ def step_duration(seconds: float) -> str:
 
 def amount(value: float) -> str:
     """Format a number with three digits, a space and a prefix: "41.3 k"."""
-    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)):
-        if value >= 0.9995 * size or not prefix:
-            return f"{value / size:#.3g}".rstrip(".") + f" {prefix}"
-    raise AssertionError
+    size, prefix = next((size, prefix) for size, prefix in _PREFIXES if value >= 0.9995 * size or not prefix)
+    return f"{value / size:#.3g}".rstrip(".") + f" {prefix}"
 
 
 def flops(count: float, digits: str = ",.3g") -> str:
     """Format a number of operations with a prefix: 1.2 TFLOP."""
-    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if count >= size:
-            return f"{count / size:{digits}} {prefix}FLOP"
-    return f"{count:,.0f} FLOP"
+    size, prefix = next((size, prefix) for size, prefix in _PREFIXES if count >= size or not prefix)
+    return f"{count / size:{digits if prefix else ',.0f'}} {prefix}FLOP"
 
 
 def memory(num_bytes: float) -> str:

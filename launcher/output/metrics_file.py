@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -122,16 +121,10 @@ def cut_metrics(run: Path, step: int, reason: str = "resume", last: str = "") ->
         number += 1
     partial = run / f".{METRICS}.partial"
     try:
-        is_linked = False
-        if not last:  # a hard link is quick and takes no space, but some file systems have none
-            with suppress(OSError):
-                os.link(path, copy, follow_symlinks=False)
-                is_linked = True
-        if not is_linked:
-            shutil.copy2(path, copy, follow_symlinks=False)
-            with open_plain(copy, "ab", follow_links=False) as file:
-                file.write(last.encode())
-                os.fsync(file.fileno())
+        shutil.copy2(path, copy, follow_symlinks=False)
+        with open_plain(copy, "ab", follow_links=False) as file:
+            file.write(last.encode())
+            os.fsync(file.fileno())
         partial.unlink(missing_ok=True)
         with partial.open("xb") as new:
             new.writelines(lines)

@@ -2,3 +2,5 @@
 
 `costs` imports torch and `dry_run` DeepSpeed, so nothing imports them before they are needed.
 """
+
+from longstride.launcher.planning.plan import peak_bytes, plan_run, sum_of_flops

@@ -21,7 +21,7 @@ from longstride.launcher.data import RunSetup, TrainingData, WeightSource, check
 from longstride.launcher.engine import build_engine, check_engine, prepare_accelerator
 from longstride.launcher.output import exit_codes, metrics_file, print_if_slow, say
 from longstride.launcher.planning.new import free_bytes
-from longstride.launcher.planning.plan import describe, make_plan
+from longstride.launcher.planning.plan import describe, make_plan, peak_bytes
 from longstride.launcher.ranks import FakeRanks, Ranks, check_unlocked, process_group
 from longstride.launcher.training import (
     Guards,
@@ -81,8 +81,7 @@ def start(config: RunConfig, processes: int, resume: str, source: WeightSource |
     say(f"dry run: this process acts as the first of {count}, on {ranks.device.type}; it writes nothing")
     if checkpoint is not None:
         say(f"the run would continue from {checkpoint.folder}, which is complete; this step uses fresh weights")
-    (row,) = (row for row in plan["memory"] if row["stage"] == config.zero_stage)
-    needed = row["peak_recomputed" if config.train.activation_checkpointing else "peak_kept"]
+    needed = peak_bytes(plan)
     free = free_bytes() if ranks.device.type == "cpu" else torch.cuda.mem_get_info(ranks.device)[0]
     if needed > free:
         rule = f"it takes {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} are free here; everything else is ready"

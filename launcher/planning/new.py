@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from longstride.data_pipelines.durable import write_new
 from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.kernels import ConfigError, nearest
@@ -179,9 +181,7 @@ def _number(option: str, text: str, most: int, suggestion: str, *, is_integer: b
 
 def free_bytes() -> int:
     """Return the free bytes of this machine's memory, or of this process's control group if these are fewer."""
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    meminfo = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
-    free = meminfo.get("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = psutil.virtual_memory().available
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (most := limit.read_text().strip()).isdecimal():
         free = min(free, max(0, int(most) - int(used.read_text())))

@@ -98,6 +98,19 @@ def device_of(config: RunConfig, requested: str | None, *, is_timed: bool = Fals
     return requested or "cuda"
 
 
+def plan_run(config: RunConfig, processes: int, device: str | None, contexts: int | None = None) -> dict[str, Any]:
+    """Return the plan of a run for a number of processes; see ``make_plan``. ``device``: its kind, None: see above."""
+    config.check_world_size(processes)
+    return make_plan(config, [processes], contexts, device_of(config, device))
+
+
+def peak_bytes(plan: dict[str, Any]) -> int:
+    """Return the peak memory of a process as configured, in a plan for one number of processes."""
+    row = next(row for row in plan["memory"] if row["stage"] == plan["zero_stage"])
+    peak: int = row["peak_recomputed" if plan["activation_checkpointing"] else "peak_kept"]
+    return peak
+
+
 def make_plan(
     config: RunConfig, processes: list[int], contexts: int | None = None, device: str = "cuda"
 ) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import flattened
 from longstride.launcher.files import check_new, write_new
 from longstride.launcher.output import counting
+from longstride.launcher.planning import peak_bytes, sum_of_flops
 from longstride.launcher.reporting.charts import curves, number, positions, running_mean
 from longstride.launcher.reporting.records import (
     MOST_EVENTS,
@@ -212,14 +213,12 @@ def _plan_rows(record: RunHistory, plan: dict[str, Any]) -> list[tuple[str, str,
     """Return the name, the planned and the measured value of each figure."""
     seconds, memory = record.median("seconds"), record.train.get("peak_memory_bytes")
     step, length, attention = (plan.get(part) or {} for part in ("step", "length", "attention"))
-    work = sum(step.get(f"{part}_flops", 0) for part in ("forward", "backward", "recompute"))
-    key = "peak_recomputed" if plan.get("activation_checkpointing") else "peak_kept"
-    peaks = [row[key] for row in plan.get("memory", []) if row.get("stage") == plan.get("zero_stage") and key in row]
+    work = sum_of_flops(plan) if plan else 0
     rows = []
     if total := (plan.get("parameters") or {}).get("total"):
         rows.append(("parameters", f"{total:,}", ""))
     measured = counting.memory(float(memory.values.max())) if memory is not None else ""
-    rows.append(("peak memory of a process", counting.memory(peaks[0]) if peaks else "", measured))
+    rows.append(("peak memory of a process", counting.memory(peak_bytes(plan)) if plan else "", measured))
     rows.append(("a step, median", "", counting.step_duration(seconds) if seconds else ""))
     if work:
         speed = f"{counting.flops(work / seconds)}/s" if seconds else ""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from PIL import Image
 
 from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
@@ -25,7 +24,6 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import load_config, load_json_object
 from longstride.launcher.drawing import MOST_NAME_CHARACTERS, Event, Metrics, read_metrics
 from longstride.launcher.output import file_names, mistake, say
-from longstride.launcher.reporting.template import data_url
 from longstride.launcher.verbs import TRUST_OPTION
 
 MOST_EVENTS = 200  # of a run on a page
@@ -46,16 +44,6 @@ class Sample:
     step: int
     kind: str  # txt, png, wav
     content: bytes
-
-    @property
-    def text(self) -> str:
-        """The content as text."""
-        return self.content.decode(errors="replace")
-
-    @property
-    def address(self) -> Markup:
-        """The content as a URL."""
-        return data_url("image/png" if self.kind == "png" else "audio/wav", self.content)
 
 
 @dataclass
@@ -202,11 +190,6 @@ class Answer:
     content: Any = None
     why_not: str = ""
 
-    @property
-    def address(self) -> Markup:
-        """A picture as a URL."""
-        return data_url("image/png", self.content)
-
 
 @dataclass
 class Answers:
@@ -258,11 +241,9 @@ def _ask(words: list[Any], work: Callable[[], Any]) -> Answer:
 
 def plan_of(record: RunHistory) -> dict[str, Any]:
     """Return the plan of a run, for its last number of processes and kind of device."""
-    from longstride.launcher.planning import plan
+    from longstride.launcher.planning import plan_run
 
-    config, processes = load_config(record.folder / file_names.CONFIG), processes_of(record)
-    config.check_world_size(processes)
-    return plan.make_plan(config, [processes], device=plan.device_of(config, _device_of(record)))
+    return plan_run(load_config(record.folder / file_names.CONFIG), processes_of(record), _device_of(record))
 
 
 def _draw(what: str, source: Path, trusted: bool = False) -> bytes:

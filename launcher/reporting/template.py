@@ -23,6 +23,11 @@ def shown(value: Any, most: int = _MOST_CHARACTERS) -> Markup:
     return escape("".join(sign if sign.isprintable() or sign in "\n\t" else repr(sign)[1:-1] for sign in text))
 
 
+def data_url(content: bytes, kind: str) -> Markup:
+    """Return a file's content as a URL."""
+    return Markup(f"data:{kind};base64,{base64.b64encode(content).decode()}")
+
+
 @functools.cache
 def pieces() -> Any:
     """Return the template's macros, which return HTML."""
@@ -30,7 +35,7 @@ def pieces() -> Any:
     environment = Environment(
         loader=loader, autoescape=True, finalize=shown, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters["shown"] = shown
+    environment.filters |= {"shown": shown, "data_url": data_url}
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment.get_template("report.html").module
 
@@ -54,8 +59,3 @@ class Room:
         """Return the number of texts that did not fit since the last call."""
         count, self._refused = self._refused, 0
         return count
-
-
-def data_url(kind: str, content: bytes) -> Markup:
-    """Return a file's content as a URL."""
-    return Markup(f"data:{kind};base64,{base64.b64encode(content).decode()}")

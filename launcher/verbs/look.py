@@ -8,7 +8,6 @@ from typing import Any
 
 from longstride.launcher.verbs.shared import (
     PRECISIONS,
-    WEIGHTS,
     Verb,
     add_step_argument,
     add_trust_argument,
@@ -133,12 +132,7 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", type=place, metavar="DIR|URL", help="data folder whose validation split is read (default: the run's)"
     )
     parser.add_argument("--text", type=path, metavar="FILE", help="file whose first bytes are read, in place of data")
-    parser.add_argument(
-        "--weights",
-        choices=WEIGHTS,
-        default=WEIGHTS[0],
-        help="take weights as they were trained, or their moving average (default: trained)",
-    )
+    add_weights_argument(parser)
     parser.add_argument("--head", type=int, metavar="H", help="one head, from 0 (default: the mean of all)")
     add_trust_argument(parser)
 

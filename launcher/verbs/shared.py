@@ -137,7 +137,7 @@ def misspelt_keys(config: str | None, overrides: Sequence[str]) -> list[str]:
         if not file.is_file():
             file = _PRESETS / f"{file.name}.json"
         with suppress(OSError, JSONError):  # reported later
-            paths += [path for path in _dotted_paths(parse_json(read_plain(file, _MOST_CONFIG_BYTES))) if path]
+            paths += dotted_paths(parse_json(read_plain(file, _MOST_CONFIG_BYTES)))
     for override in overrides:
         parts = override.partition("=")[0].split(".")
         paths += [".".join(parts[: end + 1]) for end in range(len(parts))]
@@ -150,13 +150,12 @@ def misspelt_keys(config: str | None, overrides: Sequence[str]) -> list[str]:
     return ["".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line) for line in lines.values()]
 
 
-def _dotted_paths(content: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all keys of nested objects, the empty one first."""
-    yield path
-    if isinstance(content, dict):
-        for key, value in content.items():
-            if key and "." not in key:
-                yield from _dotted_paths(value, f"{path}.{key}" if path else key)
+def dotted_paths(content: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all keys of nested objects."""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        path = f"{prefix}.{key}" if prefix else key
+        yield path
+        yield from dotted_paths(value, path)
 
 
 CONFIGURE: list[Verb] = []
