@@ -218,19 +218,6 @@ def test_cards_are_held_against_kernels_and_precision(
     assert code == int(bool(broken)) and answers["device"] is None
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["missing.json"], "missing.json: cannot be read"),
-        (["--hostfile", "missing"], "--hostfile=missing: no such file"),
-        (["--processes", "0"], "--processes=0: must be from 1 to 16,384; such as 8"),
-    ],
-)
-def test_wrong_words_end_by_code_2(capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
-    assert cli.main(["doctor", *words]) == 2
-    assert line in capsys.readouterr().err
-
-
 def test_hosts_are_held_against_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answers: dict[str, Any]
 ) -> None:

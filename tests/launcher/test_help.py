@@ -21,7 +21,6 @@ from longstride.launcher.verbs import KEYS, Verb, misspelt_keys
 from tests.harness.runs import ROOT, plain_environment
 
 SCREEN = (80, 40)  # columns and lines
-EXPERIMENTS = ROOT / "ds_configs/experiments"
 HEAVY = ("torch", "deepspeed", "triton", "webdataset", "safetensors", "matplotlib", "aiohttp")
 
 
@@ -139,11 +138,6 @@ def test_keys_are_those_of_the_classes() -> None:
     """Else `python docs/keys.py` mends it."""
     settled_keys = runpy.run_path(str(ROOT / "docs/keys.py"))["settled_keys"]
     assert json.loads(KEYS.read_text()) == settled_keys(RunConfig.model_json_schema())
-
-
-@pytest.mark.parametrize("preset", sorted(path.stem for path in EXPERIMENTS.glob("*.json")))
-def test_no_preset_has_a_misspelt_key(preset: str) -> None:
-    assert misspelt_keys(preset, []) == []
 
 
 @pytest.mark.parametrize(

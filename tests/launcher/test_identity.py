@@ -189,7 +189,7 @@ def weightless(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(SavedState, "check_size", staticmethod(lambda _: None))
     monkeypatch.setattr("longstride.launcher.evaluation.evaluate.compile_kernels", read)
-    monkeypatch.setattr("longstride.launcher.drawing.attention.master_weights", read)
+    monkeypatch.setattr("longstride.launcher.checkpoints.master_weights", read)
 
 
 @pytest.mark.parametrize("verb", VERBS)

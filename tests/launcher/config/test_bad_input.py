@@ -22,24 +22,9 @@ from longstride.launcher.ranks.processes import Ranks
 from tests.harness.runs import ROOT, files_under, plain_environment
 
 
-def test_missing_configuration(refused: Callable[..., list[str]], tmp_path: Path) -> None:
-    path = tmp_path / "none.json"
-    assert refused("--config", str(path)) == [f"{path}: cannot be read: No such file or directory"]
-
-
 def test_configuration_of_another_ending(refused: Callable[..., list[str]], config_file: Path) -> None:
     wrong = config_file.with_suffix(".jsn")
     assert refused("--config", str(wrong)) == [f"{wrong}: no such file; nearest {config_file}"]
-
-
-def test_misspelt_key(refused: Callable[..., list[str]], config_file: Path) -> None:
-    lines = refused("--config", str(config_file), "train.learnign_rate=1")
-    assert lines == ["train.learnign_rate: unknown key; nearest learning_rate"]
-
-
-def test_stride_that_does_not_divide_the_context(refused: Callable[..., list[str]], config_file: Path) -> None:
-    (line,) = refused("--config", str(config_file), "model.attention.stride=7", "model.attention.summary=1")
-    assert line.startswith("model.attention.stride=7: must divide context 64; nearest 4, 8")
 
 
 @pytest.mark.parametrize(
@@ -53,54 +38,6 @@ def test_backend_that_cannot_run(
         pytest.skip("it has one on a GPU")
     (line,) = refused("--config", str(config_file), f"model.backend={backend}", f"model.width={width}")
     assert line.startswith(f'model.backend="{backend}": cannot run here: {reason}')
-
-
-def test_wait_for_a_worker_that_other_ranks_would_not_wait_for(
-    refused: Callable[..., list[str]], config_file: Path
-) -> None:
-    (line,) = refused("--config", str(config_file), "data.worker_timeout_seconds=60")
-    rule = "must be less than train.timeout_seconds 60, when other processes stop waiting for this one; 30"
-    assert line == f"data.worker_timeout_seconds=60.0: {rule}"
-
-
-def test_missing_data_folder(refused: Callable[..., list[str]], config_file: Path, tmp_path: Path) -> None:
-    (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'none'}")
-    assert str(tmp_path / "none") in line
-
-
-def test_empty_data_folder(refused: Callable[..., list[str]], config_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'empty'}")
-    assert str(tmp_path / "empty") in line
-
-
-def test_file_that_is_no_shard(
-    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, data: Path
-) -> None:
-    shutil.copytree(data, tmp_path / "data")
-    (tmp_path / "data/train-00000.tar").write_text("not a shard")
-    (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'data'}")
-    assert str(tmp_path / "data/train-00000.tar") in line
-
-
-def test_missing_split(refused: Callable[..., list[str]], config_file: Path) -> None:
-    (line,) = refused("--config", str(config_file), "data.validation_split=test")
-    assert "test" in line
-
-
-def test_context_longer_than_the_data(refused: Callable[..., list[str]], config_file: Path) -> None:
-    (line,) = refused("--config", str(config_file), "model.context=1048576")
-    assert line.startswith("model.context=1048576: is longer than the split")
-
-
-def test_key_that_deepspeed_does_not_know(refused: Callable[..., list[str]], config_file: Path) -> None:
-    lines = refused(
-        "--config", str(config_file), "deepspeed.zero_optimization.reduce_bucket=1", "deepspeed.fp16.loss_scale=-1"
-    )
-    assert lines == [
-        "deepspeed.zero_optimization.reduce_bucket: unknown key; nearest reduce_bucket_size",
-        "deepspeed.fp16.loss_scale=-1: fp16.loss_scale must be >= 0 (0 enables dynamic loss scaling)",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -127,11 +64,6 @@ def test_half_a_launchers_environment(
     assert line.startswith("environment: WORLD_SIZE given without RANK, LOCAL_RANK")
 
 
-def test_resume_that_is_no_step(refused: Callable[..., list[str]], config_file: Path) -> None:
-    lines = refused("--config", str(config_file), "--resume", "yes")
-    assert lines == ["--resume=yes: must be auto, best, never or the number of a step"]
-
-
 def test_resume_of_a_run_that_is_not_there(
     refused: Callable[..., list[str]], config_file: Path, tmp_path: Path
 ) -> None:
@@ -152,13 +84,6 @@ def test_output_that_holds_a_run(refused: Callable[..., list[str]], config_file:
         f'train.output="{run_copy}": already holds a run (config.json, metrics.jsonl, checkpoints); '
         "continue it with --resume auto, or name another folder"
     )
-
-
-def test_resume_of_a_step_that_is_not_there(
-    refused: Callable[..., list[str]], config_file: Path, run_copy: Path
-) -> None:
-    lines = refused("--config", str(config_file), "--resume", "5")
-    assert lines == [f"{run_copy / 'checkpoints'}: no checkpoint of step 5; complete ones: 4, 8"]
 
 
 @pytest.mark.parametrize(
@@ -247,12 +172,6 @@ def test_shard_or_index_of_the_right_size_and_wrong_content(
     assert line.startswith(f"{path}: ")
 
 
-def test_output_below_a_file(refused: Callable[..., list[str]], config_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (line,) = refused("--config", str(config_file), f"train.output={tmp_path / 'file/run'}")
-    assert line == f'train.output="{tmp_path / "file/run"}": {tmp_path / "file"} is a file; name a folder'
-
-
 def test_output_that_cannot_be_written(
     refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,28 +201,6 @@ def test_deeply_nested_configuration(refused: Callable[..., list[str]], config_f
 def test_overrides_and_options_in_any_order(refused: Callable[..., list[str]], config_file: Path) -> None:
     lines = refused("train.steps=0", "--config", str(config_file), "model.layers=0", "--resume", "auto", "notes=x")
     assert [line.split(":")[0] for line in lines] == ["model.layers=0", "train.steps=0"]
-
-
-def test_longstride_train_refuses_what_the_ranks_would(
-    config_file: Path, run_copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("longstride.launcher.cluster.start.supervise", lambda *_: pytest.fail("started"))
-    assert cli.main(["train", "--config", str(config_file), "--resume", "bla"]) == WRONG_INPUT
-    assert "error: --resume=bla: must be auto, best, never or the number of a step" in capsys.readouterr().err
-    assert cli.main(["train", "--config", str(config_file)]) == WRONG_INPUT
-    assert "already holds a run" in capsys.readouterr().err
-
-
-def test_evaluation_of_no_contexts_at_once(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["evaluate", str(run_copy), "--batch", "0"]) == WRONG_INPUT
-    assert capsys.readouterr().err == "longstride: error: --batch=0: must be from 1 to 65,536 contexts; such as 4\n"
-
-
-def test_export_over_something(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = files_under(tmp_path)
-    assert cli.main(["export", str(run_copy), "--output", str(run_copy)]) == WRONG_INPUT
-    assert capsys.readouterr().err.endswith(f"--output={run_copy}: already exists and is not overwritten\n")
-    assert files_under(tmp_path) == before
 
 
 def test_export_of_a_damaged_checkpoint(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,13 +260,14 @@ def test_picture_of_another_shape_is_refused(
     ("change", "rule"),
     [
         ("data.train_split=validation", "data.validation_split="),
-        ("train.output=s3://bucket/run", 'train.output="s3://bucket/run": must be a folder on this machine'),
-        ("data.path=ftp://host/data", "ftp://host/data"),
+        ("data.worker_timeout_seconds=60", "data.worker_timeout_seconds=60.0: must be less than train.timeout_seconds"),
+        ("data.validation_split=test", "{data}/manifest.json: has no split 'test'; it has train, validation"),
+        ("model.context=1048576", "model.context=1048576: is longer than the split"),
         ("data.hop=8", "data.hop=8: packed documents are cut every 64 bytes; set packing=false"),
     ],
 )
 def test_data_that_does_not_fit_the_configuration(
-    refused: Callable[..., list[str]], config_file: Path, change: str, rule: str
+    refused: Callable[..., list[str]], config_file: Path, data: Path, change: str, rule: str
 ) -> None:
     (line,) = refused("--config", str(config_file), change)
-    assert line.startswith(rule)
+    assert line.startswith(rule.format(data=data))

@@ -32,11 +32,7 @@ def refused(path: Path, *overrides: str) -> list[str]:
     [
         ("train.learnign_rate=1", "train.learnign_rate: unknown key; nearest learning_rate"),
         ("trian={}", "trian: unknown key; nearest train"),
-        ("train.steps=0", "train.steps=0: must be greater than 0"),
-        ("train.steps=ten", 'train.steps="ten": must be a valid integer'),
-        ("train.steps=1.5", "train.steps=1.5: must be a valid integer"),
         ("train.learning_rate=-1", "train.learning_rate=-1: must be greater than 0"),
-        ("train.betas=[0.9]", "train.betas[1]: required, and missing"),
         ("train.betas=[0.9, 1.0]", "train.betas[1]=1.0: must be less than 1"),
         ("train.schedule=linear", "train.schedule=\"linear\": must be 'cosine' or 'constant'"),
         (
@@ -49,23 +45,18 @@ def refused(path: Path, *overrides: str) -> list[str]:
             'train.optimizer={"type": "muon", "rates": {"matrix": 1}}',
             "train.optimizer.rates.matrix: unknown key; nearest matrices",
         ),
-        ("train.warmup_steps=9", "train.warmup_steps=9: must be at most steps 8"),
         ("train.final_learning_rate=1", "train.final_learning_rate=1.0: must be at most learning_rate 0.003"),
         (
             "train.global_batch=7",
             "train.global_batch=7: must be a multiple of micro_batch 2; nearest 6, 8",
         ),
-        ("train.global_batch=1", "train.global_batch=1: must be a multiple of micro_batch 2; nearest 2"),
         ("model.contxt=64", "model.contxt: unknown key; nearest context"),
         ("data.path=", 'data.path="": String should have at least 1 character'),
         ("deepspeed=zero1_bf61", 'deepspeed="zero1_bf61": no such file in ds_configs; nearest zero1_bf16'),
         ("deepspeed=3", "deepspeed=3: must be an object"),
         ("deepspeed.zero_optimisation={}", "deepspeed.zero_optimisation: unknown key; nearest zero_optimization"),
-        ("deepspeed.zero_optimization.stage=4", "deepspeed.zero_optimization.stage=4: must be 0, 1, 2 or 3"),
         ("deepspeed.zero_optimization=2", "deepspeed.zero_optimization=2: must be an object"),
         ("deepspeed.elasticity={}", None),
-        ("train=3", "train=3: must be an object"),
-        ("train.steps.x=3", "train.steps=8: has no key x to override"),
     ],
 )
 def test_wrong_field_is_named_with_its_rule(path: Path, override: str, line: str | None) -> None:
@@ -79,13 +70,11 @@ def test_wrong_field_is_named_with_its_rule(path: Path, override: str, line: str
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("learning_rate=3", "did you mean train.learning_rate"),
         ("learning_rat=3", "did you mean train.learning_rate"),
         ("train.rotary=true", "did you mean model.rotary"),
         ("model.momentum=0.5", "did you mean train.optimizer.momentum"),
         ("gradient_clipping=1", "did you mean deepspeed.gradient_clipping"),
         ("heads=2", "did you mean model.heads or model.attention.heads or model.attention.local.heads"),
-        ("train.stepz=2", "nearest steps"),
         ("nothing_like_it=2", "known: model, data, train, deepspeed, notes"),
     ],
 )
@@ -132,50 +121,55 @@ def test_keys_that_are_ours_are_refused_with_their_place(path: Path, key: str) -
     assert refused(path, f"deepspeed.{key}=1") == [f"deepspeed.{key}: {OWNED[key]}"]
 
 
-def test_two_half_precisions_are_refused(path: Path) -> None:
-    overrides = ("deepspeed.fp16.enabled=true", "deepspeed.bf16.enabled=true")
-    assert refused(path, *overrides) == ["deepspeed.fp16.enabled=true: fp16 and bf16 cannot both be on"]
-
-
-def test_gathering_in_another_type_under_zero0_is_refused(path: Path) -> None:
-    lines = refused(path, "deepspeed.bf16.enabled=true", "deepspeed.data_types.grad_accum_dtype=fp32")
-    rule = "ZeRO 0 gathers gradients in the model's own bf16; take stage 1, 2 or 3"
-    assert lines == [f'deepspeed.data_types.grad_accum_dtype="fp32": {rule}']
-
-
-def test_override_changes_a_copy_of_a_named_configuration(path: Path) -> None:
-    section = load_config(path, ["deepspeed=zero2_fp16", "deepspeed.fp16.min_loss_scale=1"]).deepspeed
-    assert section["fp16"] | {"min_loss_scale": 1} == section["fp16"]
-    assert section["zero_optimization"] == {"stage": 2}
-    assert load_config(path, ["deepspeed=zero2_fp16"]).deepspeed["fp16"]["min_loss_scale"] == 1024
-
-
 def test_resolved_configuration_loads_again(path: Path, tmp_path: Path) -> None:
     config = load_config(path, ["train.betas=[0.9, 0.95]", "notes=a try"])
     (tmp_path / "resolved.json").write_text(json.dumps(config.to_json()))
     assert load_config(tmp_path / "resolved.json") == config
 
 
-def test_more_processes_than_a_checkpoint_can_list_are_refused_before_they_start(path: Path) -> None:
-    config = load_config(path, ["train.global_batch=65536"])
-    config.check_world_size(16_384)
-    with pytest.raises(ConfigError, match=r"^32768 processes: a run has at most 16,384; start fewer$"):
-        config.check_world_size(32_768)
-
-
-def test_world_size_that_does_not_divide_names_the_nearest_batches(path: Path) -> None:
-    config = load_config(path)
-    config.check_world_size(4)
+@pytest.mark.parametrize(
+    ("sharing", "processes", "line"),
+    [
+        (
+            1,
+            3,
+            "train.global_batch=8: must be a multiple of micro_batch 2 × 3 processes; nearest 6, 12; or start 2 or 4",
+        ),
+        (1, 32_768, "32768 processes: a run has at most 16,384; start fewer"),
+        (2, 1, "train.sequence_parallel=2: must divide the 1 process; nearest 1; or start 2 processes"),
+        (2, 5, "train.sequence_parallel=2: must divide the 5 processes; nearest 1; or start 6 processes"),
+        (
+            2,
+            6,
+            "train.global_batch=8: must be a multiple of micro_batch 2 × 6 processes / 2 that share a context; nearest "
+            "6, 12; or start 4 or 8 processes",
+        ),
+    ],
+)
+def test_number_of_processes_that_does_not_fit_is_refused(path: Path, sharing: int, processes: int, line: str) -> None:
+    config = load_config(path, [f"train.sequence_parallel={sharing}"])
+    for fitting in (2, 4, 4 * sharing):
+        config.check_world_size(fitting)
     with pytest.raises(ConfigError) as caught:
-        config.check_world_size(3)
-    rule = "must be a multiple of micro_batch 2 × 3 processes; nearest 6, 12; or start 2 or 4 processes"
-    assert str(caught.value) == f"train.global_batch=8: {rule}"
+        config.check_world_size(processes)
+    assert str(caught.value).startswith(line)
 
 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["train.sequence_parallel=0"], "train.sequence_parallel=0: must be greater than 0"),
+        (
+            ["deepspeed.fp16.enabled=true", "deepspeed.bf16.enabled=true"],
+            "deepspeed.fp16.enabled=true: fp16 and bf16 cannot both be on",
+        ),
+        (
+            ["deepspeed.bf16.enabled=true", "deepspeed.data_types.grad_accum_dtype=fp32"],
+            'deepspeed.data_types.grad_accum_dtype="fp32": ZeRO 0 gathers gradients in the model\'s own bf16; take',
+        ),
+        (
+            ['train.optimizer={"type": "adafactor"}', "deepspeed=zero2_bf16"],
+            'train.optimizer.type="adafactor": needs complete matrices, but ZeRO 2 divides them; take muon or adamw',
+        ),
         (
             ["train.sequence_exchange=keys"],
             'train.sequence_exchange="keys": only applies with sequence_parallel; give that too, '
@@ -196,30 +190,9 @@ def test_world_size_that_does_not_divide_names_the_nearest_batches(path: Path) -
         ),
     ],
 )
-def test_groups_that_cannot_be_are_refused(path: Path, overrides: list[str], line: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(path: Path, overrides: list[str], line: str) -> None:
     (found,) = refused(path, *overrides)
     assert found.startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("processes", "line"),
-    [
-        (1, "train.sequence_parallel=2: must divide the 1 process; nearest 1; or start 2 processes"),
-        (5, "train.sequence_parallel=2: must divide the 5 processes; nearest 1; or start 6 processes"),
-        (
-            6,
-            "train.global_batch=8: must be a multiple of micro_batch 2 × 6 processes / 2 that share a context; nearest "
-            "6, 12; or start 4 or 8 processes",
-        ),
-    ],
-)
-def test_world_size_that_groups_do_not_divide_is_refused(path: Path, processes: int, line: str) -> None:
-    config = load_config(path, ["train.sequence_parallel=2"])
-    for fitting in (2, 4, 8):
-        config.check_world_size(fitting)
-    with pytest.raises(ConfigError) as caught:
-        config.check_world_size(processes)
-    assert str(caught.value) == line
 
 
 @pytest.mark.parametrize("file", sorted(DEEPSPEED_CONFIGS.glob("*.json")), ids=lambda file: file.stem)
@@ -227,18 +200,6 @@ def test_shipped_deepspeed_configuration_is_right(path: Path, file: Path) -> Non
     section = load_config(path, [f"deepspeed={file.stem}"]).deepspeed
     assert section["gradient_clipping"] == 1.0
     assert f"zero{section['zero_optimization']['stage']}_" in file.stem
-
-
-def test_shipped_fp16_scale_is_the_papers(path: Path) -> None:
-    fp16 = load_config(path, ["deepspeed=zero1_fp16"]).deepspeed["fp16"]
-    assert (2 ** fp16["initial_scale_power"], fp16["loss_scale_window"], fp16["min_loss_scale"]) == (2**16, 2000, 2**10)
-
-
-def test_schema_accepts_what_the_configuration_does() -> None:
-    schema = RunConfig.model_json_schema()
-    assert schema["additionalProperties"] is False
-    assert [choice["type"] for choice in schema["properties"]["deepspeed"]["anyOf"]] == ["string", "object"]
-    json.dumps(schema)
 
 
 def test_no_key_is_both_known_and_owned() -> None:
@@ -272,24 +233,13 @@ def test_the_streaming_order_is_refused_with_the_command_that_converts(path: Pat
     assert line.startswith('data.modality="text": is stored in the data folder; leave it out')
 
 
-def test_adafactor_is_refused_where_zero_cuts_matrices(path: Path) -> None:
-    (line,) = refused(path, 'train.optimizer={"type": "adafactor"}', "deepspeed=zero2_bf16")
-    assert line.startswith('train.optimizer.type="adafactor": needs complete matrices, but ZeRO ')
-    assert line.endswith("take muon or adamw, or deepspeed zero0_bf16")
-
-
-def test_groups_are_saved_only_where_they_are_asked_for(path: Path) -> None:
-    assert not [key for key in load_config(path).to_json()["train"] if key.startswith("sequence")]
-    asked = load_config(path, ["train.sequence_parallel=1"]).to_json()["train"]
-    assert asked["sequence_parallel"] == 1 and "sequence_exchange" not in asked
-    known = RunConfig.model_json_schema()["$defs"]["TrainConfig"]["properties"]
-    assert {"sequence_parallel", "sequence_exchange"} < known.keys()
-
-
-def test_optimizer_is_saved_only_where_one_is_asked_for(path: Path) -> None:
-    assert "optimizer" not in load_config(path).to_json()["train"]
-    saved = load_config(path, ['train.optimizer={"type": "muon"}'])
-    assert RunConfig.model_validate(saved.to_json()) == saved
+def test_keys_of_later_versions_are_only_saved_if_they_are_set(path: Path) -> None:
+    saved = load_config(path).to_json()["train"]
+    assert not {"optimizer", "sequence_parallel", "sequence_exchange"} & saved.keys()
+    muon = load_config(path, ["train.sequence_parallel=1", 'train.optimizer={"type": "muon"}'])
+    assert muon.to_json()["train"]["sequence_parallel"] == 1 and RunConfig.model_validate(muon.to_json()) == muon
+    properties = RunConfig.model_json_schema()["$defs"]["TrainConfig"]["properties"]
+    assert {"sequence_parallel", "sequence_exchange"} < properties.keys()
 
 
 @pytest.mark.parametrize(

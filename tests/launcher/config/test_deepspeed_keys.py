@@ -12,15 +12,15 @@ import pytest
     ("override", "lines"),
     [
         ('fp16.enabled="false"', ['fp16.enabled="false": must be true or false']),
-        ("bf16.enabled=1", ["bf16.enabled=1: must be true or false"]),
-        ("wandb.enabled=auto", ['wandb.enabled="auto": must be true or false']),
+        ("fp16.loss_scale=-1", ["fp16.loss_scale=-1: fp16.loss_scale must be >= 0 (0 enables dynamic loss scaling)"]),
+        (
+            "zero_optimization.reduce_bucket=1",
+            ["zero_optimization.reduce_bucket: unknown key; nearest reduce_bucket_size"],
+        ),
         ("gradient_clipping=-1", ["gradient_clipping=-1: must be greater than or equal to 0"]),
-        ("gradient_clipping=true", ["gradient_clipping=true: must be a valid number"]),
-        ("steps_per_print=0", ["steps_per_print=0: must be greater than 0"]),
         ("log_level=loud", ["log_level=\"loud\": must be 'debug', 'info', 'warning', 'error' or 'critical'"]),
         ("data_types.grad_accum_dtype=fp8", ["data_types.grad_accum_dtype=\"fp8\": must be 'fp32', 'fp16' or 'bf16'"]),
         ("aio=3", ["aio=3: must be an object"]),
-        ("comet=true", ["comet=true: must be an object"]),
         ("activation_checkpointing.profil=true", ["activation_checkpointing.profil: unknown key; nearest profile"]),
         (
             "activation_checkpointing.contiguous_memory_optimization=true",
@@ -36,9 +36,7 @@ import pytest
                 "checkpoint"
             ],
         ),
-        ("flops_profiler.profile_stp=2", ["flops_profiler.profile_stp: unknown key; nearest profile_step"]),
         ("data_types.grad_accum=fp32", ["data_types.grad_accum: unknown key; nearest grad_accum_dtype"]),
-        ("comms_logger.verbos=true", ["comms_logger.verbos: unknown key; nearest verbose"]),
         ("timers.throughput.enabled=1", ["timers.throughput.enabled=1: must be a valid boolean"]),
         ("zero_optimization.stage=1.0", ["zero_optimization.stage=1.0: must be 0, 1, 2 or 3"]),
         *(

@@ -114,13 +114,3 @@ def test_a_base_that_is_none_is_told_in_one_line(base: Path, tmp_path: Path) -> 
     assert line.startswith(f'{base}: deepspeed="zero9": no such file in ds_configs')
     (line,) = refused(base, "extends=enwik8_fixed")
     assert line.startswith('extends="enwik8_fixed": can only be set in a file')
-
-
-def test_a_circle_is_told_by_all_its_files(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.json", tmp_path / "second.json"
-    write(first, {"extends": "second.json"})
-    write(second, {"extends": "./first.json"})
-    circle = f"forms a cycle: {first} extends {second} extends {first}; name another file"
-    assert refused(first) == [f'{second}: extends="./first.json": {circle}']
-    (line,) = refused(write(first, {"extends": "first.json"}))
-    assert f"{first} extends {first}" in line

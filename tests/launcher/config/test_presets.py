@@ -72,7 +72,7 @@ def test_preset_passes_our_checks_and_deepspeeds(name: str) -> None:
     units = config.train.global_batch // config.train.micro_batch
     check_section(config, min(8, units), on_cpu=False)
     assert RunConfig.model_validate(config.to_json()) == config
-    assert config.train.output == f"runs/{name}"
+    assert config.train.output == f"runs/{name}" and config.notes
 
 
 @pytest.mark.parametrize("name", STATED)

@@ -123,24 +123,7 @@ def test_page_is_one_small_file_that_asks_for_nothing(tmp_path: Path) -> None:
     assert data_of(page)["name"].startswith(hostile.stem)
 
 
-def test_page_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "there.html").touch()
-    (tmp_path / "text").write_text("long strides")
-    before = sorted(tmp_path.iterdir())
-    for words, message in (
-        ([], "--output: is missing; such as --output pattern.png, or --html pattern.html for a page"),
-        (["--html", "there.html"], "--html=there.html: already exists and is not overwritten"),
-        (["--html", "a.htm"], "--html=a.htm: must be a .html in a folder that exists"),
-        (["--html", "a.html", "--query", "1024"], "--query=1024: must be from 0 to 1023, a position; nearest 1023"),
-        (["--html", "a.html", "--text", "text"], "--text=text: a page has no text; draw --output FILE.png, and leave"),
-    ):
-        monkeypatch.chdir(tmp_path)
-        assert cli.main(["show", "pattern", "demo", *words]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"longstride: error: {message}")
-    assert sorted(tmp_path.iterdir()) == before
+def test_page_of_chosen_keys_or_irregular_patterns_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="its heads choose their keys by content; draw --output"):
         pattern_page(written(tmp_path, {"type": "routing", "clusters": 4, "window": 8}))
     monkeypatch.setattr(page_module, "MOST_BYTES", 1000)

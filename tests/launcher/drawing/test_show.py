@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from longstride.kernels import ConfigError
-from longstride.launcher import cli
 from longstride.launcher.drawing.show import Series, draw_loss, smoothed
 from tests.harness.lines import evaluation_line, step_line, write_metrics
 from tests.harness.runs import ROOT
@@ -45,36 +44,3 @@ def test_loss_of_no_metrics_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(ConfigError, match="is empty; wait"):
         draw_loss(tmp_path)
-
-
-def test_loss_is_drawn_of_long_lines(tmp_path: Path) -> None:
-    write_metrics(tmp_path, [step_line(1, 7.0, substitutions=["shard-000001.tar, sample 3"] * 5000)])
-    assert list(draw_loss(tmp_path).axes[0].lines[0].get_ydata()) == [7.0]
-
-
-def test_show_writes_a_png_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "pattern.png"
-    assert cli.main(["show", "pattern", str(DEMO), "--output", str(output)]) == 0
-    assert output.read_bytes().startswith(b"\x89PNG")
-    made = output.stat()
-    assert cli.main(["show", "pattern", str(DEMO), "--output", str(output)]) == 2
-    assert "already exists and is not overwritten" in capsys.readouterr().err
-    assert output.stat().st_mtime_ns == made.st_mtime_ns
-
-
-@pytest.mark.parametrize(
-    "what, source, output, message",
-    [
-        ("pattern", "nowhere.json", "a.png", "nowhere.json: "),
-        ("loss", "nowhere", "a.png", "nowhere: no such folder; such as runs/demo"),
-        ("loss", "nowhere", "a.pdf", "a.pdf: must be a .png in a folder that exists"),
-        ("loss", "nowhere", "no/where/a.png", "a.png: must be a .png in a folder that exists"),
-    ],
-)
-def test_show_refuses_in_one_line(
-    tmp_path: Path, what: str, source: str, output: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["show", what, str(tmp_path / source), "--output", str(tmp_path / output)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("longstride: error: ") and message in line
-    assert not list(tmp_path.iterdir())

@@ -147,18 +147,14 @@ def test_default_queries_are_bytes_of_the_picture(grid: Grid) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--head", "2"], "--head=2: must be from 0 to 1, a head of the model; nearest 1"),
-        (["--head", "-1"], "--head=-1: must be from 0 to 1, a head of the model; nearest 0"),
         (["--query", "64"], "--query=64: must be from 0 to 63, a byte of the context; nearest 63"),
         (["--query", *"1234567"], "--query=7: one picture has room for 6 queries; leave some out"),
-        (["--step", "5"], "checkpoints: no checkpoint of step 5; complete ones: 4, 8"),
         (["--context-number", "-1"], "a context of the split; nearest 0"),
         (
             ["--text", "x", "--context-number", "1"],
             "--context-number=1: cannot be combined with --text; leave one of them out",
         ),
         (["--text", "x", "--data", "d"], "--data=d: cannot be combined with --text; leave one of them out"),
-        (["--text", "nowhere"], "--text=nowhere: cannot be read: No such file or directory; name a text"),
         (["--data", "nowhere"], "nowhere: no such folder; build one with `longstride data build`"),
     ],
 )

@@ -145,12 +145,8 @@ def test_show_writes_a_png_and_never_over_one(
         (["text", "--output", "a.png"], "--output=a.png: text is printed, not drawn"),
         (["image"], "--output: image is drawn into a file; name one"),
         (["image", "--output", "a.jpg"], "--output=a.jpg: must be a .png in a folder that exists"),
-        (["image", "--output", "no/where/a.png"], "must be a .png in a folder that exists"),
         (["audio", "--output", "a.png", "--count", "21"], "--count=21: one picture has room for 20 of audio"),
-        (["text", "--count", "0"], "count=0: must be at least 1"),
-        (["text", "--split", "tset"], "no split 'tset'; it has train, validation"),
         (["image", "--split", "tset", "--output", "a.png"], "no split 'tset'"),
-        (["nowhere"], "nowhere: no such folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

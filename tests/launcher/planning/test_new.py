@@ -67,10 +67,16 @@ def written(place: Path, *words: str) -> dict[str, Any]:
     return json.loads((place / "mine.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["text", *(pytest.param(kind, marks=pytest.mark.campaign) for kind in KINDS[1:])])
-def test_a_new_run_trains_on_its_data(kind: str, folders: Path, place: Path) -> None:
-    content = written(place, "--data", str(folders / kind), "--processes", "1")
-    rows = [f"model.ngrams.rows={min(1024, content['model']['ngrams']['rows'])}"]
+ROUTING = ["--like", "enwik8_routing", "--size", "tiny"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("text", []), ("text", ROUTING), *(pytest.param(kind, [], marks=pytest.mark.campaign) for kind in KINDS[1:])],
+)
+def test_a_new_run_trains_on_its_data(kind: str, words: list[str], folders: Path, place: Path) -> None:
+    content = written(place, "--data", str(folders / kind), "--processes", "1", *words)
+    rows = ["model.ngrams.rows=1024"] if "ngrams" in content["model"] else []
     rows += ["train.steps=2", "train.warmup_steps=1", f"train.output={place / 'runs/mine'}"]
     ended = spawn(["--config", str(place / "mine.json"), *rows], 1)
     assert ended.codes == [0], ended.stderr
@@ -118,35 +124,20 @@ def test_every_preset_is_planned_in_tiny_with_parts_of_its_kinds(
     assert json.loads(capsys.readouterr().out)["parameters"]["total"] < 10_000_000
 
 
-def test_shrunk_preset_trains(folders: Path, place: Path) -> None:
-    written(place, "--like", "enwik8_routing", "--size", "tiny", "--data", str(folders / "text"), "--processes", "1")
-    short = ["train.steps=2", "train.warmup_steps=1", f"train.output={place / 'runs/mine'}"]
-    ended = spawn(["--config", str(place / "mine.json"), *short], 1)
-    assert ended.codes == [0], ended.stderr
-    assert [line["step"] for line in metrics(place / "runs/mine") if line["split"] == "train"] == [1, 2]
-
-
 SMALL = [("text", "tiny"), ("palette", "tiny")]
 MORE = [(kind, size) for kind in KINDS for size in recipes.SIZES if (kind, size) not in SMALL]
 
 
 @pytest.mark.parametrize("kind, size", [*SMALL, *(pytest.param(*each, marks=pytest.mark.campaign) for each in MORE)])
-def test_every_size_is_planned_for_every_kind(
-    kind: str, size: str, folders: Path, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_size_is_planned_for_every_kind(kind: str, size: str, folders: Path, place: Path) -> None:
     content = written(place, "--data", str(folders / kind), "--size", size, "--processes", "8", "--memory", "80")
     config = load_config(place / "mine.json")
     assert config.precision == "bf16" and config.train.global_batch % (8 * config.train.micro_batch) == 0
     assert config.model.vocabulary == (16 if kind == "palette" else 256)
     assert content["train"]["steps"] * content["train"]["global_batch"] * config.model.context > 0
     assert config.train.warmup_steps < config.train.steps
-    capsys.readouterr()
-    assert cli.main(["plan", "mine.json", "--processes", "8", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    (row,) = (row for row in plan["memory"] if row["stage"] == 1)
-    peak = row["peak_recomputed" if config.train.activation_checkpointing else "peak_kept"]
-    assert peak < new.FREE_SHARE["cuda"] * 80 * 2**30
-    assert f"planned at {peak / 2**30:.2f} GiB a process" in content["notes"]
+    peak = float(re.search(r"planned at ([0-9.]+) GiB a process", content["notes"])[1])
+    assert peak < new.FREE_SHARE["cuda"] * 80
 
 
 @pytest.mark.parametrize("processes, more", [("1", []), ("2", []), ("8", ["--memory", "80"])])
@@ -222,17 +213,6 @@ def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
     "words, line",
     [
         (
-            ["mine"],
-            "data/mine: no such folder; build it with `longstride data build FILES --output data/mine`, or name",
-        ),
-        (
-            ["mine", "--modality", "image"],
-            "data/mine: no such folder; build it with `longstride data build FILES --modal",
-        ),
-        (["mine", "--modality", "video"], "--modality=video: must be one of text, image, audio; such as text"),
-        (["mine", "--data", "{text}", "--modality", "audio"], "--modality=audio: {text} holds text; leave --modality"),
-        (["mine", "--size", "huge"], "--size=huge: must be one of tiny, small, base; such as tiny"),
-        (
             ["mine", "--like", "enwik8_routin"],
             "--like=enwik8_routin: no preset of that name; nearest enwik8_routing",
         ),
@@ -243,27 +223,11 @@ def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
             ["mine", "--like", "image_gpt_small", "--data", "{pictures}"],
             "--like=image_gpt_small: the preset reads image in colours of a palette, and {pictures} holds image in byt",
         ),
-        (["taken", "--data", "{text}"], "taken.json: already exists; give another NAME, or another file with --output"),
-        (
-            ["a/b", "--data", "{text}"],
-            "NAME=a/b: must be at most 100 letters, digits, dots, dashes and underscores, the",
-        ),
         (["mine", "--data", "{short}"], "--data={short}: has "),
         (
             ["mine", "--data", "taken.d"],
             "taken.d: the folder is empty: it lacks manifest.json, so it is not a data folder;",
         ),
-        (
-            ["mine", "--data", "{text}", "--output", "no/a.json"],
-            "--output=no/a.json: no is not a folder; create it first",
-        ),
-        (["mine", "--data", "{text}", "--output", "a.txt"], "--output=a.txt: must end in .json; such as a.json"),
-        (["mine", "--data", "{text}", "--processes", "two"], "--processes=two: must be an integer from 1 to"),
-        (
-            ["mine", "--data", "{text}", "--processes", "1.5"],
-            "--processes=1.5: must be an integer from 1 to 16,384",
-        ),
-        (["mine", "--data", "{text}", "--memory", "0"], "--memory=0: must be a number from 1 to 1,000,000;"),
         (["mine", "--data", "{text}", "--size", "base", "--memory", "1"], "--size=base: takes "),
     ],
 )

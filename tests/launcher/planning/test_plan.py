@@ -164,36 +164,10 @@ def test_published_run_fits_the_cards_that_it_names(name: str, processes: int) -
     assert held.peak(activations(config, checkpointing=True)) < 14e9  # of 16, the rest for what is not counted
 
 
-@pytest.mark.parametrize(
-    "words, line",
-    [
-        (["enwik9"], "enwik9: no such file, and no preset of that name in ds_configs/experiments; known: "),
-        (["missing/x.json"], "missing/x.json: cannot be read: No such file or directory"),
-        (["paper_small", "train.stesp=3"], "train.stesp: unknown key; nearest steps"),
-        (
-            ["paper_small", "--processes", "3"],
-            "train.global_batch=2: must be a multiple of micro_batch 1 × 3 processes",
-        ),
-        (["paper_small", "--processes", "0"], "--processes=0: must be integers from 1 to 16,384; such as 8"),
-        (
-            ["paper_small", "--processes", "1", "x"],
-            "--processes=x: must be integers from 1 to 16,384; such as 8",
-        ),
-        (
-            ["paper_small", "--device", "cuda", "model.backend=cpu"],
-            "--device=cuda: model.backend=cpu computes only on a CPU; leave --device out, or give model.backend=auto",
-        ),
-        (["paper_small", "--contexts", "0"], "--contexts=0: must be from 1 to 1,000,000,000,000; such as 10000"),
-        (
-            ["paper_small", "--processes", "2", "train.steps=5", "train.warmup_steps=6"],
-            "train.warmup_steps=6: must be at most steps 5",
-        ),
-    ],
-)
-def test_wrong_plan_is_refused_in_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *words]) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"longstride: error: {line}")
+def test_device_that_contradicts_the_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "paper_small", "--device", "cuda", "model.backend=cpu"]) == 2
+    rule = "model.backend=cpu computes only on a CPU; leave --device out, or give model.backend=auto"
+    assert capsys.readouterr().err == f"longstride: error: --device=cuda: {rule}\n"
 
 
 def test_plan_needs_no_deepspeed_and_writes_nothing(tmp_path: Path) -> None:

@@ -276,17 +276,8 @@ def test_ticks_are_round_and_inside() -> None:
 @pytest.mark.parametrize(
     "words, line",
     [
-        ("missing --output new.html", "missing: no such folder; such as runs/demo"),
-        ("run/metrics.jsonl --output new.html", "run/metrics.jsonl: is a file; name the folder that contains it"),
-        ("nothing --output new.html", "nothing: holds no run: it has no metrics.jsonl"),
         ("empty --output new.html", "empty/metrics.jsonl: is empty; wait for the first step"),
-        ("run ./run --output new.html", "run: is named twice; name each run once"),
-        ("run --output old.html", "--output=old.html: already exists and is not overwritten"),
-        ("run --output new.pdf", "--output=new.pdf: must be a .html in a folder that exists"),
-        ("run --output none/new.html", "--output=none/new.html: must be a .html in a folder that exists"),
         ("run --output new.html --quick --by-position", "--by-position: needs the model, which --quick does not load;"),
-        ("run --output new.html --positions run/config.json", "--positions=run/config.json: must be a JSON file that"),
-        ("--output new.html", "the following arguments are required: RUN; `longstride report --help`"),
     ],
 )
 def test_wrong_words_end_in_one_line(
