@@ -206,3 +206,11 @@ def _number(digits: str) -> float:
     if number in (float("inf"), float("-inf")):
         raise JSONError(f"{digits[:20]} is beyond the largest number; give a finite one")
     return number
+
+
+def dotted_paths(content: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all keys of nested objects."""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        path = f"{prefix}.{key}" if prefix else key
+        yield path
+        yield from dotted_paths(value, path)

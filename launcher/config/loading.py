@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longstride.data_pipelines.plain_files import expand_path
+from longstride.data_pipelines.plain_files import dotted_paths, expand_path
 from longstride.kernels import ConfigError, Problem, nearest
 from longstride.launcher.config.deepspeed_keys import KNOWN
 from longstride.launcher.config.json_file import flattened, load_json_object, parse_override, put
 from longstride.launcher.config.run_config import EXTENDS, SCHEMA, RunConfig, schema_entries
-from longstride.launcher.verbs import dotted_paths
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 EXPERIMENTS = DEEPSPEED_CONFIGS / "experiments"

@@ -6,12 +6,12 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from longstride.data_pipelines.plain_files import JSONError, expand_path, parse_json, read_plain
+from longstride.data_pipelines.plain_files import JSONError, dotted_paths, expand_path, parse_json, read_plain
 
 TRUST_OPTION = "--trust-checkpoint"
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -148,14 +148,6 @@ def misspelt_keys(config: str | None, overrides: Sequence[str]) -> list[str]:
         if matches:
             lines[path] = f"{path}: unknown key; nearest {matches[0]}"
     return ["".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line) for line in lines.values()]
-
-
-def dotted_paths(content: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all keys of nested objects."""
-    for key, value in content.items() if isinstance(content, dict) else ():
-        path = f"{prefix}.{key}" if prefix else key
-        yield path
-        yield from dotted_paths(value, path)
 
 
 CONFIGURE: list[Verb] = []

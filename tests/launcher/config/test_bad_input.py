@@ -261,7 +261,10 @@ def test_picture_of_another_shape_is_refused(
     [
         ("data.train_split=validation", "data.validation_split="),
         ("data.worker_timeout_seconds=60", "data.worker_timeout_seconds=60.0: must be less than train.timeout_seconds"),
-        ("data.validation_split=test", "{data}/manifest.json: has no split 'test'; it has train, validation"),
+        (
+            "data.validation_split=test",
+            'data.validation_split="test": no split of {data}, which holds train, validation;',
+        ),
         ("model.context=1048576", "model.context=1048576: is longer than the split"),
         ("data.hop=8", "data.hop=8: packed documents are cut every 64 bytes; set packing=false"),
     ],
