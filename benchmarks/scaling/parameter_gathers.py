@@ -13,8 +13,7 @@ order, which is from the third micro-batch on:
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,8 +23,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.training.training_step import attention_replaced
 from longstride.launcher.config import RunConfig
-from longstride.sparse_model import Division, MixerOutput, ModelConfig, SparseTransformer
+from longstride.sparse_model import Division, MixerOutput, SparseTransformer
 
 FETCH, RELEASE = "fetch", "release"
 
@@ -88,32 +88,27 @@ def persistent(numel: dict[str, int], limits: Limits) -> list[str]:
 
 
 def trace(config: RunConfig) -> Trace:
-    """Record a micro-batch of the run. Deeper networks repeat the third layer."""
-    model, few = config.model, 3  # layers: the last two are as those of any depth
-    train = config.train
-    settings = train.micro_batch, train.activation_checkpointing, train.sequence_parallel or 1
-    if model.layers <= few:
-        return rehearse(model, *settings)
-    short = rehearse(model.model_copy(update={"layers": few}), *settings)
-    return _deepened(short, few, model.layers)
-
-
-def rehearse(model_config: ModelConfig, batch: int, checkpointing: bool, shared: int = 1) -> Trace:
-    """Record a forward and backward pass on fake tensors, in a process of ``shared`` that share each context."""
-    record = Trace()
+    """Record a micro-batch of the run: a forward and backward pass on fake tensors."""
+    train, record = config.train, Trace()
     with ExitStack() as modes:
         modes.enter_context(FakeTensorMode())
-        model = SparseTransformer(model_config.model_copy(update={"backend": "cpu"}))
+        modes.enter_context(attention_replaced(_read_all))
+        model = SparseTransformer(config.model.model_copy(update={"backend": "cpu"}))
         record.numel = {name: parameter.numel() for name, parameter in model.named_parameters()}
         _record(model, record.events)
-        if checkpointing:
+        if train.activation_checkpointing:
             model.activation_checkpoint = _recomputed
         # It takes a section of rows, and attends as if that were all: the order of the modules is the same.
-        model.division = model.embedding.division = Division(0, shared)
-        tokens = torch.zeros(batch, model_config.context, dtype=torch.uint8)
+        model.division = model.embedding.division = Division(0, train.sequence_parallel or 1)
+        tokens = torch.zeros(train.micro_batch, config.model.context, dtype=torch.uint8)
         model(tokens, return_nats=True).sum().backward()
         record.parameters = _owners(model, record.events)
     return record
+
+
+def _read_all(q: Tensor, k: Tensor, v: Tensor, patterns: Any, backend: str) -> Tensor:
+    """Depend on q, k and v as attention does, in one operation of each whatever the pattern."""
+    return q.sum(-1, keepdim=True) + (k.sum() + v.sum()) + q.new_zeros(v.shape[-1])
 
 
 def _recomputed(function: Any, *args: Any) -> Any:
@@ -169,65 +164,8 @@ def _owners(model: nn.Module, events: list[Event]) -> dict[str, list[str]]:
     return owners
 
 
-def _deepened(short: Trace, few: int, layers: int) -> Trace:
-    """Extend a trace of ``few`` layers to ``layers`` by repeating its last block."""
-    last = f"blocks.{few - 1}"
-
-    def renamed(name: str, layer: int) -> str:
-        return f"blocks.{layer}" + name.removeprefix(last) if _within(name, last) else name
-
-    events: list[Event] = []
-    for run in _runs(short.events, last):
-        if not _within(run[0].module, last):
-            events += run
-            continue
-        # Forward passes meet the layers in their order, backward passes in the opposite one.
-        forward = not any(_within(event.module, last) for event in events)
-        order = range(few - 1, layers) if forward else range(layers - 1, few - 2, -1)
-        for layer in order:
-            events += [Event(event.kind, renamed(event.module, layer)) for event in run]
-    deep = Trace(events)
-    last_layers = range(few - 1, layers)
-    for name, layer in _in_their_order(short.numel, last, last_layers):
-        deep.numel[renamed(name, layer)] = short.numel[name]
-    for name, layer in _in_their_order(short.parameters, last, last_layers):
-        deep.parameters[renamed(name, layer)] = [renamed(parameter, layer) for parameter in short.parameters[name]]
-    return deep
-
-
-def _in_their_order(names: Iterable[str], last: str, layers: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Yield every name, and those within the last layer once for each of ``layers``."""
-    within = [name for name in names if _within(name, last)]
-    for name in names:
-        if not _within(name, last):
-            yield name, layers[0]
-        elif name == within[0]:
-            yield from ((inner, layer) for layer in layers for inner in within)
-
-
-def _within(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
-
-
-def _runs(events: list[Event], module: str) -> list[list[Event]]:
-    """Split events where they enter or leave a module."""
-    runs: list[list[Event]] = []
-    for event in events:
-        if runs and _within(runs[-1][0].module, module) == _within(event.module, module):
-            runs[-1].append(event)
-        else:
-            runs.append([event])
-    return runs
-
-
-class Gathered(NamedTuple):
-    """One all_gather of several parameters."""
-
-    parameters: tuple[str, ...]
-
-
-def gathers(record: Trace, limits: Limits) -> list[Gathered]:
-    """Return the all_gathers of a micro-batch once DeepSpeed knows the order of the modules."""
+def gathers(record: Trace, limits: Limits) -> list[list[str]]:
+    """Return the parameters of each all_gather of a micro-batch once DeepSpeed knows the order of the modules."""
     coordinator = _Coordinator(record, limits)
     for _ in range(2):  # the second one begins as every later one does
         coordinator.begin()
@@ -249,7 +187,7 @@ class _Coordinator:
         self._modules = [event.module for event in record.events if event.kind == FETCH]
         self._order = [Use(p, step) for step, module in enumerate(self._modules) for p in record.parameters[module]]
         self._reused: dict[tuple[str, int], set[str]] = {}
-        self.gathered: list[Gathered] = []
+        self.gathered: list[list[str]] = []
 
     def begin(self) -> None:
         """Begin a micro-batch's forward pass, and drop unused prefetches."""
@@ -325,11 +263,6 @@ class _Coordinator:
 
     def _gather(self, names: list[str]) -> None:
         if names:
-            self.gathered.append(Gathered(tuple(names)))
+            self.gathered.append(names)
             self._here.update(names)
             self._live += sum(self._trace.numel[name] for name in names)
-
-
-def counts(gathered: list[Gathered]) -> Counter[str]:
-    """Count how often each parameter is gathered."""
-    return Counter(name for gather in gathered for name in gather.parameters)

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # as a program from a checkout that is not installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -109,11 +109,12 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-class Links:
+class Links(NamedTuple):
     """A model of a cluster's links: a ring is as slow as its slowest link."""
 
-    def __init__(self, within: float, between: float, cards_per_host: int) -> None:
-        self.within, self.between, self.cards_per_host = within, between, cards_per_host
+    within: float  # bytes per second of a card within its host
+    between: float  # and to other hosts
+    cards_per_host: int
 
     def seconds(self, sent: float, cards: int) -> float:
         """Return the seconds to send these bytes from each rank, one collective after the other."""

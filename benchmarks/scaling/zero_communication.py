@@ -27,6 +27,7 @@ the losses are gathered.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -106,14 +107,11 @@ class Run:
             raise ConfigError.at(path, kind, "its communication is not modelled; leave train.optimizer out")
         self.config = config
         self.parameters = parameters_of(config.model)
-        self._trace: Trace | None = None
 
-    @property
+    @cached_property
     def trace(self) -> Trace:
         """The order in which a micro-batch uses the parameters."""
-        if self._trace is None:
-            self._trace = trace(self.config)
-        return self._trace
+        return trace(self.config)
 
     def step(self, ranks: int, micro_batches: int, stage: int | None = None) -> list[Collective]:
         """Return the collectives of one step, from the third micro-batch of a run on."""
@@ -177,8 +175,8 @@ class Run:
         collectives = [Collective(reduced[0], num_bytes, micro_batches, buckets, what="gradients")]
         if ranks == 1:
             return collectives  # it gathers nothing from itself
-        for gather in gathers(self.trace, limits):
-            size = weight * sum(padded[name] for name in gather.parameters)
+        for names in gathers(self.trace, limits):
+            size = weight * sum(padded[name] for name in names)
             collectives.append(Collective("all_gather", size, micro_batches, what="weights"))
         for name in persistent(numel, limits):
             collectives.append(Collective("all_gather", weight * padded[name], 1, what="kept weights"))

@@ -338,7 +338,7 @@ def kill_in_conversion(number: str) -> None:
 
 
 def lose(text: str) -> None:
-    """Lose a loader worker: WHAT,WHEN,RANK,AT,NOTE, as ``lose_worker`` takes them."""
+    """Make a loader worker disappear: WHAT,WHEN,RANK,AT,NOTE, as ``lose_worker`` takes them."""
     what, when, rank_of_worker, at, note = text.split(",", 4)
     lose_worker(what, when, int(rank_of_worker), int(at), Path(note))
 
