@@ -33,7 +33,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.machine import about
-from benchmarks.report import RESULTS, check_output, markdown, new_parser, replaced, rounded, write_json
+from benchmarks.report import RESULTS, check_output, markdown, new_parser, positive, replaced, rounded, write_json
 from longstride.launcher.output import metrics_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,18 +115,17 @@ PLAIN_SHAPES = [
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = new_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=80.0, help="of steps, for every training (default: 80)")
+    parser.add_argument("--seconds", type=positive(float), default=80.0, help="of steps, for every training")
     parser.add_argument("--rows", nargs="+", metavar="WORD", help="only rows whose name has one of these words")
     parser.add_argument(
         "--mend", type=float, metavar="PERCENT", help="only rows whose seconds are off by more than this"
     )
-    return measured(parser, arguments, "seconds", "recipe", PAGE, with_table, measure)
+    return measured(parser, arguments, "recipe", PAGE, with_table, measure)
 
 
 def measured(
     parser: argparse.ArgumentParser,
     arguments: list[str] | None,
-    length: str,
     results: str,
     page: Path,
     with_table: Callable[[str], str],
@@ -137,22 +136,18 @@ def measured(
     Args:
         parser: has the benchmark's own options; common ones are added.
         arguments: of the command line.
-        length: the option that sets the length of each training.
         results: the prefix of its result files.
         page: has the table.
         with_table: returns the page's text with the table made from the result files.
         measure: gets the options, the data and a temporary folder.
     """
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--parallel", type=int, default=1, help="trainings at once, each on a core of its own")
+    parser.add_argument("--seeds", type=positive(int), default=3)
+    parser.add_argument("--parallel", type=positive(int), default=1, help="trainings at once, each on its own core")
     parser.add_argument("--tables", action="store_true", help=f"only make {page.name} anew from the result files")
     options = parser.parse_args(arguments)
     if options.tables:
         page.write_text(with_table(page.read_text()))
         return 0
-    for name in (length, "seeds", "parallel"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name}={getattr(options, name)}: must be more than 0; such as {parser.get_default(name)}")
     check_output(parser, options, results)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,17 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, stem: st
     options = parser.parse_intermixed_args(arguments)
     check_output(parser, options, stem)
     return options
+
+
+def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Make an option's type: int or float, and more than 0."""
+
+    def number(text: str) -> float:
+        if (value := kind(text)) <= 0:
+            raise argparse.ArgumentTypeError(f"{text}: must be more than 0")
+        return value
+
+    return number
 
 
 def cpu_file(stem: str) -> str:

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.machine import about
 from benchmarks.recipe import Row, changed, longstride, measured, recipe, summary, train
-from benchmarks.report import RESULTS, markdown, new_parser, replaced, rounded, write_json
+from benchmarks.report import RESULTS, markdown, new_parser, positive, replaced, rounded, write_json
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.models import TRAINED
 from longstride.launcher.planning.costs import parameter_parts, work
@@ -151,9 +151,9 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = new_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="of every training (default: 300)")
+    parser.add_argument("--steps", type=positive(int), default=300, help="of every training (default: 300)")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="these comparisons alone; the others stay")
-    return measured(parser, arguments, "steps", "systems", PAGE, with_table, measure)
+    return measured(parser, arguments, "systems", PAGE, with_table, measure)
 
 
 def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:

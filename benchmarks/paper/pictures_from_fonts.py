@@ -15,6 +15,11 @@ from pathlib import Path
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont
 
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from benchmarks.report import positive
+
 # Those of matplotlib's fonts that draw letters; the others hold mathematical signs.
 FAMILIES = ("DejaVuSans", "DejaVuSerif", "STIXGeneral")
 INKS = (0, 0, 0), (192, 0, 0), (0, 128, 0), (0, 0, 192)  # red, green, blue
@@ -29,13 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder to make")
-    parser.add_argument("--count", type=int, default=2_000)
-    parser.add_argument("--edge", type=int, default=32, help="height and width in pixels")
+    parser.add_argument("--count", type=positive(int), default=2_000)
+    parser.add_argument("--edge", type=positive(int), default=32, help="height and width in pixels")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    for name in ("count", "edge"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}={getattr(options, name)}: must be at least 1; such as {parser.get_default(name)}")
     if options.folder.exists():
         parser.error(f"{options.folder}: exists already; name a folder to make")
     try:

@@ -107,7 +107,7 @@ def trace(config: RunConfig) -> Trace:
 
 
 def _read_all(q: Tensor, k: Tensor, v: Tensor, patterns: Any, backend: str) -> Tensor:
-    """Depend on q, k and v as attention does, in one operation of each whatever the pattern."""
+    """Return rows that depend on q, k and v as those of attention do, in a few operations."""
     return q.sum(-1, keepdim=True) + (k.sum() + v.sum()) + q.new_zeros(v.shape[-1])
 
 

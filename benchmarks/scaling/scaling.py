@@ -30,7 +30,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.machine import about
-from benchmarks.report import check_output, new_parser, write_result
+from benchmarks.report import check_output, new_parser, positive, write_result
 from benchmarks.scaling import communication, divided, order_at_scale
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, num_calls, total_sent
 from benchmarks.scaling.zero_communication import Run
@@ -85,25 +85,19 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("run", nargs="?", help="a run's JSON, or the name of one in ds_configs/experiments")
     parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
-    parser.add_argument("--cards", nargs="+", default=[], metavar="W", help="(default: powers of 2 up to 4,096)")
-    parser.add_argument("--micro-batches", type=int, default=1, metavar="m", help="of a card and step")
-    parser.add_argument("--within", type=float, default=300e9, help="bytes a second a card sends within its host")
-    parser.add_argument("--between", type=float, default=25e9, help="and to other hosts")
-    parser.add_argument("--cards-per-host", type=int, default=8)
+    parser.add_argument(
+        "--cards", type=positive(int), nargs="+", default=CARDS, metavar="W", help="by default to 4,096"
+    )
+    parser.add_argument("--micro-batches", type=positive(int), default=1, metavar="m", help="of a card and step")
+    parser.add_argument(
+        "--within", type=positive(float), default=300e9, help="bytes a second of a card within its host"
+    )
+    parser.add_argument("--between", type=positive(float), default=25e9, help="and to other hosts")
+    parser.add_argument("--cards-per-host", type=positive(int), default=8)
     parser.add_argument("--real", type=int, nargs="*", default=REAL_RANKS, help="processes to count the bytes of")
     parser.add_argument("--pretended", type=int, nargs="*", default=FAKE_RANKS, help="of which one is the first")
     parser.add_argument("--folder", type=Path, default=None, help="for what is measured (default: the temporary one)")
     options = parser.parse_intermixed_args(arguments)
-    for name in ("micro_batches", "within", "between", "cards_per_host"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)}: must be more than 0")
-    # What stands behind --cards and is no number of them was meant to follow it.
-    options.changes += [word for word in options.cards if "=" in word]
-    words = [word for word in options.cards if "=" not in word]
-    for word in words:
-        if not (word.isascii() and word.isdecimal() and int(word)):
-            parser.error(f"--cards={word}: must be whole numbers of at least 1")
-    options.cards = [int(word) for word in words] or CARDS
     if not options.run:
         check_output(parser, options, "scaling")
     return options

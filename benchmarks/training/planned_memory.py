@@ -20,7 +20,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.machine import about, resident_bytes, synchronize
-from benchmarks.report import check_output, new_parser, write_json
+from benchmarks.report import check_output, new_parser, positive, write_json
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
 from longstride.kernels import ConfigError
@@ -40,10 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("run", help="a run's JSON, or the name of one in ds_configs/experiments")
     parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
-    parser.add_argument("--steps", type=int, default=3, help="the first also compiles")
+    parser.add_argument("--steps", type=positive(int), default=3, help="the first also compiles")
     options = parser.parse_intermixed_args(arguments)
-    if options.steps < 1:
-        parser.error(f"--steps={options.steps}: must be at least 1")
     options.device = str(Ranks().device)
     check_output(parser, options, "planned-memory")
     try:

@@ -50,8 +50,3 @@ def test_only_missing_rows_are_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert measured == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     rows = json.loads((tmp_path / "lessons.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["a", "b", "a", "b"]
-
-
-def test_the_page_has_the_result_files() -> None:
-    page = lessons.PAGE.read_text()
-    assert lessons.with_tables(page) == page

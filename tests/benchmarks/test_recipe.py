@@ -17,8 +17,3 @@ def test_a_change_leaves_the_rest_as_it_was() -> None:
     content = {"model": {"layers": 2, "bias": False}}
     assert recipe.changed(content, {"model.bias": None, "model.layers": 4}) == {"model": {"layers": 4}}
     assert content == {"model": {"layers": 2, "bias": False}}
-
-
-def test_the_page_has_the_tables_of_the_result_files() -> None:
-    page = recipe.PAGE.read_text()
-    assert recipe.with_table(page) == page

@@ -15,8 +15,3 @@ def test_every_row_is_a_configuration_of_its_own() -> None:
         configs = [RunConfig.model_validate(recipe.changed(content, needed)) for content in contents]
         assert all(one.model != other.model for one, other in itertools.pairwise(configs)), name
         assert all(systems.sizes(content)["parameters"] > 100_000 for content in contents)
-
-
-def test_the_page_has_the_table_of_the_result_files() -> None:
-    page = systems.PAGE.read_text()
-    assert systems.with_table(page) == page

@@ -22,16 +22,3 @@ def test_a_small_run_writes_a_row_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert 0 <= row["other_bytes"] <= serving.REQUESTS
     monkeypatch.setattr(serving, "answer", lambda url, seed, count: object())
     assert serving.main([*arguments, "--overwrite"]) == 1
-
-
-def test_the_docs_say_what_was_measured() -> None:
-    (path,) = (ROOT / "benchmarks" / "results").glob("serving-*.json")
-    said = (ROOT / "docs" / "serving.md").read_text()
-    for row in json.loads(path.read_text())["timings"]:
-        cells = [
-            f"{row['layers']} layers of width {row['width']}",
-            *(f"{row[way]:,.0f}" for way in ("after", "at_once", "shared")),
-            f"{row['times']:.1f}×",
-            str(row["other_bytes"]),
-        ]
-        assert f"| {' | '.join(cells)} |" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -60,31 +59,17 @@ def test_tables_show_what_the_file_holds(found: dict[str, Any]) -> None:
         assert bits in line and "| 2 |" in line
 
 
-@pytest.mark.parametrize("field", paper.EQUAL)
-def test_patterns_that_differ_in_anything_else_are_refused(found: dict[str, Any], field: str) -> None:
-    paper.check(found["runs"])
-    runs = copy.deepcopy(found["runs"])
-    runs[1][field] += 1
-    with pytest.raises(RuntimeError, match=f"text, seed 0: {field} must be the same"):
-        paper.check(runs)
-
-
-@pytest.mark.parametrize("field", paper.DIFFERENT)
-def test_seeds_that_do_not_differ_are_refused(found: dict[str, Any], field: str) -> None:
-    runs = copy.deepcopy(found["runs"])
-    for run in runs:
-        run[field] = 1
-    with pytest.raises(RuntimeError, match=f"{field} must differ from seed to seed"):
-        paper.check(runs)
-
-
-def test_a_missing_run_or_an_infinite_loss_is_refused(found: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match="text, seed 0: must be one run of each of dense, fixed, strided"):
-        paper.check(found["runs"][1:])
-    runs = copy.deepcopy(found["runs"])
-    runs[2]["bits_per_byte"] = float("nan")
-    with pytest.raises(RuntimeError, match="text, strided, seed 0: the loss is no finite number"):
-        paper.check(runs)
+@pytest.mark.parametrize("name", [TEXT, IMAGES])
+def test_runs_of_a_seed_differ_in_their_pattern_alone(found: dict[str, Any], name: str) -> None:
+    random = ("initial_weights_crc32", "data_order_crc32")
+    values = {
+        field: [
+            {run[field] for run in found["runs"] if (run["dataset"], run["seed"]) == (name, seed)} for seed in (0, 1)
+        ]
+        for field in ("parameters", "steps", "bytes_trained", "held_out_bytes", *random)
+    }
+    assert all(len(of_seed) == 1 for of_seeds in values.values() for of_seed in of_seeds)
+    assert all(values[field][0] != values[field][1] for field in random)
 
 
 def test_a_time_limit_cuts_off_seeds(tmp_path: Path) -> None:
@@ -97,9 +82,7 @@ def test_a_time_limit_cuts_off_seeds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--seeds", "0"], "--seeds=0: must be at least 1; such as 3"),
-        (["--device", "abacus"], "--device=abacus: must be a device of torch; such as cpu or cuda"),
-        (["--device", "meta"], "--device=meta: is not here, or nothing is measured on it; such as cpu"),
+        (["--seeds", "0"], "--seeds: 0: must be more than 0"),
         (["--images", "/nowhere"], "--images=/nowhere: must be a folder that exists"),
         (["--output", "/nowhere/x.json"], "--output=/nowhere/x.json: must be a .json in a folder that exists"),
     ],

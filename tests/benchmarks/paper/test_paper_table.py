@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.plot import plot
-from benchmarks.paper.tables import BEGIN, END, PAGE, RESULTS, order_line, result_files, table_2, table_3, with_tables
+from benchmarks.paper.tables import BEGIN, END, order_line, result_files, table_2, table_3, with_tables
 
 
 def run(pattern: str, seed: int, bits: float, seconds: float, dataset: str = "text") -> dict[str, Any]:
@@ -49,12 +49,6 @@ def results(size: str = "small") -> dict[str, Any]:
         **about, "size": size, "seconds": 90.0, "cases": {"text": {**case, "width": 8}}, "runs": runs,
         "minimum_contexts": minima,
     }  # fmt: skip
-
-
-def test_the_page_agrees_with_the_measurements() -> None:
-    assert with_tables(PAGE.read_text(), result_files(RESULTS)) == PAGE.read_text(), (
-        "run python benchmarks/paper/tables.py"
-    )
 
 
 def test_speed_is_the_mean_of_the_seeds_own_ratios() -> None:

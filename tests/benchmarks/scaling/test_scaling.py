@@ -12,7 +12,7 @@ from longstride.launcher.config import load_config
 
 
 def test_a_run_is_scaled_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["paper_small", "--cards", "1", "4", "train.global_batch=8"]) == 0
+    assert main(["paper_small", "train.global_batch=8", "--cards", "1", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(
         "paper_small: 864,128 parameters, 256 bytes a context, 1 × 1 of them a card and step, fp32"

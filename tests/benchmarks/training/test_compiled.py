@@ -19,18 +19,3 @@ def test_small_model_is_measured(tmp_path: Path) -> None:
     rows = json.loads(output.read_text())["steps"]
     assert [row["dtype"] for row in rows] == list(compiled.DTYPES)
     assert all(0 < row["warm_seconds"] < row["cold_seconds"] and row["ratio"] > 0 for row in rows)
-
-
-def test_the_docs_say_what_was_measured() -> None:
-    (path,) = (ROOT / "benchmarks/results").glob("compiled-*.json")
-    said = (ROOT / "docs/training/speed.md").read_text()
-    for row in json.loads(path.read_text())["steps"]:
-        numbers = [f"{1e3 * row[name]:.0f} ms" for name in ("seconds", "compiled_seconds")]
-        cells = [
-            row["dtype"],
-            *numbers,
-            f"{row['ratio']:.2f}",
-            f"{row['cold_seconds']:.0f} s",
-            f"{row['warm_seconds']:.0f} s",
-        ]
-        assert f"| {' | '.join(cells)} |" in said

@@ -34,18 +34,3 @@ def test_readers_read_the_whole_set(tmp_path: Path, kind: str) -> None:
     assert whole >= 400_000
     for read in (data.read_cut_samples, data.read_stream, data.read_in_sequence):
         assert read(folder) == whole // step * step
-
-
-def test_the_docs_say_what_was_measured() -> None:
-    (path,) = (ROOT / "benchmarks" / "results").glob("data-*.json")
-    found, said = json.loads(path.read_text()), (ROOT / "docs" / "data" / "order.md").read_text()
-    readers = list(dict.fromkeys(row["reader"] for row in found["throughput"]))
-    assert f"| MB/s | {' | '.join(readers)} |" in said
-    for name in dict.fromkeys(row["set"] for row in found["throughput"]):
-        rows = [row for row in found["throughput"] if row["set"] == name]
-        assert [row["reader"] for row in rows] == readers
-        cells = [name, *(f"{row['bytes_per_second'] / 1e6:.0f}" for row in rows)]
-        assert f"| {' | '.join(cells)} |" in said
-    start = found["start"]
-    assert f"{start['shards']:,} shards" in said and f"{start['opened_seconds']:.1f} s" in said
-    assert f"{start['memory_bytes'] / 1e6:.0f} MB" in said

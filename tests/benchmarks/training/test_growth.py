@@ -25,11 +25,6 @@ def test_both_parts_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "| 4 experts |" in capsys.readouterr().out
 
 
-def test_the_page_has_the_tables_of_the_result_files() -> None:
-    page = growth.PAGE.read_text()
-    assert growth.with_tables(page) == page
-
-
 def test_longformer_grows_as_the_context_and_experts_cost_little_more() -> None:
     """What the page says of the committed file: four times the context, and up to eight experts."""
     (path,) = growth.RESULTS.glob("growth-*.json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,11 +28,3 @@ def test_a_small_model_goes_from_dense_to_sparse(tmp_path: Path) -> None:
     sizes = ["--layers", "1", "--width", "16", "--context", "64", "--dense-steps", "2", "--more-steps", "1"]
     dense_to_sparse.main([*sizes, "--output", str(output)])
     assert all(0 < bits < 10 for bits in json.loads(output.read_text())["bits_per_byte"].values())
-
-
-@pytest.mark.parametrize(
-    "benchmark, name", [(in_transformers, "in-transformers"), (dense_to_sparse, "dense-to-sparse")], ids=str
-)
-def test_the_page_says_what_was_measured(benchmark: Any, name: str) -> None:
-    (path,) = (ROOT / "benchmarks/results").glob(f"{name}-*.json")
-    assert benchmark.table(json.loads(path.read_text())) in (ROOT / "docs/clients.md").read_text()

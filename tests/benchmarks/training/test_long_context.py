@@ -38,20 +38,11 @@ def test_a_context_without_a_root_is_refused(capsys: pytest.CaptureFixture[str])
     assert "--contexts=1000: must be a square; nearest 1024" in capsys.readouterr().err
 
 
-def test_the_docs_say_what_was_measured() -> None:
+def test_time_grows_no_faster_than_the_pairs() -> None:
     (path,) = (ROOT / "benchmarks" / "results").glob("long-context-*.json")
-    rows, said = json.loads(path.read_text())["rows"], (ROOT / "docs" / "results.md").read_text()
-    for row in rows:
-        cells = [
-            f"{row['context']:,}",
-            f"{row['stride']:,}",
-            f"{row['step_seconds']:.0f}",
-            f"{row['evaluation_seconds']:.0f}",
-            f"{row['peak_bytes'] / 2**30:.1f}",
-        ]
-        assert f"| {' | '.join(cells)} |" in said
+    rows = json.loads(path.read_text())["rows"]
     assert rows[-1]["context"] == 2**20 and rows[-1]["peak_bytes"] < 20 * 2**30
-    for one, next_one in pairwise(rows):  # time grows no faster than n·√n
+    for one, next_one in pairwise(rows):  # n·√n
         bound = (next_one["context"] / one["context"]) ** 1.5
         assert next_one["step_seconds"] < bound * one["step_seconds"]
         assert next_one["stride"] ** 2 == next_one["context"]
