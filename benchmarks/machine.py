@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import os
 import platform
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from longstride.kernels.backends import has_bf16_products
+from tests.harness.runs import free_port, plain_environment, rank_environment
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**28}  # of the source; far beyond every cache
 MATMUL_EDGE = {"cuda": 8_192, "cpu": 1_536}
@@ -81,19 +80,6 @@ def resident_bytes(field: str, process: int | str = "self") -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def free_port() -> int:
-    """Return a local port that nothing listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return this process's environment with the variables of a rank on this host, which has one thread."""
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-    return os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
 def run_ranks(command: Sequence[object], ranks: int, **variables: str) -> list[str]:
     """Run a program in as many processes as ranks, with these environment variables; return their standard outputs.
 
@@ -101,7 +87,7 @@ def run_ranks(command: Sequence[object], ranks: int, **variables: str) -> list[s
         RuntimeError: one failed.
     """
     words, port = [str(word) for word in (sys.executable, *command)], free_port()
-    environments = [rank_environment(rank, ranks, port) | variables for rank in range(ranks)]
+    environments = [plain_environment() | rank_environment(rank, ranks, port) | variables for rank in range(ranks)]
     processes = [subprocess.Popen(words, env=each, stdout=subprocess.PIPE, text=True) for each in environments]
     try:
         outputs = [process.communicate()[0] for process in processes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,12 @@ def replaced(page: str, begin: str, content: str, end: str) -> str:
 def ratio(theirs: float | None, ours: float | None) -> float | None:
     """Return how many times faster ours is; None if either is missing."""
     return None if theirs is None or ours is None else theirs / ours
+
+
+def exponent(first: tuple[float, float], last: tuple[float, float]) -> float | None:
+    """Return by which power y grows with x between two points (x, y); None for one x, or if a y is 0."""
+    wider = math.log(last[0] / first[0])
+    return rounded(math.log(last[1] / first[1]) / wider) if wider and first[1] and last[1] else None
 
 
 def rounded(x: float | None) -> float | None:

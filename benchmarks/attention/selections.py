@@ -31,9 +31,9 @@ from benchmarks.attention.cases import DTYPES, Group, heads_of, stride_of
 from benchmarks.attention.figures import PHASES, ByPhase, rounded_all
 from benchmarks.attention.gate import Attention, results, unexplained
 from benchmarks.attention.measure import GROUP_SECONDS
-from benchmarks.attention.timing import Contender, Inputs, inputs_of, take_turns
+from benchmarks.attention.timing import Contender, HostClock, inputs_of, take_turns
 from benchmarks.machine import about
-from benchmarks.report import cell, new_parser, parse, ratio, rounded, write_result
+from benchmarks.report import cell, exponent, new_parser, parse, ratio, rounded, write_result
 from longstride.kernels import selected_attention, sparse_attention
 from longstride.kernels.patterns import Dense
 from longstride.kernels.selections import Selection, recent_members
@@ -99,13 +99,13 @@ def vectors_of(group: Group) -> Tensor:
     return normalize(torch.randn(group.heads, count, group.head_width), dim=-1).to(getattr(torch, group.dtype))
 
 
-def selecting(select: Select, vectors: Tensor, backend: str) -> Attention:
+def selecting(select: Select, vectors: Tensor) -> Attention:
     """Return attention that includes selecting."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():
             selection = select(q, vectors)
-        return selected_attention(q, k, v, selection, backend=backend)
+        return selected_attention(q, k, v, selection)
 
     return attention
 
@@ -130,24 +130,16 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     group = Group(context, stride_of(context), options.head_width, options.dtype, heads)
     sets, vectors = inputs_of(group, device), vectors_of(group).to(device)
     ways = selects(group.stride)
-    contenders = {name: selecting(select, vectors, "auto") for name, select in ways.items()}
+    contenders = {name: Contender(selecting(select, vectors)) for name, select in ways.items()}
     if context <= options.dense_limit:
-        contenders["torch"] = functools.partial(scaled_dot_product_attention, is_causal=True)
-        contenders["dense pattern"] = functools.partial(sparse_attention, pattern=Dense())
-    planning = {name: functools.partial(select_only, select, vectors) for name, select in ways.items()}
+        contenders["torch"] = Contender(functools.partial(scaled_dot_product_attention, is_causal=True))
+        contenders["dense pattern"] = Contender(functools.partial(sparse_attention, pattern=Dense()))
+    for name, select in ways.items():
+        contenders[f"plan {name}"] = Contender(functools.partial(select_only, select, vectors), backward=False)
+    clock = HostClock(time.process_time) if device.type == "cpu" else None
+    turns = take_turns(contenders, sets, device, options.repeats, GROUP_SECONDS, clock)
     best: dict[str, ByPhase] = dict.fromkeys(DENSE, dict.fromkeys(PHASES))
-    if device.type == "cpu":
-        best |= on_cpu(contenders, sets[0], options.repeats)
-        selecting_seconds = {
-            name: min(clocked(functools.partial(select, *sets[0].leaves)) for _ in range(options.repeats + 1))
-            for name, select in planning.items()
-        }
-    else:
-        plans = {f"plan {name}": Contender(select, backward=False) for name, select in planning.items()}
-        attending = {name: Contender(attention) for name, attention in contenders.items()}
-        turns = take_turns(plans | attending, sets, device, options.repeats, GROUP_SECONDS)
-        best |= {name: turns[name].seconds() for name in contenders}
-        selecting_seconds = {name: turns[f"plan {name}"].seconds()["forward"] for name in ways}
+    best |= {name: contender_turns.seconds() for name, contender_turns in turns.items()}
     rows = []
     for name, select in ways.items():
         parts = select(sets[0].leaves[0].detach(), vectors).parts
@@ -159,7 +151,7 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
                 "vectors": vectors.shape[1],
                 "pairs": sum(int((part.high - part.low).sum()) for part in parts) // group.heads,
                 "seconds": rounded_all(best[name]),
-                "selecting_seconds": rounded(selecting_seconds[name]),
+                "selecting_seconds": rounded(best[f"plan {name}"]["forward"]),
                 "dense_seconds": {dense: rounded_all(best[dense]) for dense in DENSE},
                 "ratio_to_dense": {
                     dense: rounded_all({phase: ratio(best[dense][phase], best[name][phase]) for phase in PHASES})
@@ -176,37 +168,12 @@ def select_only(select: Select, vectors: Tensor, q: Tensor, *_: Tensor) -> Tenso
         return select(q, vectors).parts[-1].high
 
 
-def on_cpu(contenders: dict[str, Attention], inputs: Inputs, repeats: int) -> dict[str, ByPhase]:
-    """Return the least seconds of each phase of several turns, after a warm-up."""
-    runs = [{name: turn(attention, inputs) for name, attention in contenders.items()} for _ in range(repeats + 1)]
-    return {name: {phase: min(run[name][phase] for run in runs[1:]) for phase in PHASES} for name in contenders}
-
-
-def turn(attention: Attention, inputs: Inputs) -> ByPhase:
-    """Return the seconds of one forward and one backward pass."""
-    outs: list[Tensor] = []
-    forward = clocked(lambda: outs.append(attention(*inputs.leaves)))
-    backward = clocked(lambda: torch.autograd.grad(outs[0], inputs.leaves, inputs.grad_out))
-    return {"forward": forward, "backward": backward, "both": forward + backward}
-
-
-def clocked(call: Callable[[], object]) -> float:
-    """Return the CPU time of the process in a call."""
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
 def growth_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the exponent of each selection's time from the least to the largest context; None for one context."""
-    growth: dict[str, Any] = {}
-    for name in dict.fromkeys(row["selection"] for row in rows):
-        by_context = [row for row in rows if row["selection"] == name]
-        first, last = by_context[0], by_context[-1]
-        wider = math.log(last["context"] / first["context"])
-        longer = math.log(last["seconds"]["both"] / first["seconds"]["both"])
-        growth[name] = rounded(longer / wider) if wider else None
-    return growth
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        points.setdefault(row["selection"], []).append((row["context"], row["seconds"]["both"]))
+    return {name: exponent(of_name[0], of_name[-1]) for name, of_name in points.items()}
 
 
 def print_table(rows: list[dict[str, Any]], growth: dict[str, Any]) -> None:
@@ -224,8 +191,8 @@ def print_table(rows: list[dict[str, Any]], growth: dict[str, Any]) -> None:
             f"{row['selection']:<16}{row['context']:>9,}{row['window']:>8}{row['pairs']:>12,}  {shown:<42}"
             + "".join(f"{x:>22}" for x in ratios)
         )
-    for name, exponent in growth.items():
-        print(f"{name}: time grows by the {cell(exponent)}th power of the context")
+    for name, power in growth.items():
+        print(f"{name}: time grows by the {cell(power)}th power of the context")
 
 
 if __name__ == "__main__":

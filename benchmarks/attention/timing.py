@@ -74,11 +74,14 @@ def inputs_of(group: Group, device: torch.device) -> list[Inputs]:
 
 
 class HostClock:
-    """The clock of a CPU: wall time of one call."""
+    """The clock of a CPU: wall time of one call, or what another clock says."""
 
     warm_ups = 1
     keeps_graphs = False
     fewest_calls = 1
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
 
     def best(self, seconds: Sequence[float]) -> float:
         """Return the figure of several repeats: the minimum, as other work only adds time."""
@@ -86,10 +89,10 @@ class HostClock:
 
     def region(self, call: Callable[[int], object], count: int, host_seconds: float) -> Region:
         """Time ``count`` calls and return the seconds per call."""
-        start = time.perf_counter()
+        start = self._now()
         for number in range(count):
             call(number)
-        seconds = (time.perf_counter() - start) / count
+        seconds = (self._now() - start) / count
         return Region(seconds, seconds)
 
     def calls(self, seconds: float) -> int:
@@ -207,10 +210,15 @@ class Turns:
 
 
 def take_turns(
-    contenders: dict[str, Contender], sets: Sequence[Inputs], device: torch.device, repeats: int, seconds: float
+    contenders: dict[str, Contender],
+    sets: Sequence[Inputs],
+    device: torch.device,
+    repeats: int,
+    seconds: float,
+    clock: HostClock | DeviceClock | None = None,
 ) -> dict[str, Turns]:
     """Run all contenders in turns: ``repeats`` times, or less if a card would take more than ``seconds``."""
-    clock = clock_of(device, sets)
+    clock = clock or clock_of(device, sets)
     turns = {name: Turns(contender, sets, clock) for name, contender in contenders.items()}
     round_seconds = sum(contender_turns.warm_up() for contender_turns in turns.values())
     draws = random.Random(0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.report import parse, rounded
+from benchmarks.report import exponent, parse
 
 
 def add_options(parser: argparse.ArgumentParser, contexts: Sequence[int], calls: int, repeats: int) -> None:
@@ -39,12 +38,7 @@ def growth_of(timings: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, d
     growth: dict[str, dict[str, float | None]] = {}
     for name in dict.fromkeys(row["pattern"] for row in timings):
         rows = [row for row in timings if row["pattern"] == name]
-        first, last = rows[0], rows[-1]
-        wider = math.log(last["context"] / first["context"])
-        growth[name] = {
-            key: rounded(math.log(last[key] / first[key]) / wider) if wider and first[key] and last[key] else None
-            for key in keys
-        }
+        growth[name] = {key: exponent(*((row["context"], row[key]) for row in (rows[0], rows[-1]))) for key in keys}
     return growth
 
 

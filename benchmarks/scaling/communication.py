@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import free_port, rank_environment
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, message_bytes, num_calls
 from benchmarks.scaling.divided import exchanges
 from benchmarks.scaling.zero_communication import Run
 from longstride.launcher.config import RunConfig, load_config
+from tests.harness.runs import free_port, plain_environment, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "benchmarks/scaling/communication_worker.py"
@@ -127,7 +127,8 @@ def measured(grid: list[dict[str, Any]], ranks: int, folder: Path, fake: bool = 
     """Count the collectives of every case on every rank: real processes, or one that simulates the first of W."""
     plan = folder / "cases.json"
     plan.write_text(json.dumps(grid))
-    environment = rank_environment(0, ranks, free_port()) | ({"FAKE_RANKS": str(ranks)} if fake else {})
+    environment = plain_environment() | rank_environment(0, ranks, free_port())
+    environment |= {"FAKE_RANKS": str(ranks)} if fake else {}
     command = [sys.executable, str(WORKER), str(plan), str(folder)]
     with (folder / "log").open("w+") as log:
         # A session of its own: should the first rank be killed, the others end with it.

@@ -22,25 +22,13 @@ def served(folder: Path, shared: bool = False, **changes: Any) -> Iterator[str]:
     limits = Limits(**{"max_bytes": exported.config.context, "waiting": 8, "seconds": 60.0, "contexts": 8} | changes)
     sampler = Sampler(model, "cpu", limits.waiting, limits.contexts, shared)
     service = Service(exported.config, describe(exported, model, "cpu"), sampler, limits)
-    urls: list[str] = []
-    loops: list[asyncio.AbstractEventLoop] = []
-    begun = threading.Event()
-
-    async def serve() -> None:
-        ended = asyncio.Event()
-        loops.append(asyncio.get_running_loop())
-        ends.append(ended)
-        async with listening(service, sampler, "127.0.0.1", 0) as url:
-            urls.append(url)
-            begun.set()
-            await ended.wait()
-
-    ends: list[asyncio.Event] = []
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    loop, server = asyncio.new_event_loop(), listening(service, sampler, "127.0.0.1", 0)
+    thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    assert begun.wait(30)
     try:
-        yield urls[0]
+        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(30)
     finally:
-        loops[0].call_soon_threadsafe(ends[0].set)
+        asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -151,25 +152,18 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
 def kill_session(process: subprocess.Popen[str]) -> None:
     """Kill a launcher and all its ranks, which have separate process groups. Wait for their end."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while members := _members(process.pid):
+    while members := [one for one in psutil.process_iter(["status"]) if _is_in_session(one, process.pid)]:
         assert time.monotonic() < deadline
         for member in members:
-            try:
-                os.kill(member, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
         process.poll()
     process.communicate()
 
 
-def _members(session: int) -> list[int]:
-    """List the living processes of a session."""
-    members = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # ended meanwhile
-        if int(fields[3]) == session and fields[0] != "Z":
-            members.append(int(status.parent.name))
-    return members
+def _is_in_session(process: psutil.Process, session: int) -> bool:
+    """Whether a process is of a session and lives."""
+    try:
+        return os.getsid(process.pid) == session and process.info["status"] != psutil.STATUS_ZOMBIE
+    except OSError:  # ended meanwhile
+        return False

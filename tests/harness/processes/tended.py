@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from tests.harness.runs import ROOT, free_port, hear_hangups, plain_environment
 
@@ -47,11 +49,10 @@ class Tended:
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> None:
-        self._token = f"TENDED={secrets.token_hex(8)}"
+        self._token = secrets.token_hex(8)
         self._marks = folder / "marks"
         self._output = folder / f"output-{secrets.token_hex(4)}"
-        name, _, value = self._token.partition("=")
-        variables = {name: value, "MARKS": str(self._marks), "MARK_SECONDS": "0.05", "DS_ACCELERATOR": "cpu"}
+        variables = {"TENDED": self._token, "MARKS": str(self._marks), "MARK_SECONDS": "0.05", "DS_ACCELERATOR": "cpu"}
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
                 command,
@@ -70,19 +71,12 @@ class Tended:
 
     def processes(self) -> dict[int, str]:
         """Return the command line of every living process of the run, by its pid."""
-        lines = {}
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdecimal():
-                continue
-            try:
-                environment = (folder / "environ").read_bytes().split(b"\0")
-                if self._token.encode() in environment:
-                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if line:  # empty for a process that has ended and is not reaped yet
-                        lines[int(folder.name)] = line
-            except OSError:
-                continue
-        return lines
+        return {
+            process.pid: " ".join(words)
+            for process in psutil.process_iter(["environ", "cmdline"])
+            if (process.info["environ"] or {}).get("TENDED") == self._token
+            and (words := process.info["cmdline"])  # none of a process that has ended and is not reaped yet
+        }
 
     def named(self, *words: str) -> list[int]:
         """Return the processes with one of the words in their command line, before the script of the ranks."""
@@ -91,10 +85,10 @@ class Tended:
 
     def ranks(self) -> list[int]:
         """Return the ranks, without their loader workers."""
-        lines = {
-            pid: line for pid, line in self.processes().items() if f"-u {_WORKER}" in line and "world_info" not in line
-        }
-        return [pid for pid in sorted(lines) if _parent(pid) not in lines]
+        lines = self.processes().items()
+        workers = {pid for pid, line in lines if f"-u {_WORKER}" in line and "world_info" not in line}
+        parents = {process.pid: process.info["ppid"] for process in psutil.process_iter(["ppid"])}
+        return sorted(pid for pid in workers if parents.get(pid) not in workers)
 
     def marks(self) -> list[str]:
         """Return what the run has begun so far: begin, steps, evaluations, saves."""
@@ -148,16 +142,7 @@ def tended(
         run.process.kill()
         while processes := run.processes():
             for pid in processes:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
             time.sleep(0.05)
         run.process.wait()
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
