@@ -11,6 +11,7 @@ With a ``Span``, only P positions of every context are read, although samples ar
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,13 +52,13 @@ class Span:
         return range(max(self.first, 0), self.end)
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(NamedTuple):
     """A run of units within one shard."""
 
     shard: int
     start: int  # units of the shard before the run
     end: int
+    following: int | None  # the next shard
 
 
 def settle_cut(
@@ -161,11 +162,11 @@ class Contexts(ABC):
 
     def place(self, unit: int, seed: int) -> str:
         """Return the shard of a unit, for messages."""
-        visit, _ = next(self.visits(unit, unit + 1, seed))
+        visit = next(self.visits(unit, unit + 1, seed))
         return self.split.path(visit.shard)
 
-    def visits(self, start: int, end: int, seed: int | None) -> Iterator[tuple[Visit, int | None]]:
-        """Yield the runs that make up units ``[start, end)``, each with the number of the next shard."""
+    def visits(self, start: int, end: int, seed: int | None) -> Iterator[Visit]:
+        """Yield the runs that make up units ``[start, end)``."""
         while start < end:
             epoch, offset = divmod(start, self.total_units)
             if (seed, epoch) not in self._orders:
@@ -179,7 +180,7 @@ class Contexts(ABC):
             within = offset - int(edges[place])
             size = min(end - start, int(edges[place + 1]) - offset)
             following = int(order[place + 1]) if place + 1 < len(order) else None
-            yield Visit(int(order[place]), within, within + size), following
+            yield Visit(int(order[place]), within, within + size, following)
             start += size
 
 
@@ -212,8 +213,8 @@ class PackedContexts(Contexts):
             starts, rows = starts[:1], rows.reshape(1, -1)
         for start, row in zip((starts + self.span.start).tolist(), rows, strict=True):
             done = 0
-            for visit, following in self.visits(start, min(start + len(row), end), seed):
-                reader.expect(following)
+            for visit in self.visits(start, min(start + len(row), end), seed):
+                reader.expect(visit.following)
                 size = visit.end - visit.start
                 reader.fill(visit.shard, visit.start, row[done : done + size], self._separator)
                 done += size
@@ -237,7 +238,7 @@ class PackedContexts(Contexts):
         start, done = first * self._hop, 0
         marks = np.zeros(count * self.context, dtype=bool)
         end = start + len(marks)
-        for visit, _ in self.visits(start, end if seed is not None else min(end, self.total_units), seed):
+        for visit in self.visits(start, end if seed is not None else min(end, self.total_units), seed):
             edges = self.split.open(visit.shard).document_edges[selection]
             if self.has_separators:
                 edges = edges + np.arange(len(edges))
@@ -268,8 +269,8 @@ class DocumentContexts(Contexts):
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
         rows[:] = 0
         done = 0
-        for visit, following in self.visits(first, first + len(rows), seed):
-            reader.expect(following)
+        for visit in self.visits(first, first + len(rows), seed):
+            reader.expect(visit.following)
             edges, before = self.split.open(visit.shard).document_edges, self._before(visit.shard)
             numbers = np.arange(visit.start, visit.end)
             documents = np.searchsorted(before, numbers, side="right") - 1
@@ -293,7 +294,7 @@ class DocumentContexts(Contexts):
             done += len(numbers)
 
     def goes_on(self, number: int) -> bool:
-        visit, _ = next(self.visits(number, number + 1, None))
+        visit = next(self.visits(number, number + 1, None))
         before = self._before(visit.shard)
         return int(before[np.searchsorted(before, visit.start)]) != visit.start
 

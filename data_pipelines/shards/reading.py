@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.plain_files import open_plain
@@ -179,13 +179,10 @@ class Split:
 
     def _ends_in_zeros(self, shard: OpenShard) -> bool:
         """Whether only zeros follow the last member. Everything before is covered by the samples' CRC-32."""
-        try:
-            with open_plain(shard.path) as file:
-                file.seek(int(shard.ends[-1]))
-                return not any(file.read(shard.record.file_bytes - int(shard.ends[-1])))
-        except OSError as error:
-            path = self._folder.tars.path_for_messages(shard.record.name)
-            raise DataError(f"{path}: cannot be read ({error.strerror}); {REPAIR}") from error
+        path = self._folder.tars.path_for_messages(shard.record.name)
+        with as_data_error(path, mend=REPAIR), open_plain(shard.path) as file:
+            file.seek(int(shard.ends[-1]))
+            return not any(file.read(shard.record.file_bytes - int(shard.ends[-1])))
 
     def renew(self, number: int) -> bool:
         """Forget a shard that is damaged or missing. Return whether opening it again may help."""
@@ -341,14 +338,11 @@ class SampleReader:
         if len(self._buffers[0]) < size:
             self._buffers[0] = np.empty(size, dtype=np.uint8)
         target = self._buffers[0][:size]
-        try:
-            with open_plain(self._split.open(number).path) as file:
-                filled = 0
-                while filled < size and (count := os.preadv(file.fileno(), [target[filled:].data], start + filled)):
-                    filled += count  # some file systems return less than requested
-                return target[:filled]
-        except OSError as error:
-            raise DataError(f"{self._split.path(number)}: cannot be read ({error.strerror}); {REPAIR}") from error
+        path, filled = self._split.open(number).path, 0
+        with as_data_error(self._split.path(number), mend=REPAIR), open_plain(path) as file:
+            while filled < size and (count := os.preadv(file.fileno(), [target[filled:].data], start + filled)):
+                filled += count  # some file systems return less than requested
+        return target[:filled]
 
 
 def _document_edges(index: np.ndarray) -> np.ndarray:
