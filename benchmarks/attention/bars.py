@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,33 +79,25 @@ class Results:
 
 
 def times_dense(
-    pattern: str, context: int, stride: int, phase: str, kernel: str | None = None
-) -> Callable[[Results], Measured | None]:
+    kernel: str | None, pattern: str, context: int, stride: int, phase: str, results: Results
+) -> Measured | None:
     """Measure how many times faster than dense attention, by one of its kernels or by the fastest."""
-
-    def measure(results: Results) -> Measured | None:
-        row = results.timing(pattern, context, stride)
-        if row is None or row["ratio_to_dense"][phase] is None:
-            return None
-        fastest = row["ratio_to_dense"][phase]
-        theirs = row.get("dense_kernels", {}).get(kernel, {}).get(phase) if kernel else None
-        if theirs is None:
-            return Measured(fastest) if kernel is None else None
-        return Measured(theirs / row["seconds"][phase], f"{fastest:.1f}x {row['dense_kernel'][phase]}, the fastest")
-
-    return measure
+    row = results.timing(pattern, context, stride)
+    if row is None or row["ratio_to_dense"][phase] is None:
+        return None
+    fastest = row["ratio_to_dense"][phase]
+    theirs = row.get("dense_kernels", {}).get(kernel, {}).get(phase) if kernel else None
+    if theirs is None:
+        return Measured(fastest) if kernel is None else None
+    return Measured(theirs / row["seconds"][phase], f"{fastest:.1f}x {row['dense_kernel'][phase]}, the fastest")
 
 
-def visited(phase: str) -> Callable[[Results], Measured | None]:
+def visited(phase: str, results: Results) -> Measured | None:
     """Measure TFLOP/s on visited tiles of the published sliding window."""
-
-    def measure(results: Results) -> Measured | None:
-        row = results.timing("local", 32_768, 1_024, 128)
-        if row is None or (value := row["tflops_on_visited"][phase]) is None:
-            return None
-        return Measured(value, f"{row['tflops_on_allowed'][phase]:.0f} on allowed pairs")
-
-    return measure
+    row = results.timing("local", 32_768, 1_024, 128)
+    if row is None or (value := row["tflops_on_visited"][phase]) is None:
+        return None
+    return Measured(value, f"{row['tflops_on_allowed'][phase]:.0f} on allowed pairs")
 
 
 def same_bits(results: Results) -> Measured | None:
@@ -113,36 +106,28 @@ def same_bits(results: Results) -> Measured | None:
     return Measured(sum(repeats) / len(repeats), f"{sum(repeats)} of {len(repeats)} cases") if repeats else None
 
 
-def bandwidth(phase: str, merged: bool) -> Callable[[Results], Measured | None]:
+def bandwidth(phase: str, merged: bool, results: Results) -> Measured | None:
     """Measure the smallest share of the copy bandwidth of heads bounded by bytes, merged ones or others."""
-
-    def measure(results: Results) -> Measured | None:
-        shares = [
-            (row["gigabytes_per_second"][phase] * 1e9 / row["copy_bytes_per_second"], row)
-            for row in results.timings
-            if row.get("bound", {}).get(phase) == "bytes" and ("merged" in row["pattern"]) == merged
-        ]
-        if not shares:
-            return None
-        share, row = min(shares, key=lambda pair: pair[0])
-        where = f"{row['pattern']}, n = {row['context']:,}, D = {row['head_width']}"
-        return Measured(share, f"the least of {len(shares)}: {where}")
-
-    return measure
-
-
-def training_step(checkpointing: bool, batch: int) -> Callable[[Results], Measured | None]:
-    """Measure how many times faster than dense flash a training step of the enwik8 model is."""
-
-    def measure(results: Results) -> Measured | None:
-        for row in reversed(results.steps):
-            same_model = all(row[name] == value for name, value in {**ENWIK8, "batch": batch}.items())
-            if row["variant"] == "sparse" and row["checkpointing"] == checkpointing and same_model:
-                ratio = row["times_dense"].get("dense flash")
-                return None if ratio is None else Measured(ratio, f"{row['tokens_per_second']:,.0f} tokens/s")
+    shares = [
+        (row["gigabytes_per_second"][phase] * 1e9 / row["copy_bytes_per_second"], row)
+        for row in results.timings
+        if row.get("bound", {}).get(phase) == "bytes" and ("merged" in row["pattern"]) == merged
+    ]
+    if not shares:
         return None
+    share, row = min(shares, key=lambda pair: pair[0])
+    where = f"{row['pattern']}, n = {row['context']:,}, D = {row['head_width']}"
+    return Measured(share, f"the least of {len(shares)}: {where}")
 
-    return measure
+
+def training_step(checkpointing: bool, batch: int, results: Results) -> Measured | None:
+    """Measure how many times faster than dense flash a training step of the enwik8 model is."""
+    for row in reversed(results.steps):
+        same_model = all(row[name] == value for name, value in {**ENWIK8, "batch": batch}.items())
+        if row["variant"] == "sparse" and row["checkpointing"] == checkpointing and same_model:
+            ratio = row["times_dense"].get("dense flash")
+            return None if ratio is None else Measured(ratio, f"{row['tokens_per_second']:,.0f} tokens/s")
+    return None
 
 
 def longest_step(results: Results) -> Measured | None:
@@ -154,87 +139,83 @@ def longest_step(results: Results) -> Measured | None:
     return None
 
 
-def memory_growth(pattern: str) -> Callable[[Results], Measured | None]:
+def memory_growth(pattern: str, results: Results) -> Measured | None:
     """Measure bytes per position at 1,048,576 positions relative to 262,144, forward and backward: 1 is linear."""
-
-    def measure(results: Results) -> Measured | None:
-        short, long = results.timing(pattern, 262_144, 512), results.timing(pattern, 1_048_576, 1_024)
-        if short is None or long is None or None in (short["bytes_per_position"], long["bytes_per_position"]):
-            return None
-        if (short["heads"], short["batch"]) != (long["heads"], long["batch"]):
-            return None
-        growth = long["bytes_per_position"] / short["bytes_per_position"]
-        return Measured(growth, f"{long['peak_bytes'] / 2**30:.1f} GiB at 1,048,576, {long['heads']} heads")
-
-    return measure
+    short, long = results.timing(pattern, 262_144, 512), results.timing(pattern, 1_048_576, 1_024)
+    if short is None or long is None or None in (short["bytes_per_position"], long["bytes_per_position"]):
+        return None
+    if (short["heads"], short["batch"]) != (long["heads"], long["batch"]):
+        return None
+    growth = long["bytes_per_position"] / short["bytes_per_position"]
+    return Measured(growth, f"{long['peak_bytes'] / 2**30:.1f} GiB at 1,048,576, {long['heads']} heads")
 
 
-def longest_plan(field: str, factor: float) -> Callable[[Results], Measured | None]:
+def longest_plan(field: str, factor: float, results: Results) -> Measured | None:
     """Measure the largest plan of a million positions."""
-
-    def measure(results: Results) -> Measured | None:
-        rows = [row for row in results.plans if row["context"] == 1_048_576 and row["stride"] == 1_024]
-        if not rows:
-            return None
-        worst = max(rows, key=lambda row: row[field])
-        return Measured(worst[field] * factor, worst["pattern"])
-
-    return measure
+    rows = [row for row in results.plans if row["context"] == 1_048_576 and row["stride"] == 1_024]
+    if not rows:
+        return None
+    worst = max(rows, key=lambda row: row[field])
+    return Measured(worst[field] * factor, worst["pattern"])
 
 
-def runs(pattern: str) -> Callable[[Results], Measured | None]:
+def runs(pattern: str, results: Results) -> Measured | None:
     """Whether forward and backward ran at 1,048,576 positions."""
-
-    def measure(results: Results) -> Measured | None:
-        row = results.timing(pattern, 1_048_576, 1_024)
-        if row is None:
-            return None
-        both = row["seconds"]["both"]
-        return Measured(float(both is not None), f"{both * 1e3:,.1f} ms" if both is not None else "")
-
-    return measure
+    row = results.timing(pattern, 1_048_576, 1_024)
+    if row is None:
+        return None
+    both = row["seconds"]["both"]
+    return Measured(float(both is not None), f"{both * 1e3:,.1f} ms" if both is not None else "")
 
 
 X = "{:.1f}x"
 SHARE = "{:.0%}"
+MERGED = ("strided merged", "fixed merged")
 GPU_BARS = (
-    Bar("local 1,024, n = 32,768, D = 128, forward, visited tiles", 480, "{:.0f} TFLOP/s", visited("forward")),
-    Bar("local 1,024, n = 32,768, D = 128, backward, visited tiles", 340, "{:.0f} TFLOP/s", visited("backward")),
-    Bar("backward gives the same bits twice", 1, SHARE, same_bits),
-    Bar("column, n = 12,288, l = 128, forward", 17, X, times_dense("column", 12_288, 128, "forward", "flash")),
-    Bar("column, n = 65,536, l = 256, forward", 90, X, times_dense("column", 65_536, 256, "forward", "flash")),
-    Bar("fixed merged, c = 8, n = 12,288, both", 8, X, times_dense("fixed merged", 12_288, 128, "both")),
-    Bar("bound by bytes, one part, forward, of a copy", 0.7, SHARE, bandwidth("forward", False)),
-    Bar("bound by bytes, one part, backward, of a copy", 0.6, SHARE, bandwidth("backward", False)),
-    Bar("bound by bytes, merged, forward, of a copy", 0.7, SHARE, bandwidth("forward", True)),
-    Bar("bound by bytes, merged, backward, of a copy", 0.6, SHARE, bandwidth("backward", True)),
-    Bar("enwik8 training step over dense flash, checkpointing", 1.5, X, training_step(True, 4)),
-    Bar("enwik8 training step over dense flash, none", 1.5, X, training_step(False, 4)),
-    Bar("enwik8 training step over dense flash, batch 1", 1.5, X, training_step(False, 1)),
-    Bar("training step of 1,048,576 bytes", 1, "{:.0f}", longest_step, words="runs"),
-    Bar("strided merged, n = 1,048,576, both", 1, "{:.0f}", runs("strided merged"), words="runs"),
-    Bar("fixed merged, n = 1,048,576, both", 1, "{:.0f}", runs("fixed merged"), words="runs"),
+    Bar("local 1,024, n = 32,768, D = 128, forward, visited tiles", 480, "{:.0f} TFLOP/s", partial(visited, "forward")),
     Bar(
-        "strided merged, bytes a position, 1,048,576 over 262,144",
-        LINEAR,
-        "{:.3f}",
-        memory_growth("strided merged"),
-        True,
+        "local 1,024, n = 32,768, D = 128, backward, visited tiles", 340, "{:.0f} TFLOP/s", partial(visited, "backward")
     ),
-    Bar(
-        "fixed merged, bytes a position, 1,048,576 over 262,144", LINEAR, "{:.3f}", memory_growth("fixed merged"), True
+    Bar("backward gives the same bits twice", 1, SHARE, same_bits),
+    Bar("column, n = 12,288, l = 128, forward", 17, X, partial(times_dense, "flash", "column", 12_288, 128, "forward")),
+    Bar("column, n = 65,536, l = 256, forward", 90, X, partial(times_dense, "flash", "column", 65_536, 256, "forward")),
+    Bar("fixed merged, c = 8, n = 12,288, both", 8, X, partial(times_dense, None, "fixed merged", 12_288, 128, "both")),
+    *(
+        Bar(f"bound by bytes, {parts}, {phase}, of a copy", limit, SHARE, partial(bandwidth, phase, parts == "merged"))
+        for parts in ("one part", "merged")
+        for phase, limit in (("forward", 0.7), ("backward", 0.6))
+    ),
+    Bar("enwik8 training step over dense flash, checkpointing", 1.5, X, partial(training_step, True, 4)),
+    Bar("enwik8 training step over dense flash, none", 1.5, X, partial(training_step, False, 4)),
+    Bar("enwik8 training step over dense flash, batch 1", 1.5, X, partial(training_step, False, 1)),
+    Bar("training step of 1,048,576 bytes", 1, "{:.0f}", longest_step, words="runs"),
+    *(Bar(f"{name}, n = 1,048,576, both", 1, "{:.0f}", partial(runs, name), words="runs") for name in MERGED),
+    *(
+        Bar(f"{name}, bytes a position, 1,048,576 over 262,144", LINEAR, "{:.3f}", partial(memory_growth, name), True)
+        for name in MERGED
     ),
 )
 CPU_BARS = (
     # The same kernel on both sides, so only noise differs.
-    Bar("dense, n = 12,288, both", 0.95, X, times_dense("dense", 12_288, 128, "both"), words="no slower, to 5%"),
-    Bar("local, n = 12,288, l = 128, both", 18, X, times_dense("local", 12_288, 128, "both")),
-    Bar("column, n = 12,288, l = 128, both", 26, X, times_dense("column", 12_288, 128, "both")),
-    Bar("block, n = 12,288, l = 128, both", 24, X, times_dense("block", 12_288, 128, "both")),
-    Bar("summary, c = 8, n = 12,288, l = 128, both", 10, X, times_dense("summary", 12_288, 128, "both")),
-    Bar("fixed merged, c = 8, n = 12,288, l = 128, both", 8, X, times_dense("fixed merged", 12_288, 128, "both")),
-    Bar("plan of 1,048,576 positions, l = 1,024", 16, "{:.1f} MB", longest_plan("plan_bytes", 1e-6), True),
-    Bar("plan of 1,048,576 positions, l = 1,024", 1, "{:.2f} s", longest_plan("plan_seconds", 1), True),
+    Bar(
+        "dense, n = 12,288, both",
+        0.95,
+        X,
+        partial(times_dense, None, "dense", 12_288, 128, "both"),
+        words="no slower, to 5%",
+    ),
+    *(
+        Bar(f"{what}, n = 12,288, l = 128, both", limit, X, partial(times_dense, None, name, 12_288, 128, "both"))
+        for what, name, limit in (
+            ("local", "local", 18),
+            ("column", "column", 26),
+            ("block", "block", 24),
+            ("summary, c = 8", "summary", 10),
+            ("fixed merged, c = 8", "fixed merged", 8),
+        )
+    ),
+    Bar("plan of 1,048,576 positions, l = 1,024", 16, "{:.1f} MB", partial(longest_plan, "plan_bytes", 1e-6), True),
+    Bar("plan of 1,048,576 positions, l = 1,024", 1, "{:.2f} s", partial(longest_plan, "plan_seconds", 1), True),
 )
 
 
