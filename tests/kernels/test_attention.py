@@ -21,12 +21,13 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
-def test_flex_agrees_with_the_reference(pattern: Pattern) -> None:
-    """Over all queries, over some behind a cache, and where heads share keys."""
-    rows = make_inputs(Shape(1, 3, 53, 16, 16), torch.float64)[:3]
+@pytest.mark.parametrize("number, pattern", enumerate(example_patterns()), ids=str)
+def test_flex_agrees_with_the_reference(number: int, pattern: Pattern) -> None:
+    """Some patterns also over queries behind a cache, and where heads share keys."""
+    rows = make_inputs(Shape(1, 3, 33, 16, 16), torch.float64)[:3]
     shared = make_inputs(Shape(1, 4, 33, 16, 16, 2), torch.float64)[:3]
-    for (q, *keys), first in ((rows, None), ((rows[0][:, :, 13:43], *rows[1:]), 13), (shared, None)):
+    cases = (rows, None), ((rows[0][:, :, 7:20], *rows[1:]), 7), (shared, None)
+    for (q, *keys), first in cases if number % 7 == 0 else cases[:1]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             found, wanted = (

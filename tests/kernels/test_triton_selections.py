@@ -25,7 +25,7 @@ from tests.kernels.test_selections import NAMES, clusters, random_part, selectio
 
 pytestmark = WITH_TRITON
 
-SHAPE = Shape(3, 4, 41, 16, 24)
+SHAPE = Shape(2, 2, 41, 16, 24)
 HALF, BRAIN, SINGLE, DOUBLE = DTYPES
 
 
