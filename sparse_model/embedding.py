@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ class Embedding(Part):
         if self.ngrams is not None:
             h = self.ngrams(h, before)
         # A number for a single row, which takes fewer operations.
-        index = first if h.shape[1] == 1 else torch.arange(first, first + h.shape[1], device=before.device)
+        index: Any = first if h.shape[1] == 1 else torch.arange(first, first + h.shape[1], device=before.device)
         for table, place in self._places(index):
             h = h + table.weight[place]
         return h

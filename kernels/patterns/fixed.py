@@ -31,7 +31,7 @@ class Blocks(PatternDefaults):
     def for_head(self, head: int) -> Pattern:
         if self.num_summaries == 1 or self.index is not None:
             return self  # type: ignore[return-value]
-        return replace(self, index=head % self.num_summaries)  # type: ignore[type-var]
+        return replace(self, index=head % self.num_summaries)  # type: ignore[type-var, return-value]
 
     def period(self) -> int:
         return self.stride

@@ -210,8 +210,9 @@ class _Cut(NamedTuple):
         padding = self.high[-1:].expand(length - len(self.high))
         low, high = (torch.cat([bound, padding]) for bound in (self.low, self.high))
         natural = torch.arange(length)
-        orders = (None if torch.equal(order, natural) else order for order in (rows, columns))
-        return Part(*orders, low, high).of_head(device)  # before heads are stacked, so that those alike share one copy
+        query_order, key_order = (None if torch.equal(order, natural) else order for order in (rows, columns))
+        # Moved before heads are stacked, so that heads that are alike share one copy.
+        return Part(query_order, key_order, low, high).of_head(device)
 
 
 def _cuts(patterns: tuple[Pattern, ...], keys: Sequence[Tensor], section: range, context: int) -> list[list[_Cut]]:

@@ -102,8 +102,10 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
         factors = pattern.factors()
         if combine == "interleaved" and listed and len(factors) > 1:
             raise ConfigError.at("combine", combine, "the list is a cycle already; make each factor one of its entries")
-        combined = {"merged": [[pattern]], "multihead": [factors], "interleaved": [[factor] for factor in factors]}
-        layers = [_split(patterns, network.heads, entry) for patterns in combined[combine]]
+        splits: list[Sequence[Pattern]] = [factors] if combine == "multihead" else [[pattern]]
+        if combine == "interleaved":
+            splits = [[factor] for factor in factors]
+        layers = [_split(patterns, network.heads, entry) for patterns in splits]
     return [HeadPatterns(tuple(p.for_head(head) for head, p in enumerate(layer)), shared) for layer in layers]
 
 
