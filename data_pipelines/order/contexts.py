@@ -4,8 +4,6 @@ Letters: N positions of a context. Documents are either *packed*: concatenated w
 every N bytes. Or they have their own contexts, which begin every ``hop`` bytes; the last one is shorter. A picture is
 one context, of exactly its size. A position is a byte. If the data folder has a palette, it is a pixel, and its token
 is the index of its colour.
-
-With a ``Span``, only P positions of every context are read, although samples are always verified as a whole.
 """
 
 from abc import ABC, abstractmethod
@@ -36,20 +34,6 @@ class Cut:
     def identity(self, context: int) -> str:
         """Name a settled cut: with the data set, it decides the bytes of each context."""
         return f"packed/{context}/{self.separator}" if self.hop is None else f"documents/{context}/{self.hop}"
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The positions ``first`` to ``end`` - 1 of every context, if several processes share it."""
-
-    first: int  # a negative number means 0
-    end: int
-
-    def within(self, context: int) -> range:
-        """Return the positions in a context. Raises DataError if there are none, or some after its end."""
-        if not max(self.first, 0) < self.end <= context:
-            raise DataError(f"span={self.first}..{self.end}: must be positions of the context; such as 0..{context}")
-        return range(max(self.first, 0), self.end)
 
 
 class Visit(NamedTuple):
@@ -93,16 +77,15 @@ def settle_cut(
     return Cut(packing=False, hop=hop)
 
 
-def cut_contexts(split: Split, context: int, cut: Cut, span: Span | None = None, hop: int | None = None) -> "Contexts":
-    """Divide a split into contexts, of which ``span`` is read; None: all positions.
+def cut_contexts(split: Split, context: int, cut: Cut, hop: int | None = None) -> "Contexts":
+    """Divide a split into contexts. A ``hop`` replaces that of the cut, also for packed documents.
 
-    A ``hop`` replaces that of the cut, also for packed documents. Raises DataError if the cut does not fit the
-    documents, or the span does not fit the context.
+    Raises DataError if the cut does not fit the documents.
     """
     settled = settle_cut(cut, context, split.modality, split.manifest.properties, split.palette)
     if settled.hop is None:
-        return PackedContexts(split, context, settled.separator, hop or context, is_apart=settled.apart, span=span)
-    return DocumentContexts(split, context, hop or settled.hop, span=span)
+        return PackedContexts(split, context, settled.separator, hop or context, is_apart=settled.apart)
+    return DocumentContexts(split, context, hop or settled.hop)
 
 
 def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
@@ -113,26 +96,25 @@ def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
 class Contexts(ABC):
     """The contexts of a split, numbered as in lanes.py. Each epoch has its own permutation of the shards.
 
-    ``units`` are the units of each shard, (shards,) int64. ``span`` only chooses the positions that are read.
+    ``units`` are the units of each shard, (shards,) int64.
     """
 
     count: int  # contexts of the canonical order, the last one of a stream maybe shorter
     is_apart = False  # whether documents of a context are kept apart
     has_separators = False
 
-    def __init__(self, split: Split, context: int, units: np.ndarray, context_units: int, span: Span | None) -> None:
+    def __init__(self, split: Split, context: int, units: np.ndarray, context_units: int) -> None:
         self.split, self.context, self._units = split, context, units  # context: N
-        self.span = range(context) if span is None else span.within(context)  # the P positions that are read
         self.total_units, self.context_units = int(units.sum()), context_units
         # Of a seed and an epoch: the shards' order, (n,), and the units before each of them and in all, (n + 1,) int64.
         self._orders: dict[tuple[int | None, int], tuple[np.ndarray, np.ndarray]] = {}
 
     @abstractmethod
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
-        """Write the contexts ``first``, first + 1 ... into ``rows``, (n, P) ``dtype``, and ``lengths``, (n,) int64.
+        """Write the contexts ``first``, first + 1 ... into ``rows``, (n, N) ``dtype``, and ``lengths``, (n,) int64.
 
-        Lengths are of full contexts, 1 to N. The order is that of ``seed``; None is the canonical order, of one epoch.
-        Positions beyond a context's length are 0. Raises DataError, naming shard and sample, for damage in the span.
+        Lengths are 1 to N. The order is that of ``seed``; None is the canonical order, of one epoch. Positions beyond a
+        context's length are 0. Raises DataError, naming shard and sample, for damage.
         """
 
     @abstractmethod
@@ -142,9 +124,8 @@ class Contexts(ABC):
     def begins(self, first: int, count: int, seed: int | None) -> np.ndarray:
         """Mark where documents begin in contiguous contexts from ``first`` on, (count, N) bool, if they are kept apart.
 
-        The marks come from the indexes, so they cover full contexts whatever the span. A document that continues in
-        another shard begins again there. Every position beyond a row's length begins a document of its own. Raises
-        DataError for a damaged index.
+        A document that continues in another shard begins again there. Every position beyond a row's length begins a
+        document of its own. Raises DataError for a damaged index.
         """
         raise NotImplementedError
 
@@ -195,12 +176,11 @@ class PackedContexts(Contexts):
         hop: int,
         *,
         is_apart: bool = False,
-        span: Span | None = None,
     ) -> None:
         self._separator, self._hop = separator, hop
         self.is_apart, self.has_separators = is_apart, separator is not None
         units = [shard.content_bytes + self.has_separators * shard.documents for shard in split.shards]
-        super().__init__(split, context, np.array(units, dtype=np.int64), context, span)
+        super().__init__(split, context, np.array(units, dtype=np.int64), context)
         self.count = int(contexts_in(np.array(self.total_units), context, hop))
 
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
@@ -209,9 +189,9 @@ class PackedContexts(Contexts):
         if seed is None:
             end = min(end, self.total_units)
         lengths[:] = np.clip(end - starts, 0, self.context)
-        if len(self.span) == self.context == self._hop:  # full contexts are contiguous, and are read at once
+        if self._hop == self.context:  # contexts are contiguous, and are read at once
             starts, rows = starts[:1], rows.reshape(1, -1)
-        for start, row in zip((starts + self.span.start).tolist(), rows, strict=True):
+        for start, row in zip(starts.tolist(), rows, strict=True):
             done = 0
             for visit in self.visits(start, min(start + len(row), end), seed):
                 reader.expect(visit.following)
@@ -251,7 +231,7 @@ class PackedContexts(Contexts):
 class DocumentContexts(Contexts):
     """Contexts with bytes of a single document; a unit is a context."""
 
-    def __init__(self, split: Split, context: int, hop: int, *, span: Span | None = None) -> None:
+    def __init__(self, split: Split, context: int, hop: int) -> None:
         self._palette = split.palette
         width = 1 if self._palette is None else CHANNELS  # bytes of a position
         self._width, self._bytes, self._hop = width, width * context, width * hop
@@ -263,7 +243,7 @@ class DocumentContexts(Contexts):
                 counts = [int(contexts_in(sizes, *key).sum()) for sizes in split.document_sizes()]
                 split.tables[key] = np.array(counts, dtype=np.int64)
             units = split.tables[key]
-        super().__init__(split, context, units, 1, span)
+        super().__init__(split, context, units, 1)
         self.count = self.total_units
 
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
@@ -277,12 +257,10 @@ class DocumentContexts(Contexts):
             starts = edges[documents] + (numbers - before[documents]) * self._hop  # (n,), in the shard's content
             sizes = np.minimum(self._bytes, edges[documents + 1] - starts)
             lengths[done : done + len(numbers)] = sizes // self._width
-            stops = starts + np.minimum(sizes, self._width * self.span.stop)
-            starts = starts + self._width * self.span.start
-            reached = np.flatnonzero(starts < stops)  # a short context may end before the span
+            stops = starts + sizes
             # The ranges in a shard are ascending and may overlap. Contiguous runs are read at once.
-            gaps = np.flatnonzero(starts[reached[1:]] > stops[reached[:-1]]) + 1
-            for run in filter(len, np.split(reached, gaps)):
+            gaps = np.flatnonzero(starts[1:] > stops[:-1]) + 1
+            for run in np.split(np.arange(len(numbers)), gaps):
                 base = int(starts[run[0]])
                 content = np.empty(int(stops[run[-1]]) - base, dtype=np.uint8)
                 reader.fill(visit.shard, base, content)

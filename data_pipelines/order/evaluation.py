@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order.contexts import Contexts, Cut, Span, cut_contexts
+from longstride.data_pipelines.order.contexts import Contexts, Cut, cut_contexts
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, SampleReader, Split
 
@@ -32,7 +32,7 @@ class EvaluationBatch:
     A batch only depends on the split, the cut and B. The number of ranks only decides which rank gets it.
     """
 
-    tokens: Tensor  # (B, N), with the types of ``Batch``; 0 outside the span
+    tokens: Tensor  # (B, N), with the types of ``Batch``
     lengths: Tensor  # (B,) int64, bytes of the split in each row; 0 for a padding row
     scored_from: Tensor  # (B,) int64: first scored position of a row; earlier ones are only its context
     sample_ids: Tensor  # (B,) int64: the context's number in the split, PADDING_ID for a padding row
@@ -62,7 +62,6 @@ def evaluation_contexts(
     cut: Cut | None = None,
     limit: int | None = None,
     min_context: int = 0,
-    span: Span | None = None,
     remote: RemoteSettings | None = None,
 ) -> Iterator[EvaluationBatch]:
     """Yield a split in canonical order, in contexts of N bytes. Each byte is scored once, on one rank, for any hop.
@@ -70,8 +69,7 @@ def evaluation_contexts(
     Context k is row ``k % B`` of batch ``k // B``. Every rank gets consecutive batches, the same number on each, padded
     with empty ones. ``limit`` selects so many contexts, evenly spread over the split. With ``min_context`` they
     overlap: each scored byte sees at least so many bytes before it, or all of its stream (see the top of this file).
-    With a ``span``, only those positions of each row are read, and the others are 0. Raises DataError for arguments
-    out of range and for damage.
+    Raises DataError for arguments out of range and for damage.
     """
     for name, value, least in (
         ("batch_size", batch_size, 1),
@@ -83,7 +81,7 @@ def evaluation_contexts(
             raise DataError(f"{name}={value}: must be at least {least}")
     if rank >= world_size:
         raise DataError(f"rank={rank}: must be less than the world size {world_size}")
-    windows = _windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), min_context, span)
+    windows = _windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), min_context)
     count = windows.count if limit is None else min(limit, windows.count)
     share = -(-count // (batch_size * world_size))  # batches
     places = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
@@ -130,7 +128,7 @@ def split_bytes(location: str | Path | DataFolder, split: str) -> Iterator[bytes
         yield content.tobytes()
 
 
-def _windows(split: Split, context: int, cut: Cut, min_context: int, span: Span | None = None) -> Contexts:
+def _windows(split: Split, context: int, cut: Cut, min_context: int) -> Contexts:
     """Divide a split into windows in canonical order. The cut is that of training except for its hop.
 
     Raises DataError if they do not fit the documents.
@@ -144,7 +142,7 @@ def _windows(split: Split, context: int, cut: Cut, min_context: int, span: Span 
     if min_context and split.modality.document_bytes(split.manifest.properties) is not None:
         rule = f"must be 0, because every {split.modality.name} of this set fills one context, with nothing before it"
         raise DataError(f"min_context={min_context}: {rule}")
-    return cut_contexts(split, context, replace(cut, hop=None), span, hop=context - min_context)
+    return cut_contexts(split, context, replace(cut, hop=None), hop=context - min_context)
 
 
 def _batches(
@@ -159,8 +157,7 @@ def _batches(
         separators = np.zeros(shape, dtype=bool) if windows.has_separators else None
         for row, number in enumerate(islice(numbers, batch_size)):
             within = slice(row, row + 1)
-            span = slice(windows.span.start, windows.span.stop)
-            windows.read(reader, number, tokens[within, span], lengths[within], None)
+            windows.read(reader, number, tokens[within], lengths[within], None)
             scored_from[row] = min_context if windows.goes_on(number) else 0
             ids[row] = number
             if begins is not None:

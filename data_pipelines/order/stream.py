@@ -1,6 +1,6 @@
 """Batches of contexts for training, in an order that does not depend on the number of ranks or workers.
 
-Letters: N positions of a context, of which P are read, G contexts of a global batch, W data ranks (groups of ranks that
+Letters: N positions of a context, G contexts of a global batch, W data ranks (groups of ranks that
 share contexts), L lanes of a reader, S contexts of a loaded block.
 
 Each block of a lane has its own order. Workers divide the lanes, not the steps: one process reads each lane in
@@ -8,8 +8,7 @@ sequence, and every step takes a share from each worker. So the contexts are the
 
 A context that cannot be read ends the run, or is substituted by another context of the epoch. The substitute only
 depends on (seed, epoch, context), so it is the same for any number of ranks and workers. Ranks that share a context
-each read only a span, so only one of them would notice damage. With ``substitute``, every rank therefore reads and
-verifies the full context, and then keeps its span.
+each read and verify all of it, so all of them notice damage.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
-from longstride.data_pipelines.order.contexts import Contexts, Cut, Span, cut_contexts, settle_cut
+from longstride.data_pipelines.order.contexts import Contexts, Cut, cut_contexts, settle_cut
 from longstride.data_pipelines.order.lanes import Lanes, StreamState, block_order, shard_order, substitutes
 from longstride.data_pipelines.order.workers import Workers
 from longstride.data_pipelines.settings import ON_DAMAGE, REPAIR, SHUFFLE_BYTES, RemoteSettings
@@ -44,7 +43,6 @@ class StreamSettings:
     rank: int = 0  # data rank
     world_size: int = 1  # W
     cut: Cut = Cut()  # noqa: RUF009 - frozen
-    span: Span | None = None  # positions of every context that this rank needs; None: all. Does not affect the order
     shuffle_bytes: int = SHUFFLE_BYTES  # size of the blocks in which lanes are shuffled; 0: read in sequence
     on_damage: str = "abort"
     workers: int = 0  # processes that prefetch
@@ -58,8 +56,6 @@ class StreamSettings:
         if not 0 < self.worker_timeout_seconds < float("inf"):
             rule = "must be a positive number, such as 900"
             raise DataError(f"worker_timeout_seconds={self.worker_timeout_seconds!r}: {rule}")
-        if self.span is not None:
-            self.span.within(self.context)
         shard_order(0, self.seed, 0)  # raises for an invalid seed
         if self.on_damage not in ON_DAMAGE:
             raise DataError(f"on_damage={self.on_damage!r}: must be one of {', '.join(ON_DAMAGE)}")
@@ -86,7 +82,7 @@ class Substitution:
 class Batch:
     """One rank's part of one step. Positions of a row beyond its length are padding."""
 
-    tokens: Tensor  # (G / W, N) uint8; int16 or int32 for a palette of more than 256 colours; 0 outside the span
+    tokens: Tensor  # (G / W, N) uint8; int16 or int32 for a palette of more than 256 colours
     lengths: Tensor  # (G / W,) int64, positions of each context, 1 to N
     sample_ids: Tensor  # (G / W,) int64: the contexts' numbers, see lanes.py
     state: StreamState  # after this batch: a stream with this state begins with the next batch
@@ -136,11 +132,11 @@ class LanesReader:
         in_sequence = max(1, SampleReader.READ_BYTES // contexts.context)
         self._size = settings.block_contexts if self._shuffled else in_sequence  # S
         self._readers = [SampleReader(contexts.split) for _ in numbers]
-        self._tokens = np.empty((len(numbers), 0, len(contexts.span)), dtype=contexts.dtype)  # (L, S, P)
+        self._tokens = np.empty((len(numbers), 0, contexts.context), dtype=contexts.dtype)  # (L, S, N)
         self._loaded: tuple[int, int] | None = None  # epoch and block
 
     def take(self, number: int) -> Batch:
-        """Return the lanes' part of global batch ``number``, of P positions. Raises DataError for damage."""
+        """Return the lanes' part of global batch ``number``. Raises DataError for damage."""
         epoch, step = self._lanes.position(number)
         block, place = divmod(step, self._size)
         if (epoch, block) != self._loaded:
@@ -226,14 +222,12 @@ class ByteStream(IterableDataset[Batch]):
     """An endless stream of one rank's batches; each ``iter()`` begins again at ``state``.
 
     ``location`` is a folder, a URL or an open DataFolder. ``state`` (None: the beginning) may come from a run with
-    another world size, workers, prefetch or span. A block of each lane is held in memory. ``settings.span``
-    sets tokens outside the span to 0 and leaves the order unchanged. Only the span is read, except with ``substitute``
-    (see the module's docstring).
+    another world size, workers or prefetch. A block of each lane is held in memory.
 
     A torch ``DataLoader`` takes the stream with ``batch_size=None`` and at most one worker; use ``settings.workers``
     for more. torchdata's ``StatefulDataLoader`` resumes by ``state_dict``.
 
-    Raises DataError for a folder, split, batch, span or state that does not fit. Iteration raises DataError for damage
+    Raises DataError for a folder, split, batch or state that does not fit. Iteration raises DataError for damage
     that ``settings.on_damage`` does not allow, before a damaged sample is returned.
     """
 
@@ -252,9 +246,7 @@ class ByteStream(IterableDataset[Batch]):
                 raise DataError(f"{name}: {rule}")
         self.settings = settings
         folder = DataFolder.at(location, remote)
-        opened = folder.split(split)
-        span = settings.span if settings.on_damage == "abort" else None  # see the top of this file
-        self.contexts = cut_contexts(opened, settings.context, settings.cut, span)
+        self.contexts = cut_contexts(folder.split(split), settings.context, settings.cut)
         self.lanes = Lanes(self.contexts.total_units, self.contexts.context_units, settings.global_batch)
         self._rank_lanes = self.lanes.of_rank(settings.rank, settings.world_size)
         self.contexts.split.reserve(len(self._rank_lanes))
@@ -304,7 +296,7 @@ class ByteStream(IterableDataset[Batch]):
                 batches = (join_batches(workers.take()) for _ in count())
             for batch in batches:
                 self._taken = batch.state
-                yield batch if self.settings.span is None else self._pad_span(batch)
+                yield batch
 
     @property
     def properties(self) -> Mapping[str, int]:
@@ -320,15 +312,6 @@ class ByteStream(IterableDataset[Batch]):
         unit = "contexts" if self.lanes.context_units == 1 else "bytes"
         place = self.contexts.place(start, self.settings.seed)
         return f"{carried_units:,} {unit} are carried over into epoch {epoch}, from {place} on"
-
-    def _pad_span(self, batch: Batch) -> Batch:
-        """Move the tokens that were read, (lanes, P), to their positions in (lanes, N)."""
-        assert self.settings.span is not None
-        span, before = self.settings.span.within(self.settings.context), self.contexts.span.start
-        read = batch.tokens.numpy()
-        tokens = np.zeros((len(read), self.settings.context), dtype=read.dtype)
-        tokens[:, span.start : span.stop] = read[:, span.start - before : span.stop - before]
-        return replace(batch, tokens=torch.from_numpy(tokens))
 
 
 def stream_fingerprint(folder: DataFolder, split: str, context: int, cut: Cut, shuffle_bytes: int) -> str:

@@ -29,7 +29,6 @@ from longstride.data_pipelines.order import (
     Cut,
     EvaluationBatch,
     LostWorkerError,
-    Span,
     StreamSettings,
     StreamState,
     Substitution,
@@ -47,7 +46,6 @@ from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag, StopRequestedError
-from longstride.sparse_model import Division
 
 _CONFIG_PATHS = {
     "context": "model.context",
@@ -200,11 +198,6 @@ class TrainingData:
             config.data.check_order()
         data = config.data
         self._cut = Cut(packing=data.packed, separator=data.separator, hop=data.hop, apart=data.apart)
-        # The positions that this rank's model reads of a shared context; of its pieces, each rank needs a section.
-        self._span: Span | None = None
-        if ranks.sequence_parallel > 1 and config.train.context_schedule is None:
-            section = Division(ranks.sequence_rank, ranks.sequence_parallel).section(config.model.context)
-            self._span = Span(section.start - config.model.reach, section.stop)
         with _with_config_paths():
             remote = RemoteSettings(**config.data.remote.model_dump())
             self._folder = DataFolder(location or config.data.path, remote)
@@ -294,7 +287,6 @@ class TrainingData:
                 rank=self._ranks.data_rank,
                 world_size=self._ranks.data_world_size,
                 cut=self._cut,
-                span=self._span,
                 shuffle_bytes=data.shuffle_bytes,
                 on_damage=data.on_damage,
                 workers=data.workers,
@@ -347,7 +339,6 @@ class TrainingData:
                 rank=self._ranks.data_rank,
                 world_size=self._ranks.data_world_size,
                 cut=self._cut,
-                span=self._span,
                 limit=limit,
                 min_context=min_context,
             )

@@ -16,7 +16,7 @@ from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
 from longstride.data_pipelines.modalities.wav import mulaw_decode, mulaw_encode, mulaw_to_pcm
-from longstride.data_pipelines.order.contexts import Cut, Span
+from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
 from longstride.data_pipelines.shards import DataFolder, index_tars, sample_documents, verify
 from longstride.launcher import cli
@@ -76,13 +76,12 @@ def test_contents_are_the_same_and_members_are_pcm(sets):
 @pytest.mark.parametrize(
     "cut", [Cut(), Cut(packing=True, separator=7), Cut(packing=True, apart=True), Cut(hop=300)], ids=str
 )
-def test_batches_and_spans_are_the_same(sets, cut):
+def test_batches_are_the_same(sets, cut):
     options = {"context": 1000, "global_batch": 3, "seed": 1, "shuffle_bytes": 5000, "cut": cut}
-    for span in (None, Span(300, 700)):
-        streams = [open_stream(folder, **options, span=span) for folder in sets]
-        for mulaw, pcm in itertools.islice(zip(*streams, strict=True), 40):
-            assert torch.equal(mulaw.tokens, pcm.tokens) and torch.equal(mulaw.lengths, pcm.lengths)
-            assert mulaw.begins is pcm.begins is None or torch.equal(mulaw.begins, pcm.begins)
+    streams = [open_stream(folder, **options) for folder in sets]
+    for mulaw, pcm in itertools.islice(zip(*streams, strict=True), 40):
+        assert torch.equal(mulaw.tokens, pcm.tokens) and torch.equal(mulaw.lengths, pcm.lengths)
+        assert mulaw.begins is pcm.begins is None or torch.equal(mulaw.begins, pcm.begins)
 
 
 def test_damage_of_pcm_is_found_before_it_is_read(sets):
