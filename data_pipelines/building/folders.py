@@ -324,12 +324,10 @@ def _lock(folder: Path, output: Path) -> int:
             make_folders(folder)
         except OSError as error:
             raise _cannot_be_made(output, error.strerror or str(error)) from error
-        with as_data_error(folder, None):
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            except FileNotFoundError:
-                continue  # a build that ended has just removed the folder
-        try:
+        # A build that ended may have just removed the folder, or this file, so that its lock has no effect.
+        with ExitStack() as stack, as_data_error(folder, None), suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            stack.callback(os.close, descriptor)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -338,13 +336,7 @@ def _lock(folder: Path, output: Path) -> int:
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise DataError(f"{path}: cannot be locked ({error.strerror})") from error
-                _log.warning(
-                    "%s: the file system does not support locks; do not start a second build into the same output", path
-                )
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # a build that ended has just removed this file, so its lock has no effect
+                _log.warning("%s: the file system does not support locks; start no second build into the output", path)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                stack.pop_all()
+                return descriptor

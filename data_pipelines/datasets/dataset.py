@@ -237,33 +237,24 @@ class Stretch:
 
 
 class Excerpts(Sequence[Excerpt]):
-    """The documents of stretches, in order."""
+    """The documents of stretches, in order, or a ``span`` of them."""
 
-    def __init__(self, stretches: Sequence[Stretch]) -> None:
-        self.stretches = [stretch for stretch in stretches if stretch.count]
+    def __init__(self, stretches: Sequence[Stretch], span: range | None = None) -> None:
+        self._stretches = stretches
+        self._span = range(sum(stretch.count for stretch in stretches)) if span is None else span
 
     def __len__(self) -> int:
-        return sum(stretch.count for stretch in self.stretches)
-
-    def __iter__(self) -> Iterator[Excerpt]:
-        for stretch in self.stretches:
-            for number in range(stretch.count):
-                yield Excerpt(stretch.source, stretch.first + number * stretch.size, stretch.size)
+        return len(self._span)
 
     def __getitem__(self, place: Any) -> Any:
-        """Return one document, or those of a slice without a step."""
-        index = range(len(self))[place]
-        span = index if isinstance(index, range) else range(index, index + 1)
-        assert span.step == 1, "documents are taken in order"
-        stretches, before = [], 0
-        for stretch in self.stretches:
-            low, high = max(span.start - before, 0), min(span.stop - before, stretch.count)
-            if low < high:
-                first = stretch.first + low * stretch.size
-                stretches.append(Stretch(stretch.source, first, high - low, stretch.size))
-            before += stretch.count
-        excerpts = Excerpts(stretches)
-        return excerpts if isinstance(place, slice) else next(iter(excerpts))
+        if isinstance(place, slice):
+            return Excerpts(self._stretches, self._span[place])
+        number = self._span[place]
+        for stretch in self._stretches:
+            if number < stretch.count:
+                return Excerpt(stretch.source, stretch.first + number * stretch.size, stretch.size)
+            number -= stretch.count
+        raise AssertionError("the span lies within the stretches")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ classes. A folder of pictures is shuffled by a hash of the paths.
 """
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from longstride.data_pipelines.datasets.dataset import (
     picture_properties,
 )
 from longstride.data_pipelines.datasets.members import Member, whole_file
-from longstride.data_pipelines.documents import FileDocument, LeftOut, OpenInput, find_documents, mix
+from longstride.data_pipelines.documents import Document, LeftOut, OpenInput, find_documents, mix
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.modalities import modality_named
 
@@ -82,15 +82,21 @@ class ImageNet64(Dataset):
         if members and not batches:
             pickled = next(iter(members.values()))
             raise DataError(f"{pickled.path}: holds pickled batches, which are not supported; fetch the npz archives")
-        content = self._of_batches(path, batches, unpublished) if batches else self._of_pictures(path)
-        counts = tuple(len(content.splits.get(split, ())) for split in ("train", "validation"))
+        left_out = LeftOut()
+        splits = self._of_batches(path, batches, unpublished) if batches else self._of_pictures(path, left_out)
+        if not splits["train"]:
+            raise DataError(f"{path}: holds no picture to train on; {WAY_OUT}")
+        counts = tuple(map(len, splits.values()))
         if not unpublished and counts not in self.counts:
             published = " or ".join(f"{train:,} and {validation:,}" for train, validation in self.counts)
             pictures = f"{counts[0]:,} pictures to train on and {counts[1]:,} to validate with"
             raise DataError(f"{path}: {pictures}, but the published set has {published}; {WAY_OUT}")
-        return content
+        splits = {name: documents for name, documents in splits.items() if documents}
+        return DatasetContent(splits, picture_properties(_EDGE), left_out)
 
-    def _of_batches(self, path: Path, batches: Mapping[str, Member], unpublished: bool) -> DatasetContent:
+    def _of_batches(
+        self, path: Path, batches: Mapping[str, Member], unpublished: bool
+    ) -> dict[str, Sequence[Document]]:
         missing = [name for name in (*_TRAIN, _VALIDATION) if name not in batches]
         if missing and not unpublished:
             raise DataError(f"{path}: lacks {', '.join(missing)}; {WAY_OUT}")
@@ -104,47 +110,34 @@ class ImageNet64(Dataset):
                     raise DataError(f"{archive.path}: {rule}; {WAY_OUT}")
                 published[archive.size].check(archive, open_input)
             stretches = {name: _stretch_of(member, open_input) for name, member in batches.items()}
-        splits = {
+        return {
             "train": Excerpts([stretches[name] for name in _TRAIN if name in stretches]),
             "validation": Excerpts([stretches[_VALIDATION]] if _VALIDATION in stretches else []),
         }
-        return _content(path, splits, LeftOut())
 
-    def _of_pictures(self, path: Path) -> DatasetContent:
+    def _of_pictures(self, path: Path, left_out: LeftOut) -> dict[str, Sequence[Document]]:
         """Find the pictures in folders, one for each split."""
         folders = {
             split: next((path / name for name in names if (path / name).is_dir()), None)
             for split, names in _FOLDERS.items()
         }
-        left_out = LeftOut()
-        splits: dict[str, list[FileDocument]] = {}
+        splits: dict[str, Sequence[Document]] = {}
         for split, folder in folders.items():
             if folder is None:
                 expected = " or ".join(_FOLDERS[split])
-                raise DataError(
-                    f"{path}: holds neither npz batches ({_TRAIN[0]} …, {_VALIDATION}) nor a folder of pictures "
-                    f"named {expected}; {self.where}"
-                )
+                rule = f"holds neither npz batches ({_TRAIN[0]} …, {_VALIDATION}) nor a folder of pictures"
+                raise DataError(f"{path}: {rule} named {expected}; {self.where}")
             image = modality_named(self.modality)
             documents, properties, left_out_here = find_documents([folder], image.suffixes, (), image, {})
             if dict(properties) != picture_properties(_EDGE):
-                raise DataError(
-                    f"{folder}: its pictures are {properties['height']}x{properties['width']} pixels, but "
-                    f"{self.name} has {_EDGE}x{_EDGE}; build without --dataset and with --image-size to resize them"
-                )
+                size = f"{properties['height']}x{properties['width']} pixels, but {self.name} has {_EDGE}x{_EDGE}"
+                mend = "build without --dataset and with --image-size to resize them"
+                raise DataError(f"{folder}: its pictures are {size}; {mend}")
             mix(documents, 0)
             splits[split] = documents
             left_out.empty += left_out_here.empty
             left_out.links += left_out_here.links
-        return _content(path, splits, left_out)
-
-
-def _content(path: Path, splits: Mapping[str, Excerpts | list[FileDocument]], left_out: LeftOut) -> DatasetContent:
-    """Drop empty splits. Raises DataError if there is nothing to train on."""
-    nonempty: dict[str, Excerpts | list[FileDocument]] = {name: members for name, members in splits.items() if members}
-    if "train" not in nonempty:
-        raise DataError(f"{path}: holds no picture to train on; {WAY_OUT}")
-    return DatasetContent(nonempty, picture_properties(_EDGE), left_out)
+        return splits
 
 
 def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
