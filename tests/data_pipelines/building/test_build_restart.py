@@ -209,7 +209,14 @@ def test_build_goes_on_where_the_input_was_moved(tmp_path):
     (tmp_path / "before").rename(tmp_path / "after")
     kept = {path.stem for path in (tmp_path / ".data.unfinished" / "records").iterdir()}
     before = finished_shards(tmp_path / "data")
-    build([tmp_path / "after"], tmp_path / "data", **ARGUMENTS)
+    calls: list[int] = []
+    build(
+        [tmp_path / "after"],
+        tmp_path / "data",
+        progress=lambda done, total: calls.append(3 * done // total),
+        **ARGUMENTS,
+    )
+    assert calls[0] >= 1 and calls[-1] == 3  # what was finished counts
     assert kept and finished_shards(tmp_path / "data").items() >= before.items()
 
 

@@ -246,19 +246,3 @@ def test_image_grids_of_large_pictures_keep_their_pixels():
     assert (paper[2:102, 2:52] == 0).all() and (paper[2:102, 54:104] == 1).all() and (paper[104:204, 2:52] == 2).all()
     with pytest.raises(DataError, match=r"--count: a grid of 9602 x 9602 pixels is too large; take fewer samples"):
         grid_size(100, 100, 94, 94)
-
-
-def test_image_samples_stand_beside_what_they_complete():
-    """Each prompt has a row: original, prompt above grey, and the samples, for one channel as for three."""
-    shape = {"height": 96, "width": 96, "channels": 1}
-    whole = [np.full(96 * 96, number, dtype=np.uint8) for number in (10, 20)]
-    samples = np.stack([np.full(96 * 96, number, dtype=np.uint8) for number in (11, 12, 21, 22)])
-    prompted = [(content.tobytes(), content[: 30 * 96].tobytes()) for content in whole]
-    (file,) = IMAGE.sample_files(samples, shape, prompted)
-    paper = np.asarray(Image.open(BytesIO(file)))
-    assert paper.shape == (*grid_size(2, 4, 96, 96), 3)
-    columns = [2 + column * 98 for column in range(4)]
-    tiles = [[paper[top : top + 96, left : left + 96] for left in columns] for top in (2, 100)]
-    for number, row in enumerate(tiles):
-        assert [int(tile[0, 0, 0]) for tile in row] == [10 * (1 + number)] * 2 + [11 + 10 * number, 12 + 10 * number]
-        assert (row[1] == np.repeat([10 * (1 + number), 128], [30, 66])[:, None, None]).all()

@@ -1,34 +1,21 @@
 """What every registered modality holds to; text in particular."""
 
 import random
-import wave
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES, modality_named
+from tests.harness.data.builds import picture, sound
 
-
-def write_text(path):
-    path.write_bytes(random.Random(0).randbytes(999))
-
-
-def write_image(path):
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path, format="png")
-
-
-def write_audio(path):
-    with wave.open(str(path), "wb") as file:
-        file.setparams((2, 2, 8000, 0, "NONE", ""))
-        file.writeframes(random.Random(0).randbytes(4 * 333))
-
-
-WRITERS = {"text": write_text, "image": write_image, "audio": write_audio}
+DOCUMENTS = {
+    "text": random.Random(0).randbytes(999),
+    "image": picture(np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)),
+    "audio": sound(np.random.default_rng(0).integers(-(2**15), 2**15, 333)),
+}
 
 
 @pytest.fixture(params=sorted(MODALITIES))
@@ -40,7 +27,7 @@ def modality(request):
 def document(modality, tmp_path):
     """Write a small file of the modality."""
     path = tmp_path / f"document{modality.suffixes[0]}"
-    WRITERS[modality.name](path)
+    path.write_bytes(DOCUMENTS[modality.name])
     return path
 
 

@@ -121,7 +121,8 @@ def test_mp3_within_wav_does_not_say_its_length(tmp_path):
 @pytest.mark.parametrize(("tag", "bits"), [(3, 32), (3, 64), (6, 8)])
 @pytest.mark.parametrize("extensible", [False, True], ids=["plain", "extensible"])
 def test_without_soundfile_the_extra_is_named_and_pcm_is_read(tmp_path, monkeypatch, tag, bits, extensible):
-    monkeypatch.setitem(sys.modules, "soundfile", None)
+    for name in ("soundfile", "soxr"):
+        monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.wav").write_bytes(wav(bytes(400), tag=tag, bits=bits, extensible=extensible))
     with pytest.raises(DataError, match=rf"a\.wav: is not a WAV file of PCM or mu-law, and soundfile, .*; {EXTRA}, or"):
