@@ -18,6 +18,7 @@ from longstride.data_pipelines.modalities import MODALITIES
 from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.shards import DataFolder, DataManifest, index_tars, verify
 from longstride.data_pipelines.stores import open_store
+from longstride.launcher.data.run_data import rename_settings
 from longstride.launcher.output import counting, exit_codes, mistake, report, say
 
 _SHOWN_SUFFIXES = 4  # of skipped files
@@ -49,11 +50,12 @@ def run_build(arguments: argparse.Namespace) -> int:
     """
     crew = join_crew()
     try:
-        manifest = _build(arguments, crew)
+        with rename_settings(_SETTINGS):
+            manifest = _build(arguments, crew)
     except (DataError, OSError) as error:
         if mistake(error) is None:
             raise
-        code = report(_by_option(error)) if crew.is_first else exit_codes.WRONG_INPUT
+        code = report(error) if crew.is_first else exit_codes.WRONG_INPUT
         crew.meet()  # the launcher ends all ranks after the first failure: rank 0 must have reported before
         return code
     except KeyboardInterrupt:
@@ -186,12 +188,6 @@ def _check_on_this_machine(option: str, value: str, rule: str) -> None:
         raise DataError(f"{option}={value!r}: must be {rule}")
 
 
-def _by_option(error: DataError | OSError) -> Exception:
-    """Replace the name of a setting in an error by the option that the user wrote."""
-    setting, equals, message = str(error).partition("=")
-    return DataError(f"{_SETTINGS[setting]}={message}") if equals and setting in _SETTINGS else error
-
-
 def run_index(arguments: argparse.Namespace) -> int:
     """Run `data index`.
 
@@ -206,23 +202,20 @@ def run_index(arguments: argparse.Namespace) -> int:
             shown = _UNPRINTABLE.sub("?", f"{tars[0]}{last}")
             say(f"{name}: {len(tars):,} tar{'s' if last else ''}, {shown}")
 
-    try:
-        with closing(counting.WorkCounter("indexing", 0, "bytes")) as counter:
-            manifest = index_tars(
-                arguments.places,
-                Path(arguments.output),
-                modality=arguments.modality,
-                extension=arguments.extension,
-                splits=arguments.split or (),
-                validation_fraction=arguments.validation_fraction,
-                complete=arguments.complete,
-                unpack=arguments.unpack,
-                properties=_raw(arguments),
-                progress=counter.at,
-                dealt=print_splits,
-            )
-    except DataError as error:
-        raise _by_option(error) from error
+    with rename_settings(_SETTINGS), closing(counting.WorkCounter("indexing", 0, "bytes")) as counter:
+        manifest = index_tars(
+            arguments.places,
+            Path(arguments.output),
+            modality=arguments.modality,
+            extension=arguments.extension,
+            splits=arguments.split or (),
+            validation_fraction=arguments.validation_fraction,
+            complete=arguments.complete,
+            unpack=arguments.unpack,
+            properties=_raw(arguments),
+            progress=counter.at,
+            dealt=print_splits,
+        )
     print(f"{arguments.output}: {_summary(manifest)}", file=sys.stderr)
     return 0
 

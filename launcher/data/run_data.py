@@ -11,7 +11,7 @@ import itertools
 import json
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -173,14 +173,14 @@ def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
 
 
 @contextmanager
-def _with_config_paths() -> Iterator[None]:
-    """Replace the name of a setting in a DataError by its path in the configuration."""
+def rename_settings(names: Mapping[str, str]) -> Iterator[None]:
+    """Replace the name of a setting in a DataError by its path in the configuration, or by its option."""
     try:
         yield
     except DataError as error:
         name, _, message = str(error).partition("=")
-        if name in _CONFIG_PATHS:
-            raise DataError(f"{_CONFIG_PATHS[name]}={message}") from None
+        if name in names:
+            raise DataError(f"{names[name]}={message}") from None
         raise
 
 
@@ -198,7 +198,7 @@ class TrainingData:
             config.data.check_order()
         data = config.data
         self._cut = Cut(packing=data.packed, separator=data.separator, hop=data.hop, apart=data.apart)
-        with _with_config_paths():
+        with rename_settings(_CONFIG_PATHS):
             remote = RemoteSettings(**config.data.remote.model_dump())
             self._folder = DataFolder(location or config.data.path, remote)
         colours, vocabulary = len(self.palette or ()), config.model.vocabulary
@@ -279,7 +279,7 @@ class TrainingData:
             DataError: the split or state does not fit the run.
         """
         data = self._config.data
-        with _with_config_paths():
+        with rename_settings(_CONFIG_PATHS):
             settings = StreamSettings(
                 context=self._config.model.context,
                 global_batch=self._config.train.global_batch,
@@ -330,7 +330,7 @@ class TrainingData:
         Raises:
             DataError: the split does not fit the run.
         """
-        with _with_config_paths():
+        with rename_settings(_CONFIG_PATHS):
             batches = evaluation_contexts(
                 self._folder,
                 split or self._config.data.validation_split,
@@ -355,7 +355,7 @@ class TrainingData:
                 vocabulary.
         """
         split, context = split or self._config.data.validation_split, self._config.model.context
-        with _with_config_paths():
+        with rename_settings(_CONFIG_PATHS):
             tokens = read_context(self._folder, split, number, context=context, cut=self._cut)
         _check_tokens(tokens, self._config.model.vocabulary)
         return tokens
