@@ -14,32 +14,15 @@ import pytest
 import torch
 
 from longstride.kernels import ConfigError
-from longstride.kernels.patterns import (
-    BigBird,
-    Block,
-    Column,
-    Dense,
-    Fixed,
-    Local,
-    Longformer,
-    LongNet,
-    Pattern,
-    Strided,
-    Summary,
-    pattern_to_json,
-)
+from longstride.kernels.patterns import BigBird, Pattern, pattern_to_json
 from longstride.launcher import cli
 from longstride.launcher.drawing import pattern_page as page_module
 from longstride.launcher.drawing.pattern_page import part_json, pattern_page, pieces
 from tests.harness.chromium import browser
+from tests.harness.oracles import example_patterns, mask_of
 
-CONTEXT = 96
-PATTERNS: list[Pattern] = [
-    Dense(), Local(5), Local(3, dilation=4), Column(8), Strided(12), Strided(12, "paper"), Strided(4, num_factors=3),
-    Block(16), Summary(8, 3), Summary(8, 2, 3, True, 1), Fixed(16, 3), Fixed(8, 2, 4, 2), Longformer(5, globals=3),
-    Longformer(4, 2), Longformer(3, 4, 6), LongNet((4, 16, 48), (1, 2, 4), 3), BigBird(8, 2, 1, 3, seed=5, index=2),
-    Column(8, "target"), Strided(12, align="target"),
-]  # fmt: skip
+CONTEXT = 360
+PATTERNS = [pattern.for_head(1) for pattern in example_patterns()]
 
 
 def value(found: list[list[int]], row: int) -> int:
@@ -75,9 +58,8 @@ def positions_in(part: dict[str, Any], query: int) -> list[int]:
     return [value(part["key_pieces"], column) for column in columns] if "key_pieces" in part else list(columns)
 
 
-def rows_of(pattern: Pattern, context: int) -> list[list[int]]:
-    position = torch.arange(context)
-    return [row.nonzero().flatten().tolist() for row in pattern.mask(position[:, None], position)]
+def rows_of(pattern: Pattern) -> list[list[int]]:
+    return [row.nonzero().flatten().tolist() for row in mask_of(pattern, CONTEXT)]
 
 
 def written(folder: Path, attention: Any, **changes: Any) -> Path:
@@ -97,7 +79,7 @@ def data_of(page: str) -> dict[str, Any]:
 def test_numbers_in_the_page_are_the_mask(pattern: Pattern) -> None:
     parts = json.loads(json.dumps([part_json(part, CONTEXT) for part in pattern.parts()]))
     found = [sorted(key for part in parts for key in positions_in(part, query)) for query in range(CONTEXT)]
-    assert found == rows_of(pattern, CONTEXT)
+    assert found == rows_of(pattern)
 
 
 @pytest.mark.parametrize("vector", [[], [7], [0, 1, 2, 5, 5, 5, 9, 8, 7], [3, 3, 4, 6, 8, 10]], ids=str)
@@ -132,7 +114,7 @@ def test_page_of_chosen_keys_or_irregular_patterns_is_refused(tmp_path: Path, mo
 
 
 def test_page_and_picture_are_made_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = written(tmp_path, {"type": "fixed", "stride": 16, "summary": 4})
+    source = written(tmp_path, {"type": "fixed", "stride": 8, "summary": 4})
     picture, page = tmp_path / "a.png", tmp_path / "a.html"
     assert cli.main(["show", "pattern", str(source), "--output", str(picture), "--html", str(page)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(page), str(picture)]
@@ -156,7 +138,7 @@ def test_a_browser_shows_what_a_query_reads(tmp_path: Path) -> None:
                 await page.open(file.as_uri())
                 shown = data_of(file.read_text())["patterns"]
                 head = getattr(pattern, "index", None) or 0
-                wanted = rows_of(pattern, CONTEXT)
+                wanted = rows_of(pattern)
                 assert len(shown) > head, shown
                 found = await page.value(f"Array.from({{length: {CONTEXT}}}, (_, q) => positionsRead({head}, q))")
                 assert found == wanted, pattern
