@@ -175,26 +175,15 @@ def _number(value: object) -> float:
     return number
 
 
-def _source(arguments: argparse.Namespace, metavar: str) -> Path:
-    """Return the source, which may stand before or behind --query; raise ConfigError unless there is one."""
-    sources: list[Path] = [path for path in (arguments.source, arguments.behind) if path is not None]
-    if len(sources) != 1:
-        many = "is missing" if not sources else f"is given twice, {sources[0]} and {sources[1]}"
-        raise ConfigError(f"{metavar} {many}; give it once")
-    return sources[0]
-
-
 def run_pattern(arguments: argparse.Namespace) -> int:
     """Run `show pattern`; return its exit code.
 
     Raises:
         ConfigError: the configuration, the query or the text does not fit, or a file cannot be written.
     """
-    source = _source(arguments, "CONFIG")
+    source, query = arguments.source, arguments.query
     if arguments.output is None and arguments.html is None:
         raise ConfigError("--output: is missing; such as --output pattern.png, or --html pattern.html for a page")
-    if arguments.query is not None and len(arguments.query) > 1:
-        raise ConfigError(f"--query={arguments.query[1]}: a pattern is shown for one query; give one number")
     if arguments.trust_checkpoint and arguments.text is None:
         raise ConfigError(f"{TRUST_OPTION}: only --text FILE reads a checkpoint; leave it out")
     if arguments.html is not None and arguments.text is not None:
@@ -202,7 +191,6 @@ def run_pattern(arguments: argparse.Namespace) -> int:
     from longstride.launcher.drawing.pattern import draw_pattern
     from longstride.launcher.drawing.pattern_page import pattern_page
 
-    query = arguments.query[0] if arguments.query else None
     for option, output, suffix in (("--output", arguments.output, ".png"), ("--html", arguments.html, ".html")):
         if output is not None:
             check_new(output, option, suffix)
@@ -234,11 +222,10 @@ def run_attention(arguments: argparse.Namespace) -> int:
     """
     from longstride.launcher.drawing.attention import draw_attention
 
-    source = _source(arguments, "RUN|MODEL")
-    names = ("step", "context_number", "head", "weights", "data", "text")
+    names = ("source", "step", "context_number", "head", "weights", "data", "text")
     options = {name: getattr(arguments, name) for name in names}
     queries, trusted = arguments.query, arguments.trust_checkpoint
-    return _save(arguments.output, lambda: draw_attention(source, queries=queries, trusted=trusted, **options))
+    return _save(arguments.output, lambda: draw_attention(**options, queries=queries, trusted=trusted))
 
 
 def run_loss(arguments: argparse.Namespace) -> int:

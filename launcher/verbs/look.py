@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import Any
 
 from longstride.launcher.verbs.shared import (
     PRECISIONS,
@@ -46,31 +45,6 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequence-parallel", type=int, default=1, metavar="U", help=shared)
 
 
-class _Queries(argparse.Action):
-    """Parses `--query P …`; a word behind the numbers is the source, which may also stand before the option."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        """Add the numbers to those of earlier `--query` options."""
-        numbers = list(values)
-        if len(numbers) > 1 and not _is_number(numbers[-1]) and namespace.behind is None:
-            namespace.behind = path(numbers.pop())
-        if not all(map(_is_number, numbers)):
-            parser.error(f"argument --query: must be positions, such as --query 100 2000; not {' '.join(numbers)}")
-        namespace.query = [*(namespace.query or ()), *map(int, numbers)]
-
-
-def _is_number(word: str) -> bool:
-    return word.removeprefix("-").isdecimal()
-
-
-def _add_source(parser: argparse.ArgumentParser, metavar: str, help_text: str) -> None:
-    # Optional for the parser, because it may also stand behind the numbers of --query.
-    parser.add_argument("source", type=path, nargs="?", metavar=metavar, help=help_text)
-    parser.set_defaults(behind=None)
-
-
 @verb(
     "show pattern",
     "draw which positions read which",
@@ -79,22 +53,14 @@ def _add_source(parser: argparse.ArgumentParser, metavar: str, help_text: str) -
     "longstride show pattern enwik8_fixed --query 5000 --html pattern.html",
 )
 def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_source(
-        parser,
-        "CONFIG|RUN",
-        "a run's JSON file, the name of one of ds_configs/experiments such as demo, or a run's folder",
-    )
+    source = "a run's JSON file, the name of one of ds_configs/experiments such as demo, or a run's folder"
+    parser.add_argument("source", type=path, metavar="CONFIG|RUN", help=source)
     parser.add_argument("--output", type=path, metavar="FILE.png", help="picture to make")
     parser.add_argument(
         "--html", type=path, metavar="FILE.html", help="page to make, which shows what each query reads (one file)"
     )
-    parser.add_argument(
-        "--query",
-        nargs="+",
-        action=_Queries,
-        metavar="P",
-        help="position whose view is shown, from 0 (default: one below the middle)",
-    )
+    query = "position whose view is shown, from 0 (default: one below the middle)"
+    parser.add_argument("--query", type=int, metavar="P", help=query)
     parser.add_argument(
         "--text",
         type=path,
@@ -112,15 +78,11 @@ def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
     "longstride show attention model --text my.txt --query 100 200 --output attention.png",
 )
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_source(parser, "RUN|MODEL", "a run's folder, or an exported model's with --data or --text")
+    source = "a run's folder, or an exported model's with --data or --text"
+    parser.add_argument("source", type=path, metavar="RUN|MODEL", help=source)
     parser.add_argument("--output", type=path, required=True, metavar="FILE.png", help="picture to make")
-    parser.add_argument(
-        "--query",
-        nargs="+",
-        action=_Queries,
-        metavar="P",
-        help="positions whose views are shown, from 0, six at most (default: four for pictures, else a matrix of all)",
-    )
+    queries = "positions whose views are shown, from 0, six at most (default: four for pictures, else a matrix of all)"
+    parser.add_argument("--query", type=int, nargs="+", metavar="P", help=queries)
     add_step_argument(parser, "take")
     parser.add_argument(
         "--context-number",

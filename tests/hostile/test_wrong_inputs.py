@@ -189,7 +189,7 @@ WRONG: list[tuple[str, str]] = [
     (f"report {'run ' * 13}--output new.html", "run: is run 13; a page compares at most 12"),
     ("report run --output new.html --positions run.json", "--positions=run.json: must be a JSON file that `longstride"),
     ("show attention run", "the following arguments are required: --output; `longstride show attention --help` lists"),
-    ("show attention --output new.png", "RUN|MODEL is missing; give it once"),
+    ("show attention --output new.png", "the following arguments are required: RUN|MODEL; `longstride show attention"),
     ("show attention text --output new.png", "text: no such run folder; name one that `longstride train` wrote"),
     ("show attention model --output new.png", "model: an exported model does not include data; give --data DIR or"),
     ("show attention model --text data --output new.png", "--text=data: cannot be read: is a folder, not a plain"),

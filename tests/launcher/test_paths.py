@@ -28,7 +28,6 @@ NO_PATHS = {
     "--job-name", "--launcher-args", "--license", "--like", "--master-addr", "--memory", "--modality", "--name",
     "--device", "--account", "--partition", "--processes", "--profile", "--prompt", "--rate", "--replay", "--resume",
     "--sbatch", "--shard-size", "--size", "--split", "--suffix", "--tflops", "--time", "--wav", "name", "overrides",
-    "--query",
 }  # fmt: skip
 NO_PATH_KEYS = {
     "$schema", "extends", "deepspeed", "notes", "data.extension", "data.modality", "data.train_split",
