@@ -8,10 +8,4 @@ from longstride.launcher.config.deepspeed_keys import part_errors
 from longstride.launcher.config.json_file import flattened, load_json_object
 from longstride.launcher.config.loading import EXPERIMENTS, find_config, load_config, load_content
 from longstride.launcher.config.run_config import RunConfig, Stage
-from longstride.launcher.config.train_keys import (
-    AdafactorConfig,
-    GuardPolicy,
-    GuardsConfig,
-    MuonConfig,
-    TrainConfig,
-)
+from longstride.launcher.config.train_keys import AdafactorConfig, GuardPolicy, GuardsConfig, MuonConfig, TrainConfig

@@ -33,9 +33,7 @@ class RemoteConfig(StrictModel):
         default=_REMOTE.parallel, gt=0, le=1024, description="files that each process fetches ahead at once"
     )
     most_bytes: int = Field(
-        default=_REMOTE.most_bytes,
-        gt=0,
-        description="largest size of a manifest or another file of unknown size",
+        default=_REMOTE.most_bytes, gt=0, description="largest size of a manifest or another file of unknown size"
     )
     least_bytes_per_second: float = Field(
         default=_REMOTE.least_bytes_per_second,
@@ -44,10 +42,7 @@ class RemoteConfig(StrictModel):
         description="lowest rate of a fetch, over all its attempts",
     )
     window_seconds: float = Field(
-        default=_REMOTE.window_seconds,
-        gt=0,
-        le=MOST_SECONDS,
-        description="how long a fetch may stay below that rate",
+        default=_REMOTE.window_seconds, gt=0, le=MOST_SECONDS, description="how long a fetch may stay below that rate"
     )
 
 
@@ -70,16 +65,13 @@ class DataConfig(StrictModel):
     train_split: str = Field(default="train", min_length=1, description="split to train on")
     validation_split: str = Field(default="validation", min_length=1, description="split that evaluations score")
     order: Literal["exact", "streaming"] = Field(
-        default="exact",
-        description="leave it out; streaming is only for exports of old runs",
+        default="exact", description="leave it out; streaming is only for exports of old runs"
     )
     modality: str | None = Field(default=None, description="leave it out; only in old runs")
     extension: str | None = Field(default=None, description="leave it out; only in old runs")
     seed: int = Field(default=0, ge=0, lt=2**64, description="seed of the order")
     shuffle_bytes: int = Field(
-        default=SHUFFLE_BYTES,
-        ge=0,
-        description="size of the blocks in which each lane is shuffled; 0: in sequence",
+        default=SHUFFLE_BYTES, ge=0, description="size of the blocks in which each lane is shuffled; 0: in sequence"
     )
     packing: bool | PackingConfig | None = Field(
         default=None,
@@ -90,8 +82,7 @@ class DataConfig(StrictModel):
         default=None, gt=0, description="distance between contexts of an unpacked document; null: the context"
     )
     on_damage: Literal["abort", "substitute"] = Field(
-        default="abort",
-        description="what to do with damaged contexts; substitute: use another one",
+        default="abort", description="what to do with damaged contexts; substitute: use another one"
     )
     workers: int = Field(default=0, ge=0, le=1024, description="loader processes per rank")
     prefetch: int = Field(default=2, gt=0, le=65_536, description="steps that each worker reads ahead")

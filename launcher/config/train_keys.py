@@ -23,9 +23,7 @@ class RatesConfig(StrictModel):
         default=None, gt=0, description="token and position embeddings, tables of synthesizers"
     )
     vectors: float | None = Field(
-        default=None,
-        gt=0,
-        description="norms, biases, convolutions, expert routers, spans, the first position",
+        default=None, gt=0, description="norms, biases, convolutions, expert routers, spans, the first position"
     )
     output: float | None = Field(default=None, gt=0, description="the projection to logits")
     tables: float | None = Field(default=None, gt=0, description="n-gram tables")
@@ -149,15 +147,10 @@ class TrainConfig(StrictModel):
 
     output: str = Field(min_length=1, description="run folder; one that holds a run needs --resume")
     steps: int | None = Field(
-        default=None,
-        gt=0,
-        le=MOST_STEPS,
-        description="optimiser steps of the run, skipped ones included",
+        default=None, gt=0, le=MOST_STEPS, description="optimiser steps of the run, skipped ones included"
     )
     epochs: float | None = Field(
-        default=None,
-        gt=0,
-        description="passes over the train split: floor(epochs × contexts / global_batch) steps",
+        default=None, gt=0, description="passes over the train split: floor(epochs × contexts / global_batch) steps"
     )
     global_batch: int = Field(gt=0, le=10**9, description="contexts per step over all processes")
     micro_batch: int = Field(
@@ -172,8 +165,7 @@ class TrainConfig(StrictModel):
     optimizer: OptimizerConfig | None = Field(default=None, description="object with a type; null: AdamW with one rate")
     warmup_steps: int = Field(default=0, ge=0, description="steps in which the learning rate rises linearly from 0")
     schedule: ScheduleConfig = Field(
-        default="cosine",
-        description="decay between the two rates; type wsd: constant, then linear",
+        default="cosine", description="decay between the two rates; type wsd: constant, then linear"
     )
     final_learning_rate: float = Field(default=0.0, ge=0, description="rate at the last step of a decaying schedule")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay of tensors of two or more dimensions")
@@ -186,8 +178,7 @@ class TrainConfig(StrictModel):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of initial weights and dropout")
     activation_checkpointing: bool = Field(
-        default=False,
-        description="recompute each residual block in the backward pass; not with model.reversible",
+        default=False, description="recompute each residual block in the backward pass; not with model.reversible"
     )
     compile: bool = Field(
         default=False, description="compile residual blocks with torch.compile, for training steps only"
@@ -200,9 +191,7 @@ class TrainConfig(StrictModel):
     )
     log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")
     evaluate_every: int | None = Field(
-        default=0,
-        ge=0,
-        description="steps between evaluations; 0: at the end only; null: none",
+        default=0, ge=0, description="steps between evaluations; 0: at the end only; null: none"
     )
     evaluate_contexts: int | None = Field(
         default=None, gt=0, description="evenly spread contexts of an evaluation; null: the whole split"
@@ -219,19 +208,12 @@ class TrainConfig(StrictModel):
     probe: bool = Field(
         default=True, description="save the loss on a random context with each checkpoint and check it after loading"
     )
-    timeout_seconds: float = Field(
-        default=1800.0,
-        gt=0,
-        description="time-out of every collective and of the start",
-    )
+    timeout_seconds: float = Field(default=1800.0, gt=0, description="time-out of every collective and of the start")
     max_seconds: float | None = Field(
-        default=None,
-        gt=0,
-        description="time after which the run saves and ends with exit code 75; null: no limit",
+        default=None, gt=0, description="time after which the run saves and ends with exit code 75; null: no limit"
     )
     stop_when: StopWhenConfig | None = Field(
-        default=None,
-        description="end the run when the validation loss plateaus; null: at the last step",
+        default=None, description="end the run when the validation loss plateaus; null: at the last step"
     )
     guards: GuardsConfig = Field(
         default=GuardsConfig(), description="what to do with steps that would corrupt the weights"

@@ -57,12 +57,7 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help=seed)
     published = f"read a published dataset in place of files: {', '.join(sorted(DATASETS))}"
     add("--dataset", metavar="NAME", help=published)
-    add(
-        "--input",
-        type=place,
-        metavar="PATH",
-        help="original archive or folder of the dataset",
-    )
+    add("--input", type=place, metavar="PATH", help="original archive or folder of the dataset")
     add("--download", action="store_true", help="download the dataset if it is missing")
     add("--unpublished", action="store_true", help="accept other content than the published one, in the dataset's form")
 

@@ -120,13 +120,7 @@ def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
 )
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "runs",
-        type=path,
-        nargs="+",
-        metavar="RUN",
-        help="run folders, at most twelve, drawn into the same charts",
-    )
+    add("runs", type=path, nargs="+", metavar="RUN", help="run folders, at most twelve, drawn into the same charts")
     add("--output", type=path, required=True, metavar="FILE.html", help="write the page here; nothing is written over")
     written = "show the losses by position that `longstride evaluate --positions` wrote here, too (repeatable)"
     add("--positions", type=path, action="append", default=[], metavar="FILE.json", help=written)

@@ -137,13 +137,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 )
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "config",
-        type=place,
-        nargs="?",
-        metavar="CONFIG",
-        help="also check what this run needs on this machine",
-    )
+    add("config", type=place, nargs="?", metavar="CONFIG", help="also check what this run needs on this machine")
     add(
         "--processes",
         type=int,
