@@ -10,11 +10,10 @@ import math
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import Saved, empty_like_rows
+from longstride.kernels.backends import Saved, accumulator_dtype, empty_like_rows
 from longstride.kernels.backends.cpu import dense
 from longstride.kernels.backends.cpu.chunks import Chunks, chunked
 from longstride.kernels.backends.cpu.slabs import (
-    Numbers,
     Piece,
     Scratch,
     backward_rows,
@@ -49,22 +48,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
     """Return output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
     if dense.serves(q, k, v, patterns, scale):
         return dense.forward(q, k, v, scale)
-    numbers = Numbers.of(q.dtype)
+    wide = accumulator_dtype(q.dtype)
     out = empty_like_rows(v, heads=q.shape[1])
-    lse = torch.empty(q.shape[:3], dtype=numbers.wide)
+    lse = torch.empty(q.shape[:3], dtype=wide)
 
-    def work(pattern: Pattern, pieces: list[Piece]) -> None:
-        scratch = Scratch(numbers)
-        for piece in pieces:
-            rows = input_rows(scratch, piece, q=q, k=k, v=v)
-            first, *others = pattern.parts()
-            target = scratch.results("out", out, piece)
-            merged = target, _part_forward(scratch, target, rows, first, scale)
-            for part in others:
-                target = scratch.take("out of a part", *rows["v"].shape, dtype=numbers.wide)
-                merged = merge(merged, (target, _part_forward(scratch, target, rows, part, scale)))
-            put(out, piece, merged[0])
-            put(lse, piece, merged[1].squeeze(-1))
+    def work(scratch: Scratch, pattern: Pattern, piece: Piece) -> None:
+        rows = input_rows(scratch, piece, q=q, k=k, v=v)
+        first, *others = pattern.parts()
+        target = scratch.results("out", out, piece)
+        merged = target, _part_forward(scratch, target, rows, first, scale)
+        for part in others:
+            target = scratch.take("out of a part", *rows["v"].shape, dtype=wide)
+            merged = merge(merged, (target, _part_forward(scratch, target, rows, part, scale)))
+        put(out, piece, merged[0])
+        put(lse, piece, merged[1].squeeze(-1))
 
     run_pieces(work, patterns, q, v)
     return out, lse
@@ -75,18 +72,15 @@ def backward(saved: Saved, patterns: tuple[Pattern, ...], scale: float) -> tuple
     q, k, v = saved[:3]
     if saved.grad_lse is None and dense.serves(q, k, v, patterns, scale):
         return dense.backward(saved, scale)
-    numbers = Numbers.of(q.dtype)
-    grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))
+    grads = tuple(empty_by_query_head(x, q.shape[1], accumulator_dtype(q.dtype)) for x in (q, k, v))
 
-    def work(pattern: Pattern, pieces: list[Piece]) -> None:
-        scratch = Scratch(numbers)
-        for piece in pieces:
-            rows = backward_rows(scratch, piece, saved)
-            totals = [scratch.results(f"grad_{name}", x, piece) for name, x in zip("qkv", grads, strict=True)]
-            for number, part in enumerate(pattern.parts()):
-                _part_backward(scratch, totals, rows, part, scale, adds=number > 0)
-            for grad, total in zip(grads, totals, strict=True):
-                put(grad, piece, total)
+    def work(scratch: Scratch, pattern: Pattern, piece: Piece) -> None:
+        rows = backward_rows(scratch, piece, saved)
+        totals = [scratch.results(f"grad_{name}", x, piece) for name, x in zip("qkv", grads, strict=True)]
+        for number, part in enumerate(pattern.parts()):
+            _part_backward(scratch, totals, rows, part, scale, adds=number > 0)
+        for grad, total in zip(grads, totals, strict=True):
+            put(grad, piece, total)
 
     run_pieces(work, patterns, q, v)
     return grads[0], sum_groups(grads[1], k), sum_groups(grads[2], v)

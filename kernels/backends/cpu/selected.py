@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import Saved, empty_like_rows
+from longstride.kernels.backends import Saved, accumulator_dtype, empty_like_rows
 from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Edge, EqualChunks, Readers, cut_runs
 from longstride.kernels.backends.cpu.slabs import (
-    Numbers,
     Piece,
     Scratch,
     Slab,
@@ -49,19 +48,16 @@ STEP = 16  # rows and columns of a chunk are multiples of it
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
     """Return output (B, H, M, E) in v's dtype and logsumexp (B, H, M) in fp32 (fp64 for fp64)."""
-    numbers = Numbers.of(q.dtype)
     out = empty_like_rows(v, heads=q.shape[1], rows=q.shape[2])
-    lse = torch.empty(q.shape[:3], dtype=numbers.wide)
+    lse = torch.empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
     parts = _cut_parts(selection, k.shape[2])
 
-    def work(_: Selection, pieces: list[Piece]) -> None:
-        scratch = Scratch(numbers)
-        for piece in pieces:
-            heads = _head_range(piece, q.shape)
-            rows = input_rows(scratch, piece, q=q, k=k, v=v)
-            merged = reduce(merge, (_part_forward(scratch, rows, parts, i, heads, scale) for i in range(len(parts))))
-            put(out, piece, merged[0])
-            put(lse, piece, merged[1].squeeze(-1))
+    def work(scratch: Scratch, _: Selection, piece: Piece) -> None:
+        heads = _head_range(piece, q.shape)
+        rows = input_rows(scratch, piece, q=q, k=k, v=v)
+        merged = reduce(merge, (_part_forward(scratch, rows, parts, i, heads, scale) for i in range(len(parts))))
+        put(out, piece, merged[0])
+        put(lse, piece, merged[1].squeeze(-1))
 
     run_pieces(work, (selection,) * q.shape[1], q, v)
     return out, lse
@@ -70,19 +66,16 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scal
 def selected_backward(saved: Saved, selection: Selection, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. ``out`` and ``lse`` of the full selection are used for each of its parts."""
     q, k, v = saved[:3]
-    numbers = Numbers.of(q.dtype)
-    grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))
+    grads = tuple(empty_by_query_head(x, q.shape[1], accumulator_dtype(q.dtype)) for x in (q, k, v))
     parts = _cut_parts(selection, k.shape[2])
 
-    def work(_: Selection, pieces: list[Piece]) -> None:
-        scratch = Scratch(numbers)
-        for piece in pieces:
-            heads = _head_range(piece, q.shape)
-            rows = backward_rows(scratch, piece, saved)
-            by_part = (_part_backward(scratch, rows, parts, i, heads, scale) for i in range(len(parts)))
-            totals = reduce(lambda sums, part: tuple(a.add_(b) for a, b in zip(sums, part, strict=True)), by_part)
-            for grad, total in zip(grads, totals, strict=True):
-                put(grad, piece, total)
+    def work(scratch: Scratch, _: Selection, piece: Piece) -> None:
+        heads = _head_range(piece, q.shape)
+        rows = backward_rows(scratch, piece, saved)
+        by_part = (_part_backward(scratch, rows, parts, i, heads, scale) for i in range(len(parts)))
+        totals = reduce(lambda sums, part: tuple(a.add_(b) for a, b in zip(sums, part, strict=True)), by_part)
+        for grad, total in zip(grads, totals, strict=True):
+            put(grad, piece, total)
 
     run_pieces(work, (selection,) * q.shape[1], q, v)
     return grads[0], sum_groups(grads[1], k), sum_groups(grads[2], v)

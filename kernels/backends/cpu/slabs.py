@@ -367,7 +367,7 @@ def put(x: Tensor, piece: Piece, rows: Tensor) -> None:
         x[piece] = values.to(x.dtype)
 
 
-def run_pieces(work: Callable[[Kind, list[Piece]], None], kinds: tuple[Kind, ...], q: Tensor, v: Tensor) -> None:
+def run_pieces(work: Callable[[Scratch, Kind, Piece], None], kinds: tuple[Kind, ...], q: Tensor, v: Tensor) -> None:
     """Compute all pieces, on as many threads as torch has if a kind of head has a piece for each thread.
 
     A slab is many short operations. Torch's threads synchronise after each of them, which doubles the cost. The threads
@@ -377,14 +377,19 @@ def run_pieces(work: Callable[[Kind, list[Piece]], None], kinds: tuple[Kind, ...
     inference = torch.is_inference_mode_enabled()  # new threads do not inherit it, but need it for their writes
 
     def run(kind: Kind, pieces: list[Piece]) -> None:
+        scratch = Scratch(Numbers.of(q.dtype))
+        for piece in pieces:
+            work(scratch, kind, piece)
+
+    def run_alone(kind: Kind, pieces: list[Piece]) -> None:
         torch.set_num_threads(1)  # of this thread, or MKL would use every core
         with torch.inference_mode(inference), torch.no_grad():
-            work(kind, pieces)
+            run(kind, pieces)
 
     for kind in dict.fromkeys(kinds):
         pieces = _pieces(kind, kinds, q, v)
         if len(pieces) < threads or threads == 1:
-            work(kind, pieces)
+            run(kind, pieces)
             continue
         bounds = [len(pieces) * i // threads for i in range(threads + 1)]
         # Newer versions of torch have one number of threads for all threads. Until the last job ends it must be 1, or
@@ -392,7 +397,7 @@ def run_pieces(work: Callable[[Kind, list[Piece]], None], kinds: tuple[Kind, ...
         torch.set_num_threads(1)
         try:
             with ThreadPoolExecutor(threads) as pool:
-                jobs = [pool.submit(run, kind, pieces[slice(*ends)]) for ends in itertools.pairwise(bounds)]
+                jobs = [pool.submit(run_alone, kind, pieces[slice(*ends)]) for ends in itertools.pairwise(bounds)]
         finally:
             torch.set_num_threads(threads)
         for job in jobs:
