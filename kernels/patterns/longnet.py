@@ -60,12 +60,6 @@ class LongNet(PatternDefaults):
         if segments != list(self.segments):
             rule = f"each must be a multiple of the one before; nearest {segments}"
             raise ConfigError.at("segments", self.segments, rule)
-        self._check_dilations()
-        most = self.dilations[-1]
-        if self.index is not None and (type(self.index) is not int or not 0 <= self.index < most):
-            raise ConfigError.at("index", self.index, f"must be 0 to {most - 1}, or left out")
-
-    def _check_dilations(self) -> None:
         good = [1]
         for segment, dilation in zip(self.segments, self.dilations[1:], strict=False):
             good.append(_nearest(dilation, (d for d in divisors(segment) if d % good[-1] == 0)))
@@ -76,6 +70,9 @@ class LongNet(PatternDefaults):
         if good != list(self.dilations):
             rule = "must begin with 1, and each divide the next and the segment before its own"
             raise ConfigError.at("dilations", self.dilations, f"{rule}; nearest {good}")
+        most = self.dilations[-1]
+        if self.index is not None and (type(self.index) is not int or not 0 <= self.index < most):
+            raise ConfigError.at("index", self.index, f"must be 0 to {most - 1}, or left out")
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         members = (
