@@ -62,14 +62,13 @@ class FaultyServer:
         faults: Collection[str] = FAULTS,
         stall_seconds: float = 5.0,
         pause_seconds: float = 0.0,
-        ignore_range: bool = False,
         corrupt: Collection[str] = (),
         statuses: Mapping[str, int] | None = None,
         lie: "Callable[[Exchange], object] | None" = None,
     ) -> None:
         self.folder, self.share, self.seed = Path(folder), share, seed
         self.faults, self.stall_seconds, self.pause_seconds = tuple(faults), stall_seconds, pause_seconds
-        self.ignore_range, self.corrupt, self.statuses = ignore_range, corrupt, statuses or {}
+        self.corrupt, self.statuses = corrupt, statuses or {}
         self.lie = lie
         self.requests: list[Request] = []
         self._asked: Counter[str] = Counter()
@@ -194,7 +193,7 @@ class _Handler(QuietHandler):
         faulty = self.server.faulty
         parts = urlsplit(self.path)
         name = unquote(parts.path).strip("/")
-        interval = None if faulty.ignore_range else _RANGE.fullmatch(self.headers.get("Range", ""))
+        interval = _RANGE.fullmatch(self.headers.get("Range", ""))
         start = int(interval[1]) if interval else 0
         headers = {key.lower(): value for key, value in self.headers.items()}
         request = Request(self.command, name, parts.query, headers.get("authorization"), start, None, headers=headers)
