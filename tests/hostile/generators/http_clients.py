@@ -59,13 +59,7 @@ MALFORMED: dict[str, tuple[bytes, set[int]]] = {
     "a foreign host": (request(method="GET", path="/health", host="evil.example"), {403}),
     "a body too large": (_headed("Content-Length: 2000000"), {413}),
     "a body that is no text": (request(b"\xff\xfe{}"), {400}),
-    "half a JSON": (request(b'{"prompt": "a'), {400}),
-    "a list": (request(b"[]"), {400}),
-    "a key twice": (request(b'{"seed": 1, "seed": 2}'), {400}),
-    "a number beyond the largest": (request(b'{"temperature": 1e999}'), {400}),
-    "an integer of 5,000 digits": (request(b'{"seed": ' + b"9" * 5000 + b"}"), {400}),
     "an integer of 39 digits": (request(b'{"seed": ' + b"9" * 39 + b"}"), {422}),
-    "lists 10,000 deep": (request(b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"), {400}),
     "a surrogate": (request(b'{"prompt": "\\ud800"}'), {422}),
     "3,000 biases": (
         request(

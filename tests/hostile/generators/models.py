@@ -299,38 +299,25 @@ def _sized(size: int) -> Callable[[bytes], bytes]:
     return lambda content: _checked(content[:20] + _lsz_varint(size) + content[22:])
 
 
-def _flipped(place: int, checked: bool = False) -> Callable[[bytes], bytes]:
-    def flip(content: bytes) -> bytes:
-        at = place % len(content)
-        spoilt = content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
-        return _checked(spoilt) if checked else spoilt
-
-    return flip
+def _flipped(place: int) -> Callable[[bytes], bytes]:
+    """Flip a bit of a byte, with a valid check."""
+    return lambda content: _checked(content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :])
 
 
 # Of a compressed file.
 COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
     "a size of 2**60": _sized(2**60),
-    "a size of 2**40": _sized(2**40),
     "a size of 2**63": _sized(2**63 - 1),
     "a size of 0": _sized(0),
     "a size of one more": lambda content: _checked(content[:20] + bytes([content[20] ^ 1]) + content[21:]),
-    "nothing": lambda content: b"",
-    "its beginning alone": lambda content: content[:4],
-    "half of it": lambda content: content[: len(content) // 2],
-    "all but its last byte": lambda content: content[:-1],
-    "a byte more": lambda content: content + b"\0",
     "another format": lambda content: _checked(content[:3] + b"\x03" + content[4:]),
     "the older format": lambda content: _checked(content[:3] + b"\x01" + content[4:]),
     "no format": lambda content: _checked(content[:3] + b"\x00" + content[4:]),
-    "more rows": lambda content: _checked(content[:26] + b"\x20" + content[27:]),
-    "rows without end": lambda content: _checked(content[:26] + _lsz_varint(2**60) + content[27:]),
     "a long name of its machine": lambda content: _checked(content[:27] + b"\x7fx" + content[28:]),
     "other bits": lambda content: _checked(content[: 28 + content[27]] + bytes(4) + content[32 + content[27] :]),
-    "another model": _flipped(6, checked=True),
-    "another sum": _flipped(23, checked=True),
+    "another model": _flipped(6),
+    "another sum": _flipped(23),
     "a varint without end": lambda content: _checked(content[:20] + b"\xff" * 40 + content[-4:]),
     "zeros behind it": lambda content: _checked(content[:-4] + bytes(100_000) + content[-4:]),
-    **{f"a bit of byte {place}": _flipped(place) for place in (0, 3, 4, 19, 20, 22, 26, 27, 28, 40, 60, 80, -5, -1)},
-    **{f"a bit of byte {place}, and a check": _flipped(place, checked=True) for place in (21, 26, 27, 30, 45, 60, 80)},
+    **{f"a bit of byte {place}, and a check": _flipped(place) for place in (21, 26, 27, 30, 45, 60, 80)},
 }
