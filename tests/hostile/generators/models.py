@@ -183,7 +183,6 @@ def _long(path: Path) -> None:
 
 # Of a file of weights, in place.
 WEIGHTS: dict[str, Damage] = {
-    "a header of 2**63 bytes": lambda path: with_header(path, *header_of(path), length=2**63),
     "a header of 2**64 - 1 bytes": lambda path: with_header(path, *header_of(path), length=2**64 - 1),
     "a header longer than the file": lambda path: with_header(path, *header_of(path), length=10**6),
     "a header of no bytes": lambda path: with_header(path, *header_of(path), length=0),
@@ -219,12 +218,7 @@ WEIGHTS: dict[str, Damage] = {
     "no type": _changed_header(lambda header: _first(header).pop("dtype")),
     "a type that is none": _set_first(dtype="F33"),
     "a type of another size": _set_first(dtype="F64"),
-    "integers": _set_first(dtype="I32"),
     "a name twice": _doubled,
-    "a tensor less": _changed_header(lambda header: header.pop(min(header))),
-    "a tensor more": _changed_header(
-        lambda header: header.update(more={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
-    ),
     "a tensor of a long name": _changed_header(
         lambda header: header.update({"x" * 500_000: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})
     ),
@@ -261,21 +255,13 @@ def _all_in(file: object) -> Damage:
 # Of the folder of an export, whose weights get an index.
 INDEXES: dict[str, Damage] = {
     "a file outside": _all_in("../../../../etc/passwd"),
-    "a file by its whole path": _all_in("/etc/passwd"),
-    "a file that is not there": _all_in("b.safetensors"),
     "the folder": _all_in("."),
-    "the folder above": _all_in(".."),
-    "no name": _all_in(""),
     "a zero byte": _all_in("a\0"),
-    "a number": _all_in(7),
     "a name of 100,000 characters": _all_in("a" * 100_000),
     "a pipe": lambda folder: (_all_in("pipe")(folder), replace(folder / "pipe", "pipe")),
     "zeros without end": lambda folder: (_all_in("zeros")(folder), replace(folder / "zeros", "link to zeros")),
     "another file for one tensor": _indexed(lambda content: content["weight_map"].update({"norm.bias": "config.json"})),
-    "a tensor less": _indexed(lambda content: content["weight_map"].pop("norm.bias")),
-    "a tensor more": _indexed(lambda content: content["weight_map"].update(more="a.safetensors")),
     "a list": _indexed(lambda content: content.update(weight_map=["a.safetensors"])),
-    "nothing of a map": _indexed(lambda content: content.update(weight_map={})),
     "a hundred thousand tensors more": _indexed(
         lambda content: content["weight_map"].update({f"more.{number}": "a.safetensors" for number in range(100_000)})
     ),
