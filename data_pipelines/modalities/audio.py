@@ -76,16 +76,12 @@ class Audio(Modality):
     def settle(self, path: Path, file: BinaryIO, requested: Properties) -> dict[str, int]:
         """Choose the requested rate, else the first file's. Raises DataError for one that is not possible."""
         members = {name: requested[name] for name in self.may_ask if name in requested}
-        if members.get("pcm_bits", _PCM_BITS) != _PCM_BITS:
-            raise DataError(f"pcm_bits={members['pcm_bits']}: must be {_PCM_BITS}, or left out for mu-law")
-        if "rate" not in requested:
-            rate = _form(path, file).rate
-            if rate > _MOST_RATE:
-                raise DataError(f"{path}: has {rate} Hz; at most {_MOST_RATE} are allowed; name a --rate such as 12000")
-            return {"rate": rate, **members}
-        if not 1 <= requested["rate"] <= _MOST_RATE:
-            raise DataError(f"rate={requested['rate']}: must be from 1 to 2**31 - 1 Hz; such as 12000")
-        return {"rate": requested["rate"], "resampled": 1, **members}
+        if "rate" in requested:
+            properties = {"rate": requested["rate"], "resampled": 1, **members}
+        else:
+            properties = {"rate": _form(path, file).rate, **members}
+        self.check_properties(properties)
+        return properties
 
     def settle_member(self, path: Path, file: BinaryIO, requested: Properties) -> dict[str, int]:
         form = _form(path, file)
@@ -93,10 +89,11 @@ class Audio(Modality):
         return {"rate": form.rate, **({"pcm_bits": _PCM_BITS} if is_pcm else {})}
 
     def check_properties(self, properties: Properties) -> None:
-        if not 1 <= properties.get("rate", 0) <= _MOST_RATE:
-            raise DataError(f"rate: {properties.get('rate', 'missing')}")
-        if properties.get("pcm_bits", _PCM_BITS) != _PCM_BITS:
-            raise DataError(f"pcm_bits: {properties['pcm_bits']}")
+        rate, bits = properties.get("rate", 0), properties.get("pcm_bits", _PCM_BITS)
+        if not 1 <= rate <= _MOST_RATE:
+            raise DataError(f"rate={rate}: must be from 1 to 2**31 - 1 Hz; such as 12000")
+        if bits != _PCM_BITS:
+            raise DataError(f"pcm_bits={bits}: must be {_PCM_BITS}, or left out for mu-law")
 
     def measure(self, path: Path, properties: Properties) -> int:
         """Return the number of frames at the set's rate, from the header."""

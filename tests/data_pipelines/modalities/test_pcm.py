@@ -125,4 +125,4 @@ def test_options_that_cannot_be_are_refused(tmp_path, capsys, options, rule):
     assert cli.main(["data", "build", str(tmp_path), "--output", str(tmp_path / "data"), *options]) == 2
     assert rule in capsys.readouterr().err
     with pytest.raises(DataError, match="pcm_bits=24: must be 16, or left out for mu-law"):
-        AUDIO.settle(tmp_path, io.BytesIO(), {"pcm_bits": 24})
+        AUDIO.settle(tmp_path, io.BytesIO(), {"rate": 8000, "pcm_bits": 24})
