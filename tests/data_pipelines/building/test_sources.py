@@ -87,9 +87,7 @@ def test_suffixes_of_compressed_texts(tmp_path):
         manifest = build([tmp_path / "source"], tmp_path / name, suffixes=suffixes, validation_fraction=0)
         assert sorted(payloads_of(tmp_path / name, "train")) == taken
         assert manifest.made["left_out"]["empty_files"] == (suffixes == [".gz"])  # it holds nothing
-    with pytest.raises(
-        DataError, match=r"no matching file \(suffixes: \.rs\); there are \.gz, \.txt: select files with --suffix$"
-    ):
+    with pytest.raises(DataError, match=r"no matching file \(suffixes: \.rs\); there are \.gz, \.txt: select files"):
         build([tmp_path / "source"], tmp_path / "none", suffixes=[".rs"])
 
 

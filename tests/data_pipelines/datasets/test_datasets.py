@@ -126,9 +126,7 @@ def test_cifar10_takes_the_published_files_alone(cifar, tmp_path, monkeypatch):
     assert folder_bytes(tmp_path / "0") == folder_bytes(tmp_path / "2")
     wrong = batches | {"test_batch.bin": known(bytes(20 * 3073))}
     monkeypatch.setitem(DATASETS, "cifar10", replace(CIFAR10, batches=wrong))
-    with pytest.raises(
-        DataError, match=r"test_batch\.bin\): its MD5 is \w+, but the published one is .*--unpublished$"
-    ):
+    with pytest.raises(DataError, match=r"test_batch\.bin\): its MD5 is \w+, but the published one is .*--unpub"):
         made("cifar10", cifar["binary archive"], tmp_path / "data", unpublished=False)
 
 
@@ -257,9 +255,7 @@ def test_imagenet64_takes_the_published_counts_and_archives_alone(tmp_path, monk
     monkeypatch.setitem(DATASETS, "imagenet64", mine)
     made("imagenet64", source, tmp_path / "data", unpublished=False)
     monkeypatch.setitem(DATASETS, "imagenet64", replace(mine, counts=((1_281_167, 50_000),)))
-    with pytest.raises(
-        DataError, match=r"85 pictures to train on and 14 to validate .* 1,281,167 and 50,000; .*--unpub"
-    ):
+    with pytest.raises(DataError, match=r"85 pictures to train on and 14 to validate .* 1,281,167 and 50,000; "):
         made("imagenet64", source, tmp_path / "other", unpublished=False)
     wrong = archives | {"Imagenet64_val_npz.zip": replace(archives["Imagenet64_val_npz.zip"], digest="0" * 64)}
     monkeypatch.setitem(DATASETS, "imagenet64", replace(mine, archives=wrong))

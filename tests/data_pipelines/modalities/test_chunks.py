@@ -80,9 +80,7 @@ def test_wav_that_goes_on_after_its_sound_is_refused(tmp_path, flaw, encoding):
     sound = sound_of(encoding)
     whole = wav(sound, **ENCODINGS[encoding])
     assert len(read(tmp_path / "whole.wav", whole)) == FRAMES
-    with pytest.raises(
-        DataError, match=r"\d+ bytes of sound, and \d+ bytes follow that are not a chunk: .*`ffmpeg"
-    ) as caught:
+    with pytest.raises(DataError, match=r"\d+ bytes of sound, and \d+ bytes follow that are not .*`ffmpeg") as caught:
         read(tmp_path / "a.wav", FLAWS[flaw](sound, whole))
     assert str(caught.value).startswith(f"{tmp_path / 'a.wav'}: says") and "\n" not in str(caught.value)
 
@@ -92,9 +90,7 @@ def test_wav_that_goes_on_after_its_sound_is_refused(tmp_path, flaw, encoding):
 def test_wav_of_several_sounds_is_refused(tmp_path, flaw, encoding):
     sound = sound_of(encoding)
     damaged = SEVERAL[flaw](sound, wav(sound, **ENCODINGS[encoding]))
-    with pytest.raises(
-        DataError, match=r"a\.wav: holds several sounds one after another.*; split it at byte \d+, or exclude"
-    ) as caught:
+    with pytest.raises(DataError, match=r"a\.wav: holds several sounds one after.*; split it at byte \d+") as caught:
         read(tmp_path / "a.wav", damaged)
     place = int(str(caught.value).split("at byte ")[1].split(",")[0])
     assert damaged[place : place + 4] in (b"RIFF", b"RF64", b"data") and place > damaged.index(b"data")

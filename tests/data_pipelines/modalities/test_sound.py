@@ -226,9 +226,7 @@ def test_mp3_that_does_not_say_its_length_is_refused(tmp_path, change):
         whole[36:62] = b"VBRI" + bytes(10) + bytes(whole[44:48]) + bytes(8)
     (tmp_path / "a.mp3").write_bytes(whole)
     assert soundfile.info(tmp_path / "a.mp3").frames not in range(88_200 - 1152, 88_200 + 2 * 1152)
-    with pytest.raises(
-        DataError, match=r"a\.mp3: does not declare its length \(an MP3 .* `ffmpeg -i IN -c copy OUT\.mp3`"
-    ):
+    with pytest.raises(DataError, match=r"a\.mp3: does not declare its length \(an MP3 .* `ffmpeg -i IN -c copy"):
         content(tmp_path / "a.mp3")
 
 
@@ -259,9 +257,7 @@ def test_sounds_laid_end_to_end_are_refused(tmp_path, name, between):
     both = tmp_path / name
     both.write_bytes(first + between * (name == "a.mp3") + second)
     assert soundfile.info(both).frames == 9000  # the decoder sees the first alone
-    with pytest.raises(
-        DataError, match=rf"{name}: holds several sounds one after another, .*; split it, write it again"
-    ) as caught:
+    with pytest.raises(DataError, match=rf"{name}: holds several sounds one after.*; split it, write it") as caught:
         content(both)
     assert "\n" not in str(caught.value)
 
@@ -284,9 +280,7 @@ def test_ogg_streams_side_by_side_are_one_sound(tmp_path):
 
 def test_sound_without_a_header_and_sound_without_numbers_are_told_in_one_line(tmp_path):
     (tmp_path / "a.raw").write_bytes(bytes(1000))
-    with pytest.raises(
-        DataError, match=r"a\.raw: does not declare its sound format .*convert it, such as with `sox -r"
-    ):
+    with pytest.raises(DataError, match=r"a\.raw: does not declare its sound format .*convert it, such as with `sox"):
         content(tmp_path / "a.raw")
     soundfile.write(tmp_path / "a.aiff", np.array([0.0, np.nan, np.inf]), 8000, format="AIFF", subtype="FLOAT")
     with pytest.raises(DataError, match=r"a\.aiff: holds samples that are not numbers"):

@@ -158,9 +158,7 @@ def test_byte_that_the_model_lacks_is_told_by_all_ranks(taken: Callable[..., lis
     known = taken(2, 2, lambda ranks: within_vocabulary(take(ranks), 128))
     assert [each.result() for each in known] == [[0, 0, 1, 1]] * 2
     for each in taken(2, 2, lambda ranks: within_vocabulary(take(ranks), 127)):
-        with pytest.raises(
-            AgreedError, match=r"^model.vocabulary=127: the data contains byte 127; 256 allows any byte$"
-        ):
+        with pytest.raises(AgreedError, match=r"^model.vocabulary=127: the data contains byte 127; 256 allows any"):
             each.result()
 
 
@@ -180,9 +178,7 @@ def test_ranks_that_share_contexts_take_the_same_or_none_does(
             assert each.result() == [rank // 2] * 2
             continue
         damaged = isinstance(wrong, DataError)
-        with pytest.raises(
-            AgreedError, match="damaged" if damaged else "share a context read different contexts; give"
-        ):
+        with pytest.raises(AgreedError, match="damaged" if damaged else "share a context read different contexts"):
             each.result()
 
 
