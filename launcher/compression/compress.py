@@ -14,7 +14,7 @@ A compressed file has the code, the model and the machine on which it can be rea
     4 bytes   CRC-32 of all bytes before
 
 Integers are little-endian. A varint has seven bits a byte, the lowest first. All fields but the code take about 60
-bytes. Format 1 had only torch's version as the text, ``settings_crc32`` instead of computed numbers, and no checks in
+bytes. Format 1 had only torch's version as the text, a CRC-32 of settings instead of computed numbers, and no checks in
 its code. Needs no deepspeed.
 """
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import io
 import platform
 import sys
@@ -31,7 +30,6 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from longstride.kernels import ConfigError
@@ -93,7 +91,8 @@ def run_decompress(arguments: argparse.Namespace) -> int:
         rule = f"another model's file: its fingerprint begins with {needed}, and that of {arguments.model} with"
         raise ConfigError(f"FILE={arguments.file}: is {rule} {fingerprint[: len(needed)]}; name the model with --model")
     model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
-    if not arguments.elsewhere and (difference := _difference(compressed, model)) is not None:
+    is_checked = compressed.format > 1 and not arguments.elsewhere  # format 1 only has the content's checksum
+    if is_checked and (difference := _difference(compressed, model)) is not None:
         advice = "decompress it there, or try it with --elsewhere"
         raise ConfigError(f"FILE={arguments.file}: was compressed {difference}; {advice}")
     counter = counting.WorkCounter("decompressing", compressed.size, "bytes")
@@ -114,13 +113,6 @@ def run_decompress(arguments: argparse.Namespace) -> int:
 def _difference(compressed: Compressed, model: SparseTransformer) -> str | None:
     """Describe how a file's machine differs from this one, to follow "was compressed"; None if the bits agree."""
     made_by = compressed.made_by
-    if compressed.format == 1:  # which only has the settings that bits depend on
-        if made_by == torch.__version__ and compressed.bits_crc32 == settings_crc32(model):
-            return None
-        differs = "on another processor, device or build of torch"
-        if made_by != torch.__version__:
-            differs = f"with torch {made_by}, and this is {torch.__version__}"
-        return f"{differs}, on which the model's last bits may differ"
     try:
         if computed_crc32(model, compressed.size, compressed.rows) == compressed.bits_crc32:
             return None
@@ -136,26 +128,6 @@ def machine_name(device: torch.device) -> str:
     """Return torch's version and the processor or GPU, for people to compare."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor() or platform.machine()
     return f"torch {torch.__version__} on {name}"[:_MOST_NAME]
-
-
-def settings_crc32(model: SparseTransformer) -> int:
-    """Return format 1's CRC-32 of other influences on last bits: packages, processor or GPU, dtype."""
-    try:
-        version = importlib.metadata.version("longstride")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        version = ""
-    start = model.embedding.start
-    computing = [
-        version,
-        torch.__config__.show(),
-        torch.backends.cpu.get_cpu_capability(),
-        # Matrix products depend on architecture and processor.
-        f"{platform.machine()} {_processor()}",
-        np.__version__,  # its exp computes probabilities
-        torch.cuda.get_device_name(start.device) if start.is_cuda else start.device.type,
-        str(start.dtype),
-    ]
-    return zlib.crc32("\n".join(computing).encode())
 
 
 def _processor() -> str:
@@ -176,7 +148,7 @@ class Compressed:
     crc32: int  # of the content
     rows: int  # contexts in a batch
     made_by: str  # machine_name; in format 1 torch's version
-    bits_crc32: int  # coding.computed_crc32; in format 1 settings_crc32
+    bits_crc32: int  # coding.computed_crc32; in format 1 of settings
     code: bytes
     format: int = FORMAT
 
