@@ -106,7 +106,6 @@ class LastingOutput:
         if not self._has_thread:
             threading.Thread(target=self._write_queue, daemon=True, name="output").start()  # it waits for the lock
             self._has_thread = True
-        self._changed.notify_all()
         return True
 
     def _add(self, content: bytes) -> None:
@@ -138,12 +137,14 @@ class LastingOutput:
             raise failure
 
     def _write_queue(self) -> None:
+        """Write until the queue is empty; then the thread ends."""
         while True:
             with self._changed:
                 if not self._queue:
                     self._add(self._note())
-                while not self._queue:
-                    self._changed.wait()
+                if not self._queue:
+                    self._has_thread = False
+                    return
                 content = self._queue.popleft()
             failure: OSError | None = None
             try:

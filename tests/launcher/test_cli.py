@@ -44,7 +44,6 @@ def test_version_names_what_decides_a_result(capsys: pytest.CaptureFixture[str])
         (["plan"], "the following arguments are required: CONFIG"),
         (["data", "verify", "data", "--quick\nly"], "unrecognized arguments: --quick ly"),
     ],
-    ids=["lacking", "no number", "no argument", "unknown"],
 )
 def test_command_line_that_cannot_be_read_is_told_in_one_line(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
