@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,6 @@ PATHS = re.compile(
 _MOST_SUGGESTIONS = 3  # for an unknown key
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The merged content of a configuration file and the files that it extends."""
-
-    content: dict[str, Any]  # without "extends" and "$schema"
-    origins: Mapping[str, Path]  # the file of each value that comes from a base, by dotted path
-    own_paths: frozenset[str]  # dotted paths of the values that the file itself has
-
-    def locate(self, problem: Problem) -> Problem:
-        """Put the name of the base before a problem's path if the value comes from a base."""
-        path = problem.path.replace("[", ".[")
-        while path and path not in self.own_paths:
-            if path in self.origins:
-                return replace(problem, path=f"{self.origins[path]}: {problem.path}")
-            path = path.rpartition(".")[0]
-        return problem
-
-
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), notify: Callable[[str], None] | None = None
 ) -> RunConfig:
@@ -52,8 +34,9 @@ def load_config(
     Raises:
         ConfigError: every wrong field, one line per field.
     """
-    source = _load_source(find_config(path))
-    content, parsed = source.content, [parse_override(text) for text in overrides]
+    file = find_config(path)
+    content, origins = _load_source(file)
+    parsed = [parse_override(text) for text in overrides]
     values = {".".join(parts): value for parts, value in parsed}
     if EXTENDS in values:
         rule = "can only be set in a file; to change the base, write a file with it"
@@ -74,8 +57,7 @@ def load_config(
             rule = f"becomes {warm_up}, in proportion to train.steps={steps}; set it too for another value"
             notify(str(Problem("train.warmup_steps", rule, content["train"]["warmup_steps"])))
         content["train"]["warmup_steps"] = warm_up
-    overridden = {".".join(parts[:end]) for parts, _ in parsed for end in range(1, len(parts) + 1)}
-    source = replace(source, own_paths=source.own_paths | overridden)
+    origins |= {".".join(parts[:end]): file for parts, _ in parsed for end in range(1, len(parts) + 1)}
     try:
         _resolve_deepspeed(content)
         problems = []
@@ -89,9 +71,19 @@ def load_config(
             raise ConfigError(*problems)
         config = RunConfig.model_validate(content)
     except ConfigError as error:
-        raise ConfigError(*map(source.locate, _with_suggestions(error.problems))) from None
+        problems = [_locate(problem, origins, file) for problem in _with_suggestions(error.problems)]
+        raise ConfigError(*problems) from None
     config.data.check_order()
     return config
+
+
+def _locate(problem: Problem, origins: Mapping[str, Path], file: Path) -> Problem:
+    """Put the name of a base before a problem's path if the value does not come from the file itself."""
+    path = problem.path.replace("[", ".[")
+    while path and path not in origins:
+        path = path.rpartition(".")[0]
+    origin = origins.get(path, file)
+    return problem if origin == file else replace(problem, path=f"{origin}: {problem.path}")
 
 
 def find_config(text: str | Path) -> Path:
@@ -127,17 +119,17 @@ def load_content(source: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: a file cannot be read, extends no file, or extends itself in the end.
     """
-    return _load_source(find_config(source)).content
+    return _load_source(find_config(source))[0]
 
 
-def _load_source(path: Path, extending: tuple[Path, ...] = ()) -> _Source:
-    """Load a file and merge it over the one that it extends. ``extending``: the files that lead here."""
+def _load_source(path: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return a file's content over that of its base, and the file of each key. ``extending``: the files that lead here."""
     content = load_json_object(path)
     if not isinstance(content.pop(SCHEMA, ""), str):
         raise ConfigError(f"{path}: {SCHEMA}: must be text, the file or address of a JSON schema; or leave it out")
-    own_paths = frozenset(dotted_paths(content))
+    origins = dict.fromkeys(dotted_paths(content), path)
     if EXTENDS not in content:
-        return _Source(content, {}, own_paths)
+        return content, origins
     name = content.pop(EXTENDS)
     if not isinstance(name, str) or not name:
         rule = "must be text: the path of a file, from this file's folder, or a name in ds_configs/experiments"
@@ -155,13 +147,12 @@ def _load_source(path: Path, extending: tuple[Path, ...] = ()) -> _Source:
     if base.resolve() in {file.resolve() for file in chain}:
         circle = " extends ".join(map(str, (*chain, base)))
         raise ConfigError(f"{path}: {Problem(EXTENDS, f'forms a cycle: {circle}; name another file', name)}")
-    below = _load_source(base, chain)
+    below, base_origins = _load_source(base, chain)
     try:  # a file's notes are about that file alone
-        merged = _merge({key: value for key, value in below.content.items() if key != "notes"}, content)
+        merged = _merge({key: value for key, value in below.items() if key != "notes"}, content)
     except ConfigError as error:  # a wrong name of a DeepSpeed configuration in the base
         raise ConfigError(*(replace(problem, path=f"{base}: {problem.path}") for problem in error.problems)) from None
-    inherited = ({*dotted_paths(merged)} - own_paths) & (below.own_paths | below.origins.keys())
-    return _Source(merged, {path: below.origins.get(path, base) for path in inherited}, own_paths)
+    return merged, {name: base_origins[name] for name in dotted_paths(merged) if name in base_origins} | origins
 
 
 def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
