@@ -123,7 +123,7 @@ def load_content(source: str | Path) -> dict[str, Any]:
 
 
 def _load_source(path: Path, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Return a file's content over that of its base, and the file of each key. ``extending``: the files that lead here."""
+    """Return a file's content over that of its base, and the file of each key. ``extending``: files that lead here."""
     content = load_json_object(path)
     if not isinstance(content.pop(SCHEMA, ""), str):
         raise ConfigError(f"{path}: {SCHEMA}: must be text, the file or address of a JSON schema; or leave it out")
