@@ -84,14 +84,25 @@ class Rank:
     """A process that runs worker.py, forked from one that has imported everything already."""
 
     def __init__(
-        self, arguments: list[str], environment: dict[str, str], outputs: tuple[int | None, int | None] = (None, None)
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        outputs: tuple[int | None, int | None] = (None, None),
+        server: socket.socket | None = None,
     ) -> None:
-        """Start the process. ``outputs``: files for standard output and error; None: a file that ``end`` reads."""
+        """Start the process.
+
+        Args:
+            arguments: of worker.py.
+            environment: all variables.
+            outputs: files for standard output and error; None: a file that ``end`` reads.
+            server: a connection of ``start_rank_server``; by default to one that all tests share.
+        """
         self._own = [output is None for output in outputs]
         self._files = [nameless_file() if output is None else os.dup(output) for output in outputs]
         self._status, status = os.pipe()
         request = json.dumps({"arguments": arguments, "environment": environment}).encode()
-        socket.send_fds(_rank_server(), [request], [*self._files, status])
+        socket.send_fds(server or _rank_server(), [request], [*self._files, status])
         os.close(status)
         self._status_text = b""
         self.pid = int(self._line(120.0))
@@ -143,13 +154,19 @@ def nameless_file() -> int:
 
 @functools.cache
 def _rank_server() -> socket.socket:
-    """Return a connection to rank_server.py, which ends with this process."""
-    connection, served = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, str(ROOT / "tests/harness/processes/rank_server.py"), str(served.fileno())]
-    server = subprocess.Popen(command, env=plain_environment(), pass_fds=[served.fileno()], stderr=subprocess.DEVNULL)
-    served.close()
+    """Return a connection to a server that ends with this process."""
+    connection, server = start_rank_server(plain_environment())
     atexit.register(lambda: (connection.close(), server.wait(60.0)))
     return connection
+
+
+def start_rank_server(environment: dict[str, str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start rank_server.py; it ends when the connection is closed."""
+    connection, served = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, str(ROOT / "tests/harness/processes/rank_server.py"), str(served.fileno())]
+    server = subprocess.Popen(command, env=environment, pass_fds=[served.fileno()], stderr=subprocess.DEVNULL)
+    served.close()
+    return connection, server
 
 
 def spawn(arguments: list[str], world_size: int, extra: dict[str, str] | None = None, first: bool = False) -> Ended:

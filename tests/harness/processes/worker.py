@@ -8,6 +8,8 @@ import importlib.metadata
 import itertools
 import json
 import os
+import resource
+import shutil
 import signal
 import sys
 import time
@@ -29,6 +31,7 @@ settle_libraries(os.environ)
 import longstride.launcher.checkpoints.saving as saving
 import longstride.launcher.evaluation.evaluate as evaluate
 import longstride.launcher.train as entry
+import longstride.launcher.training as training
 import longstride.launcher.training.loop as loop
 from longstride.launcher import cli
 from longstride.launcher.checkpoints import restoring
@@ -41,6 +44,7 @@ from longstride.sparse_model import output as model_output
 from longstride.sparse_model.feed_forwards import dense
 from tests.harness import counting
 from tests.harness.runs import timeouts
+from tests.hostile.generators import faults
 from tests.hostile.generators.lost_workers import lose_worker
 
 
@@ -194,17 +198,12 @@ def signal_rank_1(text: str) -> None:
 
 
 def halt(text: str) -> None:
-    """Make the last rank stop at a step: as in a debugger, dead, in an endless loop, or failing.
+    """Make the last rank stop, WHERE,STEP,HOW: as in a debugger, dead, in an endless loop, or failing.
 
     If it shares contexts with other ranks, it stops in the first exchange of a forward or backward pass.
-
-    Args:
-        text: WHERE,STEP,HOW.
     """
     where, step, how = text.split(",")
-    owner, name = {"evaluation": (loop, "evaluate_split"), "save": (saving.Saver, "save")}.get(
-        where, (loop, "train_step")
-    )
+    name = {"evaluation": "evaluate_split", "save": "save"}.get(where, "train_step")
 
     def halt_now() -> None:
         seconds = [f"{timeout.total_seconds():g}" for timeout in timeouts()]
@@ -222,7 +221,7 @@ def halt(text: str) -> None:
             halt_now()
         return swap(division, values, *counts)
 
-    @replacing(owner, name)
+    @replacing(saving.Saver if where == "save" else loop, name)
     def work_and_halt(work: Any, engine: Any, *args: Any) -> Any:
         done = engine._engine.global_steps if where == "save" else engine.global_steps
         last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
@@ -285,8 +284,7 @@ _SPOILS = {
 def spoil(text: str) -> None:
     """Change the last micro-batch of one rank at some steps, and print each rank's verdicts.
 
-    Args:
-        text: WHAT,RANK,FIRST,LAST,TIMES: the first and last step, and in how many steps at most.
+    The text is WHAT,RANK,FIRST,LAST,TIMES: the first and last step, and in how many steps at most.
     """
     what, *numbers = text.split(",")
     rank, first, last, how_often = map(int, numbers)
@@ -337,10 +335,65 @@ def kill_in_conversion(number: str) -> None:
         return elements(*args)
 
 
-def lose(text: str) -> None:
-    """Make a loader worker disappear: WHAT,WHEN,RANK,AT,NOTE, as ``lose_worker`` takes them."""
-    what, when, rank_of_worker, at, note = text.split(",", 4)
-    lose_worker(what, when, int(rank_of_worker), int(at), Path(note))
+def trace(text: str) -> None:
+    """Log the operations on files of the first call of a piece of work, and kill this rank during or after it."""
+    case = json.loads(text)
+    if case["rank"] != int(os.environ["RANK"]):
+        return
+    owner, name = (training, "prepare_folder") if case["work"] == "prepare" else (saving.Saver, "save")
+    in_background = case["work"] == "background"
+
+    @replacing(owner, name)
+    def traced(original: Any, *arguments: Any) -> None:
+        faults.arm("/", "kill before", case["last"], case["log"], every_thread=in_background)
+        original(*arguments)
+        if not in_background:
+            faults.disarm()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if in_background:
+        finish_and(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def finish_and(then: Callable[[], object]) -> None:
+    """Do something after the end of each save in the background."""
+
+    @replacing(saving.Saver, "finish")
+    def finish_and_go_on(finish: Any, saver: Any) -> None:
+        is_under_way = saver._pending is not None
+        finish(saver)
+        if is_under_way:
+            then()
+
+
+def fail_saves(text: str) -> None:
+    """Make the saves of some steps fail on one rank as on a full disk: EFBIG needs no separate disk."""
+    case = json.loads(text)
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    finish_and(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, unlimited))  # what a thread writes comes after save
+
+    @replacing(saving.Saver, "save")
+    def limited(save: Any, saver: Any, *arguments: Any) -> None:
+        saver.finish()
+        fails = saver._engine.global_steps in case["steps"] and saver._ranks.rank == case["rank"]
+        if fails and case["bytes"] is None:
+            shutil.rmtree(case["folder"])
+        elif fails:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (case["bytes"], resource.RLIM_INFINITY))
+        save(saver, *arguments)
+
+    @replacing(loop, "train_step")
+    def stop_in_step(train_step: Any, engine: Any, *arguments: Any) -> Any:
+        if engine.global_steps + 1 == case["stop"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(engine, *arguments)
+
+
+def cause_fault(text: str) -> None:
+    """Make an operation on files fail, on one rank or on all."""
+    case = json.loads(text)
+    if case["rank"] in (None, int(os.environ["RANK"])):
+        faults.arm(case["folder"], case["kind"], case["number"], case["log"])
 
 
 CHANGES: dict[str, Callable[[str], object]] = {  # by variable; each gets its value
@@ -349,7 +402,7 @@ CHANGES: dict[str, Callable[[str], object]] = {  # by variable; each gets its va
     "KILL_IN_CONVERSION": kill_in_conversion,
     "SPOIL": spoil,
     "HALT": halt,
-    "LOSE_WORKER": lose,
+    "LOSE_WORKER": lose_worker,
     "MARKS": mark_moments,
     "FAIL_EVALUATION_AT_STEP": fail_evaluation,
     "SCORES": give_scores,
@@ -362,6 +415,9 @@ CHANGES: dict[str, Callable[[str], object]] = {  # by variable; each gets its va
     "FLUSHES": tell_flushes,
     "REMOVE_AFTER_STEP_2": remove_after_step_2,
     "SIGNAL_RANK_1": signal_rank_1,
+    "TRACED": trace,
+    "FAILING": fail_saves,
+    "FAULT": cause_fault,
 }
 
 

@@ -18,15 +18,17 @@ WHATS = ("killed", "stopped", "stopped before its rank is killed")
 WHENS = ("computing", "waiting", "evaluating")
 
 
-def lose_worker(what: str, when: str, rank: int, step: int, note: Path) -> None:
-    """Make this rank lose its first worker while it computes a step, waits for its data, or evaluates it.
+def lose_worker(text: str) -> None:
+    """Make a rank lose its first worker while it computes a step, waits for its data, or evaluates it.
 
-    This happens once: the file ``note``, which gets the ids of the rank's workers, records it.
+    This happens once: the file NOTE of WHAT,WHEN,RANK,STEP,NOTE, which gets the ids of the rank's workers, records it.
     """
     import longstride.launcher.training.loop as loop
     from longstride.data_pipelines.order.workers import Workers
 
-    if int(os.environ.get("RANK", "0")) != rank:
+    what, when, rank, step, path = text.split(",", 4)
+    note = Path(path)
+    if os.environ.get("RANK", "0") != rank:
         return
 
     def hit() -> None:
@@ -43,7 +45,7 @@ def lose_worker(what: str, when: str, rank: int, step: int, note: Path) -> None:
     def work_and_lose(*args: Any) -> Any:
         calls.append(name)
         at = len(calls) if when == "waiting" else args[0].global_steps + (when == "computing")
-        if at == step and not note.exists():
+        if at == int(step) and not note.exists():
             hit()
         return work(*args)
 
