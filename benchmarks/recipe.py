@@ -6,8 +6,7 @@ step adds one part. The rows below it are the recipe without one part. They are 
 plain torch (``benchmarks/training/plain_transformer.py``), the best of several shapes and rates.
 
 How many steps the time allows is measured first, in rounds over all rows, as the speed of the machine varies: a row's
-best median of a few steps counts. All seeds of a row then take as many steps. ``--mend`` trains rows again whose steps
-took much more or less time than they should.
+best median of a few steps counts. All seeds of a row then take as many steps.
 Rows are written to the result file as they are finished; ``--tables`` makes the table of docs/recipes.md.
 """
 
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -117,9 +116,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--seconds", type=positive(float), default=80.0, help="of steps, for every training")
     parser.add_argument("--rows", nargs="+", metavar="WORD", help="only rows whose name has one of these words")
-    parser.add_argument(
-        "--mend", type=float, metavar="PERCENT", help="only rows whose seconds are off by more than this"
-    )
     return measured(parser, arguments, "recipe", PAGE, with_table, measure)
 
 
@@ -160,7 +156,7 @@ def measured(
 def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
     """Train all rows, and write the result file after each."""
     result = about(torch.device("cpu")) | {"threads": 1, "seconds": options.seconds, "ladder": {}, "without": {}}
-    if (options.rows or options.mend) and options.output.exists():  # the other rows stay
+    if options.rows and options.output.exists():  # the other rows stay
         before = json.loads(options.output.read_text())
         if before["seconds"] != options.seconds:
             raise SystemExit(
@@ -172,16 +168,9 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
         for kind, row, content in all_rows()
         if not options.rows or any(word in row.name for word in options.rows)
     ]
-    if options.mend:
-        selected = [row for row in selected if abs(1 - lateness(result, row)) > options.mend / 100]
     with ThreadPoolExecutor(options.parallel) as pool:
-        if options.mend:
-            steps = [
-                round(result[kind][row.name][0]["steps"] / lateness(result, (kind, row))) for kind, row, _ in selected
-            ]
-        else:
-            rounds = [pool.map(lambda row: pilot(row[2], data, folder), selected) for _ in range(PILOT_ROUNDS)]
-            steps = [max(1, int(options.seconds / min(seconds))) for seconds in zip(*rounds, strict=True)]
+        rounds = [pool.map(lambda row: pilot(row[2], data, folder), selected) for _ in range(PILOT_ROUNDS)]
+        steps = [max(1, int(options.seconds / min(seconds))) for seconds in zip(*rounds, strict=True)]
         jobs = [
             [pool.submit(train, content, count, seed, data, folder) for seed in range(options.seeds)]
             for (_, _, content), count in zip(selected, steps, strict=True)
@@ -191,15 +180,9 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
             result[kind][row.name] = runs
             write_json(options.output, result)
             print(f"{kind}: {row.name}: {summary(runs)}", flush=True)
-    if not (options.rows or options.mend) or any(word in "plain dense transformer" for word in options.rows or ()):
+    if not options.rows or any(word in "plain dense transformer" for word in options.rows):
         result["plain"] = plain(options, data, folder)
         write_json(options.output, result)
-
-
-def lateness(result: dict[str, Any], row: Sequence[Any]) -> float:
-    """Return the ratio of a row's seconds to those that it should take: (kind, row, …); 1 for a missing row."""
-    runs = result[row[0]].get(row[1].name, [])
-    return statistics.fmean(run["seconds"] for run in runs) / result["seconds"] if runs else 1.0
 
 
 def all_rows() -> Iterator[tuple[str, Row, dict[str, Any]]]:

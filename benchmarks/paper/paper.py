@@ -32,8 +32,7 @@ import torch
 from benchmarks.machine import about
 from benchmarks.paper.cases import IMAGES, MINIMUM_CONTEXTS, PATTERNS, SIZES, TEXT, Case
 from benchmarks.paper.pictures_from_fonts import draw_pictures
-from benchmarks.paper.plot import plot
-from benchmarks.paper.tables import tables_of
+from benchmarks.paper.tables import plot, tables_of
 from benchmarks.paper.training import Learner, curve, spread_regions, train_in_turns
 from benchmarks.report import check_output, new_parser, positive, rounded, write_json
 from longstride.data_pipelines.building.build import build

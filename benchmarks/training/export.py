@@ -25,7 +25,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 from safetensors import safe_open
 
-from benchmarks.machine import about, run_ranks
+from benchmarks.machine import about, resident_bytes, run_ranks
 from benchmarks.report import check_output, markdown, new_parser, write_result
 from longstride.launcher.config import load_config
 from longstride.launcher.models import DTYPES
@@ -107,13 +107,13 @@ def measure_case(run: Path, output: Path, dtype: str, size: str, check: bool) ->
         try:
             assert process.stdout.readline() == "ready\n"
             Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # VmHWM begins anew
-            before = memory(process.pid)
+            before = {field: resident_bytes(field, process.pid) for field in ("RssAnon", "VmRSS")}
             watch = Watch(process.pid)
             began = time.monotonic()
             print("go", file=process.stdin, flush=True)
             line = process.stdout.readline()
             seconds = time.monotonic() - began
-            peak_private, after = watch.close(), memory(process.pid)
+            peak_private, peak_resident = watch.close(), resident_bytes("VmHWM", process.pid)
             assert line, "the export failed"
         finally:
             process.kill()
@@ -135,8 +135,8 @@ def measure_case(run: Path, output: Path, dtype: str, size: str, check: bool) ->
         "peak_private_bytes": peak_private,
         "above_start_private_bytes": peak_private - before["RssAnon"],
         "start_resident_bytes": before["VmRSS"],
-        "peak_resident_bytes": after["VmHWM"],
-        "above_start_resident_bytes": after["VmHWM"] - before["VmRSS"],
+        "peak_resident_bytes": peak_resident,
+        "above_start_resident_bytes": peak_resident - before["VmRSS"],
         "within_bar": peak_private - before["RssAnon"] <= bar,
         "seconds": round(seconds, 2),
     }
@@ -153,19 +153,13 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """Record the peak."""
         while not self._is_done.wait(POLL_SECONDS):
-            self.peak = max(self.peak, memory(self._pid)["RssAnon"])
+            self.peak = max(self.peak, resident_bytes("RssAnon", self._pid))
 
     def close(self) -> int:
         """Return the peak, in bytes."""
         self._is_done.set()
         self.join()
-        return max(self.peak, memory(self._pid)["RssAnon"])
-
-
-def memory(pid: int) -> dict[str, int]:
-    """Read a process's RssAnon, VmRSS and VmHWM in bytes."""
-    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return {line[0][:-1]: int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "VmRSS:", "VmHWM:")}
+        return max(self.peak, resident_bytes("RssAnon", self._pid))
 
 
 def tensor_bytes(path: Path) -> int:

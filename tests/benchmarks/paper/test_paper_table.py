@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.plot import plot
-from benchmarks.paper.tables import BEGIN, END, order_line, result_files, table_2, table_3, with_tables
+from benchmarks.paper.tables import BEGIN, END, order_line, plot, result_files, table_2, table_3, with_tables
 
 
 def run(pattern: str, seed: int, bits: float, seconds: float, dataset: str = "text") -> dict[str, Any]:
