@@ -156,7 +156,8 @@ def nameless_file() -> int:
 def _rank_server() -> socket.socket:
     """Return a connection to a server that ends with this process."""
     connection, server = start_rank_server(plain_environment())
-    atexit.register(lambda: (connection.close(), server.wait(60.0)))
+    atexit.register(server.wait, 60.0)
+    atexit.register(connection.close)  # which comes first
     return connection
 
 
@@ -180,7 +181,7 @@ def spawn(arguments: list[str], world_size: int, extra: dict[str, str] | None = 
             rank.wait(900.0)  # blocks of two ranks compile for minutes on a busy machine
     finally:
         outputs = [rank.end() for rank in ranks]
-    return Ended([rank.returncode for rank in ranks], [out for out, _ in outputs], [error for _, error in outputs])
+    return Ended([rank.wait(0.0) for rank in ranks], [out for out, _ in outputs], [error for _, error in outputs])
 
 
 def complete(arguments: list[str], world_size: int, extra: dict[str, str] | None = None) -> Ended:
@@ -240,4 +241,5 @@ def timeouts() -> list[timedelta]:
 
     torch_groups = torch.distributed.distributed_c10d
     groups = [group._get_backend(torch.device("cpu")).options._timeout for group in torch_groups._world.pg_map]
-    return [*groups, torch_groups._get_default_store().timeout]
+    store: Any = torch_groups._get_default_store()
+    return [*groups, store.timeout]
