@@ -90,6 +90,7 @@ class Pattern(NamedTuple):
 
     long: Mapping[str, Any]
     short: Mapping[str, Any] = DENSE
+    heads: int = 1  # times those of the size
 
 
 # Hashed queries are their keys. A single bucket whose chunk is half of a short context makes them dense.
@@ -98,8 +99,11 @@ HASHED = Pattern(
 )
 PATTERNS = {
     "dense": Pattern(DENSE),
-    **{f"window {size:,}": Pattern({"type": "local", "window": size}) for size in (128, 1_024, 2_048)},
+    "dense, 2 heads": Pattern(DENSE, heads=2),
+    **{f"window {size:,}": Pattern({"type": "local", "window": size}) for size in (128, 1_024, 2_048, 4_096)},
     **{f"fixed 128, summary {size}": Pattern({"type": "fixed", "stride": 128, "summary": size}) for size in (32, 64)},
+    "fixed 2,048, summary 256": Pattern({"type": "fixed", "stride": 2_048, "summary": 256}),
+    "fixed 256, halves in turn": Pattern({"type": "fixed", "stride": 256, "summary": 128, "num_summaries": 2}, heads=2),
     "strided 128": Pattern({"type": "strided", "stride": 128}),
     "strided 128, aligned": Pattern({"type": "strided", "stride": 128, "align": "target"}),
     "dilated 256 by 8": Pattern({"type": "local", "window": 256, "dilation": 8}),
@@ -192,6 +196,7 @@ def stages(task: Task, context: int, pattern: Pattern, size: Size) -> list[Stage
     lesson, short, long = size.seconds
     demo, ngrams, window = preset("demo")["model"], {}, WINDOW
     model = changed(demo, {"ngrams": None, "layers": 2}) | size.changes
+    model["heads"] *= pattern.heads
     if task.floor is None:
         model, ngrams = model | MODEL, {"ngrams": demo["ngrams"] | {"rows": TABLE_ROWS}}
     elif task.varies:  # without rotations, and with a window that the lesson exceeds, copying reaches far at once
