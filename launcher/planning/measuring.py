@@ -97,7 +97,7 @@ def _time_parts(config: RunConfig, timer: _StepTimer, threads: int) -> Timed:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        steps = []
+        steps: list[tuple[list[float], float, float]] = []
         begin = time.perf_counter()
         while len(steps) < WARM_STEPS + STEPS:
             if len(steps) >= WARM_STEPS + 3 and time.perf_counter() - begin > MOST_SECONDS:
@@ -152,7 +152,7 @@ class _StepTimer:
     def _record_input(self, h: Tensor) -> None:
         """Record when a block, or the final norm, takes its input, and when the input has its gradient."""
         self._record()
-        h.register_hook(lambda _: self._record() and None)  # a result would replace the gradient
+        h.register_hook(lambda _: self._record())  # its None leaves the gradient as it is
 
     def _record(self) -> None:
         if self._engine.device.type != "cpu":

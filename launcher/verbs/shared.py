@@ -131,7 +131,7 @@ def misspelt_keys(config: str | None, overrides: Sequence[str]) -> list[str]:
     """
     keys_of: dict[str, list[str]] = json.loads(KEYS.read_text(encoding="utf-8"))
     all_keys = {key for keys in keys_of.values() for key in keys}
-    paths = []
+    paths: list[str] = []
     if config is not None:
         file = Path(config)
         if not file.is_file():
