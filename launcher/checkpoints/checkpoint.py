@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import re
 import socket
 import time
@@ -32,7 +30,6 @@ from longstride.launcher.checkpoints.manifest import (
     read_manifest,
 )
 from longstride.launcher.checkpoints.pickles import (
-    checkpoint_files,
     read_pickle,
     refusal_line,
     refuse_foreign_content,
@@ -41,7 +38,7 @@ from longstride.launcher.checkpoints.pickles import (
 from longstride.launcher.checkpoints.probe import PROBE, Probe
 from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.config import RunConfig
-from longstride.launcher.engine import set_random_states, states
+from longstride.launcher.engine import set_random_states
 from longstride.launcher.models import is_export
 from longstride.launcher.output import AgreedError, file_names
 from longstride.launcher.ranks import Ranks, wait_until_visible
@@ -147,29 +144,6 @@ class Checkpoint:
         if precision == "fp16" != old_precision:
             changes.append("where the loss scale starts over")
         return f"{self.layout}; converted for {', '.join(changes)}"
-
-    def load(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) -> StreamState:
-        """Load it into an engine of the same layout and restore the random generators; return the next position.
-
-        The engine keeps the settings of its own configuration. The files must be verified.
-
-        Raises:
-            ConfigError: a file must be trusted, or holds something that no run writes.
-            AgreedError: on every rank, if the files are of another step than the manifest.
-        """
-        checkpoint_files(engine).trusted = self.trusted
-        self.load_tables(engine)
-        with (
-            refuse_foreign_content(self.folder, alone=ranks.world_size == 1),
-            contextlib.redirect_stdout(io.StringIO()),  # one of the optimisers prints that it loads
-        ):
-            path, _ = engine.load_checkpoint(str(self.folder), tag=DEEPSPEED_TAG)
-        if path is None or engine.global_steps != self.manifest.step:
-            rule = f"its manifest says step {self.manifest.step}, but its files say {engine.global_steps}"
-            raise AgreedError(f"{self.folder}: {rule}; take another checkpoint")
-        engine.settings.apply(engine, states.dynamic_scale(engine))
-        self.load_generators(config, ranks, engine.device)
-        return self.stream
 
     def load_tables(self, engine: DeepSpeedEngine) -> None:
         """Load the n-gram tables, if the model has any, into an engine of any layout."""

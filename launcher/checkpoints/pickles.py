@@ -51,11 +51,10 @@ _UNFORESEEN = (RuntimeError, LookupError, TypeError, ValueError, AttributeError,
 
 
 @contextmanager
-def refuse_foreign_content(where: Path | str, *, alone: bool = True) -> Iterator[None]:
+def refuse_foreign_content(where: Path | str) -> Iterator[None]:
     """Turn any exception from the content of a file or folder into a one-line ConfigError.
 
-    An OSError of the disk passes, with a path. Set ``alone=False`` if the block has a collective, because a lost rank
-    raises a RuntimeError, which must pass too.
+    An OSError of the disk passes, with a path. The block must have no collective: a lost rank raises a RuntimeError.
     """
     try:
         yield
@@ -64,15 +63,13 @@ def refuse_foreign_content(where: Path | str, *, alone: bool = True) -> Iterator
     except (*_UNFORESEEN, EOFError, MemoryError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # from the disk, whatever the content is
             raise OSError(error.errno, error.strerror, error.filename or str(where)) from error
-        if isinstance(error, RuntimeError) and not alone:
-            raise
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         is_memory = isinstance(error, MemoryError) or "can't allocate memory" in what  # torch's is a RuntimeError
         rule = "needs more memory than is available, or is not" if is_memory else "is not"
         raise ConfigError(f"{where}: {rule} what a run writes: {what}") from None
 
 
-def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = False, trusted: bool = False) -> Any:
+def read_pickle(path: Path | str, *, mapped: bool = False, trusted: bool = False) -> Any:
     """Read a file that torch.save wrote. With ``mapped``, its tensors stay on the disk until they are used.
 
     Raises:
@@ -83,13 +80,13 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
         if content is None:
             try:
                 with torch.serialization.safe_globals(_PLAIN_CLASSES):
-                    return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+                    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
             except pickle.UnpicklingError as error:
                 content = unsafe_content(path) or " ".join(str(error).partition("\n")[2].split())[:200]
         if not trusted:
             raise ConfigError(f"{path}: {refusal_line(content)}")
         print(f"longstride: {path}: opened because of {TRUST_OPTION}, which runs its code: {content}", file=sys.stderr)
-        return torch.load(path, map_location=map_location, weights_only=False, mmap=mapped and content != _NO_ARCHIVE)
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=mapped and content != _NO_ARCHIVE)
 
 
 def unsafe_content(path: Path | str) -> str | None:
@@ -140,7 +137,6 @@ class CheckpointFiles(TorchCheckpointEngine):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._is_background = False
-        self.trusted = False  # whether files may hold more than tensors and numbers
         self.failure: Exception | None = None
         self._records: dict[Path, FileRecord] = {}
         self._thread: ThreadPoolExecutor | None = None
@@ -207,10 +203,6 @@ class CheckpointFiles(TorchCheckpointEngine):
             if isinstance(error, OSError):
                 error.filename = error.filename or str(path)
             self.failure = error
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Read a file."""
-        return read_pickle(path, map_location=map_location, trusted=self.trusted)
 
 
 def checkpoint_files(engine: DeepSpeedEngine) -> CheckpointFiles:

@@ -1,8 +1,7 @@
-"""Restore an engine from a checkpoint, in the layout that saved it or in another one.
+"""Load a checkpoint into an engine, whatever layout saved it.
 
-For another layout (ZeRO stage, precision, number of ranks), every rank reads its part of every tensor from the files of
-all ranks. The engine gets the state dictionary that it would have saved itself. DeepSpeed loads it like its own
-checkpoint, and saves normally afterwards.
+Every rank reads its part of every tensor from the files of all ranks. The engine gets the state dictionary that it
+would have saved itself, and saves normally afterwards.
 """
 
 from __future__ import annotations
@@ -30,38 +29,43 @@ from longstride.launcher.ranks import Ranks
 
 
 def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> StreamState:
-    """Load a verified checkpoint of any layout into a fresh engine; return the next position. All ranks must call.
+    """Load a checkpoint into a fresh engine, check its probe, and report changes; return the next position.
 
-    The engine keeps the settings of its own configuration, and the probe is checked.
-
-    Raises:
-        AgreedError: on every rank, if the checkpoint cannot be converted or the model computes another loss.
+    All ranks must call. AgreedError on every rank, as for ``load``, or if the model computes another loss.
     """
-    conversion = None
+    began, conversion = time.monotonic(), None
+    saved = load(engine, checkpoint, config, ranks)
+    if not checkpoint.is_repeated_by(config, ranks.world_size):
+        conversion = checkpoint.conversion(config, ranks.world_size)
     if checkpoint.needs_conversion(config, ranks.world_size):
-        began = time.monotonic()
-        saved = ranks.run_on_all(lambda: SavedState(checkpoint))
-        load_converted(engine, saved, ranks)
-        checkpoint.load_tables(engine)  # need no conversion
-        conversion = f"{checkpoint.conversion(config, ranks.world_size)} ({time.monotonic() - began:.0f} s)"
+        conversion = f"{conversion} ({time.monotonic() - began:.0f} s)"
         if not has_moments(saved, states.vectors(engine)):
             conversion += "; the optimiser's moments start from zero"
-        checkpoint.load_generators(config, ranks, engine.device)
-        state = checkpoint.stream
-    else:
-        state = checkpoint.load(engine, config, ranks)
-        if not checkpoint.is_repeated_by(config, ranks.world_size):
-            conversion = checkpoint.conversion(config, ranks.world_size)
     if (probe := checkpoint.probe) is not None:
         probe.check(engine, config, ranks)
     change = rate_change(checkpoint.config.train, config.train, engine.lr_scheduler.last_epoch)
     for line in filter(None, [conversion, change] if ranks.is_first else []):
         say(line)
-    return state
+    return checkpoint.stream
 
 
-def load_converted(engine: DeepSpeedEngine, saved: SavedState, ranks: Ranks) -> None:
-    """Load the state of a checkpoint of any layout into a fresh engine, except random generators.
+def load(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> SavedState:
+    """Load a verified checkpoint of any layout, with the random generators. All ranks must call.
+
+    The engine keeps the settings of its own configuration.
+
+    Raises:
+        AgreedError: on every rank, if a file must be trusted, or holds something that no run writes.
+    """
+    saved = ranks.run_on_all(lambda: SavedState(checkpoint))
+    load_state(engine, saved, ranks)
+    checkpoint.load_tables(engine)
+    checkpoint.load_generators(config, ranks, engine.device)
+    return saved
+
+
+def load_state(engine: DeepSpeedEngine, saved: SavedState, ranks: Ranks) -> None:
+    """Load weights, moments, counters, schedule and loss scale.
 
     All ranks must call. AgreedError on every rank if a file is too short for what it should hold.
     """

@@ -20,7 +20,7 @@ from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import Checkpoint, first_undamaged, list_checkpoints
+from longstride.launcher.checkpoints import Checkpoint, first_undamaged, list_checkpoints, load
 from longstride.launcher.config import Stage, load_json_object
 from longstride.launcher.data import GlobalBatch, RunSetup
 from longstride.launcher.engine import build_engine
@@ -71,7 +71,7 @@ def replay_step(run: RunSetup, step: int) -> int:
             initial = agree_on_initial(run, initial, checkpoint, watchdog.hosts)
             engine = build_engine(config, ranks, None if initial is None else initial.fill)
             if checkpoint is not None:
-                checkpoint.load(engine, config, ranks)
+                load(engine, checkpoint, config, ranks)
             if ranks.is_first:
                 place = checkpoint.folder if checkpoint else "the beginning"
                 say(f"replaying step {step}, from {place}")

@@ -33,6 +33,7 @@ from longstride.launcher.checkpoints import (
     error_line,
     first_undamaged,
     list_checkpoints,
+    load,
     open_checkpoint,
     rewind_to,
     write_json,
@@ -264,7 +265,7 @@ class GuardResponse:
             raise GuardStopError(step, verdict)
         if checkpoint is None:
             return None
-        checkpoint.load(self._engine, run.config, run.ranks)
+        load(self._engine, checkpoint, run.config, run.ranks)
         back = checkpoint.manifest.step
         self._guards.rewound(step, checkpoint.manifest.guards)
         self._plateau.recall(checkpoint.manifest.plateau)

@@ -16,7 +16,7 @@ import torch
 
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint, seed_generators
 from longstride.launcher.checkpoints.manifest import read_manifest
-from longstride.launcher.checkpoints.restoring import load_converted
+from longstride.launcher.checkpoints.restoring import load_state
 from longstride.launcher.checkpoints.saved_state import MASTER, SavedState
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.engine import states
@@ -347,7 +347,7 @@ def test_state_before_adams_first_step_has_weights_alone(trained: Trained, tmp_p
         lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
         settings=SimpleNamespace(apply=lambda *_: None),
     )
-    load_converted(engine, state, Ranks())  # type: ignore[arg-type]  ZeRO 0, fp32
+    load_state(engine, state, Ranks())  # type: ignore[arg-type]  ZeRO 0, fp32
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, state.tensor(name))
     assert optimizer.state_dict()["state"] == {} and engine.global_steps == 4

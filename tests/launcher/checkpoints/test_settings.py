@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order import StreamState
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import Saver, open_checkpoint, restore
+from longstride.launcher.checkpoints import Saver, load, open_checkpoint, restore
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.config.deepspeed_keys import _Section
@@ -278,7 +278,7 @@ def test_live_settings_after_a_load_are_a_fresh_engines(layout: Layout, tmp_path
         if changes is same:  # as a rewind does, whose checkpoint may be of the time before the change
             take_steps(engine, 1)
             before = settings_of(engine)
-            checkpoint.load(engine, config, RANKS)
+            load(engine, checkpoint, config, RANKS)
             assert settings_of(engine) == before
             assert_state_is_the_checkpoints(engine, config)
         engine.destroy()
@@ -315,8 +315,6 @@ def test_loss_scale_is_taken_over_where_it_moves_before_and_after(stage: int, tm
             # ZeRO 0 counts no hysteresis: from there, it begins anew
             moved |= {"cur_hysteresis": 1} if "cur_hysteresis" in fresh and stage else {}
             expected = fresh | (moved if before == after == "moving" else {})
-            if after == "other" and "cur_iter" in fresh:  # ZeRO 0 counts the steps of a fixed scale too
-                expected["cur_iter"] = 7 if before == "moving" else 2
             assert vars(loss_scaler(engine)) == expected
             take_steps(engine, 1)
             engine.destroy()

@@ -49,7 +49,7 @@ class Folder:
         (checkpoint_folder(self.run, 4) / "deepspeed/mp_rank_00_model_states.pt").write_bytes(b"damaged")
         point_to(self.run, 4)
         monkeypatch.setattr(Checkpoint, "needs_conversion", lambda *_: False)
-        monkeypatch.setattr(Checkpoint, "load", lambda checkpoint, *_: self.loaded.append(checkpoint.manifest.step))
+        monkeypatch.setattr(resume, "load", lambda _, checkpoint, *__: self.loaded.append(checkpoint.manifest.step))
         self.engine: Any = SimpleNamespace(global_steps=6, monitor=SimpleNamespace(enabled=False))
         self.recorder = Recorder(self.run, self.engine, True, 8)
         self.state = StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=6, global_batch=1)
