@@ -280,13 +280,6 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
 
-def check_space(path: Path, needed: int, where: str, what: str) -> None:
-    """Raise ConfigError, saying that ``what`` takes so many bytes ``where``, unless the path's disk has them free."""
-    free = free_bytes(path)
-    if needed > free:
-        raise ConfigError(f"{where}: {what} {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free some space")
-
-
 def _record(file: BinaryIO) -> FileRecord:
     digest, size = hashlib.sha256(), 0
     while piece := file.read(1 << 20):

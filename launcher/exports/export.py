@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -25,7 +26,6 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
     SavedState,
-    check_space,
     open_checkpoint,
     write_json,
     write_text,
@@ -132,7 +132,10 @@ def export(
     state = SavedState(checkpoint, remapped=True)
     kind, shapes = state.kind_of(options.kind), state.model
     needed = DTYPES[options.dtype].itemsize * shapes.parameters
-    check_space(output, needed, f"--output={output}", "the weights take")
+    free = shutil.disk_usage(next(parent for parent in output.absolute().parents if parent.exists())).free
+    if needed > free:
+        sizes = f"the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        raise ConfigError(f"--output={output}: {sizes}; free some space")
     with complete_folder(output) as folder:
         _write(folder, run_folder, checkpoint, partial(state.tensor, kind=kind), shapes, options, licensed)
         line = "probe: not checked, as --no-check asks"
