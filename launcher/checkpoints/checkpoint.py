@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order import StreamState
@@ -36,7 +35,6 @@ from longstride.launcher.checkpoints.pickles import (
     unsafe_content,
 )
 from longstride.launcher.checkpoints.probe import PROBE, Probe
-from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import set_random_states
 from longstride.launcher.models import is_export
@@ -144,11 +142,6 @@ class Checkpoint:
         if precision == "fp16" != old_precision:
             changes.append("where the loss scale starts over")
         return f"{self.layout}; converted for {', '.join(changes)}"
-
-    def load_tables(self, engine: DeepSpeedEngine) -> None:
-        """Load the n-gram tables, if the model has any, into an engine of any layout."""
-        if engine.tables is not None:
-            SavedTables(self.folder, self.manifest, self.config).load(engine)
 
     def load_generators(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
         """Restore this rank's random generators; reseed them if the number of ranks with own contexts has changed."""

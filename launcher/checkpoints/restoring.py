@@ -59,7 +59,8 @@ def load(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ran
     """
     saved = ranks.run_on_all(lambda: SavedState(checkpoint))
     load_state(engine, saved, ranks)
-    checkpoint.load_tables(engine)
+    if saved.tables is not None:
+        saved.tables.load(engine)
     checkpoint.load_generators(config, ranks, engine.device)
     return saved
 

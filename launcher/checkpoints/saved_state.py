@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed import DeepSpeedEngine
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import DEEPSPEED_TAG, Checkpoint
 from longstride.launcher.checkpoints.pickles import read_pickle, refuse_foreign_content
-from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.engine import states
 from longstride.launcher.models import AVERAGE, MAPPED_BYTES, TRAINED, Shapes
 from longstride.launcher.output import file_names
@@ -60,9 +61,7 @@ class SavedState:
         self.shapes: dict[str, torch.Size] = {}
         self._pieces: dict[str, list[_Piece]] = {}
         self.loss_scale: dict[str, float] | None = None  # None: not dynamic
-        self._tables = None
-        if checkpoint.config.model.ngrams is not None:
-            self._tables = SavedTables(checkpoint.folder, checkpoint.manifest, checkpoint.config)
+        self.tables = None if checkpoint.config.model.ngrams is None else SavedTables(checkpoint)
         with refuse_foreign_content(self._folder):
             self._map()
             if (step := self.numbers["global_steps"]) != self._manifest.step:
@@ -151,7 +150,7 @@ class SavedState:
     @property
     def model_shapes(self) -> dict[str, torch.Size]:
         """Shapes of the complete model. ``shapes`` only has parameters that DeepSpeed saved, so no n-gram tables."""
-        tables = {} if self._tables is None else {states.TABLES: self._tables.shape}
+        tables = {} if self.tables is None else {states.TABLES: self.tables.shape}
         return self.shapes | tables | {name: buffer.shape for name, buffer in self.buffers.items()}
 
     @property
@@ -175,8 +174,8 @@ class SavedState:
 
     def tensor(self, name: str, kind: str = MASTER) -> Tensor:
         """Return one parameter's tensor of a kind: a copy, fp32, on the CPU."""
-        if name == states.TABLES and self._tables is not None:
-            return self._tables.tensor(kind)
+        if name == states.TABLES and self.tables is not None:
+            return self.tables.tensor(kind)
         if name in self._model["buffer_names"]:  # the same for every kind
             return self.buffers[name].clone()
         if self._remapped and self._taken > MAPPED_BYTES:
@@ -249,6 +248,68 @@ class SavedState:
 
     def _broken(self, what: str) -> ConfigError:
         return ConfigError(f"{self._folder}: {what}")
+
+
+def tables_name(rank: int) -> str:
+    """Return the file name of a rank's share."""
+    return f"tables-{rank:05d}.safetensors"
+
+
+class SavedTables:
+    """The n-gram tables in a checkpoint: one safetensors file a rank, for every ZeRO stage.
+
+    With W ranks, `tables-00001.safetensors` has rows 1, 1 + W, 1 + 2 W …, so any number of ranks can read them. All
+    tensors are fp32, named as in ``Tables.share``: weights and moving average (R, C); each row's second moment, number
+    of steps and step of its average (R,); and the number of all steps (1,). ConfigError if a file is missing.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        tables = checkpoint.config.model.ngrams
+        assert tables is not None
+        self._folder, self._ranks = checkpoint.folder, checkpoint.manifest.world_size
+        self._decay = checkpoint.config.train.ema_decay
+        self.shape = torch.Size((len(tables.orders) * tables.rows, checkpoint.config.model.width))
+        missing = [name for name in map(tables_name, range(self._ranks)) if name not in checkpoint.manifest.files]
+        if missing:
+            raise ConfigError(f"{self._folder}: lacks {missing[0]}, which holds n-gram tables of its model")
+
+    def tensor(self, kind: str) -> Tensor:
+        """Return all rows, (R, C) fp32: trained ("fp32"), or their moving average as of the checkpoint's step."""
+        table = torch.empty(self.shape)
+        for first, saved in self.shares():
+            rows = saved["fp32"]
+            if kind == AVERAGE:
+                assert self._decay is not None
+                rows = states.advance_average(
+                    saved[AVERAGE], rows, self._decay, saved["steps"] - saved[f"{AVERAGE}_step"]
+                )
+            table[first :: self._ranks] = rows
+        return table
+
+    def load(self, engine: DeepSpeedEngine) -> None:
+        """Load the tables into an engine of any layout."""
+        for first, saved in self.shares():
+            engine.tables.fill(first, self._ranks, saved, self._decay)
+
+    def shares(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """Yield each file's first row and its tensors."""
+        for rank in range(self._ranks):
+            path = self._folder / tables_name(rank)
+            try:
+                with safe_open(path, "pt") as file:
+                    saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dictionary
+            except SafetensorError as error:
+                raise ConfigError(f"{path}: cannot be read: {error}") from None
+            rows = len(range(rank, self.shape[0], self._ranks))
+            shapes = {"fp32": (rows, self.shape[1]), "exp_avg_sq": (rows,), "touches": (rows,), "steps": (1,)}
+            if self._decay is not None:
+                shapes |= {AVERAGE: (rows, self.shape[1]), f"{AVERAGE}_step": (rows,)}
+            saved_shapes = {
+                name: tuple(tensor.shape) for name, tensor in saved.items() if tensor.dtype == torch.float32
+            }
+            if saved_shapes != shapes or len(saved_shapes) != len(saved):
+                raise ConfigError(f"{path}: its tensors are not those of the model's n-gram tables")
+            yield rank, saved
 
 
 def master_weights(checkpoint: Checkpoint, weights: str = TRAINED) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ from longstride.launcher.checkpoints.manifest import (
 )
 from longstride.launcher.checkpoints.pickles import FAILURES, checkpoint_files
 from longstride.launcher.checkpoints.probe import take_probe
-from longstride.launcher.checkpoints.saved_tables import tables_name
+from longstride.launcher.checkpoints.saved_state import tables_name
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import package_versions, parameter_groups, random_states
 from longstride.launcher.output import file_names

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import open_checkpoint
-from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
+from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState, SavedTables, tables_name
 from longstride.launcher.engine import states
 from longstride.launcher.models import AVERAGE
 from longstride.sparse_model import SparseTransformer
@@ -89,3 +91,27 @@ def test_checkpoint_without_a_shard_is_refused(trained: Trained) -> None:
     del checkpoint.manifest.files[missing]
     with pytest.raises(ConfigError, match=r"step-00000004: optimiser's files of the ranks \[0\], not of 2"):
         SavedState(checkpoint)
+
+
+def test_tables_that_are_missing_or_of_another_model_are_refused(trained: Trained, tmp_path: Path) -> None:
+    run = shutil.copytree(trained("zero3-bf16", 2, *RUNS["zero3-bf16"]), tmp_path / "run")
+    checkpoint = open_checkpoint(run, 8)
+    second = checkpoint.folder / tables_name(1)
+    content = load_file(second)
+    table = SavedTables(checkpoint).tensor("fp32")
+    assert table[1::2].equal(content["fp32"]) and bool(table.any())
+    for spoilt in (
+        content | {"fp32": content["fp32"][:-1]},
+        content | {"touches": content["touches"].double()},
+        {name: tensor for name, tensor in content.items() if name != "steps"},
+        content | {"other": content["steps"].clone()},
+    ):
+        save_file({name: tensor.contiguous() for name, tensor in spoilt.items()}, second)
+        with pytest.raises(ConfigError, match=r"tables-00001.safetensors: its tensors are not those of the model's"):
+            SavedTables(checkpoint).tensor("fp32")
+    second.write_bytes(b"no tensors")
+    with pytest.raises(ConfigError, match=r"tables-00001.safetensors: cannot be read"):
+        SavedTables(checkpoint).tensor("fp32")
+    del checkpoint.manifest.files[second.name]
+    with pytest.raises(ConfigError, match=r"lacks tables-00001.safetensors"):
+        SavedTables(checkpoint)
