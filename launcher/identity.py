@@ -76,7 +76,7 @@ def compare_data(training_data: ModelData, data: ModelData, place: str, subject:
 def check_matches(checkpoint: Checkpoint, config: RunConfig, data: ModelData) -> None:
     """Raise ConfigError if a checkpoint belongs to a run of another model, data order or batch.
 
-    The number of processes, the ZeRO stage and the precision may differ: see ``needs_conversion``.
+    The number of processes, the ZeRO stage and the precision may differ.
     """
     saved, state = checkpoint.config, checkpoint.stream
     origin = f"the checkpoint {checkpoint.folder}"

@@ -119,24 +119,18 @@ class Checkpoint:
         if refusals := [line for share in ranks.gather_objects(lines) for line in share]:
             raise AgreedError("\n".join(refusals))
 
-    def needs_conversion(self, config: RunConfig, world_size: int) -> bool:
-        """Whether a run of ``world_size`` ranks would lay out DeepSpeed's files differently."""
-        manifest = self.manifest
-        saved = (manifest.world_size, manifest.zero_stage, manifest.precision, *_layout_keys(self.config))
-        return saved != (world_size, config.zero_stage, config.precision, *_layout_keys(config))
-
     def is_repeated_by(self, config: RunConfig, world_size: int) -> bool:
         """Whether a run of ``world_size`` ranks continues bit for bit like the one that saved it."""
-        shares_contexts_alike = self.manifest.sequence_parallel == config.train.sequence_parallel
-        return shares_contexts_alike and not self.needs_conversion(config, world_size)
+        return (self.manifest.world_size, *_layout_keys(self.config)) == (world_size, *_layout_keys(config))
 
     def conversion(self, config: RunConfig, world_size: int) -> str:
         """Describe the layout that saved it and the layout that a run continues in."""
-        processes = _processes(world_size, config.train.sequence_parallel)
-        if not self.needs_conversion(config, world_size):
+        manifest, processes = self.manifest, _processes(world_size, config.train.sequence_parallel)
+        saved = (manifest.world_size, manifest.zero_stage, manifest.precision)
+        if saved == (world_size, config.zero_stage, config.precision):
             return f"{self.layout}; continues with {processes}"
         changes = [f"{processes} in ZeRO {config.zero_stage}"]
-        precision, old_precision = config.precision, self.manifest.precision
+        precision, old_precision = config.precision, manifest.precision
         if precision != old_precision:
             changes.append(precision)
         if precision == "fp16" != old_precision:
@@ -301,16 +295,12 @@ def _open_folder(folder: Path, trusted: bool) -> Checkpoint:
 
 
 def _layout_keys(config: RunConfig) -> tuple[object, ...]:
-    """Return the other settings that decide how DeepSpeed's files hold a weight."""
-    section, stage = config.deepspeed, config.zero_stage
-    optimizer = config.train.optimizer and config.train.optimizer.type
-    zero = section.get("zero_optimization", {})
-    if stage == 3:
-        return (optimizer, zero.get("sub_group_size"))
-    if stage == 0:
-        return (optimizer,)
-    keys = ("round_robin_gradients", "parameter_alignment")
-    return (optimizer, section.get("data_types", {}).get("grad_accum_dtype"), *(bool(zero.get(key)) for key in keys))
+    """Return the settings that decide where a rank's numbers are, and in which order they are summed."""
+    section, train = config.deepspeed, config.train
+    zero, accumulation = section.get("zero_optimization", {}), section.get("data_types", {}).get("grad_accum_dtype")
+    orders = [zero.get(key) or None for key in ("round_robin_gradients", "parameter_alignment", "sub_group_size")]
+    optimizer = train.optimizer and train.optimizer.type
+    return (config.zero_stage, config.precision, train.sequence_parallel, optimizer, accumulation, *orders)
 
 
 def _processes(count: int, sequence_parallel: int | None) -> str:

@@ -36,9 +36,7 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
     began, conversion = time.monotonic(), None
     saved = load(engine, checkpoint, config, ranks)
     if not checkpoint.is_repeated_by(config, ranks.world_size):
-        conversion = checkpoint.conversion(config, ranks.world_size)
-    if checkpoint.needs_conversion(config, ranks.world_size):
-        conversion = f"{conversion} ({time.monotonic() - began:.0f} s)"
+        conversion = f"{checkpoint.conversion(config, ranks.world_size)} ({time.monotonic() - began:.0f} s)"
         if not has_moments(saved, states.vectors(engine)):
             conversion += "; the optimiser's moments start from zero"
     if (probe := checkpoint.probe) is not None:

@@ -291,14 +291,13 @@ class GuardResponse:
 
 
 def last_undamaged_checkpoint(run: RunSetup, before: int) -> Checkpoint | None:
-    """Return the newest intact checkpoint before a step that needs no conversion, the same on every rank; None without.
+    """Return the newest intact checkpoint before a step, the same on every rank; None if there is none.
 
     AgreedError on every rank means that one does not see the first one's files, or that the checkpoint must be trusted.
     """
     checkpoints = list_checkpoints(run.folder, trusted=run.trusted)[0] if run.ranks.is_first else []
     earlier = [checkpoint for checkpoint in checkpoints if checkpoint.manifest.step < before]
-    fitting = [item for item in earlier if not item.needs_conversion(run.config, run.ranks.world_size)]
-    checkpoint, damaged = first_undamaged(run.folder, fitting, run.ranks)
+    checkpoint, damaged = first_undamaged(run.folder, earlier, run.ranks)
     if run.ranks.is_first:
         for line in damaged:
             say(f"passed over: {line}")

@@ -314,9 +314,9 @@ def tell_versions(versions: str) -> None:
 
 
 def spoil_after_load(_: str) -> None:
-    """Make the weights that are loaded from another layout slightly wrong."""
+    """Make the weights that are loaded slightly wrong."""
 
-    @replacing(restoring, "load_converted")
+    @replacing(restoring, "load_state")
     def load_and_spoil(load: Any, engine: Any, *inputs: Any) -> None:
         load(engine, *inputs)
         with torch.no_grad():

@@ -306,14 +306,14 @@ def section(tmp_path: Path, *overrides: str) -> RunConfig:
     return load_config(tmp_path / "x.json", overrides)
 
 
-def test_conversion_is_needed_where_files_are_laid_out_otherwise(trained: Trained, tmp_path: Path) -> None:
+def test_conversion_is_told_where_the_layout_changes(trained: Trained, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(trained("alone", 1), 4)
-    assert not checkpoint.needs_conversion(section(tmp_path), 1)
-    assert not checkpoint.needs_conversion(section(tmp_path, "deepspeed.gradient_clipping=2"), 1)
-    assert checkpoint.needs_conversion(section(tmp_path), 2)
-    assert checkpoint.needs_conversion(section(tmp_path, "deepspeed=zero1_fp32"), 1)
+    assert checkpoint.is_repeated_by(section(tmp_path), 1)
+    assert checkpoint.is_repeated_by(section(tmp_path, "deepspeed.gradient_clipping=2"), 1)
+    assert not checkpoint.is_repeated_by(section(tmp_path), 2)
+    assert not checkpoint.is_repeated_by(section(tmp_path, "deepspeed=zero1_fp32"), 1)
     config = section(tmp_path, "deepspeed=zero0_fp16")
-    assert checkpoint.needs_conversion(config, 1)
+    assert not checkpoint.is_repeated_by(config, 1)
     line = "step 4 was saved by 1 process in ZeRO 0, fp32; converted for 2 processes in ZeRO 0, fp16, "
     assert checkpoint.conversion(config, 2) == f"{line}where the loss scale starts over"
 

@@ -268,7 +268,6 @@ def test_live_settings_after_a_load_are_a_fresh_engines(layout: Layout, tmp_path
         config, refused = accepted(base, changes, checkpoint)
         assert len(changes) - len(refused) > LEAST_KEYS and "train.global_batch" in refused
         assert not refused & {"deepspeed.gradient_clipping", "train.betas", "train.weight_decay", "train.schedule"}
-        assert checkpoint.needs_conversion(config, 1) == (changes is not same)
         engine = build_engine(config, RANKS)
         fresh = settings_of(engine)
         assert fresh["optimizer.clip_grad"] == 0.5 if "optimizer.clip_grad" in fresh else engine.gradient_clipping()

@@ -16,7 +16,6 @@ import pytest
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.launcher.checkpoints.checkpoint import (
-    Checkpoint,
     checkpoint_folder,
     list_checkpoints,
     open_checkpoint,
@@ -48,7 +47,6 @@ class Folder:
             make_checkpoint(self.run, step)
         (checkpoint_folder(self.run, 4) / "deepspeed/mp_rank_00_model_states.pt").write_bytes(b"damaged")
         point_to(self.run, 4)
-        monkeypatch.setattr(Checkpoint, "needs_conversion", lambda *_: False)
         monkeypatch.setattr(resume, "load", lambda _, checkpoint, *__: self.loaded.append(checkpoint.manifest.step))
         self.engine: Any = SimpleNamespace(global_steps=6, monitor=SimpleNamespace(enabled=False))
         self.recorder = Recorder(self.run, self.engine, True, 8)
