@@ -69,8 +69,8 @@ def refuse_foreign_content(where: Path | str) -> Iterator[None]:
         raise ConfigError(f"{where}: {rule} what a run writes: {what}") from None
 
 
-def read_pickle(path: Path | str, *, mapped: bool = False, trusted: bool = False) -> Any:
-    """Read a file that torch.save wrote. With ``mapped``, its tensors stay on the disk until they are used.
+def read_pickle(path: Path | str, *, trusted: bool = False) -> Any:
+    """Read a file that torch.save wrote. Its tensors stay on the disk until they are used.
 
     Raises:
         ConfigError: reading it would run code and it is not ``trusted``, or it cannot be read.
@@ -80,13 +80,13 @@ def read_pickle(path: Path | str, *, mapped: bool = False, trusted: bool = False
         if content is None:
             try:
                 with torch.serialization.safe_globals(_PLAIN_CLASSES):
-                    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+                    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except pickle.UnpicklingError as error:
                 content = unsafe_content(path) or " ".join(str(error).partition("\n")[2].split())[:200]
         if not trusted:
             raise ConfigError(f"{path}: {refusal_line(content)}")
         print(f"longstride: {path}: opened because of {TRUST_OPTION}, which runs its code: {content}", file=sys.stderr)
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=mapped and content != _NO_ARCHIVE)
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=content != _NO_ARCHIVE)
 
 
 def unsafe_content(path: Path | str) -> str | None:

@@ -244,7 +244,7 @@ class SavedState:
                 offset += size
 
     def _read(self, name: str) -> dict[str, Any]:
-        return read_pickle(self._folder / name, mapped=True, trusted=self._trusted)
+        return read_pickle(self._folder / name, trusted=self._trusted)
 
     def _broken(self, what: str) -> ConfigError:
         return ConfigError(f"{self._folder}: {what}")
