@@ -25,7 +25,7 @@ from longstride.launcher.models import AVERAGE, MAPPED_BYTES, TRAINED, Shapes
 from longstride.launcher.output import file_names
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of the engine
-SCHEDULE = ("last_epoch", "_step_count")
+SCHEDULE = ("last_epoch", "_step_count")  # its position in the learning-rate schedule
 MASTER = "fp32"
 KINDS = (MASTER, *chain.from_iterable(states.MOMENTS), AVERAGE)  # keys of the optimiser's state
 _SHARD = re.compile(rf"{DEEPSPEED_TAG}/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -64,6 +64,8 @@ class SavedState:
         self.tables = None if checkpoint.config.model.ngrams is None else SavedTables(checkpoint)
         with refuse_foreign_content(self._folder):
             self._map()
+            self.numbers = {name: int(self._model[name]) for name in COUNTERS}
+            self.schedule = {name: int(self._model["lr_scheduler"][name]) for name in SCHEDULE}
             if (step := self.numbers["global_steps"]) != self._manifest.step:
                 raise self._broken(f"its manifest says step {self._manifest.step}, and its files {step}")
             if missing := sorted(set(self._names) - self.shapes.keys()):
@@ -152,16 +154,6 @@ class SavedState:
         """Shapes of the complete model. ``shapes`` only has parameters that DeepSpeed saved, so no n-gram tables."""
         tables = {} if self.tables is None else {states.TABLES: self.tables.shape}
         return self.shapes | tables | {name: buffer.shape for name, buffer in self.buffers.items()}
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """The engine's counters."""
-        return {name: int(self._model[name]) for name in COUNTERS}
-
-    @property
-    def schedule(self) -> dict[str, Any]:
-        """The position in the learning-rate schedule."""
-        return {name: self._model["lr_scheduler"][name] for name in SCHEDULE}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
