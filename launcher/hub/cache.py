@@ -137,8 +137,10 @@ class SessionCache:
             raise ValueError(f"{most} tokens: more than the model's context of {context}; give {context} at most")
         groups = self._groups
         if is_new:
-            same = [[row for row, length in enumerate(lengths) if length == each] for each in sorted(set(lengths))]
-            groups = [_Group(members, Session(self._network, len(members))) for members in same]
+            by_length: dict[int, list[int]] = {}
+            for number, length in enumerate(lengths):
+                by_length.setdefault(length, []).append(number)
+            groups = [_Group(members, Session(self._network, len(members))) for members in by_length.values()]
         self._groups, logits = [], []
         for group in groups:
             for part, length in group.split_by([lengths[member] for member in group.members]):
