@@ -199,11 +199,8 @@ class Settings:
         vars(engine.optimizer).update(self._of_optimizer)
         if self._scaler is not None:
             scaler = copy.copy(self._scaler)
-            if states.is_dynamic(vars(scaler)):
-                if scale is not None:
-                    _restore_scale(vars(scaler), scale)
-            elif hasattr(scaler, "cur_iter"):  # a fixed scale under ZeRO 0 also counts steps
-                scaler.cur_iter = states.loss_scaler(engine).cur_iter
+            if states.is_dynamic(vars(scaler)) and scale is not None:
+                _restore_scale(vars(scaler), scale)
             setattr(engine.optimizer, states.scaler_name(engine), scaler)
         schedule, optimizer = engine.lr_scheduler, engine.basic_optimizer
         schedule.base_lrs = [settings["initial_lr"] for settings in self._groups]
