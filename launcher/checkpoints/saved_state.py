@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -42,8 +42,19 @@ class _Piece(NamedTuple):
     stop: int
 
 
+class _Shard(NamedTuple):
+    """The content of the file that has a rank's part of the optimiser."""
+
+    masters: Sequence[Tensor]  # flat vectors
+    states: Mapping[int, Mapping[str, Tensor]]  # of the optimiser, by vector
+    content: Mapping[str, Any]  # all of it
+
+
 class SavedState:
     """The tensors of a verified checkpoint by parameter name and kind, with its counters.
+
+    A rank's file is opened when its tensors are needed: a rank that loads its own layout opens two. Files of all ranks
+    must hold what the first one's holds.
 
     ``remapped`` maps files anew from time to time, for one pass over all tensors: the pages read of a mapping count as
     the process's memory until it is dropped. A trusted checkpoint is mapped once, since reading may run code.
@@ -71,20 +82,16 @@ class SavedState:
             if missing := sorted(set(self._names) - self.shapes.keys()):
                 raise self._broken(f"without the weights {', '.join(missing)}")
             self._kinds: dict[str, tuple[str, ...]] = {}
+            first = self._shard(0)
             for name in self.shapes:
-                saved_kinds = [self._states[piece.rank].get(piece.vector, {}) for piece in self._pieces[name]]
-                for kind in KINDS:
-                    if 0 < sum(kind in state for state in saved_kinds) < len(saved_kinds):
-                        raise self._broken(f"only a part of {name} has {kind}")
-                self._kinds[name] = tuple(kind for kind in KINDS if kind == MASTER or kind in saved_kinds[0])
+                state = first.states.get(self._pieces[name][0].vector, {})
+                self._kinds[name] = tuple(kind for kind in KINDS if kind == MASTER or kind in state)
             self.kinds = tuple(kind for kind in KINDS if any(kind in kinds for kinds in self._kinds.values()))
             averaged = {AVERAGE in kinds for kinds in self._kinds.values()}
             moments = {tuple(kind for kind in kinds if kind not in (MASTER, AVERAGE)) for kinds in self._kinds.values()}
             if len(averaged) > 1 or not (moments == {()} or moments <= set(states.MOMENTS)):
                 raise self._broken("only some parameters have the optimiser's state or the average")
-            steps = {
-                float(state["step"]) for by_vector in self._states for state in by_vector.values() if "step" in state
-            }
+            steps = {float(state["step"]) for state in first.states.values() if "step" in state}
             if len(steps) > 1:
                 raise self._broken(f"Adam's steps differ: {sorted(steps)}")
             self.adam_step = steps.pop() if steps else None  # None before the first
@@ -107,29 +114,22 @@ class SavedState:
         return shapes
 
     def _map(self) -> None:
-        """Open all files, and drop earlier mappings."""
+        """Open the files of the model and of the first rank, and drop earlier mappings."""
         self._taken = 0  # bytes, since they were opened
         files = [name for name in self._manifest.files if _MODEL.fullmatch(name)]
         if len(files) != 1:
             raise self._broken(f"{len(files)} files with the state of the model, not one")
         self._model = self._read(files[0])
-        self._masters: list[list[Tensor]] = []  # a list of flat vectors a rank
-        self._states: list[Mapping[int, Mapping[str, Tensor]]] = []  # of the optimiser, by vector
+        self._shards: dict[int, _Shard] = {}
         if self._manifest.zero_stage:
-            ranks = {int(match[1]): name for name in self._manifest.files if (match := _SHARD.fullmatch(name))}
-            if sorted(ranks) != list(range(self._manifest.world_size)):
-                rule = f"optimiser's files of the ranks {sorted(ranks)}, not of {self._manifest.world_size}"
+            self._files = {int(match[1]): name for name in self._manifest.files if (match := _SHARD.fullmatch(name))}
+            if sorted(self._files) != list(range(self._manifest.world_size)):
+                rule = f"optimiser's files of the ranks {sorted(self._files)}, not of {self._manifest.world_size}"
                 raise self._broken(rule)
-            shards = [self._read(ranks[rank])["optimizer_state_dict"] for rank in range(len(ranks))]
-            scaler = shards[0].get("loss_scaler")
+            scaler = self._shard(0).content.get("loss_scaler")
             if scaler is not None and scaler.dynamic:
                 self.loss_scale = {key: float(getattr(scaler, key)) for key in _SCALE}
-            weights = self._manifest.zero_stage == 3
-            for shard in shards:
-                content = shard["optimizer_state_dict" if weights else "base_optimizer_state"]
-                self._states.append(content["state"] if isinstance(content, dict) else dict(enumerate(content)))
-                self._masters.append(shard["fp32_flat_groups" if weights else "single_partition_of_fp32_groups"])
-            (self._lay_out_parameters if weights else self._lay_out_groups)(shards)
+            (self._lay_out_parameters if self._manifest.zero_stage == 3 else self._lay_out_groups)()
         else:  # one file; in half precision its master weights are unnamed, in the order of the groups
             optimizer = self._model["optimizer"]
             if self._manifest.precision == "fp32":
@@ -139,13 +139,30 @@ class SavedState:
                 if optimizer["dynamic_loss_scale"]:
                     self.loss_scale = {key: float(optimizer[key]) for key in _SCALE if key in optimizer}
                 optimizer = optimizer["optimizer_state_dict"]
-            self._masters, self._states = [masters], [optimizer["state"]]
+            self._shards[0] = _Shard(masters, optimizer["state"], optimizer)
+            self._check_storage(chain(masters, *(state.values() for state in optimizer["state"].values())))
             for number, (name, master) in enumerate(zip(self._names, masters, strict=True)):
                 self.shapes[name] = master.shape
                 self._pieces[name] = [_Piece(0, number, 0, master.numel())]
-        moments = (state.values() for by_vector in self._states for state in by_vector.values())
-        # A stride of 0 would make any number of weights from one.
-        for tensor in chain(*self._masters, self.buffers.values(), *moments):
+        self._check_storage(self.buffers.values())
+
+    def _shard(self, rank: int) -> _Shard:
+        """Open the file of a rank, at its first use. ConfigError if it does not fit the first rank's."""
+        if rank not in self._shards:
+            content = self._read(self._files[rank])["optimizer_state_dict"]
+            weights = self._manifest.zero_stage == 3
+            masters = content["fp32_flat_groups" if weights else "single_partition_of_fp32_groups"]
+            optimizer = content["optimizer_state_dict" if weights else "base_optimizer_state"]
+            by_vector = optimizer["state"] if isinstance(optimizer, dict) else dict(enumerate(optimizer))
+            self._check_storage(chain(masters, *(state.values() for state in by_vector.values())))
+            if rank and _kinds_of(by_vector) != _kinds_of(self._shard(0).states):
+                raise self._broken(f"the optimiser's state of rank {rank} has other kinds or steps than that of rank 0")
+            self._shards[rank] = _Shard(masters, by_vector, content)
+        return self._shards[rank]
+
+    def _check_storage(self, tensors: Iterable[Any]) -> None:
+        """Check that tensors do not repeat elements: a stride of 0 would make any number of weights from one."""
+        for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.nbytes > tensor.untyped_storage().nbytes():
                 raise self._broken(f"a tensor of {tensor.nbytes:,} bytes in {tensor.untyped_storage().nbytes():,}")
 
@@ -181,11 +198,13 @@ class SavedState:
         """Return elements of one parameter's flat tensor of a kind, up to its end: a copy, fp32, on the CPU."""
         stop = min(stop, states.shape_of(kind, self.shapes[name]).numel())
         with refuse_foreign_content(self._folder):
-            parts, begin = [], 0  # of the piece, in the parameter
+            parts, begin = [torch.empty(0)], 0  # of the piece, in the parameter
             for rank, vector, low, high in self._pieces[name]:
-                source = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]
-                first, last = max(start - begin, 0), max(stop - begin, 0)
-                parts.append(source.flatten()[low:high][first:last].float())
+                first, last = max(start - begin, 0), min(stop - begin, high - low)
+                if first < last:
+                    shard = self._shard(rank)
+                    source = shard.masters[vector].detach() if kind == MASTER else shard.states[vector][kind]
+                    parts.append(source.flatten()[low:high][first:last].float())
                 begin += high - low
             flat = torch.cat(parts)  # a copy: the file can be closed
         if flat.numel() < stop - start:
@@ -199,13 +218,13 @@ class SavedState:
             raise self._broken("has no moving average, which needs train.ema_decay; use --weights trained")
         return kind
 
-    def _lay_out_groups(self, shards: list[dict[str, Any]]) -> None:
+    def _lay_out_groups(self) -> None:
         """Locate parameters under ZeRO 1 and 2, which concatenate a group and cut it evenly over the ranks."""
-        first = shards[0]
+        masters, _, first = self._shard(0)
         stripped = "zero_stage" in first  # BF16_Optimizer, which has no such key, saves its padding too
         gaps = first.get("param_alignment_paddings") or [None] * len(self._model["param_shapes"])
         for group, (shapes, paddings) in enumerate(zip(self._model["param_shapes"], gaps, strict=True)):
-            size = self._masters[0][group].numel() + (first["group_paddings"][group] if stripped else 0)
+            size = masters[group].numel() + (first["group_paddings"][group] if stripped else 0)
             offset = 0
             for (name, shape), gap in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
                 self.shapes[name] = shape
@@ -215,24 +234,23 @@ class SavedState:
                     for rank in range(offset // size, -(-end // size))
                 ]
                 offset = end + gap
-            count = sum(masters[group].numel() for masters in self._masters)
-            if count < offset:
-                raise self._broken(f"its shards hold {count:,} weights of a group of {offset:,}")
+            if offset > size * len(self._files):
+                raise self._broken(f"its shards hold {size * len(self._files):,} weights of a group of {offset:,}")
 
-    def _lay_out_parameters(self, shards: list[dict[str, Any]]) -> None:
+    def _lay_out_parameters(self) -> None:
         """Locate parameters under ZeRO 3: each is cut evenly over the ranks, which concatenate pieces in sub-groups."""
-        ends = list(accumulate(vector.numel() for vector in self._masters[0]))
+        ends = list(accumulate(vector.numel() for vector in self._shard(0).masters))
         vector, offset = 0, 0
         for shapes in self._model["param_shapes"]:
             for name, shape in shapes.items():
-                size = math.ceil(shape.numel() / len(shards))
+                size = math.ceil(shape.numel() / len(self._files))
                 while vector < len(ends) and offset >= ends[vector]:
                     vector += 1
                 start = offset - (ends[vector - 1] if vector else 0)
                 if vector == len(ends) or offset + size > ends[vector]:
                     raise self._broken(f"{name} does not lie within one of its sub-groups")
                 self.shapes[name] = shape
-                self._pieces[name] = [_Piece(rank, vector, start, start + size) for rank in range(len(shards))]
+                self._pieces[name] = [_Piece(rank, vector, start, start + size) for rank in range(len(self._files))]
                 offset += size
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -240,6 +258,11 @@ class SavedState:
 
     def _broken(self, what: str) -> ConfigError:
         return ConfigError(f"{self._folder}: {what}")
+
+
+def _kinds_of(by_vector: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[Any, ...]]:
+    """Return the sorted keys of each vector's state, and its step."""
+    return {vector: (sorted(state), float(state.get("step", 0))) for vector, state in by_vector.items()}
 
 
 def tables_name(rank: int) -> str:
