@@ -100,9 +100,11 @@ HASHED = Pattern(
 PATTERNS = {
     "dense": Pattern(DENSE),
     "dense, 2 heads": Pattern(DENSE, heads=2),
-    **{f"window {size:,}": Pattern({"type": "local", "window": size}) for size in (128, 1_024, 2_048, 4_096)},
-    **{f"fixed 128, summary {size}": Pattern({"type": "fixed", "stride": 128, "summary": size}) for size in (32, 64)},
-    "fixed 2,048, summary 256": Pattern({"type": "fixed", "stride": 2_048, "summary": 256}),
+    **{f"window {size:,}": Pattern({"type": "local", "window": size}) for size in (128, 1_024, 2_048, 8_192)},
+    **{
+        f"fixed {stride:,}, summary {size}": Pattern({"type": "fixed", "stride": stride, "summary": size})
+        for stride, size in ((128, 64), (2_048, 256))
+    },
     "fixed 256, halves in turn": Pattern({"type": "fixed", "stride": 256, "summary": 128, "num_summaries": 2}, heads=2),
     "strided 128": Pattern({"type": "strided", "stride": 128}),
     "strided 128, aligned": Pattern({"type": "strided", "stride": 128, "align": "target"}),
