@@ -75,7 +75,8 @@ def paper_manifest(folder: Path, shards: int) -> Path:
 class _Unread:
     """The contexts of a split without reading them: every row is one byte and stays unchanged."""
 
-    context, span, dtype = 1, range(1), np.dtype(np.uint8)
+    context, dtype = 1, np.dtype(np.uint8)
+    is_apart = has_separators = False
 
     def __init__(self, stream: ByteStream) -> None:
         self.split, self._context = stream.contexts.split, stream.contexts.context
@@ -83,11 +84,6 @@ class _Unread:
     def read(self, reader: Any, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
         """Report all contexts as full."""
         lengths[:] = self._context
-
-    def begins(self, first: int, count: int, seed: int | None) -> None:
-        """Return no documents."""
-
-    separators = begins
 
 
 def plan_rank(stream: ByteStream, rank: int, world_size: int) -> list[tuple[list[int], list[str]]]:
