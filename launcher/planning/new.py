@@ -67,10 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         model = recipes.model_like(arguments.like, preset["model"], size, data)
     context = int(model["context"])
-    # About ``step_bytes`` bytes, and a power of two contexts for each process.
+    # A power of two contexts for each process: about ``step_bytes`` bytes, or fewer, to read small data in more steps.
     contexts = max(1, size.step_bytes // (context * machine.processes))
     global_batch = machine.processes * (1 << (contexts.bit_length() - 1))
-    train = recipes.train_of(size, data, context, global_batch)
+    least_bytes = recipes.most_bytes(data, model) // size.steps
+    while global_batch > machine.processes and global_batch // 2 * context >= least_bytes:
+        global_batch //= 2
+    train = recipes.train_of(size, data, model, global_batch)
     content: dict[str, Any] = {
         "notes": "",
         "model": model,

@@ -18,7 +18,7 @@ from longstride.kernels import ConfigError
 
 LEAST_CONTEXT = 64  # positions, for data that can be cut anywhere
 LEAST_CONTEXTS = 16  # in a train split
-MOST_EPOCHS = 20  # of small data, which more would memorise
+MOST_EPOCHS = 4  # of small data without n-gram tables, which more would memorise
 LEAST_STEPS = 50
 MOST_CONTEXT = 1 << 20
 
@@ -37,7 +37,7 @@ class Size:
     window: int
     summary: int
     table_rows: int  # of each order of n-grams, at most
-    step_bytes: int  # of a batch
+    step_bytes: int  # of a batch, at most
     steps: int
     rates: tuple[float, float, float]  # general, for matrices, for tables
     weight_decay: float
@@ -253,10 +253,14 @@ def _power_of_two(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def train_of(size: Size, data: Data, context: int, global_batch: int) -> dict[str, Any]:
+def most_bytes(data: Data, model: Mapping[str, Any]) -> int:
+    """Return how many bytes a run should read at most. N-gram tables memorise what they read twice."""
+    return data.train_bytes * (1 if "ngrams" in model else MOST_EPOCHS)
+
+
+def train_of(size: Size, data: Data, model: Mapping[str, Any], global_batch: int) -> dict[str, Any]:
     """Return the `train` object of a run without its batches: its length, and what follows from that."""
-    step_bytes = global_batch * context
-    steps = max(LEAST_STEPS, min(size.steps, MOST_EPOCHS * data.train_bytes // step_bytes))
+    steps = max(LEAST_STEPS, min(size.steps, most_bytes(data, model) // (global_batch * model["context"])))
     rate, matrices, tables = size.rates
     interval = max(1, steps // 10)
     return {
