@@ -100,7 +100,7 @@ HASHED = Pattern(
 PATTERNS = {
     "dense": Pattern(DENSE),
     "dense, 2 heads": Pattern(DENSE, heads=2),
-    **{f"window {size:,}": Pattern({"type": "local", "window": size}) for size in (128, 1_024, 2_048, 8_192)},
+    **{f"window {size:,}": Pattern({"type": "local", "window": size}) for size in (128, 1_024, 2_048, 4_096, 8_192)},
     **{
         f"fixed {stride:,}, summary {size}": Pattern({"type": "fixed", "stride": stride, "summary": size})
         for stride, size in ((128, 64), (2_048, 256))
