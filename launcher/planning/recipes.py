@@ -18,7 +18,7 @@ from longstride.kernels import ConfigError
 
 LEAST_CONTEXT = 64  # positions, for data that can be cut anywhere
 LEAST_CONTEXTS = 16  # in a train split
-MOST_EPOCHS = 4  # of small data without n-gram tables, which more would memorise
+MOST_EPOCHS = 20  # of small data, which more would memorise
 LEAST_STEPS = 50
 MOST_CONTEXT = 1 << 20
 
@@ -254,8 +254,8 @@ def _power_of_two(number: int) -> int:
 
 
 def most_bytes(data: Data, model: Mapping[str, Any]) -> int:
-    """Return how many bytes a run should read at most. N-gram tables memorise what they read twice."""
-    return data.train_bytes * (1 if "ngrams" in model else MOST_EPOCHS)
+    """Return how many bytes a run should read at most. N-gram tables memorise text that they read twice."""
+    return data.train_bytes * (1 if data.modality == "text" and "ngrams" in model else MOST_EPOCHS)
 
 
 def train_of(size: Size, data: Data, model: Mapping[str, Any], global_batch: int) -> dict[str, Any]:
