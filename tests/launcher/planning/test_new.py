@@ -77,7 +77,7 @@ ROUTING = ["--like", "enwik8_routing", "--size", "tiny"]
 def test_a_new_run_trains_on_its_data(kind: str, words: list[str], folders: Path, place: Path) -> None:
     content = written(place, "--data", str(folders / kind), "--processes", "1", *words)
     rows = ["model.ngrams.rows=1024"] if "ngrams" in content["model"] else []
-    rows += ["train.steps=2", "train.warmup_steps=1", f"train.output={place / 'runs/mine'}"]
+    rows += ["train.steps=2", "train.log_every=1", "train.warmup_steps=1", f"train.output={place / 'runs/mine'}"]
     ended = spawn(["--config", str(place / "mine.json"), *rows], 1)
     assert ended.codes == [0], ended.stderr
     lines = [line for line in metrics(place / "runs/mine") if line["split"] == "train"]
