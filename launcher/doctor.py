@@ -18,16 +18,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import longstride
-from longstride.kernels import ConfigError
-from longstride.launcher.config import RunConfig, TrainConfig, load_config
 from longstride.launcher.output import exit_codes
+
+if TYPE_CHECKING:  # it imports torch
+    from longstride.launcher.config import RunConfig
 
 ROOT = str(Path(longstride.__file__).resolve().parents[1])  # of this code, for the path of a child
 CHILD_SECONDS = 180.0  # a first import of torch and DeepSpeed from a slow disk takes a minute
@@ -65,6 +66,31 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the configuration, the hostfile or an option is wrong.
     """
+    examined: Iterable[Finding]
+    answer = answer_of_child(["-c", "import torch; print('{}')"])  # a crash in this process would print nothing
+    if isinstance(answer, str):
+        examined = [*packages(), _broken_torch(answer)]
+    else:
+        examined = _examine(arguments, *_read_options(arguments))
+    findings = []
+    for finding in examined:
+        findings.append(finding)
+        if not arguments.json:
+            print(finding, flush=True)
+    states = [finding.state for finding in findings]
+    if arguments.json:
+        counts: dict[str, Any] = {"broken": states.count("broken"), "warnings": states.count("warning")}
+        print(json.dumps(counts | {"findings": [asdict(finding) for finding in findings]}))
+    else:
+        print(f"{states.count('broken')} broken, {states.count('warning')} to look at, {states.count('ok')} well")
+    return exit_codes.UNFORESEEN if "broken" in states else exit_codes.DONE
+
+
+def _read_options(arguments: argparse.Namespace) -> tuple[RunConfig | None, dict[str, list[int]] | None]:
+    """Return the configuration and the slots of the hosts, if they are named. ConfigError for a wrong option."""
+    from longstride.kernels import ConfigError
+    from longstride.launcher.config import TrainConfig, load_config
+
     if arguments.processes is not None and not 1 <= arguments.processes <= TrainConfig.MOST_PROCESSES:
         rule = f"must be from 1 to {TrainConfig.MOST_PROCESSES:,}; such as 8"
         raise ConfigError(f"--processes={arguments.processes}: {rule}")
@@ -77,18 +103,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--processes={arguments.processes}: {rule}")
         slots = hosts.read_hostfile(arguments.hostfile)
     config = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
-    findings = []
-    for finding in _examine(arguments, config, slots):
-        findings.append(finding)
-        if not arguments.json:
-            print(finding, flush=True)
-    states = [finding.state for finding in findings]
-    if arguments.json:
-        counts: dict[str, Any] = {"broken": states.count("broken"), "warnings": states.count("warning")}
-        print(json.dumps(counts | {"findings": [asdict(finding) for finding in findings]}))
-    else:
-        print(f"{states.count('broken')} broken, {states.count('warning')} to look at, {states.count('ok')} well")
-    return exit_codes.UNFORESEEN if "broken" in states else exit_codes.DONE
+    return config, slots
+
+
+def _broken_torch(answer: str) -> Finding:
+    """Report that torch cannot be imported."""
+    return Finding("torch", "broken", f"a process that imports it: {answer}", "`pip install --force-reinstall torch`")
 
 
 def _examine(
@@ -104,8 +124,7 @@ def _examine(
         answer = child.result()
     local = {} if isinstance(answer, str) else answer
     if isinstance(answer, str):
-        text = f"a process that imports it: {answer}"
-        yield Finding("torch", "broken", text, "`pip install --force-reinstall torch`")
+        yield _broken_torch(answer)
     cards = local.get("devices", {}).get("cards", [])
     yield from compilers(cards=bool(cards), compiled=config is not None and config.train.compile)
     yield from _devices(local, None if config is None else config.precision)
@@ -285,7 +304,7 @@ def _examine_run(
     """Check attention, data, memory and disk space for a run."""
     try:
         config.check_world_size(processes)
-    except ConfigError as error:
+    except ValueError as error:
         yield Finding("processes", "broken", f"{processes}: {str(error).splitlines()[0]}")
     if attention := local.get("attention"):
         text = f"computed by the backend {attention['backend']} on {attention['device']} in {attention['precision']}"
@@ -306,7 +325,7 @@ def _examine_run(
     checkpoint_bytes = None
     try:
         if not local:
-            raise ConfigError("torch cannot be imported")
+            raise ValueError("torch cannot be imported")
         from longstride.launcher.planning import peak_bytes
 
         plan = plan_of(config, processes, None if cards else "cpu")
@@ -358,7 +377,7 @@ def examine_hosts(
     try:
         hosts.check_program(launcher)
         yield Finding("launcher", "ok", launcher)
-    except ConfigError as error:
+    except ValueError as error:
         yield Finding("launcher", "broken", str(error))
     words = [sys.executable, "-m", "longstride.launcher.host", *content]
     script = f"cd {shlex.quote(str(Path.cwd()))} 2>&-; PYTHONPATH={shlex.quote(ROOT)} timeout {CHILD_SECONDS:g} "

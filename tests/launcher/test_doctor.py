@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import locale
+import os
 import resource
 import shutil
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 
 from longstride.launcher import cli, doctor
 from longstride.launcher.doctor import Finding, answer_of_child
-from tests.harness.runs import configuration
+from tests.harness.runs import ROOT, configuration
 
 HERE = {
     "python": "3.11.7",
@@ -188,10 +190,13 @@ def test_what_a_run_lacks_is_broken(
     assert broken == {"data", "attention", "memory", "processes"}
 
 
-def test_torch_that_crashes_is_broken(capsys: pytest.CaptureFixture[str], answers: dict[str, Any]) -> None:
-    answers["answer"] = "ended by signal 11"
-    code, found = findings_of(capsys)
-    assert code == 1 and found["torch"]["text"] == "a process that imports it: ended by signal 11"
+def test_torch_that_crashes_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os; os.abort()")
+    command = [sys.executable, "-m", "longstride.launcher.cli", "doctor", "missing.json"]
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    ended = subprocess.run(command, env=os.environ | paths, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    text = "broken   torch: a process that imports it: ended by signal 6; `pip install --force-reinstall torch`"
+    assert ended.returncode == 1 and text in ended.stdout.splitlines(), ended.stderr
 
 
 @pytest.mark.parametrize(
