@@ -50,8 +50,8 @@ def assert_states_close(one: SavedState, other: SavedState, half: bool) -> None:
     assert (one.kinds, one.adam_step, one.numbers) == (other.kinds, other.adam_step, other.numbers)
     rate = configuration(Path(), Path())["train"]["learning_rate"]
     for kind in one.kinds:
-        names = [name for name in one.shapes if one.has(name, kind)]
-        assert names == [name for name in other.shapes if other.has(name, kind)]
+        names = {name for name in one.shapes if one.has(name, kind)}  # the order is that of the layout
+        assert names == {name for name in other.shapes if other.has(name, kind)}
         tables = one.model_shapes.keys() - one.shapes.keys() if kind in (MASTER, AVERAGE) else set()
         for name in (*names, *tables):
             ours, theirs = one.tensor(name, kind), other.tensor(name, kind)
