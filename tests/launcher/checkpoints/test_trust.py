@@ -142,7 +142,7 @@ def test_resume_runs_what_a_checkpoint_holds_only_where_it_is_trusted(
         return
     ended = spawn([*arguments, "--trust-checkpoint"], 2)
     assert ended.codes == [0, 0], ended.stderr
-    assert "opened by --trust-checkpoint" in ended.stderr[0]
+    assert "opened because of --trust-checkpoint" in ended.stderr[0]
     assert all(mark.exists() for mark in marks)
 
 
