@@ -326,9 +326,9 @@ def _examine_run(
     try:
         if not local:
             raise ValueError("torch cannot be imported")
-        from longstride.launcher.planning import peak_bytes
+        from longstride.launcher.planning import peak_bytes, plan_run
 
-        plan = plan_of(config, processes, None if cards else "cpu")
+        plan = plan_run(config, processes, None if cards else "cpu", contexts=1)  # without the data
     except Exception as error:  # of any library
         why = str(error).partition("\n")[0] or type(error).__name__
         yield Finding("memory", "warning", f"the run cannot be planned: {why}")
@@ -347,13 +347,6 @@ def _examine_run(
         unsharded = next(row for row in plan["memory"] if row["stage"] == 0)
         checkpoint_bytes = sum(unsharded[name] for name in _CHECKPOINT_PARTS) * count
     yield from disk("run folder", Path(train.output), checkpoint_bytes, f"{count} checkpoints")
-
-
-def plan_of(config: RunConfig, processes: int, device: str | None) -> dict[str, Any]:
-    """Return the plan of a run for a kind of device, with one context in place of the data."""
-    from longstride.launcher.planning import plan_run
-
-    return plan_run(config, processes, device, contexts=1)
 
 
 def disk(subject: str, folder: Path, needed: int | None, what: str) -> Iterator[Finding]:

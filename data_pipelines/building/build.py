@@ -237,7 +237,8 @@ def _make_shards(
     Returns the records of all shards by name on the first rank.
     """
     records: dict[str, ShardRecord] = {}
-    finished = done = reported = 0  # content bytes of finished shards, also with this rank's in this round, in a report
+    finished = 0  # content bytes of finished shards
+    done = reported = 0  # those and what this rank has read of its shard; what was last reported
 
     def add(record: ShardRecord) -> None:
         nonlocal finished

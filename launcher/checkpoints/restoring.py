@@ -1,6 +1,6 @@
 """Load a checkpoint into an engine, whatever layout saved it.
 
-Every rank reads its part of every tensor from the files of all ranks. The engine gets the state dictionary that it
+Every rank reads its part of every tensor from the files that have it. The engine gets the state dictionary that it
 would have saved itself, and saves normally afterwards.
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from longstride.launcher import cli, doctor
+from longstride.launcher import cli, doctor, planning
 from longstride.launcher.doctor import Finding, answer_of_child
 from tests.harness.runs import ROOT, configuration
 
@@ -151,12 +151,12 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     plan = {"memory": [{"stage": 0, **rows}], "zero_stage": 0, "activation_checkpointing": False}
     answers: dict[str, Any] = {"answer": dict(HERE), "plan": plan}
 
-    def plan_of(config: Any, processes: int, device: str | None) -> Any:
+    def plan_run(config: Any, processes: int, device: str | None, contexts: int) -> Any:
         answers["device"] = device
         return plan
 
     monkeypatch.setattr(doctor, "answer_of_child", lambda words: answers["answer"])
-    monkeypatch.setattr(doctor, "plan_of", plan_of)
+    monkeypatch.setattr(planning, "plan_run", plan_run)
     return answers
 
 

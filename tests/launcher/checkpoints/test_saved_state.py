@@ -7,12 +7,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import saved_state
 from longstride.launcher.checkpoints.checkpoint import open_checkpoint
 from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState, SavedTables, tables_name
 from longstride.launcher.engine import states
@@ -91,6 +93,49 @@ def test_checkpoint_without_a_shard_is_refused(trained: Trained) -> None:
     del checkpoint.manifest.files[missing]
     with pytest.raises(ConfigError, match=r"step-00000004: optimiser's files of the ranks \[0\], not of 2"):
         SavedState(checkpoint)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the names of the optimiser's files that are opened."""
+    names: list[str] = []
+    read = saved_state.read_pickle
+
+    def read_and_note(path: Path, **options: Any) -> Any:
+        if "optim_states" in path.name:
+            names.append(path.name)
+        return read(path, **options)
+
+    monkeypatch.setattr(saved_state, "read_pickle", read_and_note)
+    return names
+
+
+@pytest.mark.parametrize("name", ["zero2-fp16", "zero3-bf16"])
+def test_files_are_opened_when_their_part_is_read(name: str, trained: Trained, reads: list[str]) -> None:
+    state = SavedState(open_checkpoint(trained(name, 2, *EVERY_RUN[name]), 4))
+    first = next(iter(state.shapes))
+    state.elements(first, MASTER, 0, 1)
+    assert len(reads) == 1 and "rank_0_" in reads[0]
+    for key in state.shapes:
+        state.tensor(key)
+    assert len(reads) == 2 and "rank_1_" in reads[1]
+
+
+def test_a_shard_with_other_kinds_than_the_first_is_refused(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = saved_state.read_pickle
+
+    def read_without_moment(path: Path, **options: Any) -> Any:
+        content = read(path, **options)
+        if "rank_1_" in path.name:
+            del content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"]
+        return content
+
+    checkpoint = open_checkpoint(trained("zero2-fp16", 2, *EVERY_RUN["zero2-fp16"]), 8)
+    monkeypatch.setattr(saved_state, "read_pickle", read_without_moment)
+    state = SavedState(checkpoint)
+    with pytest.raises(ConfigError, match="state of rank 1 has other kinds or steps than that of rank 0"):
+        for key in state.shapes:
+            state.tensor(key)
 
 
 def test_tables_that_are_missing_or_of_another_model_are_refused(trained: Trained, tmp_path: Path) -> None:
