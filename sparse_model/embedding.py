@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longstride.sparse_model.config import ModelConfig
-from longstride.sparse_model.ngrams import Ngrams
+from longstride.sparse_model.ngrams import NO_TOKEN, Ngrams
 from longstride.sparse_model.part import Part, draw
 
-NO_TOKEN = -1
 Index = TypeVar("Index", int, Tensor)  # one position, or many
 
 

@@ -6,23 +6,27 @@ Letters: B batch, N positions, C width, V vocabulary, L longest order, O orders,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstride.sparse_model.config import NgramTables
 from longstride.sparse_model.division import signed
 from longstride.sparse_model.part import Part
 
+if TYPE_CHECKING:  # the configuration imports mixers, which may hash tokens
+    from longstride.sparse_model.config import NgramTables
+
+NO_TOKEN = -1
 _LOW_32, _LOW_31 = (1 << 32) - 1, (1 << 31) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / the golden ratio, odd
 _MIXER = 0xD6E8FEB86659FD93  # odd; bits of every input reach all upper bits
 
 
-class Ngrams(Part):
-    """The sum of one row for each order n: that of tokens i - n to i - 1 at position i.
+class NgramHash:
+    """The row of the last n tokens, for each order n: of tokens i - n to i - 1 at position i.
 
     The hash is part of the format of a model. Tokens are numbered from 1, and 0 stands where no token is yet. With the
     base b, the smallest odd number above V, the key of order n is k = Σ token(i - j) · bʲ⁻¹ over j = 1 … n, mod 2⁶⁴.
@@ -33,36 +37,22 @@ class Ngrams(Part):
     with m = (2n + 1) · 0x9E3779B97F4A7C15, an odd number of its own for each order. Order number o begins at row o · R.
     """
 
-    part, trained_as = "n-gram tables", "tables"
-
-    def __init__(self, config: NgramTables, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.orders, self.num_rows = config.orders, config.rows
+    def __init__(self, orders: Sequence[int], rows: int, vocabulary: int) -> None:
+        self.orders, self.num_rows = orders, rows
         self.base = vocabulary + 1 + vocabulary % 2  # odd, so that long orders do not lose their oldest tokens
-        # Zeros take no memory until they change. They need no noise, as their gradients differ.
-        self.rows = nn.Parameter(torch.zeros(len(config.orders) * config.rows, width))
-        # Where set, called as (h, ids (B, n, O), real) in place of ``add_rows``: the rows lie elsewhere than here.
-        self.adder: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         self._numbers: dict[torch.device, tuple[Tensor, ...]] = {}
 
-    def forward(self, h: Tensor, before: Tensor, places: Tensor | None = None, real: Tensor | None = None) -> Tensor:
-        """Add the n-gram rows to h.
+    def __call__(self, before: Tensor, places: Tensor | None = None) -> Tensor:
+        """Return the row of each order at each position.
 
         Args:
-            h: (B, n, C).
             before: (B, L + n - 1) int64, the tokens up to the last row's own; -1 for none.
             places: (B, n), each row's place in its document, before which there are no tokens; None: as ``before``
                 says.
-            real: (B, n) bool, False where a row is padding, which reads no row of a table; None: all are real.
 
         Returns:
-            (B, n, C), in the dtype of h.
+            (B, n, O) int64.
         """
-        ids = self.ids(before, places)
-        return add_rows(h, self.rows, ids) if self.adder is None else self.adder(h, ids, real)
-
-    def ids(self, before: Tensor, places: Tensor | None = None) -> Tensor:
-        """Return the table row of each order at each position, (B, n, O) int64; arguments as for ``forward``."""
         device = before.device
         if device not in self._numbers:  # not buffers: loading into a model on the meta device only sets parameters
             lists = (
@@ -89,6 +79,35 @@ class Ngrams(Part):
         x = (x ^ (x >> 32 & _LOW_32)) * signed(_MIXER)
         rows = (x >> 33 & _LOW_31) * self.num_rows >> 31
         return torch.cat([keys[..., :exact], rows], -1) + offsets if exact else rows + offsets
+
+
+class Ngrams(Part):
+    """The sum of one row for each order n, that of ``NgramHash``."""
+
+    part, trained_as = "n-gram tables", "tables"
+
+    def __init__(self, config: NgramTables, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.orders, self.num_rows = config.orders, config.rows
+        self.ids = NgramHash(config.orders, config.rows, vocabulary)
+        # Zeros take no memory until they change. They need no noise, as their gradients differ.
+        self.rows = nn.Parameter(torch.zeros(len(config.orders) * config.rows, width))
+        # Where set, called as (h, ids (B, n, O), real) in place of ``add_rows``: the rows lie elsewhere than here.
+        self.adder: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+
+    def forward(self, h: Tensor, before: Tensor, places: Tensor | None = None, real: Tensor | None = None) -> Tensor:
+        """Add the n-gram rows to h.
+
+        Args:
+            h: (B, n, C).
+            before, places: as ``NgramHash`` takes them.
+            real: (B, n) bool, False where a row is padding, which reads no row of a table; None: all are real.
+
+        Returns:
+            (B, n, C), in the dtype of h.
+        """
+        ids = self.ids(before, places)
+        return add_rows(h, self.rows, ids) if self.adder is None else self.adder(h, ids, real)
 
 
 def add_rows(h: Tensor, rows: Tensor, ids: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, Problem
 from longstride.kernels.patterns import Pattern
-from longstride.kernels.selections import Selection
+from longstride.kernels.selections import Selection, within_documents
 from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.rotary import Rotary
@@ -35,19 +35,14 @@ from longstride.sparse_model.strict import StrictModel
 Ability = Literal["convolution", "documents", "keys", "padding", "reversible", "sections"]
 
 
-class Documents(NamedTuple):
-    """How documents lie in the contexts of a batch, as one block needs it."""
-
-    places: Tensor  # (B, n) int64, the place of each row in its document, from 0; of a divided context its own rows
-    selection: Selection | None  # which positions each head of the block's mixer reads, of all; None: it has no mixer
-
-
 class BlockContext(NamedTuple):
     """Inputs of a block besides its rows. The defaults mean whole contexts of real tokens, one document each."""
 
     state: State | None = None  # cache of earlier positions, in generation
     first: int = 0  # position of the first row; above 0 only with a state
-    documents: Documents | None = None  # set if documents must not attend to each other
+    places: Tensor | None = None  # (B, n) int64 of its own rows, in their documents, if these are kept apart
+    selection: Selection | None = None  # what each head of its mixer reads, see ``Mixer.selection_of``
+    tokens: Tensor | None = None  # with a state: (B, reach + n - 1) int64, those before its rows; -1: none yet
     columns: int = 0  # stride of the columns by which rows are divided over processes; 0: by sections
     # (B, N) bool, False for padding; None: all are real. Of whole contexts for a mixer, local rows for a feed-forward.
     real: Tensor | None = None
@@ -150,6 +145,8 @@ class Mixer(Part, ABC):
     patterns: tuple[Pattern, ...] = ()  # of the first heads; later heads choose by content
     key_value_heads: int = 0  # set if it has ``traffic``
     backend: str = "auto"  # of attention kernels
+    reach: int = 1  # how many tokens before a row decide what it reads, in generation
+    choice: Hashable = None  # mixers of equal ``patterns`` and ``choice`` have equal selections
 
     @abstractmethod
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
@@ -158,6 +155,20 @@ class Mixer(Part, ABC):
     @abstractmethod
     def work(self, positions: int, batch: int) -> Work:
         """Count the operations of one context in a batch."""
+
+    def selection_of(self, tokens: Tensor, places: Tensor | None = None) -> Selection | None:
+        """Return which positions each head reads, where that follows from tokens and documents alone.
+
+        Args:
+            tokens: (B, N) integers, whole contexts. Row i holds token i - 1.
+            places: (B, N) int64, each position's place in its document, if documents are kept apart.
+
+        Returns:
+            The selection, which a ``BlockContext`` has; None: the heads' patterns, or what the rows decide.
+        """
+        if places is None or not self.patterns:
+            return None
+        return within_documents(self.patterns, torch.arange(places.shape[1], device=places.device) - places)
 
     def shared_with(self, config: MixerConfig, network: NetworkConfig, rotary: Rotary | None) -> Mixer:
         """Make a mixer that computes with this one's parameters.
@@ -193,11 +204,12 @@ class Mixer(Part, ABC):
         """
         self._lacks("new_state, so it cannot generate")
 
-    def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
+    def weights(self, h: Tensor, context: BlockContext = PLAIN) -> Callable[[Tensor, int], Tensor]:
         """Return a function that computes attention weights of one context, for pictures.
 
         Args:
             h: (1, N, C), as ``forward`` takes it.
+            context: as ``forward`` takes it, without a state.
 
         Returns:
             A function of queries (P,) int64 and a head's number, to weights (P, N) float64. A row sums to 1, or to 0 if
@@ -208,8 +220,8 @@ class Mixer(Part, ABC):
         """
         self._lacks("weights, so there is no picture of its attention")
 
-    def reads(self, h: Tensor, head: int) -> Callable[[Tensor], Tensor]:
-        """Return a function that finds which positions a head reads in one context h (1, N, C).
+    def reads(self, h: Tensor, head: int, context: BlockContext = PLAIN) -> Callable[[Tensor], Tensor]:
+        """Return a function that finds which positions a head reads in one context; arguments as for ``weights``.
 
         Returns:
             A function of queries (P,) int64, to (P, N) bool.
@@ -269,7 +281,7 @@ class PartConfig(ABC):
     ``supports`` lists optional abilities. A run that needs an ability that a part lacks is refused, naming the part:
 
     - "convolution" (mixers): applies ``network.convolution``, a short convolution before it.
-    - "documents" (mixers): respects ``context.documents``; the module's ``patterns`` describe what each head reads.
+    - "documents" (mixers): respects ``context.places``, and reads what ``selection_of`` gives.
     - "padding": excludes what ``context.real`` marks as padding from averages, statistics and capacities.
     - "reversible": gives the same output for the same rows again; it stores nothing of a forward pass on the module.
     - "sections": respects ``division``: it computes its section of contexts that several processes share.

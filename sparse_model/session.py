@@ -16,7 +16,7 @@ from torch.nn.modules import module as every
 
 from longstride.kernels import ConfigError
 from longstride.sparse_model.config import ModelConfig
-from longstride.sparse_model.embedding import NO_TOKEN
+from longstride.sparse_model.ngrams import NO_TOKEN
 from longstride.sparse_model.tiles import wide_of
 from longstride.sparse_model.transformer import SparseTransformer
 
@@ -76,7 +76,8 @@ class Session:
         with torch.inference_mode():
             self.states = model.new_states(batch, self.length, start.device, self._autocast or start.dtype, back)
         # All tokens, after NO_TOKEN for those before the beginning that the first rows look up: (B, reach + N).
-        self._tokens = torch.full((batch, model.embedding.reach + self.length), NO_TOKEN, device=start.device)
+        self._reach = model.reach
+        self._tokens = torch.full((batch, self._reach + self.length), NO_TOKEN, device=start.device)
         self._logits: Tensor | None = None  # of `position`, once its row is computed
 
     @property
@@ -90,9 +91,7 @@ class Session:
             self._require_room(1)
             self._require_autocast()
             with torch.inference_mode():
-                before = self._tokens[:, self.position : self.position + self._bare.embedding.reach]
-                h = self._bare.embedding.rows(before, self.position)
-                h = self._bare.forward_cached(h, self.states, self.position)
+                h = self._rows(self.position, 1)
                 logits = self._bare.logits(self._bare.norm(h)).squeeze(1)
                 self._logits = logits.to(wide_of(logits))
         return self._logits
@@ -125,9 +124,9 @@ class Session:
         self._require_fit(tokens, least=0)
         if not tokens.shape[1]:
             return
-        tokens = tokens.long()
         with torch.inference_mode():
-            self._bare.forward_cached(self._bare.embedding(tokens), self.states, 0)
+            self._tokens[:, self._reach : self._reach + tokens.shape[1]] = tokens
+            self._rows(0, tokens.shape[1])
         self._add(tokens)
 
     def extend(self, tokens: Tensor, keep: int = 0) -> Tensor:
@@ -153,13 +152,9 @@ class Session:
         first = self.position + (self.position > 0 and self._logits is not None)
         model, full = self._bare, self.position + count == self.length
         with torch.inference_mode():
-            if self.position:
-                before = torch.cat([self._tokens[:, first : self.position + model.embedding.reach], tokens], 1)
-                h = model.embedding.rows(before[:, : before.shape[1] - full], first)
-            else:
-                h = model.embedding(tokens if full else nn.functional.pad(tokens.long(), (0, 1)))
-            if h.shape[1]:
-                h = model.forward_cached(h, self.states, first)
+            begin = self.position + self._reach
+            self._tokens[:, begin : begin + count] = tokens
+            h = self._rows(first, self.position + count + 1 - full - first)
             logits = model.logits(model.norm(h[:, h.shape[1] + full - (keep or count) :]))
             logits = logits.to(wide_of(logits))
             if full:
@@ -243,9 +238,19 @@ class Session:
             self._tokens.copy_(source._tokens[order])
             self._logits = None if source._logits is None else source._logits[order]
 
+    def _rows(self, first: int, count: int) -> Tensor:
+        """Compute ``count`` rows from position ``first`` on, (B, count, C) before the last norm, and cache them."""
+        before = self._tokens[:, first : first + self._reach + count - 1]
+        embedding = self._bare.embedding
+        if not first and count > 1:  # the last token of a context is only a target
+            h = embedding(nn.functional.pad(before[:, self._reach :], (0, 1)))
+        else:
+            h = embedding.rows(before[:, self._reach - embedding.reach :], first)
+        return self._bare.forward_cached(h, self.states, first, before) if count else h
+
     def _add(self, tokens: Tensor) -> None:
         """Store tokens (B, n) and move on to the next position."""
-        first, count = self.position + self._bare.embedding.reach, tokens.shape[1]
+        first, count = self.position + self._reach, tokens.shape[1]
         with torch.inference_mode():
             self._tokens[:, first : first + count] = tokens
         self.position, self._logits = self.position + count, None

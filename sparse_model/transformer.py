@@ -6,21 +6,20 @@ Letters: B batch, N positions, C width, V vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from longstride.kernels import ConfigError
-from longstride.kernels.patterns import Pattern
-from longstride.kernels.selections import Selection, within_documents
+from longstride.kernels.selections import Selection
 from longstride.sparse_model.block import ResidualBlock, Reversible, ReversibleBlock, closed, opened
 from longstride.sparse_model.config import BlockConfig, ModelConfig
 from longstride.sparse_model.embedding import Embedding
 from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.output import Logits
-from longstride.sparse_model.part import BlockContext, Documents, Mixer, MixerOutput, Part, State, places_of
+from longstride.sparse_model.part import BlockContext, Mixer, MixerOutput, Part, State, places_of
 from longstride.sparse_model.rotary import Rotary
 
 # Called as (block, rows, context) in place of a block; returns the block's output, or its fields as a plain tuple.
@@ -96,6 +95,11 @@ class SparseTransformer(Part):
         return [block.mixer for block in self.blocks if block.mixer is not None]
 
     @property
+    def reach(self) -> int:
+        """How many tokens before a row its embedding, and what it reads, depend on directly."""
+        return max(self.embedding.reach, *(mixer.reach for mixer in self.mixers), 1)
+
+    @property
     def observers(self) -> list[Part]:
         """The parts that return statistics in training and observe their sums, in the order of the statistics."""
         replaced = [block.attention for block in self.blocks if block.mixer is not block.attention]
@@ -169,7 +173,7 @@ class SparseTransformer(Part):
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         places = None if begins is None else places_of(begins)
-        contexts, section = self.block_contexts(tokens.shape[1], places, real), self.division.section(tokens.shape[1])
+        contexts, section = self.block_contexts(tokens, places, real), self.division.section(tokens.shape[1])
         output, columns = self.residual(
             lambda: self.embedding(tokens, places, real=real), contexts, self.activation_checkpoint
         )
@@ -214,43 +218,38 @@ class SparseTransformer(Part):
         return output, columns
 
     def block_contexts(
-        self, context: int, places: Tensor | None = None, real: Tensor | None = None
+        self, tokens: Tensor, places: Tensor | None = None, real: Tensor | None = None
     ) -> list[BlockContext]:
         """Return each block's inputs besides its rows, in training.
 
         Args:
-            context: N.
+            tokens: (B, N).
             places: (B, N), each position's place in its document, if documents are kept apart.
             real: (B, N) bool, False where a row is padding; None: all are real.
 
         Raises:
             ConfigError: a part does not support documents, or padding.
         """
-        contexts = []
+        contexts, columns, context = [], 0, tokens.shape[1]
+        local_places = None
         if real is not None:
             self._require("padding")
         if places is not None:
             self._require("documents")
-            starts = torch.arange(places.shape[1], device=places.device) - places
-            local_places = places[:, self.division.section(places.shape[1])]
-            selections: dict[tuple[Pattern, ...], Selection] = {}  # shared by layers with the same patterns
-            for block in self.blocks:
-                selection = None
-                if block.mixer is not None:
-                    patterns = block.mixer.patterns
-                    if patterns not in selections:
-                        selections[patterns] = within_documents(patterns, starts)
-                    selection = selections[patterns]
-                contexts.append(BlockContext(documents=Documents(local_places, selection), real=real))
-            return contexts
-        columns = 0
+            local_places = places[:, self.division.section(context)]
+        selections: dict[Hashable, Selection | None] = {None: None}  # shared by layers that read alike
         for block in self.blocks:
+            mixer, alike = block.mixer, None
+            if mixer is not None:
+                alike = mixer.patterns, mixer.choice
+                if alike not in selections:
+                    selections[alike] = mixer.selection_of(tokens, places)
             in_sections = block.feed_forward is not None and block.feed_forward.in_sections
-            if self.division.size == 1 or self.config.reversible or in_sections:
+            if self.division.size == 1 or self.config.reversible or in_sections or places is not None:
                 columns = 0
-            elif block.mixer is not None:
-                columns = block.mixer.columns(context)
-            contexts.append(BlockContext(columns=columns, real=real))
+            elif mixer is not None:
+                columns = mixer.columns(context)
+            contexts.append(BlockContext(places=local_places, selection=selections[alike], columns=columns, real=real))
         return contexts
 
     def _require(self, ability: Literal["documents", "padding"]) -> None:
@@ -277,18 +276,22 @@ class SparseTransformer(Part):
         mixers = (block.mixer for block in self.blocks)
         return [None if mixer is None else mixer.new_state(batch, length, device, dtype, back) for mixer in mixers]
 
-    def forward_cached(self, h: Tensor, states: Sequence[State | None], first: int) -> Tensor:
+    def forward_cached(
+        self, h: Tensor, states: Sequence[State | None], first: int, before: Tensor | None = None
+    ) -> Tensor:
         """Run all residual blocks for positions after those in the states.
 
         Args:
             h: (B, n, C), embedded positions from ``first`` on.
             states: one for each block. Rows before ``first`` are read, those of ``h`` are written.
             first: position of the first row of ``h``.
+            before: (B, ``reach`` + n - 1) int64, the tokens before the rows, the newest last; ``NO_TOKEN`` before the
+                beginning. Without states it may be None.
 
         Returns:
             (B, n, C), before the last norm.
         """
         rows = opened(h) if self.config.reversible else h
         for block, state in zip(self.blocks, states, strict=True):
-            rows = block(rows, BlockContext(state, first)).rows
+            rows = block(rows, BlockContext(state, first, tokens=before)).rows
         return closed(rows, h.dtype) if self.config.reversible else rows

@@ -4,7 +4,7 @@
 """
 
 from longstride.kernels.selections.base import Part, Selection, inverse_order, selection_mask
-from longstride.kernels.selections.content import chosen_blocks, hash_rounds, recent_members
+from longstride.kernels.selections.content import chosen_blocks, hash_rounds, recent_matches, recent_members
 from longstride.kernels.selections.documents import within_documents
 from longstride.kernels.selections.queries import pattern_parts, queries_behind
 from longstride.kernels.selections.sections import SectionReads, rows_sent, section_reads
@@ -18,6 +18,7 @@ __all__ = [
     "inverse_order",
     "pattern_parts",
     "queries_behind",
+    "recent_matches",
     "recent_members",
     "rows_sent",
     "section_reads",

@@ -1,4 +1,4 @@
-"""Selections by content: chosen blocks of keys, keys of the query's cluster, and rounds of hashing.
+"""Selections by content: chosen blocks of keys, keys of the query's cluster, matches, and rounds of hashing.
 
 Letters: B batch, H heads, N positions, T chosen blocks of a query, R rounds of hashing.
 """
@@ -75,6 +75,31 @@ def recent_members(
         low = start + ((earlier - start) // chunk - 1).clamp_min(0) * chunk
     rows = query_order.int()
     return Part(rows, rows if keys is None else key_order.int(), low.int(), high.int())
+
+
+def recent_matches(queries: Tensor, keys: Tensor, starts: Tensor, *, behind: int, count: int) -> Part:
+    """Let each query read the most recent keys of its cluster that lie some positions before it.
+
+    Args:
+        queries: (B, H, N) integers from 0, the cluster of each position as a query.
+        keys: (B, H, N), the cluster of each position as a key; -1 for none.
+        starts: (B, H, N) int64, the first position whose key a query may read; they never decrease along N.
+        behind: how many positions a key lies before the query at least.
+        count: maximum number of keys of a query.
+
+    Returns:
+        A part with a span of ``count``. Queries without keys are its last rows, where they cost nothing.
+    """
+    context = queries.shape[-1]
+    position = torch.arange(context, device=queries.device)
+    cluster = queries.long() * context
+    key_codes, key_order = (keys.long() * context + position).sort(-1)  # by cluster, then by position
+    first = torch.searchsorted(key_codes, cluster + starts)
+    high = torch.searchsorted(key_codes, cluster + position - behind, right=True)
+    high, query_order = high.where(high > first, context + 1).sort(dim=-1, stable=True)
+    low = torch.maximum(first.gather(-1, query_order), high - count)
+    low, high = (bound.where(high <= context, context) for bound in (low, high))
+    return Part(query_order.int(), key_order.int(), low.int(), high.int())
 
 
 def hash_rounds(buckets: Tensor, chunk: int) -> Selection:

@@ -408,7 +408,7 @@ def attention_rows(
         for layer in layers:
 
             def take(mixer: Any, inputs: tuple[Any, ...], layer: int = layer) -> None:
-                weights_of, rows = mixer.weights(inputs[0]), []
+                weights_of, rows = mixer.weights(*inputs), []
                 count = max(1, SCORES_IN_WORK // len(tokens))
                 for start in range(0, len(queries), count):
                     chunk = torch.tensor(queries[start : start + count])
@@ -419,7 +419,7 @@ def attention_rows(
                             if index < len(patterns[layer]):
                                 read |= patterns[layer][index].mask(chunk[:, None], position)
                             else:  # content decides
-                                read |= mixer.reads(inputs[0], index)(chunk)
+                                read |= mixer.reads(inputs[0], index, *inputs[1:])(chunk)
                         mean[~read] = unread
                     rows.append(keep(mean.numpy()))
                 rows_by_layer[layer] = np.concatenate(rows)

@@ -240,7 +240,8 @@ def _choices(model: SparseTransformer, text: Path) -> list[tuple[ContentChoice, 
 
             def take(mixer: Any, inputs: tuple[Any, ...], layer: int = layer, first: int = len(heads)) -> None:
                 for head in range(first, model.config.heads):
-                    choices.append((ContentChoice(mixer.reads(inputs[0], head), len(tokens)), [(layer, head)]))
+                    reads = mixer.reads(inputs[0], head, *inputs[1:])
+                    choices.append((ContentChoice(reads, len(tokens)), [(layer, head)]))
 
             hooks.callback(mixer.register_forward_pre_hook(take).remove)
         model(tokens[None], return_nats=True)

@@ -211,9 +211,10 @@ def run_parts(
             nn.init.zeros_(parameter)
     section = network.division.section(model.context)
     shape = (batch, section.stop - section.start, model.width)
+    tokens = torch.zeros(batch, model.context, dtype=torch.uint8, device=device)
     positions = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
     for real in [None, torch.ones(shape[:2], dtype=torch.bool, device=device)] if padded else [None]:
-        for part, context in zip(parts, network.block_contexts(model.context, positions, real), strict=True):
+        for part, context in zip(parts, network.block_contexts(tokens, positions, real), strict=True):
             if part is None:
                 continue
             h = torch.zeros(shape, device=device, dtype=dtype, requires_grad=training)

@@ -251,7 +251,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         if cache is not None and not isinstance(cache, SessionCache):
             rule = "this model keeps its own session; leave it out, and pass what a call with use_cache=True returns"
             raise ValueError(f"{CACHE_NAME}: a {type(cache).__name__}: {rule}")
-        if inputs_embeds is not None and self.network.config.ngrams is not None:
+        if inputs_embeds is not None and self.network.reach > 1:
             raise ValueError("inputs_embeds: this model looks up n-grams of tokens too; give input_ids")
         network, hidden = self.network, None
         if cache is not None and not cache.is_compatible_with(network):

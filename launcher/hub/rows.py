@@ -150,7 +150,7 @@ def all_rows(
         real = torch.arange(rows.shape[1], device=rows.device) <= lengths[:, None]
     embedded = None if embedded is None else embedded[:, : rows.shape[1] - 1]
     h = network.embedding(rows, embedded=embedded, real=real)
-    contexts = network.block_contexts(rows.shape[1], real=real)
+    contexts = network.block_contexts(rows, real=real)
     output, _ = network.residual(lambda: h, contexts, recompute if hidden is None else record)
     rows = network.norm(output.rows)
     missing = aligned.rows == context if full else None  # places without a row

@@ -74,10 +74,11 @@ def exchanges(config: RunConfig) -> list[Exchange | None]:
     requested: tuple[Any, ...] = ("heads", "keys", "heads" if config.data.apart else train.sequence_exchange)
     with torch.device("meta"):
         network = SparseTransformer(model)
+        tokens = torch.empty(1, model.context, dtype=torch.uint8)
     network.divide(Division(0, size, exchange=requested[2]))
     layers: list[Exchange | None] = []
     before = 0
-    for block, context in zip(network.blocks, network.block_contexts(model.context), strict=True):
+    for block, context in zip(network.blocks, network.block_contexts(tokens), strict=True):
         columns = context.columns
         anew = 0 if columns == before else bool(before) + bool(columns)
         mixer, before = block.attention, columns

@@ -124,7 +124,8 @@ def configuration(config: ModelConfig) -> None:
 
 def future(config: ModelConfig) -> None:
     """Check that no row changes with a later token, and that later rows do."""
-    model, tokens, new_tokens = awake(config), tokens_of(config), tokens_of(config, 2)
+    model, tokens = awake(config), tokens_of(config)
+    new_tokens = (tokens + 1) % min(config.vocabulary, 256)
     before = model(tokens)
     for position in sorted({0, 1, config.context // 2, max(config.context - 2, 0)}):
         after = model(torch.cat([tokens[:, :position], new_tokens[:, position:]], 1))
@@ -248,7 +249,7 @@ def documents(config: ModelConfig) -> None:
     for number, places in enumerate(edges):  # every second document changes
         new_tokens = tokens.clone()
         for first, last in list(pairwise(places))[1::2]:
-            new_tokens[number, first:last] = 7
+            new_tokens[number, first:last] = 7 % config.vocabulary
         again = _learn(model, new_tokens, is_training=False, begins=begins)
         for first, last in list(pairwise(places))[::2]:
             what = f"document {first}:{last}, when others change,"
@@ -353,8 +354,11 @@ def weights(config: ModelConfig) -> None:
     queries, later = torch.arange(context), torch.ones(context, context, dtype=torch.bool).triu(1)
     require_method(model, "weights")
     with torch.no_grad():
-        for mixer in model.mixers:
-            weigh = mixer.weights(h)
+        contexts = model.block_contexts(tokens_of(config, 1)[:1])
+        for block, block_context in zip(model.blocks, contexts, strict=True):
+            if block.mixer is None:
+                continue
+            weigh = block.mixer.weights(h, block_context)
             for head in range(config.heads):
                 rows = weigh(queries, head)
                 require(rows.shape == (context, context), f"weights {tuple(rows.shape)} of {context} positions")

@@ -23,6 +23,7 @@ from longstride.sparse_model.mixers.adaptive_span import AdaptiveSpanConfig
 from longstride.sparse_model.mixers.attention import KEY_VALUE_HEADS, Attention, HeadPatterns
 from longstride.sparse_model.mixers.entmax import EntmaxConfig
 from longstride.sparse_model.mixers.lsh import LshConfig
+from longstride.sparse_model.mixers.match import MatchConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
 from longstride.sparse_model.mixers.routing import RoutingConfig
 from longstride.sparse_model.mixers.synthesizer import SynthesizerConfig
@@ -34,6 +35,7 @@ MIXERS: dict[str, type[StrictModel]] = {
     "adaptive_span": AdaptiveSpanConfig,
     "entmax": EntmaxConfig,
     "lsh": LshConfig,
+    "match": MatchConfig,
     "moba": MobaConfig,
     "routing": RoutingConfig,
     "synthesizer": SynthesizerConfig,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_attention, sparse_attention
 from longstride.kernels.patterns import Column, Local, Pattern
+from longstride.kernels.selections import selection_mask
 from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.mixers.cache import KeyValues, RowCache
 from longstride.sparse_model.mixers.convolution import CausalConvolution
@@ -130,10 +131,9 @@ class Attention(Mixer):
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
         """Attend from each row of h (B, N, C); with a state, to the cached positions too."""
         state: Any = context.state
-        first, documents, columns = context.first, context.documents, context.columns
+        first, columns = context.first, context.columns
         if self.convolution is not None:
-            of_document = None if documents is None else documents.places
-            h = self.convolution(h, None if state is None else state.recent, first, of_document)
+            h = self.convolution(h, None if state is None else state.recent, first, context.places)
         rows = self.query_key_value(h)
         if state is not None and h.shape[1] == 1:
             q, k, v = self.heads_of_row(rows, first)
@@ -144,14 +144,14 @@ class Attention(Mixer):
             return MixerOutput(self.projection(out.transpose(1, 2).flatten(2)))
         division = self.division
         places: Tensor | slice = division.positions(h.shape[1])
-        if documents is not None:
-            places = documents.places
+        if context.places is not None:
+            places = context.places
         elif columns:
             places = division.positions_of(h.shape[1], columns, h.device)
         q, k, v = self.heads_of(rows, places)
         exchange = "heads"  # which does nothing with one process
         if division.size > 1:
-            exchange = self.traffic(division, h.shape[1] * division.size, documents is not None).exchange
+            exchange = self.traffic(division, h.shape[1] * division.size, context.places is not None).exchange
         if state is not None:
             output = MixerOutput(state.begin(q, k, v))
         elif columns:
@@ -173,9 +173,8 @@ class Attention(Mixer):
             k, v = (x.repeat_interleave(self.copies, 1) for x in (k, v))
         q, k, v = division.to_heads(q, k, v)
         heads = division.heads(self.heads)
-        if context.documents is not None:
-            selection = context.documents.selection
-            assert selection is not None
+        if context.selection is not None:
+            selection = context.selection
             selection = selection if division.size == 1 else selection.of_heads(heads)
             output = MixerOutput(selected_attention(q, k, v, selection, backend=self.backend))
         else:
@@ -302,12 +301,12 @@ class Attention(Mixer):
         work = Work(pairs, 2 * positions * weights, scores, 2 * pairs * self.network.width // self.heads)
         return work if self.convolution is None else work + self.convolution.work(positions, batch)
 
-    def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
+    def weights(self, h: Tensor, context: BlockContext = PLAIN) -> Callable[[Tensor, int], Tensor]:
         q, k = self._queries_and_keys(h)
         factors = self.compared(q, k)
 
         def of_head(queries: Tensor, head: int) -> Tensor:
-            allowed = self.allowed(q, k, head)(queries)
+            allowed = self._allowed(q, k, head, context)(queries)
             keys = factors[1][0, head // self.group].double()
             scores = (factors[0][0, head, queries].double() @ keys.T) * q.shape[-1] ** -0.5
             weights = self.weigh(scores.masked_fill(~allowed, -math.inf), queries, head)
@@ -315,8 +314,14 @@ class Attention(Mixer):
 
         return of_head
 
-    def reads(self, h: Tensor, head: int) -> Callable[[Tensor], Tensor]:
-        return self.allowed(*self._queries_and_keys(h), head)
+    def reads(self, h: Tensor, head: int, context: BlockContext = PLAIN) -> Callable[[Tensor], Tensor]:
+        return self._allowed(*self._queries_and_keys(h), head, context)
+
+    def _allowed(self, q: Tensor, k: Tensor, head: int, context: BlockContext) -> Callable[[Tensor], Tensor]:
+        selection = context.selection
+        if selection is None:
+            return self.allowed(q, k, head)
+        return lambda queries: selection_mask(selection.of_heads(slice(head, head + 1)), k.shape[2], queries)[0, 0]
 
     def _queries_and_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Compute queries (1, H, N, D) and keys (1, K, N, D) of one context (1, N, C)."""

@@ -402,18 +402,18 @@ class Synthesizer(Mixer):
             work = Work(pairs, linear, 2 * pairs * self.product_width, 2 * pairs * value_width)
         return work if self.convolution is None else work + self.convolution.work(positions, batch)
 
-    def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
+    def weights(self, h: Tensor, context: BlockContext = PLAIN) -> Callable[[Tensor, int], Tensor]:
         head_rows = self.heads_of(self.rows(h if self.convolution is None else self.convolution(h)))
-        context = h.shape[1]
+        length = h.shape[1]
 
         def of_rows(x: Any, head: int, queries: Any = slice(None)) -> Any:
             return None if x is None else x[:, head : head + 1, queries].double()
 
         def of_head(queries: Tensor, head: int) -> Tensor:
             some = Heads(*(of_rows(x, head, queries) for x in head_rows))
-            random = self.random[head : head + 1, queries, :context] if "random" in self.kinds else None
-            allowed = self._allowed(self.patterns[head : head + 1], queries, context)[0]
-            scores = self._scores(some, of_rows(head_rows.keys, head), random, context)[0, 0]
+            random = self.random[head : head + 1, queries, :length] if "random" in self.kinds else None
+            allowed = self._allowed(self.patterns[head : head + 1], queries, length)[0]
+            scores = self._scores(some, of_rows(head_rows.keys, head), random, length)[0, 0]
             weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
             return weights.masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN
 

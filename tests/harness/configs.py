@@ -144,6 +144,17 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "convolution": 3,
         "attention": [{"type": "moba", "block": 6, "top": 3}, {"type": "moba", "block": 5, "top": 2}],
     },
+    "matches": {
+        "layers": 3,
+        "vocabulary": 3,
+        "convolution": 3,
+        "rotary": {"base": 1000},
+        "attention": [
+            {"type": "match", "window": 4, "order": 2, "matches": 3},
+            {"type": "local", "window": 5},
+            {"type": "match", "window": 1, "order": 3, "matches": 50, "key_value_heads": 2},
+        ],
+    },
     "routing": {
         "layers": 2,
         "attention": {"type": "routing", "clusters": 5, "window": 6, "local": {"heads": 2, "window": 4}},

@@ -58,7 +58,8 @@ def one_pass(request: Pass, division: Division | None) -> Passed:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     context = model.config.context
-    tokens, begins, real = torch.randint(256, (request.batch, context), dtype=torch.uint8), None, None
+    vocabulary, begins, real = min(256, model.config.vocabulary), None, None
+    tokens = torch.randint(vocabulary, (request.batch, context), dtype=torch.uint8)
     if request.begins:
         begins = torch.zeros(request.batch, context, dtype=torch.bool)
         begins[0, list(request.begins)] = True
@@ -67,7 +68,9 @@ def one_pass(request: Pass, division: Division | None) -> Passed:
     if division is not None:
         model.divide(division)
         section = division.section(context)
-        tokens[:, : max(0, section.start - model.embedding.reach)], tokens[:, section.stop :] = 7, 8
+        if all(mixer.choice is None for mixer in model.mixers):  # others need whole contexts
+            begin = max(0, section.start - model.embedding.reach)
+            tokens[:, :begin], tokens[:, section.stop :] = 7 % vocabulary, 8 % vocabulary
     if request.recompute is not None:
         model.activation_checkpoint = functools.partial(checkpoint, use_reentrant=request.recompute)
     torch.manual_seed(1)

@@ -5,6 +5,7 @@ Letters: B batch, H heads, N positions.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from longstride.kernels.selections import (
     Part,
     Selection,
     pattern_parts,
+    recent_matches,
     recent_members,
     selection_mask,
     within_documents,
@@ -84,6 +86,8 @@ def selections(batch: int, heads: int, context: int) -> dict[str, Selection]:
     found["any orders"] = Selection((random_part(*size, seed=1),), context)
     found["any orders, twice"] = Selection((random_part(*size, seed=2), random_part(*size, seed=3)), context, False)
     ones = torch.ones(batch, heads, context, dtype=torch.int32)
+    near = Part(None, None, (ones.cumsum(-1).int() - 4).clamp_min(0), ones.cumsum(-1).int())
+    found["matches"] = Selection((near, recent_matches(other, other - 1, 0 * other, behind=4, count=6)), 6)
     found["itself"] = Selection((Part(None, None, ones.cumsum(-1).int() - 1, ones.cumsum(-1).int()),), 1)
     found["nothing"] = Selection((Part(None, None, ones, ones),), 1)
     # Alike for all heads and contexts, and so expanded.
@@ -179,6 +183,22 @@ def test_recent_members_are_those_of_the_definition() -> None:
                     last = i + 1 if itself else i
                     earlier = [j for j in range(last) if members[b, h, j] == queries[b, h, i]][-window:]
                     assert found[b, h, i].nonzero().flatten().tolist() == earlier
+
+
+@pytest.mark.parametrize(("behind", "count"), [(0, 3), (1, 1), (5, 40), (30, 2)])
+def test_recent_matches_are_those_of_the_definition(behind: int, count: int) -> None:
+    """By loops, for keys of no cluster, and queries that may not read before a position."""
+    shape = (2, 2, 23)
+    queries, keys = (clusters("random", *shape, seed) for seed in (1, 2))
+    keys[..., ::5] = -1
+    starts = torch.arange(shape[-1]).expand(shape) // 9 * 9
+    selection = Selection((recent_matches(queries, keys, starts, behind=behind, count=count),), count)
+    selection.check(shape[-1])
+    found = selection_mask(selection, shape[-1])
+    for b, h, i in itertools.product(*map(range, shape)):
+        earlier = range(int(starts[b, h, i]), i - behind + 1)
+        matches = [j for j in earlier if keys[b, h, j] == queries[b, h, i]][-count:]
+        assert found[b, h, i].nonzero().flatten().tolist() == matches
 
 
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)

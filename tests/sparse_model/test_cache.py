@@ -27,7 +27,9 @@ UNITS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}  # of torch.fin
 
 
 def some_tokens(model: SparseTransformer, batch: int = 2) -> Tensor:
-    return torch.randint(256, (batch, model.config.context), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        min(256, model.config.vocabulary), (batch, model.config.context), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def caches(config: ModelConfig, batch: int, length: int) -> list[KeyValues]:

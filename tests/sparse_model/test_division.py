@@ -130,7 +130,7 @@ def test_layers_of_columns_have_their_rows_divided_by_columns() -> None:
     for changes, exchange, strides in cases:
         model = SparseTransformer(small(**{**IN_TURN, **changes}))
         model.divide(Division(1, 4, None, exchange))
-        assert [context.columns for context in model.block_contexts(64)] == strides
+        assert [context.columns for context in model.block_contexts(torch.zeros(1, 64))] == strides
 
 
 @every_size

@@ -208,7 +208,9 @@ def test_tokens_come_as_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     forward = model.forward_cached
     monkeypatch.setattr(
-        model, "forward_cached", lambda h, caches, first: rows.append(first) or forward(h, caches, first)
+        model,
+        "forward_cached",
+        lambda h, caches, first, before: rows.append(first) or forward(h, caches, first, before),
     )
     sampled = generate(model, torch.tensor([[1, 2, 3]]), 4)
     for number in range(4):
