@@ -100,7 +100,10 @@ HASHED = Pattern(
 PATTERNS = {
     "dense": Pattern(DENSE),
     "dense, 2 heads": Pattern(DENSE, heads=2),
-    **{f"window {size:,}": Pattern({"type": "local", "window": size}) for size in (128, 1_024, 2_048, 4_096, 8_192)},
+    **{
+        f"window {size:,}": Pattern({"type": "local", "window": size})
+        for size in (128, 512, 1_024, 2_048, 4_096, 8_192)
+    },
     **{
         f"fixed {stride:,}, summary {size}": Pattern({"type": "fixed", "stride": stride, "summary": size})
         for stride, size in ((128, 64), (2_048, 256))
@@ -114,6 +117,10 @@ PATTERNS = {
     **{
         f"MoBA {block}, top {top}": Pattern({"type": "moba", "block": block, "top": top})
         for block, top in ((2, 16), (16, 8), (64, 3))
+    },
+    **{
+        f"match {order}": Pattern({"type": "match", "window": 256, "order": order, "matches": matches})
+        for order, matches in ((3, 16), (6, 16), (20, 4))
     },
 }
 
