@@ -52,6 +52,7 @@ OBJECTS: dict[str, dict[str, Any]] = {
             {"type": "dense", "key_value_heads": 1},
             {"type": "routing", "clusters": 4, "window": 6},
             {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 2},
+            {"type": "match", "window": 8, "order": 2, "matches": 4},
             {"type": "moba", "block": 8, "top": 2},
             {"type": "adaptive_span", "ramp": 4, "penalty": 0.0, "limit": 9},
             {"type": "synthesizer", "kind": "factorized_random", "rank": 2},

@@ -105,6 +105,7 @@ def test_half_precision_models_compress_too(dtype: torch.dtype, tmp_path: Path) 
 BY_CONTENT: tuple[dict[str, Any], ...] = (
     {"type": "routing", "clusters": 4, "window": 9, "local": {"heads": 1, "window": 8}},
     {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 5},
+    {"type": "match", "window": 8, "order": 2, "matches": 4},
     {"type": "moba", "block": 8, "top": 3},
     {"type": "adaptive_span", "ramp": 4, "penalty": 0.001, "initial": 5.5},
     {"type": "entmax", "pattern": {"type": "local", "window": 9}},

@@ -20,6 +20,7 @@ from tests.launcher.training.test_training import LOW_SCALE, MUON
 STRIDED = {"type": "strided", "stride": 8}
 REFORMER = [
     {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 8},
+    {"type": "match", "window": 8, "order": 2, "matches": 4},
     {"type": "fixed", "stride": 8, "summary": 2},
 ]
 SYNTHESIZER = [

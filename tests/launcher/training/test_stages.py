@@ -152,10 +152,14 @@ def test_the_length_of_the_last_stage_follows_from_steps(tmp_path: Path) -> None
         assert RunConfig.model_validate(config.to_json()) == config
 
 
-@pytest.mark.parametrize("final", ["dense", "moba", "routing"])
+@pytest.mark.parametrize("final", ["dense", "match", "moba", "routing"])
 def test_another_attention_shares_the_parameters(final: str) -> None:
     """The mixers of a stage give what a model of that attention gives with the same weights, and train them."""
-    kinds = {"moba": {"type": "moba", "block": 4, "top": 2}, "routing": {"type": "routing", "clusters": 4, "window": 4}}
+    kinds = {
+        "moba": {"type": "moba", "block": 4, "top": 2},
+        "match": {"type": "match", "window": 4},
+        "routing": {"type": "routing", "clusters": 4, "window": 4},
+    }
     content = {
         "context": 32, "layers": 2, "heads": 2, "width": 16, "embedding": {"type": "tokens"}, "rotary": {},
         "attention": kinds.get(final, {"type": "dense"}),
