@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_attention, sparse_attention
-from longstride.kernels.patterns import Column, Local, Pattern
+from longstride.kernels.patterns import Column, Dense, Local, Pattern
 from longstride.kernels.selections import selection_mask
 from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.mixers.cache import KeyValues, RowCache
@@ -229,9 +229,9 @@ class Attention(Mixer):
 
     def empty_rows(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Allocate keys (B, K, length, D) and values (B, K, length, Dv) in the memory order that suits the patterns."""
-        heads = self.key_value_heads
+        heads, patterns = self.key_value_heads, self.patterns or Dense()
         keys, values = (
-            empty_cache(batch, heads, length, width // heads, self.patterns, device=device, dtype=dtype)
+            empty_cache(batch, heads, length, width // heads, patterns, device=device, dtype=dtype)
             for width in self.widths[-2:]
         )
         return keys, values

@@ -28,8 +28,9 @@ from longstride.sparse_model.part import PLAIN, BlockContext, MixerOutput, Work
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 
-CODES = 1 << 31  # of n-grams: two that share one among 16,384 positions are rare, and read each other's matches
+CODES = 1 << 31  # of n-grams: that two share one is rare, and costs no more than a key in vain
 LONGEST = 64  # tokens of an n-gram
+NO_TOKENS = "matches follow from tokens: call with a context of SparseTransformer.block_contexts"
 
 
 class MatchConfig(AttentionConfig, StrictModel):
@@ -98,17 +99,13 @@ class MatchAttention(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
     ) -> MixerOutput:
-        raise ValueError("matches follow from tokens: call with a context of SparseTransformer.block_contexts")
+        raise ValueError(NO_TOKENS)
 
     def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
-        self.attend(q, k, k)
-        raise AssertionError
+        raise ValueError(NO_TOKENS)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> MatchCache:
-        heads = self.key_value_heads
-        keys, values = (
-            torch.empty(batch, heads, length, width // heads, device=device, dtype=dtype) for width in self.widths[1:]
-        )
+        keys, values = self.empty_rows(batch, length, device, dtype)
         return MatchCache(self, keys, values)
 
     def num_pairs(self, positions: int) -> int:

@@ -71,10 +71,7 @@ class BlockAttention(Attention):
         return MixerOutput(selected_attention(q, k, v, selection, backend=self.backend))
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> BlockCache:
-        heads = self.key_value_heads
-        keys, values = (
-            torch.empty(batch, heads, length, width // heads, device=device, dtype=dtype) for width in self.widths[1:]
-        )
+        keys, values = self.empty_rows(batch, length, device, dtype)
         return BlockCache(self, keys, values)
 
     def num_pairs(self, positions: int) -> int:

@@ -91,6 +91,8 @@ def test_a_call_without_tokens_is_refused() -> None:
     mixer = model_of(4, 2, 3).mixers[0]
     with pytest.raises(ValueError, match=r"^matches follow from tokens: call with a context of"):
         mixer(torch.zeros(1, 40, 64, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"^matches follow from tokens"):
+        mixer.weights(torch.zeros(1, 40, 64, dtype=torch.float64))(torch.arange(3), 0)
 
 
 @pytest.mark.parametrize(
