@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from longstride.kernels import ConfigError, attend_listed, num_pairs, selected_attention
 from longstride.kernels.patterns import Local, Pattern
-from longstride.kernels.selections import Selection, recent_matches, within_documents
+from longstride.kernels.selections import Part, Selection, recent_matches
 from longstride.sparse_model.mixers.attention import ALL_HEADS, NOT_FLEX, Attention, AttentionConfig, KeyValueHeads
 from longstride.sparse_model.mixers.cache import RowCache
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
@@ -90,10 +90,11 @@ class MatchAttention(Attention):
         position, window = torch.arange(codes.shape[1], device=codes.device), self.config.window
         starts = torch.zeros_like(codes) if places is None else position - places
         keys = F.pad(codes[:, :-1], (1, 0)).masked_fill(starts == position, -1)  # of the row before, in its document
-        near = within_documents((Local(window),), starts)
-        of_rows = (x[:, None] for x in (codes, keys, starts))
-        far = recent_matches(*of_rows, behind=window, count=self.config.matches)
-        both = Selection((*near.parts, far), max(near.span, self.config.matches))
+        codes, keys, starts = (x[:, None] for x in (codes, keys, starts))
+        first = torch.maximum(starts, position - window + 1)
+        near = Part(None, None, first.int(), (position + 1).int().expand(first.shape))
+        far = recent_matches(codes, keys, starts, behind=window, count=self.config.matches)
+        both = Selection((near, far), max(min(window, len(position)), self.config.matches))
         return both.mapped(lambda x: x.expand(-1, self.heads, -1))
 
     def attend(
