@@ -120,7 +120,7 @@ PATTERNS = {
     },
     **{
         f"match {order}": Pattern({"type": "match", "window": 256, "order": order, "matches": matches})
-        for order, matches in ((3, 16), (6, 16), (20, 4))
+        for order, matches in ((3, 16), (4, 32), (6, 16), (20, 4))
     },
 }
 

@@ -62,8 +62,9 @@ EXPERTS_IN_TURN = (
 )
 SHARED = ('model.attention={"type": "strided", "stride": 8, "key_value_heads": 1}', "model.rotary.base=1000")
 HASHED = ('model.attention={"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 8}',)
+MATCHED = ('model.attention={"type": "match", "window": 8, "order": 2, "matches": 4}',)
 MIXTURES = (SANDWICH, ONE_LARGE, EXPERTS_IN_TURN)
-PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, SHARED)
+PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, MATCHED, SHARED)
 CASES = [(name, more) for name in DTYPES for more in ((), *PARTS, *MIXTURES)]
 DEFAULT_CASES = (
     ("fp32", ()),
@@ -73,6 +74,7 @@ DEFAULT_CASES = (
     ("bf16", ONE_LARGE),
     ("fp32", EXPERTS_IN_TURN),
     ("fp32", HASHED),
+    ("bf16", MATCHED),
     ("bf16", SHARED),
 )
 
