@@ -2,10 +2,9 @@
 
 A network of two layers learns to copy repeated random strings in contexts of 128, until it can: the lesson. It goes on
 for some steps in contexts of 512. Then it is scored in contexts of 2,048 without training there, with dense attention
-and with MoBA in the second layer. Each row changes one thing of the network. The network of the first row goes on with
-MoBA in long contexts until it has solved each task, and the tasks of fixed distances are trained from nothing.
+and with MoBA in the second layer. Each row changes one thing of the network.
 
-Rows are written as they finish; a second call trains only the missing ones. ``--tables`` makes the tables of
+Rows are written as they finish; a second call trains only the missing ones. ``--tables`` makes the table of
 docs/recipes.md from the result files.
 """
 
@@ -15,8 +14,6 @@ import argparse
 import json
 import math
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +57,10 @@ CHANGES: dict[str, dict[str, Any]] = {  # of the network; "window" is that of it
 }
 LESSON = Task(repeated(16, 48, 4), context=128, floor=0.0)
 MIDDLE = Task(repeated(64, 192, 4), context=512, floor=0.0)
-RECALL = Task(TASKS["recall"].make, context=512, floor=0.0)
-# What the network that has learned to copy is trained on, before the task itself.
-SOLVED: dict[str, tuple[Task, ...]] = {
-    "induction": (),
-    "copy at 512": (),
-    "copy at 513": (),
-    "copy at 2,048": (),
-    "recall": (RECALL,),
-}
-ALIGNED = {"type": "strided", "stride": 128, "align": "target"}
-SCRATCH = {"copy at 513": {"type": "strided", "stride": 128}, "copy at 512": ALIGNED, "copy at 2,048": ALIGNED}
 
 
 class Pupil:
-    """A network that is trained in stages, with what each has cost."""
+    """A network that is trained in stages."""
 
     def __init__(self, changes: dict[str, Any], seed: int) -> None:
         demo = changed(preset("demo")["model"], {"ngrams": None})
@@ -82,7 +68,7 @@ class Pupil:
         self.window = self.model.pop("window", 8)
         self.train = TrainConfig.model_validate(SETTINGS | {"seed": seed})
         self.learner: Learner | None = None
-        self.seed, self.steps, self.seconds = seed, 0, 0.0
+        self.seed, self.steps = seed, 0
 
     def learn(self, task: Task, attention: dict[str, Any], steps: int, *, until_solved: bool = True) -> bool:
         """Train for at most some steps with an attention in the second layer; return whether the task is solved."""
@@ -92,9 +78,7 @@ class Pupil:
         for number in range(steps):
             seed = (self.seed, task.context, self.steps + number)
             tokens, scored = task.batch(seed, task.context, STEP_BYTES // task.context)
-            begin = time.process_time()
             nats = self.learner.step(tokens, (self.steps + number) / SETTINGS["steps"])
-            self.seconds += time.process_time() - begin
             curve.append(float(nats[scored].mean()) / math.log(2))
             if until_solved and solved_at(curve, task.floor) is not None:
                 break
@@ -126,40 +110,11 @@ def change_row(name: str, seed: int) -> dict[str, Any]:
     }
 
 
-def solved_row(name: str, seed: int) -> dict[str, Any]:
-    """Measure the steps and seconds of the lesson, and of everything up to a solved task, with MoBA far away."""
-    pupil = Pupil({}, seed)
-    pupil.learn(LESSON, DENSE, MOST_STEPS)
-    pupil.learn(MIDDLE, DENSE, MIDDLE_STEPS, until_solved=False)
-    for task in SOLVED[name]:
-        pupil.learn(task, DENSE, MIDDLE_STEPS, until_solved=False)
-    return cost(pupil, pupil.learn(TASKS[name], MOBA, MOST_STEPS))
-
-
-def scratch_row(name: str, seed: int) -> dict[str, Any]:
-    """Measure a task of a fixed distance that is trained from nothing, with a strided pattern."""
-    pupil = Pupil({"rotary": {}, "window": 128}, seed)
-    return cost(pupil, pupil.learn(TASKS[name], SCRATCH[name], MOST_STEPS))
-
-
-def cost(pupil: Pupil, is_solved: bool) -> dict[str, Any]:
-    """Return the steps and seconds of a task; no steps if it is not solved."""
-    return {"steps": pupil.steps if is_solved else None, "seconds": rounded(pupil.seconds)}
-
-
-KINDS: dict[str, tuple[dict[str, Any], Callable[[str, int], dict[str, Any]]]] = {
-    "change": (CHANGES, change_row),
-    "solved": (SOLVED, solved_row),
-    "scratch": (SCRATCH, scratch_row),
-}
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = new_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument("--tables", action="store_true", help=f"only make the tables of {PAGE.name} anew")
+    parser.add_argument("--tables", action="store_true", help=f"only make the table of {PAGE.name} anew")
     options = parser.parse_args(arguments)
     if options.tables:
         PAGE.write_text(with_tables(PAGE.read_text()))
@@ -175,42 +130,31 @@ def measure(options: argparse.Namespace, output: Path) -> None:
     if output.exists() and not options.overwrite:
         result = json.loads(output.read_text())
     for seed in range(options.seeds):
-        for kind in options.kinds:
-            names, row_of = KINDS[kind]
-            for name in names:
-                key = {"kind": kind, "name": name, "seed": seed}
-                if not any(key.items() <= row.items() for row in result["rows"]):
-                    result["rows"].append(key | row_of(name, seed))
-                    write_json(output, result)
-                    print(json.dumps(result["rows"][-1]), flush=True)
+        for name in CHANGES:
+            key = {"name": name, "seed": seed}
+            if not any(key.items() <= row.items() for row in result["rows"]):
+                result["rows"].append(key | change_row(name, seed))
+                write_json(output, result)
+                print(json.dumps(result["rows"][-1]), flush=True)
 
 
 def with_tables(page: str) -> str:
-    """Return the page's text with the tables of the result files."""
+    """Return the page's text with the table of each result file."""
     results = (json.loads(path.read_text()) for path in sorted(RESULTS.glob("lessons-*.json")))
-    return replaced(page, BEGIN, "\n".join(map(tables, results)), END)
+    return replaced(page, BEGIN, "\n".join(map(table, results)), END)
 
 
-def tables(result: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """Format a result file; cells have a figure for each seed."""
 
-    def cells(kind: str, name: str, key: str, form: str) -> str:
-        rows = [row[key] for row in result["rows"] if (row["kind"], row["name"]) == (kind, name)]
+    def cells(name: str, key: str, form: str) -> str:
+        rows = [row[key] for row in result["rows"] if row["name"] == name]
         return ", ".join("–" if value is None else format(value, form) for value in rows)
 
     columns = (("lesson", "d"), ("dense", ".2f"), ("moba", ".2f"))
-    lines = [[name, *(cells("change", name, *column) for column in columns)] for name in CHANGES]
+    lines = [[name, *(cells(name, *column) for column in columns)] for name in CHANGES]
     text = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}.\n\n"
-    text += markdown(["the network", "steps of the lesson", "at 2,048: dense", "MoBA"], lines) + "\n"
-    lines = [
-        [
-            f"{before}{name} ({TASKS[name].context:,})",
-            *(cells(kind, name, *c) for c in (("steps", "d"), ("seconds", ".0f"))),
-        ]
-        for kind, before in (("solved", "the lesson, then MoBA: "), ("scratch", "no lesson, strided: "))
-        for name in KINDS[kind][0]
-    ]
-    return text + markdown(["until 0.05 bits", "steps in all", "CPU seconds"], lines)
+    return text + markdown(["the network", "steps of the lesson", "at 2,048: dense", "MoBA"], lines)
 
 
 if __name__ == "__main__":

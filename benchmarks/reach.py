@@ -90,7 +90,6 @@ class Pattern(NamedTuple):
 
     long: Mapping[str, Any]
     short: Mapping[str, Any] = DENSE
-    heads: int = 1  # times those of the size
 
 
 # Hashed queries are their keys. A single bucket whose chunk is half of a short context makes them dense.
@@ -99,7 +98,6 @@ HASHED = Pattern(
 )
 PATTERNS = {
     "dense": Pattern(DENSE),
-    "dense, 2 heads": Pattern(DENSE, heads=2),
     **{
         f"window {size:,}": Pattern({"type": "local", "window": size})
         for size in (128, 512, 1_024, 2_048, 4_096, 8_192)
@@ -108,7 +106,6 @@ PATTERNS = {
         f"fixed {stride:,}, summary {size}": Pattern({"type": "fixed", "stride": stride, "summary": size})
         for stride, size in ((128, 64), (2_048, 256))
     },
-    "fixed 256, halves in turn": Pattern({"type": "fixed", "stride": 256, "summary": 128, "num_summaries": 2}, heads=2),
     "strided 128": Pattern({"type": "strided", "stride": 128}),
     "strided 128, aligned": Pattern({"type": "strided", "stride": 128, "align": "target"}),
     "dilated 256 by 8": Pattern({"type": "local", "window": 256, "dilation": 8}),
@@ -205,7 +202,6 @@ def stages(task: Task, context: int, pattern: Pattern, size: Size) -> list[Stage
     lesson, short, long = size.seconds
     demo, ngrams, window = preset("demo")["model"], {}, WINDOW
     model = changed(demo, {"ngrams": None, "layers": 2}) | size.changes
-    model["heads"] *= pattern.heads
     if task.floor is None:
         model, ngrams = model | MODEL, {"ngrams": demo["ngrams"] | {"rows": TABLE_ROWS}}
     elif task.varies:  # without rotations, and with a window that the lesson exceeds, copying reaches far at once
