@@ -78,7 +78,7 @@ def run_stages(folder: Path) -> str:
     with ThreadPoolExecutor() as pool:
         others = pool.submit(compressors, DATA)  # a minute of one core, in parallel
         positions = folder / "by-position.png"
-        words = ("--batch", 16, "--min-context", MIN_CONTEXT, "--positions", positions)
+        words = ("--batch", 4, "--min-context", MIN_CONTEXT, "--positions", positions)
         held_out = json.loads(stage("evaluate", trained, *words, capture=True))
         stage("export", trained, "--output", exported, "--dtype", "bf16")
         table = compressed_files(folder / "compressed", exported)

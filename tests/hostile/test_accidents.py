@@ -40,7 +40,7 @@ VERBS = {
     "export --format": Verb("export {inputs}/model --format pt2 --no-check --output {place}/program", ("program",)),
     "compress": Verb("compress {inputs}/short --model {inputs}/model --output {place}/made.lsz", ("made.lsz",)),
     "decompress": Verb("decompress {inputs}/short.lsz --model {inputs}/model --output {place}/made", ("made",)),
-    "show": Verb("show pattern demo --output {place}/made.png", ("made.png",)),
+    "show": Verb("show pattern paper_small --output {place}/made.png", ("made.png",)),
     "report": Verb("report {trained} --quick --output {place}/made.html", ("made.html",)),
     "slurm": Verb(
         "slurm --config demo --nodes 2 --processes-per-node 1 --time 1:00:00 --output-dir {place}/made --job-name job",

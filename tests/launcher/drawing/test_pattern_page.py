@@ -110,7 +110,7 @@ def test_page_of_chosen_keys_or_irregular_patterns_is_refused(tmp_path: Path, mo
         pattern_page(written(tmp_path, {"type": "routing", "clusters": 4, "window": 8}))
     monkeypatch.setattr(page_module, "MOST_BYTES", 1000)
     with pytest.raises(ConfigError, match="its patterns have no closed form, and take"):
-        pattern_page(Path("demo"))
+        pattern_page(Path("paper_small"))
 
 
 def test_page_and_picture_are_made_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
