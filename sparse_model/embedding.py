@@ -33,7 +33,7 @@ class Embedding(Part):
         self.start = nn.Parameter(torch.empty(config.width))
         self.ngrams: Ngrams | None = None
         if config.ngrams is not None:
-            self.ngrams = Ngrams(config.ngrams, config.vocabulary, config.width)
+            self.ngrams = Ngrams(config.ngrams.orders, config.ngrams.rows, config.vocabulary, config.width)
         self.reach = config.reach
 
     def initialize(self) -> None:

@@ -7,7 +7,6 @@ Letters: B batch, N positions, C width, V vocabulary, L longest order, O orders,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,6 @@ from torch.nn import functional as F
 
 from longstride.sparse_model.division import signed
 from longstride.sparse_model.part import Part
-
-if TYPE_CHECKING:  # the configuration imports mixers, which may hash tokens
-    from longstride.sparse_model.config import NgramTables
 
 NO_TOKEN = -1
 _LOW_32, _LOW_31 = (1 << 32) - 1, (1 << 31) - 1
@@ -86,12 +82,12 @@ class Ngrams(Part):
 
     part, trained_as = "n-gram tables", "tables"
 
-    def __init__(self, config: NgramTables, vocabulary: int, width: int) -> None:
+    def __init__(self, orders: Sequence[int], rows: int, vocabulary: int, width: int) -> None:
         super().__init__()
-        self.orders, self.num_rows = config.orders, config.rows
-        self.ids = NgramHash(config.orders, config.rows, vocabulary)
+        self.orders, self.num_rows = orders, rows
+        self.ids = NgramHash(orders, rows, vocabulary)
         # Zeros take no memory until they change. They need no noise, as their gradients differ.
-        self.rows = nn.Parameter(torch.zeros(len(config.orders) * config.rows, width))
+        self.rows = nn.Parameter(torch.zeros(len(orders) * rows, width))
         # Where set, called as (h, ids (B, n, O), real) in place of ``add_rows``: the rows lie elsewhere than here.
         self.adder: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 

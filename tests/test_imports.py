@@ -23,8 +23,8 @@ ORDER = {
         "selected", "decoding",
     ],
     "sparse_model": [
-        "strict", "network", "tiles", "division", "rotary", "part", "norm", "mixers", "feed_forwards",
-        "config", "ngrams", "embedding", "output", "block", "transformer", "session", "generation",
+        "strict", "network", "tiles", "division", "rotary", "part", "norm", "ngrams", "mixers",
+        "feed_forwards", "config", "embedding", "output", "block", "transformer", "session", "generation",
     ],
     "data_pipelines": [
         "errors", "plain_files", "formats", "records", "settings", "durable", "palette", "modalities", "stores",

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 
 from longstride.sparse_model import ModelConfig, Ngrams, SparseTransformer
-from longstride.sparse_model.config import NgramTables
 from tests.harness.configs import small
 from tests.sparse_model.test_config import assert_refused
 
@@ -41,7 +40,7 @@ def row_by_integers(before: list[int], order: int, number: int, tables: Ngrams, 
 @pytest.mark.parametrize("vocabulary", [2, 255, 256, 70_000])
 def test_rows_are_those_of_the_written_hash(vocabulary: int) -> None:
     torch.manual_seed(0)
-    tables = Ngrams(NgramTables(orders=(2, 3, 12), rows=4096), vocabulary, 1)
+    tables = Ngrams((2, 3, 12), 4096, vocabulary, 1)
     before = torch.cat([torch.full((2, 12), -1), torch.randint(vocabulary, (2, 19))], 1)
     ids = tables.ids(before)
     assert ids.shape == (2, 20, 3)
@@ -54,7 +53,7 @@ def test_rows_are_those_of_the_written_hash(vocabulary: int) -> None:
 
 def test_hash_is_what_it_was() -> None:
     """A saved model's rows lie where this hash finds them: another one would be another format."""
-    tables = Ngrams(NgramTables(orders=(2, 3, 6), rows=70_000), 256, 1)
+    tables = Ngrams((2, 3, 6), 70_000, 256, 1)
     before = torch.tensor([[-1] * 6 + list(b"sparse")])
     assert tables.ids(before)[0].tolist() == [
         [0, 70000, 140000],
@@ -68,7 +67,7 @@ def test_hash_is_what_it_was() -> None:
 
 
 def test_rows_are_shared_no_more_than_by_chance() -> None:
-    tables = Ngrams(NgramTables(orders=(2, 4), rows=65_536), 256, 1)
+    tables = Ngrams((2, 4), 65_536, 256, 1)
     grams = torch.cartesian_prod(torch.arange(97, 123), torch.arange(97, 123), *[torch.arange(97, 105)] * 2)
     found = tables.ids(grams)[:, 0, 1].unique().numel()
     chance = 65_536 * (1 - (1 - 1 / 65_536) ** len(grams))
