@@ -35,7 +35,6 @@ class Size:
     audio_context: int
     audio_stride: int
     window: int
-    summary: int
     table_rows: int  # of each order of n-grams, at most
     step_bytes: int  # of a batch, at most
     steps: int
@@ -46,18 +45,18 @@ class Size:
 
 SIZES = {
     "tiny": Size(
-        layers=2, heads=1, width=128, feed_forward_ratio=2, text_context=1_024, audio_context=4_096, audio_stride=64,
-        window=128, summary=8, table_rows=1 << 18, step_bytes=1 << 13, steps=860, rates=(0.01, 0.01, 0.015),
+        layers=2, heads=1, width=128, feed_forward_ratio=2, text_context=2_048, audio_context=4_096, audio_stride=64,
+        window=128, table_rows=1 << 18, step_bytes=1 << 13, steps=860, rates=(0.01, 0.01, 0.015),
         weight_decay=0.01, evaluate_contexts=128,
     ),
     "small": Size(
         layers=12, heads=8, width=512, feed_forward_ratio=4, text_context=8_192, audio_context=16_384, audio_stride=128,
-        window=256, summary=16, table_rows=1 << 17, step_bytes=1 << 18, steps=4_000, rates=(0.003, 0.01, 0.02),
+        window=256, table_rows=1 << 17, step_bytes=1 << 18, steps=4_000, rates=(0.003, 0.01, 0.02),
         weight_decay=0.1, evaluate_contexts=128,
     ),
     "base": Size(
         layers=24, heads=16, width=1_024, feed_forward_ratio=4, text_context=16_384, audio_context=65_536,
-        audio_stride=256, window=512, summary=16, table_rows=1 << 18, step_bytes=1 << 20, steps=20_000,
+        audio_stride=256, window=512, table_rows=1 << 18, step_bytes=1 << 20, steps=20_000,
         rates=(0.002, 0.01, 0.01), weight_decay=0.1, evaluate_contexts=256,
     ),
 }  # fmt: skip
@@ -224,13 +223,10 @@ def _shape(size: Size, data: Data) -> dict[str, Any]:
             "embedding": {"type": "audio", "row_width": stride},
         }
     context = _fitting(size.text_context, data.train_bytes // LEAST_CONTEXTS, data)
-    stride = min(128, context // 4)
+    window = min(size.window, context // 4)
     return {
         "context": context,
-        "attention": [
-            {"type": "local", "window": min(size.window, context // 4)},
-            {"type": "fixed", "stride": stride, "summary": min(size.summary, stride // 4)},
-        ],
+        "attention": [{"type": "local", "window": window}, {"type": "match", "window": window}],
         "embedding": {"type": "tokens"},
         "rotary": {"base": 100_000} if context > 8_192 else {},
     }
