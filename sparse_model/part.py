@@ -42,7 +42,7 @@ class BlockContext(NamedTuple):
     first: int = 0  # position of the first row; above 0 only with a state
     places: Tensor | None = None  # (B, n) int64 of its own rows, in their documents, if these are kept apart
     selection: Selection | None = None  # what each head of its mixer reads, see ``Mixer.selection_of``
-    tokens: Tensor | None = None  # with a state: (B, reach + n - 1) int64, those before its rows; -1: none yet
+    tokens: Tensor | None = None  # cached or traced: (B, reach + n - 1) int64, those before its rows; -1: none yet
     columns: int = 0  # stride of the columns by which rows are divided over processes; 0: by sections
     # (B, N) bool, False for padding; None: all are real. Of whole contexts for a mixer, local rows for a feed-forward.
     real: Tensor | None = None

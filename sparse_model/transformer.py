@@ -276,9 +276,7 @@ class SparseTransformer(Part):
         mixers = (block.mixer for block in self.blocks)
         return [None if mixer is None else mixer.new_state(batch, length, device, dtype, back) for mixer in mixers]
 
-    def forward_cached(
-        self, h: Tensor, states: Sequence[State | None], first: int, before: Tensor | None = None
-    ) -> Tensor:
+    def forward_cached(self, h: Tensor, states: Sequence[State | None], first: int, before: Tensor) -> Tensor:
         """Run all residual blocks for positions after those in the states.
 
         Args:
@@ -286,7 +284,7 @@ class SparseTransformer(Part):
             states: one for each block. Rows before ``first`` are read, those of ``h`` are written.
             first: position of the first row of ``h``.
             before: (B, ``reach`` + n - 1) int64, the tokens before the rows, the newest last; ``NO_TOKEN`` before the
-                beginning. Without states it may be None.
+                beginning.
 
         Returns:
             (B, n, C), before the last norm.

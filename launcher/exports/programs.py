@@ -29,9 +29,9 @@ from longstride.launcher.models import Exported, load_model
 from longstride.sparse_model import SparseTransformer
 
 OPSET = 20  # the first of ONNX with all operators that torch emits
-# Mixers, besides attention over patterns, whose shapes can depend on a symbolic length. They search sorted lists, for
-# which ONNX has no operator.
-_TRACED = {"pt2": ("lsh", "routing"), "onnx": ()}
+# Mixers, besides attention over patterns, whose shapes can depend on a symbolic length. Hashing and routing search
+# sorted lists, for which ONNX has no operator.
+_TRACED = {"pt2": ("lsh", "match", "routing"), "onnx": ("match",)}
 _LENGTHS = (1, 2, 33, 256)  # of the contexts for the check
 _TOLERANCE = 1e-4  # relative to the largest logit
 
@@ -47,7 +47,8 @@ class NextTokens(nn.Module):
         """Map (B, n) int64, n ≥ 1, to (B, n, V) fp32; NaN after a full context."""
         network = self.network
         h = network.embedding(F.pad(input_ids, (0, 1)))
-        rows = network.forward_cached(h, [None] * len(network.blocks), 0)
+        before = F.pad(input_ids, (network.reach, 0), value=-1)  # before the beginning
+        rows = network.forward_cached(h, [None] * len(network.blocks), 0, before)
         logits: Tensor = network.logits(network.norm(rows))[:, 1:].float()
         following = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
         # Runtimes without size bounds would go on with positions that start over.

@@ -9,6 +9,7 @@ Letters: B batch, H heads of queries, N positions, n new positions, D head width
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -74,12 +75,30 @@ class MatchAttention(Attention):
 
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
         if context.state is not None:
-            assert context.tokens is not None
             state: Any = context.state
-            rows = h.shape[1]
-            before = context.tokens[:, context.tokens.shape[1] - rows - self.config.order + 1 :]
-            state.codes[:, context.first : context.first + rows] = self.codes(before)[..., 0]
+            state.codes[:, context.first : context.first + h.shape[1]] = self._codes_of_rows(context, h.shape[1])
         return super().forward(h, context)
+
+    def _codes_of_rows(self, context: BlockContext, count: int) -> Tensor:
+        """Return the code of the tokens before each of the rows, (B, count) int64."""
+        assert context.tokens is not None
+        length = count + self.config.order - 1
+        return self.codes(context.tokens.narrow(1, context.tokens.shape[1] - length, length))[..., 0]
+
+    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, context: BlockContext) -> MixerOutput:
+        if context.tokens is None or context.selection is not None:
+            return super()._by_heads(q, k, v, context)
+        # Traced for any length, by operations that ONNX has: all pairs are computed.
+        codes = self._codes_of_rows(context, q.shape[2])
+        position = torch.arange(q.shape[2], device=q.device)
+        distance = position[:, None] - position
+        keys = F.pad(codes[:, :-1], (1, 0), value=-1)
+        far = (codes[:, :, None] == keys[:, None]) & (distance >= self.config.window)
+        recent = far.int().flip(2).cumsum(2).flip(2) <= self.config.matches
+        allowed = far & recent | (distance >= 0) & (distance < self.config.window)
+        of_group = torch.arange(self.heads, device=q.device) // self.group
+        scores = (q @ k.index_select(1, of_group).mT * q.shape[3] ** -0.5).masked_fill(~allowed[:, None], -math.inf)
+        return MixerOutput(scores.softmax(-1) @ v.index_select(1, of_group))
 
     def selection_of(self, tokens: Tensor, places: Tensor | None = None) -> Selection:
         before = F.pad(tokens[:, :-1].long(), (self.config.order, 0), value=NO_TOKEN)

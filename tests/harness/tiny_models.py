@@ -120,7 +120,8 @@ def assert_next_logits(folder: Path, program: Callable[[torch.Tensor], torch.Ten
     exact, network = load_model(folder, dtype=torch.float64), load_model(folder)
     errors, bars = [], []
     for batch, length in sizes:
-        tokens = torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(length))
+        generator = torch.Generator().manual_seed(length)
+        tokens = torch.randint(min(256, exact.config.vocabulary), (batch, length), generator=generator)
         with torch.no_grad():
             expected, actual = (model(F.pad(tokens, (0, 1)))[:, 1:] for model in (exact, network))
             output = program(tokens)
