@@ -146,7 +146,8 @@ def test_a_browser_shows_what_a_query_reads(tmp_path: Path) -> None:
             # A page of two patterns, as a person uses it.
             kinds = [{"type": "local", "window": 128}, {"type": "fixed", "stride": 128, "summary": 8}]
             config, file = tmp_path / "two.json", tmp_path / "two.html"
-            config.write_text(json.dumps({"extends": "demo", "model": {"layers": 2, "attention": kinds}}))
+            model = {"context": 1024, "layers": 2, "attention": kinds}
+            config.write_text(json.dumps({"extends": "demo", "model": model}))
             file.write_text(pattern_page(config, query=712))
             await page.call(
                 "Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=2, mobile=True
