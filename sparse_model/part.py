@@ -40,7 +40,7 @@ class BlockContext(NamedTuple):
 
     state: State | None = None  # cache of earlier positions, in generation
     first: int = 0  # position of the first row; above 0 only with a state
-    places: Tensor | None = None  # (B, n) int64 of its own rows, in their documents, if these are kept apart
+    places: Tensor | None = None  # (B, n) int64, of its own rows in their documents; None: not kept apart
     selection: Selection | None = None  # what each head of its mixer reads, see ``Mixer.selection_of``
     tokens: Tensor | None = None  # cached or traced: (B, reach + n - 1) int64, those before its rows; -1: none yet
     columns: int = 0  # stride of the columns by which rows are divided over processes; 0: by sections

@@ -108,7 +108,9 @@ class Session:
         if tokens.shape != (self.batch,):
             raise ValueError(f"tokens {tuple(tokens.shape)} must be ({self.batch},), one for each context")
         assert self.logits is not None  # computes this position's row, so that its keys and values are cached
-        self._add(tokens[:, None])
+        with torch.inference_mode():
+            self._store(tokens[:, None])
+        self.position, self._logits = self.position + 1, None
 
     def prefill(self, tokens: Tensor) -> None:
         """Begin every context with several tokens, in one forward pass.
@@ -125,9 +127,9 @@ class Session:
         if not tokens.shape[1]:
             return
         with torch.inference_mode():
-            self._tokens[:, self._reach : self._reach + tokens.shape[1]] = tokens
+            self._store(tokens)
             self._rows(0, tokens.shape[1])
-        self._add(tokens)
+        self.position, self._logits = tokens.shape[1], None
 
     def extend(self, tokens: Tensor, keep: int = 0) -> Tensor:
         """Add several tokens to every context, in one pass.
@@ -152,15 +154,13 @@ class Session:
         first = self.position + (self.position > 0 and self._logits is not None)
         model, full = self._bare, self.position + count == self.length
         with torch.inference_mode():
-            begin = self.position + self._reach
-            self._tokens[:, begin : begin + count] = tokens
+            self._store(tokens)
             h = self._rows(first, self.position + count + 1 - full - first)
             logits = model.logits(model.norm(h[:, h.shape[1] + full - (keep or count) :]))
             logits = logits.to(wide_of(logits))
             if full:
                 logits = nn.functional.pad(logits, (0, 0, 0, 1), value=torch.nan)
-        self._add(tokens)
-        self._logits = None if full else logits[:, -1]
+        self.position, self._logits = self.position + count, None if full else logits[:, -1]
         return logits
 
     def truncate(self, length: int) -> None:
@@ -248,12 +248,10 @@ class Session:
             h = embedding.rows(before[:, self._reach - embedding.reach :], first)
         return self._bare.forward_cached(h, self.states, first, before) if count else h
 
-    def _add(self, tokens: Tensor) -> None:
-        """Store tokens (B, n) and move on to the next position."""
-        first, count = self.position + self._reach, tokens.shape[1]
-        with torch.inference_mode():
-            self._tokens[:, first : first + count] = tokens
-        self.position, self._logits = self.position + count, None
+    def _store(self, tokens: Tensor) -> None:
+        """Write tokens (B, n) behind the present ones."""
+        first = self.position + self._reach
+        self._tokens[:, first : first + tokens.shape[1]] = tokens
 
     def _require_autocast(self) -> None:
         if (now := _autocast(self.model.embedding.start)) != self._autocast:

@@ -97,7 +97,7 @@ class SparseTransformer(Part):
     @property
     def reach(self) -> int:
         """How many tokens before a row its embedding, and what it reads, depend on directly."""
-        return max(self.embedding.reach, *(mixer.reach for mixer in self.mixers), 1)
+        return max([self.embedding.reach, *(mixer.reach for mixer in self.mixers)])
 
     @property
     def observers(self) -> list[Part]:
@@ -163,8 +163,9 @@ class SparseTransformer(Part):
         Returns:
             Logits (B, N, V), or nats (B, N) in fp32, 0 for padding. With ``return_extras`` these are the rows of a
             ``MixerOutput`` with the sum of the auxiliary losses, if any, and the statistics of each of ``observers``.
-            With sequence parallelism, only the rows of this process's section, which depend on these tokens and on
-            ``reach`` tokens before them. Auxiliary losses cover whole contexts; statistics add up over processes.
+            With sequence parallelism, only the rows of this process's section. They depend on the section's tokens and
+            on ``reach`` tokens before them, or on all tokens where a mixer selects by tokens. Auxiliary losses cover
+            whole contexts; statistics add up over processes.
 
         Raises:
             ValueError: tokens are not (B, N) with 1 to ``context`` positions, or the processes do not divide N.

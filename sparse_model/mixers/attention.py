@@ -174,8 +174,7 @@ class Attention(Mixer):
         q, k, v = division.to_heads(q, k, v)
         heads = division.heads(self.heads)
         if context.selection is not None:
-            selection = context.selection
-            selection = selection if division.size == 1 else selection.of_heads(heads)
+            selection = context.selection if division.size == 1 else context.selection.of_heads(heads)
             output = MixerOutput(selected_attention(q, k, v, selection, backend=self.backend))
         else:
             output = self.attend(q, k, v, heads, context.real)
