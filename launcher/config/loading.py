@@ -232,8 +232,9 @@ def _with_suggestions(problems: Sequence[Problem]) -> list[Problem]:
             name = problem.path.rpartition(".")[2]
             if name not in paths and "nearest" not in problem.rule:
                 name = next(iter(difflib.get_close_matches(name, paths, n=1, cutoff=0.8)), name)
-            if name in paths:
-                suggestion = " or ".join(paths[name][:_MOST_SUGGESTIONS])
+            places = paths.get(name, [])
+            if places and problem.path not in places:  # one of them: a key of another type
+                suggestion = " or ".join(places[:_MOST_SUGGESTIONS])
                 problem = replace(problem, rule=f"unknown key; did you mean {suggestion}")
         improved.append(problem)
     return improved

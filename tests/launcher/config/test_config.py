@@ -82,6 +82,11 @@ def test_a_key_at_the_wrong_place_is_led_to_its_own(path: Path, override: str, r
     assert refused(path, override) == [f"{override.partition('=')[0]}: unknown key; {rule}"]
 
 
+def test_a_key_of_another_type_is_not_led_to_where_it_is(path: Path) -> None:
+    told = refused(path, 'model.attention={"type": "match", "window": 4, "stride": 3}')
+    assert told == ["model.attention.stride: unknown key; known: type, window, order, matches, key_value_heads"]
+
+
 def test_fewer_steps_on_the_command_line_shorten_a_files_warm_up(path: Path) -> None:
     def warm_up(*overrides: str) -> tuple[int, list[str]]:
         told: list[str] = []
