@@ -25,6 +25,7 @@ from longstride.sparse_model.feed_forwards import (
 )
 from longstride.sparse_model.mixers import MIXERS, attention_schema, mixers_from_json
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
+from longstride.sparse_model.objectives import AnyObjective, Autoregressive
 from longstride.sparse_model.part import Ability, FeedForwardConfig, MixerConfig, PartConfig
 from longstride.sparse_model.strict import StrictModel
 
@@ -151,7 +152,16 @@ class ModelConfig(NetworkConfig):
         default=None, description="hash tables of the last tokens, added to the token embedding; null: none"
     )
 
-    left_out_at_default: ClassVar[tuple[str, ...]] = (*NetworkConfig.left_out_at_default, "feed_forward", "ngrams")
+    objective: AnyObjective = Field(
+        default=Autoregressive(), description="what is read, and which tokens are predicted"
+    )
+
+    left_out_at_default: ClassVar[tuple[str, ...]] = (
+        *NetworkConfig.left_out_at_default,
+        "feed_forward",
+        "ngrams",
+        "objective",
+    )
 
     def problems(self) -> Iterator[Problem]:
         """Yield the contradictions of the network and of its embedding, mixers and feed-forwards."""
@@ -172,6 +182,8 @@ class ModelConfig(NetworkConfig):
             except ConfigError as error:
                 wrong_parts += error.problems
         yield from wrong_parts
+        if not wrong_parts:
+            yield from self._wrong_sides()
         if self.convolution is not None and not wrong_parts:
             yield from self._lacking("convolution", "does not apply model.convolution; set it to null")
         if self.reversible and not wrong_parts:
@@ -267,6 +279,32 @@ class ModelConfig(NetworkConfig):
             for kind in dict.fromkeys(part.type for part in parts if ability not in part.supports):
                 yield Problem(path, f"{kind} {rule}")
 
+    def _wrong_sides(self) -> Iterator[Problem]:
+        """Yield a problem for each part that reads other sides of a position than the objective needs."""
+        kind, causal = self.objective.type, self.objective.causal
+        reads = {name: side for mixer in self.mixers[: self.layers] for name, side in mixer.causality().items()}
+        for name in (name for name, side in reads.items() if side != causal):
+            if causal:
+                rule = f'{name} reads later positions, which objective {kind} predicts; leave out "causal": false'
+            else:
+                rule = f"{name} reads no later positions, and objective {kind} needs both sides; "
+                rule += 'give a pattern "causal": false, or another type'
+            yield Problem("attention", rule)
+        for option in ("convolution", "ngrams") if not causal else ():
+            if getattr(self, option) is not None:
+                rule = f"reads no later positions, and objective {kind} needs both sides; set it to null"
+                yield Problem(option, rule)
+
+    def require_next_token(self) -> None:
+        """Check that the model predicts each next token, so that it can sample, compress and score text.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if not self.objective.causal:
+            rule = 'predicts no next token, so it cannot sample, compress or score text; take "autoregressive"'
+            raise ConfigError.at("model.objective.type", self.objective.type, rule)
+
     def check_division(
         self, size: int, exchange: Literal["heads", "keys", "auto"] = "auto", *, documents: bool = False
     ) -> None:
@@ -286,7 +324,7 @@ class ModelConfig(NetworkConfig):
         for mixer in (block.mixer for block in self.blocks() if block.mixer is not None):
             if documents or self.backend == "flex":
                 by_heads["attention within documents" if documents else "backend flex"] = None
-            elif "keys" not in mixer.supports:
+            elif "keys" not in mixer.supports or not self.objective.causal:
                 by_heads[mixer.type] = None
         divided, before = bool(by_heads) or exchange == "heads", (self.convolution or 1) - 1
 

@@ -19,18 +19,21 @@ Index = TypeVar("Index", int, Tensor)  # one position, or many
 class Embedding(Part):
     """Token embedding plus one embedding for each position table, shifted right (section 5.1; released code).
 
-    With ``ngrams``, tables of the last tokens are added as well.
+    With ``ngrams``, tables of the last tokens are added as well. If the objective is not causal, nothing is shifted,
+    and there is no start.
     """
 
     part = "embedding"
+    start: nn.Parameter  # (C,), the row before the first token; None if the objective is not causal
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.tokens = nn.Embedding(config.vocabulary + config.objective.mask_rows, config.width)
         self.sizes = config.embedding.table_sizes(config.context)
         self.positions = nn.ModuleList(nn.Embedding(size, config.width) for size in self.sizes)
-        self.start = nn.Parameter(torch.empty(config.width))
+        start = nn.Parameter(torch.empty(config.width)) if config.objective.causal else None
+        self.register_parameter("start", start)
         self.ngrams: Ngrams | None = None
         if config.ngrams is not None:
             self.ngrams = Ngrams(config.ngrams.orders, config.ngrams.rows, config.vocabulary, config.width)
@@ -41,7 +44,8 @@ class Embedding(Part):
 
         The terms of a row are scaled so that their sum has the stream's size; n-gram tables begin at 0.
         """
-        draw(self.start, self.config, self.config.width)
+        if self.config.objective.causal:
+            draw(self.start, self.config, self.config.width)
         draw(self.tokens.weight, self.config, self.config.width)
         for table in self.positions:
             assert isinstance(table, nn.Embedding)
@@ -56,30 +60,46 @@ class Embedding(Part):
     ) -> Tensor:
         """Embed tokens (B, N), integers of any type, to (B, N, C): row i holds token i - 1 and position i.
 
+        If the objective is not causal, row i holds token i, where the vocabulary's size stands for a masked token.
+
         Args:
             tokens: (B, N). With sequence parallelism, only the rows of this process's section are returned.
             places: (B, N), each position's place in its document. Positions then count from its first one, and earlier
                 tokens do not exist.
-            embedded: (B, N - 1, C), replaces the rows of the token table; only without sequence parallelism.
+            embedded: (B, N - 1, C), replaces the rows of the token table; only without sequence parallelism and for
+                causal objectives.
             real: (B, N) bool, False where a row is padding.
         """
         section = self.division.section(tokens.shape[1])
-        before = tokens[:, max(0, section.start - self.reach) : section.stop - 1].long()
-        before = F.pad(before, (section.stop - section.start + self.reach - 1 - before.shape[1], 0), value=NO_TOKEN)
         positions = torch.arange(section.start, section.stop, device=tokens.device)
         places = None if places is None else places[:, section]
+        if self.config.objective.causal:
+            h = self._shifted(tokens, section, places, embedded, None if real is None else real[:, section])
+        else:
+            masked = (tokens == self.config.vocabulary)[:, section, None]
+            h = self.tokens(tokens[:, section].long().clamp_max(self.tokens.num_embeddings - 1))
+            h = h if self.config.objective.mask_rows else h.masked_fill(masked, 0.0)
+        for table, index in self._places(positions if places is None else places):
+            h = h + table(index)
+        return h
+
+    def _shifted(
+        self, tokens: Tensor, section: slice, places: Tensor | None, embedded: Tensor | None, real: Tensor | None
+    ) -> Tensor:
+        """Return a section's rows without positions; ``places`` and ``real`` are the section's."""
+        before = tokens[:, max(0, section.start - self.reach) : section.stop - 1].long()
+        before = F.pad(before, (section.stop - section.start + self.reach - 1 - before.shape[1], 0), value=NO_TOKEN)
         if self.division.size == 1:
             start = self.start.expand(tokens.shape[0], 1, -1)
             h = torch.cat([start, self.tokens(before[:, self.reach :]) if embedded is None else embedded], dim=1)
         else:  # the start has a gradient on every process
             last = before[:, self.reach - 1 :]
+            positions = torch.arange(section.start, section.stop, device=tokens.device)
             h = torch.where((positions == 0)[:, None], self.start, self.tokens(last.clamp_min(0)))
         if places is not None:
             h = torch.where((places == 0)[..., None], self.start, h)
         if self.ngrams is not None:
-            h = self.ngrams(h, before, places, None if real is None else real[:, section])
-        for table, index in self._places(positions if places is None else places):
-            h = h + table(index)
+            h = self.ngrams(h, before, places, real)
         return h
 
     def rows(self, before: Tensor, first: int) -> Tensor:

@@ -295,6 +295,10 @@ class PartConfig(ABC):
 class MixerConfig(PartConfig):
     """The configuration of a mixer."""
 
+    def causality(self) -> dict[str, bool]:
+        """Map the type of each of its ways to read to whether rows then read no later positions."""
+        return {self.type: True}
+
     @property
     @abstractmethod
     def has_queries(self) -> bool:

@@ -56,8 +56,10 @@ class Session:
                 keeps all its rows.
 
         Raises:
+            ConfigError: the model predicts no next token.
             ValueError: the model is in training mode, or the batch, the length or ``back`` is out of range.
         """
+        model.config.require_next_token()
         context = model.config.context
         if model.training:
             raise ValueError("the model is in training mode: call model.eval() first")

@@ -147,8 +147,12 @@ class SparseTransformer(Part):
         return_extras: bool = False,
         begins: Tensor | None = None,
         real: Tensor | None = None,
+        inputs: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor | MixerOutput:
         """Predict tokens[:, i] in row i from tokens[:, :i], or with ``begins`` from those of them in the same document.
+
+        With another objective than autoregressive, row i predicts tokens[:, i] from ``inputs``.
 
         Args:
             tokens: (B, N) integers of any type, N at most the configured context. The last one is only a target. Sent
@@ -159,10 +163,13 @@ class SparseTransformer(Part):
                 is computed as in a context of its own.
             real: (B, N) bool, False where a token is padding, after all other tokens of its context; None: all are
                 real. Padding has no nats, no gradient, and no influence on averages, statistics or capacities.
+            inputs: (B, N) integers, see ``Corrupted``; None: the tokens themselves.
+            predicted: (B, N) bool, True where a token is predicted. All others have no nats; None: all are predicted.
 
         Returns:
-            Logits (B, N, V), or nats (B, N) in fp32, 0 for padding. With ``return_extras`` these are the rows of a
-            ``MixerOutput`` with the sum of the auxiliary losses, if any, and the statistics of each of ``observers``.
+            Logits (B, N, V), or nats (B, N) in fp32, 0 for padding and where nothing is predicted. With
+            ``return_extras`` these are the rows of a ``MixerOutput`` with the sum of the auxiliary losses, if any, and
+            the statistics of each of ``observers``.
             With sequence parallelism, only the rows of this process's section. They depend on the section's tokens and
             on ``reach`` tokens before them, or on all tokens where a mixer selects by tokens. Auxiliary losses cover
             whole contexts; statistics add up over processes.
@@ -174,14 +181,19 @@ class SparseTransformer(Part):
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         places = None if begins is None else places_of(begins)
-        contexts, section = self.block_contexts(tokens, places, real), self.division.section(tokens.shape[1])
+        inputs = tokens if inputs is None else inputs
+        contexts, section = self.block_contexts(inputs, places, real), self.division.section(tokens.shape[1])
         output, columns = self.residual(
-            lambda: self.embedding(tokens, places, real=real), contexts, self.activation_checkpoint
+            lambda: self.embedding(inputs, places, real=real), contexts, self.activation_checkpoint
         )
         if return_nats:  # exchange targets and nats, which are smaller than rows
-            rows = self.norm(output.rows)
             targets = self.division.redistribute(tokens[:, section, None], 0, columns)[..., 0].long()
-            nats = self.logits(rows, targets)
+            if predicted is None:
+                nats = self.logits(self.norm(output.rows), targets)
+            else:  # compute no other logits
+                at = self.division.redistribute(predicted[:, section, None], 0, columns)[..., 0]
+                some = self.logits(self.norm(output.rows[at]), targets[at])
+                nats = some.new_zeros(targets.shape).masked_scatter(at, some)
             scored = self.division.redistribute(nats[..., None], columns, 0)[..., 0]
             if real is not None:
                 scored = scored.where(real[:, section], 0.0)
@@ -233,8 +245,11 @@ class SparseTransformer(Part):
         """
         contexts, columns, context = [], 0, tokens.shape[1]
         local_places = None
+        readable = places
         if real is not None:
             self._require("padding")
+            if not self.config.objective.causal:  # padding stands in documents of its own, which no other row reads
+                readable = places_of(~real if places is None else ~real | (places == 0))
         if places is not None:
             self._require("documents")
             local_places = places[:, self.division.section(context)]
@@ -244,7 +259,7 @@ class SparseTransformer(Part):
             if mixer is not None:
                 alike = mixer.patterns, mixer.choice
                 if alike not in selections:
-                    selections[alike] = mixer.selection_of(tokens, places)
+                    selections[alike] = mixer.selection_of(tokens, readable)
             in_sections = block.feed_forward is not None and block.feed_forward.in_sections
             if self.division.size == 1 or self.config.reversible or in_sections or places is not None:
                 columns = 0

@@ -23,7 +23,7 @@ ORDER = {
         "selected", "decoding",
     ],
     "sparse_model": [
-        "strict", "network", "tiles", "division", "rotary", "part", "norm", "ngrams", "mixers",
+        "strict", "network", "objectives", "tiles", "division", "rotary", "part", "norm", "ngrams", "mixers",
         "feed_forwards", "config", "embedding", "output", "block", "transformer", "session", "generation",
     ],
     "data_pipelines": [

@@ -38,17 +38,20 @@ class EvaluationBatch:
     sample_ids: Tensor  # (B,) int64: the context's number in the split, PADDING_ID for a padding row
     begins: Tensor | None = None  # (B, N) bool, as in ``Batch``; each padding position begins a document
     separators: Tensor | None = None  # (B, N) bool, True on separators; None: there are none
+    inputs: Tensor | None = None  # (B, N), as in ``Batch``
+    predicted: Tensor | None = None  # (B, N) bool, as in ``Batch``: no other tokens are scored
 
     @property
     def scored(self) -> Tensor:
         """True on scored bytes, (B, N) bool."""
         position = torch.arange(self.tokens.shape[1])
-        return (position >= self.scored_from[:, None]) & (position < self.lengths[:, None])
+        scored = (position >= self.scored_from[:, None]) & (position < self.lengths[:, None])
+        return scored if self.predicted is None else scored & self.predicted
 
     @property
     def content(self) -> Tensor:
-        """True on scored bytes that are data, not separators, (B, N) bool."""
-        return self.scored if self.separators is None else self.scored & ~self.separators
+        """True on scored bytes that are data, not separators, (B, N) bool. Predicted separators count too."""
+        return self.scored if self.separators is None or self.predicted is not None else self.scored & ~self.separators
 
 
 def evaluation_contexts(

@@ -23,7 +23,7 @@ from longstride.data_pipelines.plain_files import read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import ModelConfig, StrictModel
+from longstride.sparse_model import ModelConfig, SparseTransformer, StrictModel
 
 PROBE = "probe.npy"  # (N,) uint8, in a checkpoint's folder
 # numpy's header of such an array. Matching it exactly rules out other types and sizes.
@@ -69,6 +69,18 @@ class Probe:
         if len(content) != model.context or int(content.max()) >= model.vocabulary:
             raise ConfigError(f"{self.path}: is not a context of {model.context:,} bytes below {model.vocabulary}")
         return torch.from_numpy(content.copy())
+
+    @staticmethod
+    @torch.no_grad()
+    def summed_nats(
+        network: DeepSpeedEngine | SparseTransformer, config: ModelConfig, content: Tensor, device: torch.device
+    ) -> Tensor:
+        """Return the summed nats () fp64 of what is predicted in a probe, (N,) uint8; always the same tokens."""
+        lengths, number = torch.tensor([len(content)]), torch.tensor([0])
+        corrupted = config.objective.corrupt(content[None], lengths, number, _SEED, config.vocabulary)
+        extra = {} if corrupted is None else {name: rows.to(device) for name, rows in corrupted._asdict().items()}
+        nats: Tensor = network(content[None].to(device), return_nats=True, **extra)
+        return nats.double().sum()
 
     def difference(self, nats: float) -> float:
         """Return the relative difference between a loss and the saved one; nan if either is."""
@@ -136,11 +148,11 @@ def _loss_nats(engine: DeepSpeedEngine, content: Tensor, ranks: Ranks) -> float:
     training, attention = model.training, model.attention_from
     engine.eval()
     model.use_attention(None)  # as the model will be used, whatever the stage of the run
-    with torch.no_grad():
-        nats = engine(content[None].to(engine.device), return_nats=True)
+    nats = Probe.summed_nats(engine, model.config, content, engine.device)
     model.use_attention(attention)
     engine.train(training)
+    count = model.config.objective.num_predicted(len(content))
     if ranks.sequence_parallel == 1:
-        return float(nats.double().mean())
-    shares = ranks.gather(nats.double().sum()[None]).cpu()  # all groups compute the same context
-    return float(shares[: ranks.sequence_parallel].sum() / len(content))
+        return float(nats / count)
+    shares = ranks.gather(nats[None]).cpu()  # all groups compute the same context
+    return float(shares[: ranks.sequence_parallel].sum() / count)

@@ -57,6 +57,7 @@ def run_compress(arguments: argparse.Namespace) -> int:
         rule = "writes pixels of a palette, but compress needs a model of bytes; name one"
         raise ConfigError(f"--model={arguments.model}: {rule}")
     model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
+    model.config.require_next_token()
     with naming(f"FILE={arguments.file}"):
         check_bytes(content, model)
     start = time.perf_counter()

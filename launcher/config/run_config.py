@@ -103,6 +103,10 @@ class RunConfig(StrictModel):
         if seconds is not None and seconds >= limit:
             rule = f"must be less than train.timeout_seconds {limit:g}, when other processes stop waiting for this one"
             raise ConfigError.at("data.worker_timeout_seconds", seconds, f"{rule}; {limit / 2:g}")
+        objective = self.model.objective
+        if self.train.samples_every and not objective.causal:
+            rule = f"objective {objective.type} predicts no next token to sample; give 0"
+            raise ConfigError.at("train.samples_every", self.train.samples_every, rule)
         shared = self.train.sequence_parallel
         if shared is not None and self.train.compile:
             rule = "compiles complete blocks, but train.sequence_parallel exchanges rows within them; give false"

@@ -46,6 +46,7 @@ from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag, StopRequestedError
+from longstride.sparse_model import ModelConfig
 
 _CONFIG_PATHS = {
     "context": "model.context",
@@ -56,6 +57,7 @@ _CONFIG_PATHS = {
     **DATA_PATHS,
 }
 _BYTE_VALUES = 256
+_EVALUATION_SEED = 0  # of what is predicted: the same for every run, so that their losses compare
 _FAILED, _HAS_BATCH, _AT_THE_END, _LOST = 0, 1, 2, 3  # states of a rank's next batch
 SomeBatch = TypeVar("SomeBatch", Batch, EvaluationBatch)
 
@@ -65,7 +67,7 @@ class GlobalBatch(Generic[SomeBatch]):
     """A batch over all ranks, for a step or an evaluation."""
 
     part: SomeBatch  # of this rank
-    num_tokens: int  # over all contexts, without padding: the loss is normalised by it
+    num_tokens: int  # predicted ones over all contexts, without padding: the loss is normalised by it
     content: int  # tokens of the data, without separators; in an evaluation only the scored ones
     sample_ids: tuple[int, ...]  # of all ranks, in rank order; ranks that share contexts count once
     sample_ids_crc32: int  # of the same as little-endian int64
@@ -122,7 +124,8 @@ def global_batches(
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
         must_stop = int(stop is not None and stop.reason is not None)
         if batch is not None:
-            tokens, content = int(batch.lengths.sum()), int(batch.content.sum())
+            counted = batch.lengths if batch.predicted is None else batch.predicted
+            tokens, content = int(counted.sum()), int(batch.content.sum())
             row = torch.cat([torch.tensor([state, tokens, len(substitutions), must_stop, content]), batch.sample_ids])
         else:
             row = torch.zeros(5 + rows, dtype=torch.int64)
@@ -158,11 +161,15 @@ def global_batches(
         yield GlobalBatch(batch, num_tokens, content, tuple(ids.reshape(-1).tolist()), crc32, substitutions)
 
 
-def within_vocabulary(batches: Iterator[SomeBatch], vocabulary: int) -> Iterator[SomeBatch]:
-    """Yield the batches; raise DataError at a byte outside the vocabulary, which may be smaller, such as ASCII."""
+def for_model(batches: Iterator[SomeBatch], model: ModelConfig, seed: int) -> Iterator[SomeBatch]:
+    """Yield the batches as the model's objective reads them, drawn by ``seed``.
+
+    Raises DataError at a byte outside the vocabulary, which may be smaller, such as ASCII.
+    """
     for batch in batches:
-        _check_tokens(batch.tokens, vocabulary)
-        yield batch
+        _check_tokens(batch.tokens, model.vocabulary)
+        corrupted = model.objective.corrupt(batch.tokens, batch.lengths, batch.sample_ids, seed, model.vocabulary)
+        yield batch if corrupted is None else replace(batch, inputs=corrupted.inputs, predicted=corrupted.predicted)
 
 
 def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
@@ -269,8 +276,8 @@ class TrainingData:
 
     @property
     def unit(self) -> str:
-        """The name of what a token stands for."""
-        return self.identity.unit
+        """The name of what a loss counts: of what a token stands for, or of what the objective predicts."""
+        return self._config.model.objective.unit(self.identity.unit)
 
     def stream(self, state: StreamState | None = None) -> ByteStream:
         """Open this rank's training batches at a state; None is the beginning.
@@ -305,7 +312,7 @@ class TrainingData:
 
         def open_batches() -> Iterator[Batch]:
             opened = stream if isinstance(stream, ByteStream) else self.stream(stream)
-            return within_vocabulary(iter(opened), self._config.model.vocabulary)
+            return for_model(iter(opened), self._config.model, self._config.data.seed)
 
         rows = self._config.train.global_batch // self._ranks.data_world_size
         stages = self._config.stages()
@@ -328,8 +335,13 @@ class TrainingData:
         """Open this rank's contexts of a split, by default the run's validation split in its micro-batches.
 
         Raises:
+            ConfigError: the objective reads both sides of a token, and ``min_context`` is not 0.
             DataError: the split does not fit the run.
         """
+        objective = self._config.model.objective
+        if min_context and not objective.causal:
+            rule = f"counts earlier bytes, but objective {objective.type} reads both sides of a byte; leave it out"
+            raise ConfigError(f"--min-context={min_context}: {rule}")
         with rename_settings(_CONFIG_PATHS):
             batches = evaluation_contexts(
                 self._folder,
@@ -342,7 +354,7 @@ class TrainingData:
                 limit=limit,
                 min_context=min_context,
             )
-        return within_vocabulary(batches, self._config.model.vocabulary)
+        return for_model(batches, self._config.model, _EVALUATION_SEED)
 
     def context(self, number: int, split: str | None = None) -> Tensor:
         """Read context ``number`` of a split (None: the validation split).

@@ -247,8 +247,12 @@ def score(
 
     def nats_of(batch: EvaluationBatch) -> Tensor:
         with torch.no_grad():  # applies to one thread only
-            begins = {} if batch.begins is None else {"begins": cut(batch.begins).to(device)}
-            return model(cut(batch.tokens).to(device), return_nats=True, **begins).float().cpu()  # (B, N)
+            names = ("begins", "inputs", "predicted")
+            extra = {name: cut(rows).to(device) for name in names if (rows := getattr(batch, name)) is not None}
+            real = cut(torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None])
+            if batch.predicted is not None and not bool(real.all()):  # or rows would read the padding behind them
+                extra["real"] = real.to(device)
+            return model(cut(batch.tokens).to(device), return_nats=True, **extra).float().cpu()  # (B, N)
 
     parts = (batch.part for batch in global_batches(contexts, batch_size, ranks, device, stop))
     for batch, nats in _compute_in_order(nats_of, parts, threads):

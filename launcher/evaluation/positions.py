@@ -92,7 +92,7 @@ def draw_positions(sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run
     bounds = edges[joined] + 1  # positions from 1, for the logarithm
     unit, mean = metrics_file.bits_of(line)
     unit = "bits per dimension" if "bits_per_dimension" in line else unit
-    things = "pixels" if unit == "bits per pixel" else "bytes"
+    things = f"{unit.removeprefix('bits per ')}s".replace("dimensions", "bytes")
     with styled():
         figure, axis = curves()
         axis.stairs(bits, bounds, baseline=None, linewidth=1.6, color=LINES[0], label="mean of a bin")

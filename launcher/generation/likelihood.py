@@ -110,6 +110,7 @@ def check_bytes(content: bytes, model: SparseTransformer) -> None:
 
 def piece_nats(model: SparseTransformer, pieces: Iterable[Piece], rows: int) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yield each piece with the nats of its scored tokens, in fp32; ``rows`` pieces are computed at once."""
+    model.config.require_next_token()
     device = model.embedding.start.device
     for batch, tokens in batches(pieces, rows):
         with torch.no_grad():

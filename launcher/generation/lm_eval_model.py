@@ -94,6 +94,7 @@ class LongstrideLM(LM):
         self._device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype_of = None if dtype in (None, "auto") else types[dtype]
         self.model = load_model(self.path, self._device, dtype_of, trust_code=trust_code)
+        self.model.config.require_next_token()
         self._fingerprint = exported.content.get("fingerprint", "")
 
     @classmethod

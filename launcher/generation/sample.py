@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ConfigError(f"--likelihood: scores a file and does not sample; leave out {option}")
             raise ConfigError(f"{option}: only works together with --likelihood FILE; leave it out")
     model = load_model(arguments.model, arguments.device, trust_code=arguments.trust_code)
+    model.config.require_next_token()
     config = load_json_object(arguments.model / file_names.CONFIG)
     data = ModelData.of(config, model.config, arguments.modality, arguments.rate)
     if data.palette is None and model.config.vocabulary > 256:

@@ -15,7 +15,7 @@ from longstride.data_pipelines.plain_files import JSONError, open_plain, parse_j
 from longstride.launcher.output.file_names import METRICS
 
 NO_BYTE = "pixel"  # the only unit whose tokens are not bytes: pixels of a palette
-_BITS = "bits_per_"
+LOSS_UNITS = ("byte", NO_BYTE, "masked byte", f"masked {NO_BYTE}")  # losses per one never compare with another's
 _MOST_LINE_BYTES = 2**22  # enough for thousands of replaced contexts
 # Keys and types in lines of every version. Those of a step distinguish steps from evaluations, on any split.
 _LINE_KEYS = {"step": (int,), "split": (str,), "loss_nats": (float, NoneType), "tokens": (int,)}
@@ -41,30 +41,42 @@ def loss_fields(nats: float, tokens: int, content: int, unit: str = "byte") -> d
     """Return the loss fields of a line: nats per token, bits per byte, and the numbers of tokens and bytes.
 
     Values that are not finite become None. A pixel of a palette is not a byte, so its loss only has
-    ``bits_per_pixel``. That is not comparable with the original picture.
+    ``bits_per_pixel``. That is not comparable with the original picture. Likewise the loss of masked bytes only has
+    ``bits_per_masked_byte``, without separators' share: they are masked too.
 
     Args:
         nats: mean over the tokens.
         tokens: scored positions, without padding.
         content: scored positions that hold data, without separators.
-        unit: name of what a token stands for.
+        unit: name of what a token stands for, or of what is predicted.
     """
-    names = (unit,) if unit == NO_BYTE else ("byte", unit)
-    losses = {"loss_nats": nats} | {f"{_BITS}{name}": bits_per_byte(nats, tokens, content) for name in names}
-    counts = {"tokens": tokens} if unit == NO_BYTE else {"tokens": tokens, "bytes": content}
+    per = loss_unit(unit)
+    bits = bits_per_byte(nats, tokens, tokens if per.startswith("masked") else content)
+    losses = {"loss_nats": nats} | {bits_name(name): bits for name in (per, unit)}
+    counts = {"tokens": tokens} if unit == NO_BYTE else {"tokens": tokens, f"{per.split()[-1]}s": content}
     return {name: loss if math.isfinite(loss) else None for name, loss in losses.items()} | counts
+
+
+def loss_unit(unit: str) -> str:
+    """Return the unit of the loss where a token stands for a ``unit``: that of bytes, if it is one."""
+    return unit if unit in LOSS_UNITS else "byte"
+
+
+def bits_name(unit: str) -> str:
+    """Return the field of a loss: "bits_per_masked_byte"."""
+    return f"bits_per_{unit.replace(' ', '_')}"
 
 
 def content_of(line: dict[str, Any]) -> int:
     """Return the content of a line in bytes or pixels. Older lines only have tokens, which are often the same."""
-    count: int = line.get("bytes", line.get("tokens", 0))
+    count: int = line.get("bytes", line.get("pixels", line.get("tokens", 0)))
     return count
 
 
 def bits_of(line: dict[str, Any]) -> tuple[str, float | None]:
     """Return the unit and the loss of a line in bits: ("bits per byte", 1.2). Raise KeyError if the line has none."""
-    name = next((name for name in (f"{_BITS}byte", f"{_BITS}{NO_BYTE}") if name in line), f"{_BITS}byte")
-    return name.replace("_", " "), line[name]
+    unit = next((unit for unit in LOSS_UNITS if bits_name(unit) in line), "byte")
+    return f"bits per {unit}", line[bits_name(unit)]
 
 
 def bits_text(line: dict[str, Any]) -> str:
@@ -166,7 +178,7 @@ def parse_line(text: bytes) -> dict[str, Any]:
         line = {"tokens": 0} | line  # the first versions wrote none for steps
     if "bytes" in line:
         types["bytes"] = (int,)
-    bits = {f"{_BITS}{unit}": (float, NoneType) for unit in ("byte", NO_BYTE) if f"{_BITS}{unit}" in line}
+    bits = {bits_name(unit): (float, NoneType) for unit in LOSS_UNITS if bits_name(unit) in line}
     if not bits or any(type(line.get(name, ...)) not in allowed for name, allowed in (types | bits).items()):
         return {}
     is_valid = line["step"] > 0 and all(0 <= line[name] < 2**63 for name in types if type(line[name]) is int)

@@ -138,7 +138,7 @@ def work(config: ModelConfig, micro_batch: int = 1) -> ModelWork:
     return ModelWork(
         tuple(works[block] for block in config.blocks() if block.mixer is not None),
         sum((works[block] for block in config.blocks()), Work()),
-        model.logits.work(config.context, micro_batch),
+        model.logits.work(config.objective.num_predicted(config.context), micro_batch),
     )
 
 

@@ -111,10 +111,11 @@ def _take_step(run: RunSetup, checkpoint: Checkpoint | None, initial: InitialWei
         part = batch.part
         for substitution in batch.substitutions:
             say(str(substitution))
-        names = ("tokens", "lengths", "sample_ids", "begins", "separators")
+        names = ("tokens", "lengths", "sample_ids", "begins", "separators", "inputs", "predicted")
         rows = {name: value[:size] for name in names if (value := getattr(part, name)) is not None}
         first = replace(part, **rows)
-        tokens, content = (int(counts.sum()) * ranks.data_world_size for counts in (first.lengths, first.content))
+        counted = first.lengths if first.predicted is None else first.predicted
+        tokens, content = (int(counts.sum()) * ranks.data_world_size for counts in (counted, first.content))
         batch = replace(batch, part=first, num_tokens=tokens, content=content)
         guards, begin = Guards(config.train.guards), time.perf_counter()
         engine.train()

@@ -162,7 +162,7 @@ def _figures(record: RunHistory) -> list[tuple[str, str, str]]:
         figures.append(("MFU", f"{mfu:.1%}", "of the peak, by visited tiles"))
     else:
         content = record.total("content")
-        what = "pixels" if record.unit == "bits per pixel" else "bytes"
+        what = f"{record.unit.split()[-1]}s"
         figures.append((f"{what} read", "–" if content is None else number(content), "in all steps"))
     return figures
 

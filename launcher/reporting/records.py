@@ -23,7 +23,7 @@ from longstride.data_pipelines.plain_files import JSONError, parse_json, read_pl
 from longstride.kernels import ConfigError
 from longstride.launcher.config import load_config, load_json_object
 from longstride.launcher.drawing import MOST_NAME_CHARACTERS, Event, Metrics, read_metrics
-from longstride.launcher.output import file_names, mistake, say
+from longstride.launcher.output import file_names, metrics_file, mistake, say
 from longstride.launcher.verbs import TRUST_OPTION
 
 MOST_EVENTS = 200  # of a run on a page
@@ -112,7 +112,7 @@ def read_positions(path: Path, *, follow_links: bool = True) -> dict[str, Any] |
     try:
         content = parse_json(read_plain(path, _MOST_RECORD_BYTES, follow_links=follow_links))
         positions = content["positions"]
-        name = next(name for name in ("bits_per_byte", "bits_per_pixel") if name in positions)
+        name = next(name for name in map(metrics_file.bits_name, metrics_file.LOSS_UNITS) if name in positions)
         counts = positions["bytes" if name == "bits_per_byte" else "tokens"]
         rows = zip(positions["first"], positions["end"], counts, positions[name], strict=True)
         bins = [(int(first), int(end), int(count), float(bits)) for first, end, count, bits in rows if bits is not None]

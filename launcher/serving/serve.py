@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.model}: {rule}")
     limits = Limits(min(most or config.context, config.context), queue, timeout, contexts)
     model = load_model(arguments.model, device, trust_code=arguments.trust_code)
+    model.config.require_next_token()
     about = describe(exported, model, device)
     about["name"] = name or about["name"]
     about["limits"] = {"bytes": limits.max_bytes, "waiting": queue, "seconds": timeout, "contexts": contexts}

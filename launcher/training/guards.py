@@ -277,7 +277,7 @@ class Plateau:
         settings, memory = self._settings, self._memory
         if settings is None or memory.since < settings.evaluations:
             return None
-        unit = metrics_file.NO_BYTE if self._run.data.unit == metrics_file.NO_BYTE else "byte"
+        unit = metrics_file.loss_unit(self._run.data.unit)
         by = f" by more than {settings.by:g} bits per {unit}" if settings.by else ""
         since = ": none was a number"
         if memory.best is not None:

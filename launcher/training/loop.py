@@ -328,8 +328,8 @@ def train_step(
 class LossOutput(NamedTuple):
     """The loss of some contexts."""
 
-    nats: Tensor  # () fp32: summed cross-entropy of the bytes that this rank computes, without padding
-    loss: Tensor  # () fp32: the same plus auxiliary losses of the model's parts, which count once per byte
+    nats: Tensor  # () fp32: summed cross-entropy of the predicted bytes that this rank computes, without padding
+    loss: Tensor  # () fp32: the same plus auxiliary losses of the model's parts, which count once per predicted byte
     statistics: tuple[Tensor, ...]  # of the observing parts
 
 
@@ -342,7 +342,10 @@ def score(
         return values.reshape(pieces * len(values), -1)
 
     tokens, device = cut(batch.tokens[rows]), engine.device
-    extra_inputs = {} if batch.begins is None else {"begins": cut(batch.begins[rows]).to(device)}
+    names = ("begins", "inputs", "predicted")
+    extra_inputs = {
+        name: cut(values[rows]).to(device) for name in names if (values := getattr(batch, name)) is not None
+    }
     real = cut(torch.arange(batch.tokens.shape[1]) < batch.lengths[rows, None])
     if not bool(real.all()):
         extra_inputs["real"] = real.to(device)
@@ -351,7 +354,8 @@ def score(
         context_nats += nats.detach().double().view(len(nats) // pieces, -1).sum(1).tolist()
     total = nats.sum()
     section = engine.module.division.section(tokens.shape[1])  # the positions that this rank computes
-    loss = total if auxiliary is None else total + auxiliary * int(real[:, section].sum())
+    counted = real if batch.predicted is None else cut(batch.predicted[rows])
+    loss = total if auxiliary is None else total + auxiliary * int(counted[:, section].sum())
     return LossOutput(total, loss, tuple(statistic.detach() for statistic in statistics))
 
 
@@ -412,7 +416,7 @@ def summary(run: RunSetup, step: int, first: int, seconds: float, content_seen: 
     ``content_seen`` counts the bytes of content, or pixels, that all steps have read; None if they were not counted.
     """
     train, context = run.config.train, run.config.model.context
-    is_byte = run.data.unit != metrics_file.NO_BYTE
+    is_byte = run.data.unit.split()[-1] != metrics_file.NO_BYTE
     most = "" if run.data.fills_contexts else "up to "
     if content_seen is None:
         amount = f"{most}{counting.amount(step * train.global_batch * context)}"
@@ -427,7 +431,7 @@ def summary(run: RunSetup, step: int, first: int, seconds: float, content_seen: 
     scores = [score for score in Score.recorded(run.folder, run.config.data.validation_split) if score.bits_per_byte]
     if scores := [score for score in scores if score.compares_with(scores[-1])]:
         best = min(scores, key=lambda score: score.bits_per_byte or 0.0)
-        unit = "bits per byte" if is_byte else f"bits per {run.data.unit}"
+        unit = f"bits per {metrics_file.loss_unit(run.data.unit)}"
         parts.append(f"best {best.bits_per_byte:.4f} {unit} on {best.split}, at step {best.step:,}")
     folder = shlex.quote(str(run.folder))
     names = ("model", f"{run.folder.absolute().name}-model")  # names a new folder

@@ -192,7 +192,7 @@ def context_work(config: ModelConfig, like: torch.Tensor | None = None) -> int:
     """
     model: Any
     model, counts = SparseTransformer.of_each_kind(config)
-    total = 3 * model.logits.work(config.context, 1).linear
+    total = 3 * model.logits.work(config.objective.num_predicted(config.context), 1).linear
     for block, count in zip(model.blocks, counts.values(), strict=True):
         work, attention = block.work(config.context, 1), 0
         if work.pairs:

@@ -75,7 +75,7 @@ class Rates:
         parts = ["no loss" if loss is None else f"{loss:.3f} {self.unit}"]
         if steps_left:
             parts.append(f" · {counting.duration(self.seconds_left(steps_left))} left")
-        content, unit = sum(map(metrics_file.content_of, self.recent)), self.unit.removeprefix("bits per ")
+        content, unit = sum(map(metrics_file.content_of, self.recent)), self.unit.split()[-1]
         parts.append(f" · {counting.amount(content / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
         newest = self.recent[-1]
         mfu, as_dense = newest.get("mfu"), newest.get("mfu_dense_equivalent")

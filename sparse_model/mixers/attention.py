@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_attention, sparse_attention
-from longstride.kernels.patterns import Column, Dense, Local, Pattern
+from longstride.kernels.patterns import Column, Dense, Local, Pattern, pattern_to_json
 from longstride.kernels.selections import selection_mask
 from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.mixers.cache import KeyValues, RowCache
@@ -72,6 +72,10 @@ class HeadPatterns(AttentionConfig):
         super().check(network, context)
         for pattern in dict.fromkeys(self.patterns):
             pattern.check(context)
+
+    def causality(self) -> dict[str, bool]:
+        patterns = dict.fromkeys(self.patterns)
+        return {str(pattern_to_json(pattern)["type"]): getattr(pattern, "causal", True) for pattern in patterns}
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         return self.patterns

@@ -1,0 +1,15 @@
+"""Objectives: what a network reads and which tokens it predicts, `model.objective` in JSON.
+
+To add one: a file with a subclass of ``Objective``, and a member of ``AnyObjective``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from longstride.sparse_model.objectives.base import Autoregressive, Objective
+from longstride.sparse_model.objectives.masked import Masked
+
+AnyObjective = Annotated[Autoregressive | Masked, Field(discriminator="type")]

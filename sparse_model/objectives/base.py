@@ -1,0 +1,65 @@
+"""The protocol of objectives, and the default: each token is predicted from those before it.
+
+Letters: B contexts, N positions.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+from torch import Tensor
+
+from longstride.sparse_model.strict import StrictModel
+
+
+class Corrupted(NamedTuple):
+    """Contexts as a network reads them, and the tokens that it predicts."""
+
+    inputs: Tensor  # (B, N) int32, read in place of the tokens; the vocabulary's size stands for a masked token
+    predicted: Tensor  # (B, N) bool
+
+
+class Objective(StrictModel):
+    """Decide what a network reads and predicts, and so what its logits mean."""
+
+    type: str
+    causal: ClassVar[bool]  # whether a row may only depend on earlier positions
+
+    @property
+    def mask_rows(self) -> int:
+        """How many rows the token table has for masked tokens."""
+        return 0
+
+    def num_predicted(self, length: int) -> int:
+        """Return how many tokens of a context of so many tokens are predicted."""
+        return length
+
+    def unit(self, unit: str) -> str:
+        """Return what a loss counts, such as "masked byte", where tokens stand for a ``unit``."""
+        return unit
+
+    @abstractmethod
+    def corrupt(self, tokens: Tensor, lengths: Tensor, numbers: Tensor, seed: int, vocabulary: int) -> Corrupted | None:
+        """Draw what is predicted in each context, and replace tokens; None: every token is predicted as it is.
+
+        The draw is a pure function of the seed and of a context's number and length, whichever contexts are beside it.
+
+        Args:
+            tokens: (B, N) integers.
+            lengths: (B,) int64, the tokens of each context. Those after them are padding, which is never predicted.
+            numbers: (B,) int64, from -1.
+            seed: from 0 to 2**64 - 1.
+            vocabulary: tokens are below it.
+        """
+
+
+class Autoregressive(Objective):
+    """Predict each token from those before it. Losses are code lengths."""
+
+    type: Literal["autoregressive"] = Field(default="autoregressive", description="each token from those before it")
+    causal = True
+
+    def corrupt(self, tokens: Tensor, lengths: Tensor, numbers: Tensor, seed: int, vocabulary: int) -> None:
+        return None
