@@ -285,7 +285,8 @@ class ModelConfig(NetworkConfig):
         reads = {name: side for mixer in self.mixers[: self.layers] for name, side in mixer.causality().items()}
         for name in (name for name, side in reads.items() if side != causal):
             if causal:
-                rule = f'{name} reads later positions, which objective {kind} predicts; leave out "causal": false'
+                rule = f"{name} reads later positions, which objective {kind} predicts; "
+                rule += 'leave out "causal": false, or give another type'
             else:
                 rule = f"{name} reads no later positions, and objective {kind} needs both sides; "
                 rule += 'give a pattern "causal": false, or another type'

@@ -22,6 +22,7 @@ from longstride.kernels.registry import class_named, foreign_schema, import_path
 from longstride.sparse_model.mixers.adaptive_span import AdaptiveSpanConfig
 from longstride.sparse_model.mixers.attention import KEY_VALUE_HEADS, Attention, HeadPatterns
 from longstride.sparse_model.mixers.entmax import EntmaxConfig
+from longstride.sparse_model.mixers.linformer import LinformerConfig
 from longstride.sparse_model.mixers.lsh import LshConfig
 from longstride.sparse_model.mixers.match import MatchConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
@@ -34,6 +35,7 @@ from longstride.sparse_model.strict import StrictModel, parse_entries
 MIXERS: dict[str, type[StrictModel]] = {
     "adaptive_span": AdaptiveSpanConfig,
     "entmax": EntmaxConfig,
+    "linformer": LinformerConfig,
     "lsh": LshConfig,
     "match": MatchConfig,
     "moba": MobaConfig,

@@ -1,0 +1,97 @@
+"""Attention to a few learned mixtures of all keys (Wang et al. 2020, Linformer).
+
+Letters: B batch, H heads of queries, K heads of keys and values, N positions, R mixtures, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longstride.kernels import ConfigError
+from longstride.kernels.patterns import Pattern
+from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, AttentionConfig, KeyValueHeads
+from longstride.sparse_model.network import POSITIVE, NetworkConfig
+from longstride.sparse_model.part import MixerOutput, Work
+from longstride.sparse_model.rotary import Rotary
+from longstride.sparse_model.strict import StrictModel
+
+
+class LinformerConfig(AttentionConfig, StrictModel):
+    """Attention to learned mixtures of the keys of all positions: two-sided, and linear in the context."""
+
+    type: Literal["linformer"] = Field(description="attention to learned mixtures of all keys, to both sides")
+    rows: Annotated[int, POSITIVE] = Field(description="mixtures; the paper's k")
+    share: Literal["nothing", "heads", "keys_and_values"] = Field(
+        default="keys_and_values",
+        description="what has the same mixtures: nothing, the heads of a layer, or its keys and values too",
+    )
+    key_value_heads: KeyValueHeads = None
+
+    supports: ClassVar = frozenset({"padding", "reversible", "sections"})
+
+    def causality(self) -> dict[str, bool]:
+        return {self.type: False}
+
+    def check(self, network: NetworkConfig, context: int) -> None:
+        super().check(network, context)
+        if self.rows > context:
+            raise ConfigError.at("rows", self.rows, f"must be at most context {context}")
+        if network.rotary is not None:
+            rule = "adds up keys of all positions, which rotary turns apart; set model.rotary to null"
+            raise ConfigError.at("type", self.type, rule)
+
+    def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
+        return ()
+
+    def make(self, network: NetworkConfig, rotary: Rotary | None) -> MixtureAttention:
+        return MixtureAttention(network, self)
+
+
+class MixtureAttention(Attention):
+    """softmax(Q (E K)ᵀ / √D) (P V), with learned E and P (R, N) (equation 7).
+
+    A context shorter than the model's reads the first columns of E and P. Each row depends on all positions.
+    """
+
+    def __init__(self, network: NetworkConfig, config: LinformerConfig) -> None:
+        super().__init__(network, (), None, key_value_heads=config.key_value_heads)
+        copies = self.key_value_heads if config.share == "nothing" else 1
+        shape = copies, config.rows, network.context
+        self.mixtures = nn.Parameter(torch.empty(shape))  # E; of keys, and where they share it of values
+        self.of_values = None if config.share == "keys_and_values" else nn.Parameter(torch.empty(shape))  # P
+
+    def initialize(self) -> None:
+        """Draw E and P as the authors' code does."""
+        super().initialize()
+        for mixtures in (self.mixtures, self.of_values):
+            for matrix in () if mixtures is None else mixtures.detach():
+                nn.init.xavier_uniform_(matrix, gain=1 / math.sqrt(2))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS, real: Tensor | None = None
+    ) -> MixerOutput:
+        if real is not None:
+            k, v = (x * real[:, None, :, None] for x in (k, v))
+        of_values = self.mixtures if self.of_values is None else self.of_values
+        keys, values = (self._mixed(mixtures, x) for mixtures, x in ((self.mixtures, k), (of_values, v)))
+        return MixerOutput(F.scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] != k.shape[1]))
+
+    def _mixed(self, mixtures: Tensor, x: Tensor) -> Tensor:
+        """Return the mixtures (B, K, R, ·) of rows x (B, K, N, ·); with sequence parallelism some of the heads'."""
+        if len(mixtures) > 1:
+            heads = len(mixtures) * self.copies
+            mixtures = mixtures.repeat_interleave(self.copies, 0)[self.division.heads(heads)]
+        return mixtures[..., : x.shape[2]].to(x.dtype) @ x
+
+    def num_pairs(self, positions: int) -> int:
+        return self.heads * positions * self.mixtures.shape[1]
+
+    def work(self, positions: int, batch: int) -> Work:
+        channels = sum(self.widths[1:])
+        return super().work(positions, batch) + Work(linear=2 * positions * self.mixtures.shape[1] * channels)
