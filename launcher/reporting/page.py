@@ -17,7 +17,7 @@ from markupsafe import Markup
 from longstride.kernels import ConfigError
 from longstride.launcher.config import flattened
 from longstride.launcher.files import check_new, write_new
-from longstride.launcher.output import counting
+from longstride.launcher.output import counting, metrics_file
 from longstride.launcher.planning import peak_bytes, sum_of_flops
 from longstride.launcher.reporting.charts import curves, number, positions, running_mean
 from longstride.launcher.reporting.records import (
@@ -72,14 +72,21 @@ def read_runs(folders: list[Path]) -> list[RunHistory]:
     """Read the runs of a page.
 
     Raises:
-        ConfigError: as ``read_run``; a run is named twice, or there are too many.
+        ConfigError: as ``read_run``; a run is named twice, there are too many, or their objectives differ.
     """
     if len(folders) > MOST_RUNS:
         raise ConfigError(f"{folders[MOST_RUNS]}: is run {MOST_RUNS + 1}; a page compares at most {MOST_RUNS}")
     for index, folder in enumerate(folders):
         if folder.resolve() in map(Path.resolve, folders[:index]):
             raise ConfigError(f"{folder}: is named twice; name each run once")
-    return [read_run(folder) for folder in folders]
+    records = [read_run(folder) for folder in folders]
+    first, *others = records
+    for record in others:
+        units = {first.unit, record.unit}
+        if len(units) > 1 and not units <= {f"bits per {unit}" for unit in ("byte", metrics_file.NO_BYTE)}:
+            rule = f"counts {record.unit}, and {first.folder} {first.unit}, which do not compare"
+            raise ConfigError(f"{record.folder}: {rule}; give runs of one objective")
+    return records
 
 
 def compose(records: Sequence[RunHistory], scored: list[dict[str, Any]], answers: Sequence[Answers]) -> str:

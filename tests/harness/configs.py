@@ -202,6 +202,24 @@ SYSTEMS |= {
     if kind not in types_in(list(SYSTEMS.values()))
 }
 
+# Networks that read both sides, under the objective that needs them to.
+MASKED: dict[str, Any] = {"type": "masked", "share": 0.3, "span": 3}
+TWO_SIDED: dict[str, dict[str, Any]] = {
+    "dense": {"attention": {"type": "dense", "causal": False}, "rotary": {"base": 1000}},
+    "patterns": {
+        "layers": 4,
+        "attention": [
+            {"type": "local", "window": 5, "causal": False},
+            {"type": "longformer", "window": 4, "globals": 2, "causal": False},
+            {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1, "causal": False},
+            {"type": "block", "stride": 8, "causal": False},
+        ],
+    },
+    "linformer": {"attention": {"type": "linformer", "rows": 7}},
+    "linformer, nothing shared": {"attention": {"type": "linformer", "rows": 5, "share": "nothing"}},
+    "linformer, reversible": {"reversible": True, "attention": {"type": "linformer", "rows": 5, "share": "heads"}},
+}  # fmt: skip
+
 
 def model_json(**changes: Any) -> dict[str, Any]:
     """Return the `model` object of a small run, with some keys changed."""

@@ -73,8 +73,11 @@ def one_pass(request: Pass, division: Division | None) -> Passed:
             tokens[:, :begin], tokens[:, section.stop :] = 7 % vocabulary, 8 % vocabulary
     if request.recompute is not None:
         model.activation_checkpoint = functools.partial(checkpoint, use_reentrant=request.recompute)
+    objective, lengths = model.config.objective, torch.full((request.batch,), context) if real is None else real.sum(1)
+    corrupted = objective.corrupt(tokens, lengths, torch.arange(request.batch), 3, model.config.vocabulary)
+    extra = {} if corrupted is None else corrupted._asdict()
     torch.manual_seed(1)
-    output = model(tokens, return_nats=True, return_extras=True, begins=begins, real=real)
+    output = model(tokens, return_nats=True, return_extras=True, begins=begins, real=real, **extra)
     loss = output.rows.sum()
     if output.auxiliary_loss is not None:  # as in training: its mean over the processes counts
         loss = loss + 10 * output.auxiliary_loss / (1 if division is None else division.size)

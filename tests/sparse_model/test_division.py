@@ -17,7 +17,7 @@ from longstride.kernels import ConfigError
 from longstride.sparse_model import Division, SparseTransformer, division
 from longstride.sparse_model.part import Part
 from longstride.testing.threads import ThreadDivision, in_sections
-from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, small
+from tests.harness.configs import ATTENTIONS, LATER, MASKED, SYSTEMS, TWO_SIDED, small
 from tests.harness.divided import Pass, divided, joined, one_pass
 
 BOUND = 2.0**-40
@@ -74,6 +74,10 @@ PASSES: dict[str, Pass] = {
     ),
     "padding, reversible": Pass({**SYSTEMS["reversible"], **IMAGE}, lengths=(25, 40)),
     "reversible, with dropout": Pass({**SYSTEMS["reversible"], **IMAGE, "dropout": 0.3}),
+    **{
+        f"masked, {name}": Pass({"objective": MASKED, "dropout": 0.3, **of}, lengths=(29, 40), exchange="auto")
+        for name, of in TWO_SIDED.items()
+    },
 }  # fmt: skip
 WIDE: dict[str, Pass] = {
     **{name: Pass({"attention": attention, "dropout": 0.1}) for name, attention in ATTENTIONS.items()},
