@@ -27,6 +27,7 @@ from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 _POSITIONS = "embedding.positions."  # prefix of the position tables
+_TOKENS, _START = "embedding.tokens.weight", "embedding.start"  # objectives decide about a mask's row, and the start
 _FREE = ("backend", "dropout")  # keys of the model that do not change what its weights compute
 _MOST_NAMES = 4  # of tensors or keys, in a line
 Shape = Sequence[int] | None  # of a tensor; None if there is none
@@ -101,6 +102,7 @@ class Fit:
 
     taken: tuple[str, ...]
     extended: tuple[str, ...] = ()  # position tables
+    unmasked: tuple[str, ...] = ()  # the token table, where only one of both models has a row for masks
     anew: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()  # only in the source
     changed: tuple[str, ...] = ()  # a phrase for each key of the model that changes what the weights compute
@@ -116,6 +118,8 @@ def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: s
     taken: list[str] = []
     extended: list[str] = []
     anew: list[str] = []
+    unmasked: list[str] = []
+    starts_differ = source.objective.causal != model.objective.causal
     misfits: dict[str, tuple[Shape, Shape]] = {}
     same_rows = (source.ngrams, source.vocabulary) == (model.ngrams, model.vocabulary)  # the same hash
     # Rows of the position tables mean the same if all but the size of the grid is equal.
@@ -126,6 +130,10 @@ def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: s
             anew.append(name)
         elif before == shape and (name != states.TABLES or same_rows):
             taken.append(name)
+        elif (
+            name == _TOKENS and before is not None and before[1:] == shape[1:] and source.vocabulary == model.vocabulary
+        ):
+            unmasked.append(name)
         elif is_positions and before is not None and before[1:] == shape[1:] and layouts[0] == layouts[1]:
             (extended if options.positions else anew).append(name)
             if not options.positions and not options.partly:
@@ -134,11 +142,11 @@ def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: s
                 raise ConfigError(f"--from-positions: required: {rule}")
         else:
             anew.append(name)
-            if not options.partly:
+            if not options.partly and not (name == _START and starts_differ):
                 misfits[name] = shape, before
     unused = tuple(name for name in source_shapes if name not in shapes)
     for name in () if options.partly else unused:
-        if not (name.startswith(_POSITIONS) and options.positions == "fresh"):
+        if not ((name.startswith(_POSITIONS) and options.positions == "fresh") or (name == _START and starts_differ)):
             misfits[name] = None, source_shapes[name]
     if misfits:
         raise ConfigError(*_misfit_problems(misfits, source, model, place))
@@ -153,7 +161,7 @@ def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: s
         for path in sorted((old.keys() | new.keys()) - {f"model.{key}" for key in _FREE})
         if old.get(path, ...) != new.get(path, ...)
     )
-    return Fit(tuple(taken), tuple(extended), tuple(anew), unused, changed)
+    return Fit(tuple(taken), tuple(extended), tuple(unmasked), tuple(anew), unused, changed)
 
 
 def _misfit_problems(
@@ -260,10 +268,13 @@ class InitialWeights:
         for name in self.fit.extended:
             assert self._options.positions is not None
             state[name].copy_(extend_table(self._source.tensor(name), len(state[name]), self._options.positions))
+        for name in self.fit.unmasked:
+            rows = slice(self._model.vocabulary)
+            state[name][rows].copy_(self._source.tensor(name)[rows])
 
     def check(self, run: RunSetup, engine: DeepSpeedEngine) -> None:
         """Check on its checkpoint's probe that the engine has the loss of an equal source model. All ranks call."""
-        same = not (self.fit.extended or self.fit.anew or self.fit.unused or self.fit.changed)
+        same = not (self.fit.extended or self.fit.unmasked or self.fit.anew or self.fit.unused or self.fit.changed)
         if same and isinstance(self._source, _Run) and self._options.weights == TRAINED:
             probe = self._source.checkpoint.probe
             if probe is not None:
@@ -279,6 +290,7 @@ class InitialWeights:
         extended = [f"{name} from {source_shapes[name][0]} to {shapes[name][0]} rows" for name in self.fit.extended]
         for treatment, phrases in (
             (f"extended ({self._options.positions})", extended),
+            ("taken except for the row of masks", self.fit.unmasked),
             ("newly initialised", self.fit.anew),
             ("not used", self.fit.unused),
             ("the model differs", self.fit.changed),

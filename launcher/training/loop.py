@@ -147,7 +147,8 @@ class Trainer:
             ranks, unit, split = self._run.ranks, self._run.data.unit, self._run.config.data.train_split
             line = train_step(engine, batch, stage, ranks, self._guards, None, unit, split)
             line["seconds"] = device_seconds(engine.device) - start
-            line["tokens_per_second"] = batch.num_tokens / line["seconds"]
+            count = batch.num_tokens if batch.part.predicted is None else batch.content  # read ones, not predicted ones
+            line["tokens_per_second"] = count / line["seconds"]
             line |= self._utilization.fields(line["seconds"])
             line["peak_memory_bytes"] = peak_memory_bytes(engine.device)
             if len(self._stages) > 1:

@@ -91,6 +91,17 @@ def test_each_key_that_causes_it_has_its_line() -> None:
     assert [line.partition("=")[0] for line in str(refused.value).splitlines()] == ["model.width", "model.layers"]
 
 
+def test_objectives_share_all_but_the_start_and_the_row_of_masks() -> None:
+    masked = {"objective": {"type": "masked"}, "attention": {"type": "local", "window": 8, "causal": False}}
+    there, back = fitted(masked), fitted({}, masked)
+    assert there.unmasked == back.unmasked == ("embedding.tokens.weight",)
+    assert (there.anew, there.unused) == ((), ("embedding.start",)) and (back.anew, back.unused) == (there.unused, ())
+    with pytest.raises(
+        ConfigError, match=r"^model\.vocabulary=99: embedding\.tokens\.weight is \[100, 32\] in this run"
+    ):
+        fitted({**masked, "vocabulary": 99})
+
+
 def test_tables_of_another_hash_do_not_fit_though_their_shapes_do() -> None:
     with pytest.raises(ConfigError, match=r"^model\.ngrams=.*hashed otherwise in runs/a"):
         fitted({"ngrams": {"orders": [3], "rows": 16}}, {"ngrams": {"orders": [2], "rows": 16}})
