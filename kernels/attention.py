@@ -126,7 +126,7 @@ def check_backend(
 
 
 def num_pairs(pattern: Pattern, context: int, like: Tensor | None = None, backend: str = "auto") -> int:
-    """Return the number of query-key pairs that a pattern allows: (N + 1) N / 2 if it is dense.
+    """Return the number of query-key pairs that a pattern allows: (N + 1) N / 2 if it is dense and causal.
 
     Args:
         pattern: pattern of one head (``for_head``).
@@ -276,8 +276,12 @@ _encode_cached = lru_cache(maxsize=4096)(_encode)  # torch.compile would trace t
 
 
 @lru_cache(maxsize=4096)
-def _decode(patterns: str) -> tuple[Pattern, ...]:
-    return tuple(pattern_from_json(value) for value in ast.literal_eval(patterns))
+def _decode(patterns: str, context: int) -> tuple[Pattern, ...]:
+    """Decode the patterns of a call over N = ``context`` positions, and compare them with their masks."""
+    decoded = tuple(pattern_from_json(value) for value in ast.literal_eval(patterns))
+    for pattern in dict.fromkeys(decoded):
+        plan.query_views(pattern, context)
+    return decoded
 
 
 def _forward(
@@ -285,7 +289,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     module = load(backend)
     if first_query == ALL_QUERIES:
-        return module.forward(q, k, v, _decode(patterns), scale)
+        return module.forward(q, k, v, _decode(patterns, k.shape[2]), scale)
     return module.selected_forward(q, k, v, _selection(q, k, patterns, first_query), scale)
 
 
@@ -294,12 +298,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     module = load(backend)
     if first_query == ALL_QUERIES:
-        return module.backward(saved, _decode(patterns), scale)
+        return module.backward(saved, _decode(patterns, saved.k.shape[2]), scale)
     return module.selected_backward(saved, _selection(saved.q, saved.k, patterns, first_query), scale)
 
 
 def _selection(q: Tensor, k: Tensor, patterns: str, first_query: int) -> Selection:
-    return queries_behind(_decode(patterns), q.shape[0], first_query, q.shape[2], k.shape[2], q.device)
+    return queries_behind(_decode(patterns, k.shape[2]), q.shape[0], first_query, q.shape[2], k.shape[2], q.device)
 
 
 _attention = attention_op(

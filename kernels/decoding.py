@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.attention import check_heads, check_tensors, choose_backend, head_patterns, load, resolve_scale
-from longstride.kernels.patterns import Pattern
+from longstride.kernels.patterns import Pattern, declares_causal
 from longstride.kernels.plan import query_views, reads
 
 BACKENDS = ("triton", "cpu", "reference")
@@ -51,7 +51,7 @@ def attend_one(
     """Compute row ``position`` of ``sparse_attention`` from the keys of its pattern (Child et al. 2019, section 4.2).
 
     The number of keys that a sparse pattern reads grows with the root of N. Other rows of the caches may be
-    uninitialised: with a causal pattern, all rows after ``position``. There is no gradient.
+    uninitialised, such as all rows after ``position``. There is no gradient.
 
     Args:
         q: (B, H, D), the query of ``position``, in fp16, bf16, fp32 or fp64, as k and v.
@@ -71,13 +71,14 @@ def attend_one(
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, the position is outside the context or is neither an int nor
-            such a tensor, ``pattern`` is not a pattern, the scale is not finite, or an input requires a gradient.
+            such a tensor, ``pattern`` is not a pattern or not causal, the scale is not finite, or an input requires a
+            gradient.
         ConfigError: the backend is unknown or cannot run here.
     """
     _check(q, k, v)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     position = _checked_position(position, k, backend)
-    prepared = load(backend).prepare(k, v, head_patterns(pattern, q.shape[1]), resolve_scale(k, scale), True)
+    prepared = load(backend).prepare(k, v, _causal_patterns(pattern, q.shape[1]), resolve_scale(k, scale), True)
     out, lse = prepared(q, position, return_lse)
     if return_lse:
         assert lse is not None
@@ -136,7 +137,7 @@ class CachedAttention:
 
     def forget(self) -> None:
         """Drop copies of rows. Call this after changing rows that earlier calls may have read."""
-        patterns = head_patterns(self.pattern, self.heads)
+        patterns = _causal_patterns(self.pattern, self.heads)
         prepare = load(self.backend).prepare
         self._prepared: Prepared = prepare(self.k, self.v, patterns, resolve_scale(self.k, self.scale), False)
 
@@ -198,6 +199,15 @@ def num_keys_read(pattern: Pattern, position: int, context: int) -> int:
     _check_position(position, context)
     intervals = (part.interval_at(position) for part in query_views(pattern, context))
     return sum(high - low for low, high in intervals)
+
+
+def _causal_patterns(pattern: Pattern | Sequence[Pattern], heads: int) -> tuple[Pattern, ...]:
+    """Return one resolved pattern per head; ValueError for one that reads later positions, as a cache has none."""
+    patterns = head_patterns(pattern, heads)
+    for resolved in dict.fromkeys(patterns):
+        if not declares_causal(resolved):
+            raise ValueError(f"pattern={resolved}: a cache has no later positions; decode with a causal pattern")
+    return patterns
 
 
 def _check_position(position: int, context: int) -> None:

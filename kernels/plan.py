@@ -8,7 +8,7 @@ few regular runs of positions, found in a time that does not depend on N.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -20,7 +20,7 @@ from torch import Tensor
 from longstride.kernels.cache import cached
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bounds, Fold, Intervals, Order, intervals_of, positions_of
-from longstride.kernels.patterns import Pattern, PatternPart
+from longstride.kernels.patterns import Pattern, PatternPart, declares_causal
 
 SHORT_CONTEXT = 64  # positions; here mask and plan are compared in up to MOST_CHECKED rows, at longer contexts in 3
 MOST_CHECKED = 16
@@ -113,9 +113,7 @@ def view(part: PatternPart, context: int, rows: Side) -> View:
 def _require_mask(part_view: View, part: PatternPart, context: int, rows: Side) -> None:
     """Raise ConfigError unless the first row, the last and some between read what the part's mask says."""
     positions = torch.arange(context)
-    count = min(part_view.num_rows, MOST_CHECKED if context <= SHORT_CONTEXT else 3)
-    for number in range(count):
-        row = torch.tensor([number * (part_view.num_rows - 1) // max(count - 1, 1)])
+    for row in _checked_rows(part_view.num_rows, context):
         position, bounds = positions_at(part_view.row_order, row), part_view.bounds
         low, high = map(int, bounds(row) if isinstance(bounds, Bounds) else (end[row] for end in bounds))
         mask = part.mask(position, positions) if rows == "queries" else part.mask(positions, position)
@@ -129,17 +127,34 @@ def _require_mask(part_view: View, part: PatternPart, context: int, rows: Side) 
             raise ConfigError.at("pattern", str(part), f"{rule}; correct one of them")
 
 
+def _require_declared(pattern: Pattern, context: int) -> None:
+    """Raise ConfigError if a pattern declares to be causal and a position that is compared reads a later one."""
+    positions = torch.arange(context)
+    for query in _checked_rows(context, context) if declares_causal(pattern) else ():
+        later = positions[pattern.mask(query, positions) & (positions > query)]
+        if len(later):
+            rule = f"position {int(query)} of {context} reads the later position {int(later[0])}"
+            raise ConfigError.at("pattern", str(pattern), f"{rule}; declare causal = False, or correct its mask")
+
+
+def _checked_rows(num_rows: int, context: int) -> Iterator[Tensor]:
+    """Yield the numbers (1,) of the rows that are compared with a mask: the first, the last, and some between."""
+    count = min(num_rows, MOST_CHECKED if context <= SHORT_CONTEXT else 3)
+    for number in range(count):
+        yield torch.tensor([number * (num_rows - 1) // max(count - 1, 1)])
+
+
 def positions_at(order: Order, rows: Tensor) -> Tensor:
     """Return the original positions of some rows or columns."""
     return rows if order is None else order(rows) if isinstance(order, Fold) else order[rows]
 
 
 def num_pairs(pattern: Pattern, context: int) -> int:
-    """Return the exact number of query-key pairs that a pattern allows: (N + 1) N / 2 if it is dense.
+    """Return the exact number of query-key pairs that a pattern allows: (N + 1) N / 2 if it is dense and causal.
 
     ``pattern`` belongs to one head (``for_head``). The cost does not depend on N if its bounds have a closed form.
     """
-    bounds = [view(part, context, "queries").bounds for part in pattern.parts()]
+    bounds = [part.bounds for part in query_views(pattern, context)]
     return sum(b.num_pairs() if isinstance(b, Bounds) else int((b.high - b.low).sum()) for b in bounds)
 
 
@@ -164,13 +179,6 @@ def is_causal(pattern: Pattern, context: int) -> bool:
             latest = torch.maximum(latest[:-width], latest[width:])
             width *= 2
     return True
-
-
-def require_causal(patterns: Iterable[Pattern], context: int) -> None:
-    """Raise ValueError if the pattern of a head reads positions after the query."""
-    for pattern in dict.fromkeys(patterns):
-        if not is_causal(pattern, context):
-            raise ValueError(f"pattern={pattern}: reads positions after the query; give a causal pattern")
 
 
 def transposed(intervals: Intervals, num_columns: int) -> Intervals:
@@ -286,7 +294,12 @@ Read = RegularPositions | ListedPositions
 
 @cached
 def query_views(pattern: Pattern, context: int) -> tuple[View, ...]:
-    """Return the parts of a resolved pattern, seen from their queries; cached."""
+    """Return the parts of a resolved pattern, seen from their queries; cached.
+
+    Raises:
+        ConfigError: a part disagrees with its mask, or the pattern with what it declares, in the rows compared.
+    """
+    _require_declared(pattern, context)
     return tuple(view(part, context, "queries") for part in pattern.parts())
 
 

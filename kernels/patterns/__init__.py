@@ -1,4 +1,4 @@
-"""Patterns: which earlier positions each position attends to.
+"""Patterns: which positions each position attends to.
 
 To add a pattern, write a file with a frozen dataclass that satisfies ``Pattern``, and add a line to ``PATTERNS``. The
 dataclass of another package is an entry point of the group ``longstride.patterns``, or has the `type`
@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from longstride.kernels.errors import ConfigError, Problem, nearest
-from longstride.kernels.patterns.base import Pattern, PatternPart, divisors
+from longstride.kernels.patterns.base import Pattern, PatternPart, declares_causal, divisors
 from longstride.kernels.patterns.bigbird import BigBird
 from longstride.kernels.patterns.column import Column
 from longstride.kernels.patterns.fixed import Block, Fixed, Summary

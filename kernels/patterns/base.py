@@ -16,6 +16,7 @@ from longstride.kernels.forms import Bounds, Intervals, Order
 
 MOST_POSITIONS = 1 << 62  # largest field of a pattern: beyond every context, and within 64 bits
 Align = Annotated[Literal["row", "target"], Doc("where strides count from: the row, or the token that it predicts")]
+Causal = Annotated[bool, Doc("false: read later positions as well as earlier ones")]
 
 
 @runtime_checkable
@@ -49,7 +50,10 @@ class PatternPart(Protocol):
 
 @runtime_checkable
 class Pattern(Protocol):
-    """The positions that each position attends to. A frozen, hashable value. All built-in patterns are causal."""
+    """The positions that each position attends to. A frozen, hashable value.
+
+    A pattern that reads later positions says so by an attribute ``causal`` that is False (``declares_causal``).
+    """
 
     def __hash__(self) -> int:
         """Return a hash, as plans are cached by pattern."""
@@ -93,6 +97,7 @@ class NaturalOrder:
 class PatternDefaults:
     """Defaults of most patterns: heads are alike, there is one factor, and any context will do."""
 
+    causal: bool = True  # no position reads a later one
     left_out_at_default: ClassVar[tuple[str, ...]] = ()  # fields added later, omitted from JSON at their default
 
     def __repr__(self) -> str:
@@ -115,6 +120,11 @@ class PatternDefaults:
         """Accept every context."""
 
 
+def declares_causal(pattern: Pattern) -> bool:
+    """Whether a pattern promises to read no later position; one of another package that says nothing does."""
+    return bool(getattr(pattern, "causal", True))
+
+
 class SinglePart(NaturalOrder, PatternDefaults):
     """A pattern that is its own only part: one interval per query is enough."""
 
@@ -130,10 +140,18 @@ def require_positive(name: str, value: object, least: int = 1) -> None:
         raise ConfigError.at(name, value, f"must be at most {MOST_POSITIONS}, which is beyond every context")
 
 
-def require_align(value: object) -> None:
-    """Raise ConfigError unless the value is an ``Align``."""
+def require_boolean(name: str, value: object) -> None:
+    """Raise ConfigError unless the value is a bool."""
+    if not isinstance(value, bool):
+        raise ConfigError.at(name, value, "must be true or false")
+
+
+def require_align(value: object, causal: bool) -> None:
+    """Raise ConfigError unless the value is an ``Align`` that the pattern has if it is ``causal`` or not."""
     if value not in ("row", "target"):
         raise ConfigError.at("align", value, "must be row or target")
+    if value == "target" and not causal:
+        raise ConfigError.at("align", value, 'needs a causal pattern; remove it, or "causal": false')
 
 
 def divisors(number: int) -> list[int]:

@@ -9,27 +9,39 @@ import torch
 from torch import Tensor
 from typing_extensions import Doc
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels.errors import ConfigError, Problem
 from longstride.kernels.forms import Intervals, Order
-from longstride.kernels.patterns.base import Pattern, PatternDefaults, PatternPart, require_divides, require_positive
+from longstride.kernels.patterns.base import (
+    Causal,
+    Pattern,
+    PatternDefaults,
+    PatternPart,
+    require_boolean,
+    require_divides,
+    require_positive,
+)
 from longstride.kernels.patterns.local import Window
-from longstride.kernels.patterns.longformer import FirstKeys
+from longstride.kernels.patterns.longformer import FirstKeys, FirstWithAll
 
 BITS = 0xFFFFFFFF  # mask of 32 bits
 MOST_DRAWS = 1 << 10  # per block of queries
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BigBird(PatternDefaults):
-    """Window, global and random blocks of ``block`` positions (Zaheer et al. 2020, section 2 and appendix D), causal.
+    """Window, global and random blocks of ``block`` positions (Zaheer et al. 2020, section 2 and appendix D).
 
     The queries of block b read the last ``window`` blocks (their own up to themselves), the first ``globals`` blocks,
     and ``random`` blocks between these, or all of them if there are no more. Heads draw differently, by ``for_head``.
 
-    There are ``count`` blocks between. Draw n of block b takes number ``hash(seed, head, b, n) % (count - n)`` of those
-    that no earlier draw has taken, in ascending order. The hash starts at 0 and absorbs one number after another: it
-    adds the number and 0x9E3779B9, then applies the finaliser of MurmurHash3 (Appleby 2016), all in 32 bits. A draw
-    depends on nothing else, so it is the same at every context.
+    With ``causal`` False the window has as many blocks on the other side. Global blocks read everything and are read by
+    all. The other blocks draw from all that are neither global nor in their window. As a mask does not know where the
+    context ends, ``context`` says so; at another context, draws beyond its end read nothing.
+
+    There are ``count`` blocks to draw from. Draw n of block b takes number ``hash(seed, head, b, n) % (count - n)`` of
+    those that no earlier draw has taken, in ascending order. The hash starts at 0 and absorbs one number after another:
+    it adds the number and 0x9E3779B9, then applies the finaliser of MurmurHash3 (Appleby 2016), all in 32 bits. A draw
+    depends on nothing else, so causal ones are the same at every context.
 
     Window and global blocks have closed forms. A draw takes vectors for each head: 40 bytes per position for a forward
     and backward pass, 8 more for generation. With 3 draws, 12,288 positions take 1.4 MiB per head and 1,048,576 take
@@ -42,6 +54,10 @@ class BigBird(PatternDefaults):
     random: Annotated[int, Doc("blocks drawn once from those between")]
     seed: Annotated[int, Doc("seed of the draw")] = 0
     index: int | None = None  # the head; None: unresolved, or nothing is drawn
+    context: Annotated[int | None, Doc("positions to draw from, if not causal: the model's context")] = None
+    causal: Causal = True
+
+    left_out_at_default = ("context", "causal")
 
     def __post_init__(self) -> None:
         for name, least in (("block", 1), ("window", 1), ("globals", 0), ("random", 0), ("seed", 0)):
@@ -52,13 +68,27 @@ class BigBird(PatternDefaults):
             raise ConfigError.at("seed", self.seed, f"must be below 2**32; largest {BITS}")
         if self.index is not None:
             require_positive("index", self.index, least=0)
+        require_boolean("causal", self.causal)
+        draws_from_all = self.random > 0 and not self.causal
+        if draws_from_all and self.context is None:
+            rule = 'missing; "causal": false draws from all blocks: give the model\'s context'
+            raise ConfigError(Problem("context", rule))
+        if self.context is not None:
+            require_positive("context", self.context)
+            if not draws_from_all:
+                rule = 'only applies to random blocks of "causal": false; remove it'
+                raise ConfigError.at("context", self.context, rule)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         block_q, block_k = q // self.block, k // self.block
-        allowed = (block_q - block_k < self.window) | (block_k < self.globals)
+        is_near, is_first = block_q - block_k < self.window, block_k < self.globals
+        if self.causal:
+            allowed = (k <= q) & (is_near | is_first)
+        else:
+            allowed = (is_near & (block_k - block_q < self.window)) | is_first | (block_q < self.globals)
         for drawn in self.draws(block_q):
             allowed = allowed | (block_k == drawn)
-        return (k <= q) & allowed
+        return allowed
 
     def draws(self, block: Tensor) -> list[Tensor]:
         """Return the blocks that query blocks draw, int64: ``random`` tensors like ``block``, -1 for no block.
@@ -68,7 +98,14 @@ class BigBird(PatternDefaults):
         """
         if self.random and self.index is None:
             raise ValueError(f"heads differ in {self}: resolve it first, for_head(head)")
-        count = block - self.window + 1 - self.globals  # of the blocks between
+        end = block - self.window + 1  # of the blocks before the window
+        after: Tensor | int = 0  # number of blocks after the window
+        if self.context is not None:
+            blocks = -(-self.context // self.block)
+            end = end.clamp_max(blocks)
+            after = (blocks - block - self.window).clamp_min(0) * (block >= self.globals)
+        before = (end - self.globals).clamp_min(0)
+        count = before + after
         state = _absorb(_absorb(_absorb(torch.zeros_like(block), self.seed), self.index or 0), block)
         draws: list[Tensor] = []
         ascending: list[Tensor] = []  # the draws so far
@@ -76,7 +113,8 @@ class BigBird(PatternDefaults):
             draw = _absorb(state, number) % (count - number).clamp_min(1)
             for earlier in ascending:
                 draw = draw + (draw >= earlier).long()
-            draws.append((draw + self.globals).where(count > number, -1))
+            drawn = (draw + self.globals).where(draw < before, draw - before + block + self.window)
+            draws.append(drawn.where(count > number, -1))
             for place, earlier in enumerate(ascending):
                 ascending[place], draw = torch.minimum(draw, earlier), torch.maximum(draw, earlier)
             ascending.append(draw)
@@ -86,22 +124,31 @@ class BigBird(PatternDefaults):
         return self if self.random == 0 or self.index is not None else replace(self, index=head)
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """Return the window, the first blocks before it, and every draw."""
-        window = self.window * self.block
-        first = (FirstKeys(self.globals * self.block, window, self.block),) if self.globals else ()
-        return (Window(window, self.block), *first, *(Draw(self, number) for number in range(self.random)))
+        """Return the window, the first blocks beyond it, and every draw."""
+        window, count = self.window * self.block, self.globals * self.block
+        parts: list[PatternPart] = [Window(window, self.block, 0 if self.causal else count, self.causal)]
+        if count:
+            parts.append(FirstKeys(count, window, self.block) if self.causal else FirstWithAll(count))
+        return (*parts, *(Draw(self, number) for number in range(self.random)))
 
     def check(self, context: int) -> None:
         require_divides("block", self.block, context)
+        if self.context not in (None, context):
+            raise ConfigError.at("context", self.context, f"must be the model's context; nearest {context}")
         blocks = context // self.block
-        excess = self.window + self.globals + self.random - blocks
+        window, name_of_window, sides = self.window, "window", 1
+        if not self.causal:
+            window, name_of_window, sides = 2 * self.window - 1, "2 x window - 1", 2
+        excess = window + self.globals + self.random - blocks
         if excess <= 0:
             return
-        rule = f"window + globals + random must not exceed the {blocks} blocks of context {context}"
-        for name, least in (("random", 0), ("globals", 0), ("window", 1)):
-            if getattr(self, name) - excess >= least:
-                raise ConfigError.at(name, getattr(self, name), f"{rule}; largest {getattr(self, name) - excess}")
-        raise ConfigError.at("window", self.window, f"{rule}; with random 0 and globals 0 largest {blocks}")
+        rule = f"{name_of_window} + globals + random must not exceed the {blocks} blocks of context {context}"
+        for name, least, share in (("random", 0, 1), ("globals", 0, 1), ("window", 1, sides)):
+            largest = getattr(self, name) - -(-excess // share)
+            if largest >= least:
+                raise ConfigError.at(name, getattr(self, name), f"{rule}; largest {largest}")
+        largest = blocks if self.causal else (blocks + 1) // 2
+        raise ConfigError.at("window", self.window, f"{rule}; with random 0 and globals 0 largest {largest}")
 
 
 @dataclass(frozen=True)
@@ -124,12 +171,12 @@ class Draw:
         return None
 
     def by_query(self, context: int) -> Intervals:
-        """Let each query read its drawn block."""
+        """Let each query read its drawn block, as far as it lies within the context."""
         drawn, blocks = self._sorted(context)
         size = self.pattern.block
         num_queries = torch.where(blocks == len(blocks) - 1, context - (len(blocks) - 1) * size, size)
-        low, high = (drawn.clamp_min(0) * size, (drawn + 1) * size)
-        return Intervals(low.repeat_interleave(num_queries), high.repeat_interleave(num_queries))
+        bounds = ((first * size).clamp_max(context) for first in (drawn.clamp_min(0), drawn + 1))
+        return Intervals(*(bound.repeat_interleave(num_queries) for bound in bounds))
 
     def by_key(self, context: int) -> None:
         """Return None: there is no closed form."""

@@ -16,16 +16,18 @@ from typing_extensions import Doc
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, positions_of, whole
 from longstride.kernels.patterns.base import (
     Align,
+    Causal,
     PatternDefaults,
     PatternPart,
     require_align,
+    require_boolean,
     require_divides,
     require_positive,
 )
 
 
 def column_order(context: int, stride: int) -> Order:
-    """Return the positions grouped by residue, so that each column is dense and causal."""
+    """Return the positions grouped by residue, so that the entries of a column are adjacent."""
     if stride == 1 or stride >= context:
         return None
     if context % stride == 0:
@@ -40,25 +42,31 @@ class Column(PatternDefaults):
 
     With ``align`` "target", query q reads the positions q + 1 - k * stride from 1 on, for every k of at least 1. They
     hold the tokens k strides before the one that q predicts. The first ``stride`` queries have no key, so their output
-    is 0.
+    is 0. With ``causal`` False, a query reads all of its column.
     """
 
     stride: Annotated[int, Doc("distance between keys; the paper's l")]
     align: Align = "row"
+    causal: Causal = True
 
-    left_out_at_default = ("align",)
+    left_out_at_default = ("align", "causal")
 
     def __post_init__(self) -> None:
         require_positive("stride", self.stride)
-        require_align(self.align)
+        require_boolean("causal", self.causal)
+        require_align(self.align, self.causal)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
+        if not self.causal:
+            return (q - k) % self.stride == 0
         if self.align == "row":
             return (k <= q) & ((q - k) % self.stride == 0)
         return (k >= 1) & (k <= q + 1 - self.stride) & ((q + 1 - k) % self.stride == 0)
 
     def parts(self) -> tuple[PatternPart, ...]:
-        return (Entries(self.stride) if self.align == "row" else Entries(self.stride, skip=1, align="target"),)
+        if not self.causal:
+            return (Entries(self.stride, None),)
+        return (Entries(self.stride) if self.align == "row" else Entries(self.stride, 1, align="target"),)
 
     def period(self) -> int | None:
         """Return 1, as only distances matter; None with ``align`` "target", as position 0 differs."""
@@ -70,24 +78,26 @@ class Column(PatternDefaults):
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries of the query's column (every ``stride``-th position) from ``skip`` entries above the query up.
+    """Entries ``first`` to ``end - 1`` of the query's column (every ``stride``-th position), counted up from the query.
 
-    With ``align`` "target", it is the column of the next position, which the query predicts. The column lacks position
-    0, and ``skip`` is at least 1. A key k then stands where k - 1 stands in the query's column, so that the bounds are
-    those of ``align`` "row".
+    Negative numbers are later entries, below the query. With ``align`` "target", it is the column of the next position,
+    which the query predicts. The column lacks position 0, and ``first`` is at least 1. A key k then stands where k - 1
+    stands in the query's column, so that the bounds are those of ``align`` "row".
     """
 
     stride: int  # positions
-    skip: int = 0  # entries; 1 excludes the query itself
-    count: int | None = None  # entries; None: up to the top of the column
-    start: int = 0  # positions before this one are excluded
+    first: int | None = 0  # 1 excludes the query itself; None: from the bottom of the column
+    end: int | None = None  # None: up to the top of the column
+    start: int = 0  # queries and keys before this position are excluded
     align: Align = "row"
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         distance = q + self._shift - k
         above = distance // self.stride
-        allowed = (above >= self.skip) & (distance % self.stride == 0) & (k >= max(self.start, self._shift))
-        return allowed if self.count is None else allowed & (above - self.skip < self.count)
+        allowed = (distance % self.stride == 0) & (k >= max(self.start, self._shift)) & (q >= self.start)
+        if self.first is not None:
+            allowed = allowed & (above >= self.first)
+        return allowed if self.end is None else allowed & (above < self.end)
 
     def query_order(self, context: int) -> Order:
         return column_order(context, self.stride)
@@ -105,14 +115,16 @@ class Entries:
         return replace(order, length=num_keys, shift=self._shift)
 
     def by_query(self, context: int) -> Bounds | Intervals:
-        """Let each query read its column from ``skip`` entries above itself (0: from itself) up."""
+        """Let each query read its column from ``end - 1`` entries above itself to ``first`` above itself."""
         rows = context // self.stride
-        count = None if self.count is None else min(self.count, context)
+        first, end = self._within(context)
         start = min(max(self.start, self._shift), context) - self._shift
-        if context % self.stride == 0 and start % self.stride == 0:
+        excludes_readers = self.start > self._shift and (first is None or first < 0)
+        if context % self.stride == 0 and start % self.stride == 0 and not excludes_readers:
             top = start // self.stride
-            low = constant(top, rows) if count is None else Bound(rows, 1 - self.skip - count, top, rows)
-            return Bounds(context, rows, low, Bound(rows, 1 - self.skip, top, rows))
+            low = constant(top, rows) if end is None else Bound(rows, 1 - end, top, rows)
+            high = constant(rows, rows) if first is None else Bound(rows, 1 - first, top, rows)
+            return Bounds(context, rows, low, high)
         row = torch.arange(context)
         position = positions_of(column_order(context, self.stride))
         position = row if position is None else position
@@ -120,16 +132,27 @@ class Entries:
         if self._shift:  # the key order lacks one position, so the columns after that one begin a row earlier
             row = row - (position % self.stride > (context - 1) % self.stride).long()
         top_row = row - position // self.stride + before.clamp_min(0)
-        high = torch.maximum(row + 1 - self.skip, top_row)
-        return Intervals(top_row if count is None else torch.maximum(row + 1 - self.skip - count, top_row), high)
+        end_row = row + (context - 1 - position) // self.stride + 1
+        low = top_row if end is None else torch.minimum(torch.maximum(row + 1 - end, top_row), end_row)
+        high = end_row if first is None else torch.minimum(torch.maximum(row + 1 - first, low), end_row)
+        if excludes_readers:
+            low, high = (bound.where(position >= self.start, top_row) for bound in (low, high))
+        return Intervals(low, high)
 
     def by_key(self, context: int) -> Bounds | None:
-        """Let each key be read from ``skip`` entries below itself down."""
+        """Let each key be read from ``first`` entries below itself to ``end - 1`` below itself."""
         rows = context // self.stride
         if context % self.stride or self.start > self._shift:
             return None
-        high = constant(rows, rows) if self.count is None else Bound(rows, min(self.skip + self.count, rows), 0, rows)
-        return Bounds(context - self._shift, rows, Bound(rows, self.skip, 0, rows), high)
+        first, end = self._within(context)
+        low = constant(0, rows) if first is None else Bound(rows, first, 0, rows)
+        high = constant(rows, rows) if end is None else Bound(rows, end, 0, rows)
+        return Bounds(context - self._shift, rows, low, high)
+
+    def _within(self, context: int) -> tuple[int | None, int | None]:
+        """Return ``first`` and ``end`` within the length of the context, so that bounds need few bits."""
+        first, end = (n if n is None else min(max(n, -context), context) for n in (self.first, self.end))
+        return first, end
 
     @property
     def _shift(self) -> int:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from torch import Tensor
 from typing_extensions import Doc
 
 from longstride.kernels.errors import ConfigError
-from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
+from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, constant, intervals_of, ramp, whole
 from longstride.kernels.patterns.base import (
+    Causal,
     NaturalOrder,
     Pattern,
     PatternDefaults,
     PatternPart,
     SinglePart,
+    require_boolean,
     require_divides,
     require_positive,
 )
@@ -40,39 +42,51 @@ class Blocks(PatternDefaults):
         require_divides("stride", self.stride, context)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Block(Blocks, SinglePart):
-    """Earlier positions of the query's block, self included (Child et al. 2019, section 4.3, first fixed factor)."""
+    """Earlier positions of the query's block, self included (Child et al. 2019, section 4.3, first fixed factor).
+
+    With ``causal`` False, all positions of its block.
+    """
 
     stride: Annotated[int, Doc("positions in a block; the paper's l")]
+    causal: Causal = True
+
+    left_out_at_default = ("causal",)
 
     def __post_init__(self) -> None:
         require_positive("stride", self.stride)
+        require_boolean("causal", self.causal)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q // self.stride == k // self.stride)
+        in_block = q // self.stride == k // self.stride
+        return (k <= q) & in_block if self.causal else in_block
 
-    def by_query(self, context: int) -> Bounds:
-        """Let query i read its block from the first position to i."""
+    def by_query(self, context: int) -> Bounds | Intervals:
+        """Let query i read its block from the first position to i, or to the last."""
         stride = min(self.stride, whole(context))
-        return Bounds(context, stride, constant(0, stride), Bound(stride, 1, 1, stride))
+        high = Bound(stride, 1, 1, stride) if self.causal else constant(stride, stride)
+        bounds = Bounds(context, stride, constant(0, stride), high)
+        return bounds if self.causal or context % stride == 0 else clipped(bounds, context)
 
     def by_key(self, context: int) -> Bounds | None:
         """Let key i be read by the queries from i to the end of its block."""
         stride = min(self.stride, whole(context))
         if context % stride:
             return None  # the last block is short
-        return Bounds(context, stride, Bound(stride, 0, 0, stride), constant(stride, stride))
+        low = Bound(stride, 0, 0, stride) if self.causal else constant(0, stride)
+        return Bounds(context, stride, low, constant(stride, stride))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary(Blocks):
     """The summary positions up to the query (Child et al. 2019, section 4.3, second fixed factor).
 
     In each block of ``stride`` positions, the head's summary sub-block has the positions
     stride - summary * (index + 1) … stride - summary * index - 1. With ``num_summaries`` above 1, heads take the
     sub-blocks in turn: ``for_head`` sets ``index = head % num_summaries``. Queries before the first summary position
-    have no key, so their output is 0, unless ``include_self`` is set.
+    have no key, so their output is 0, unless ``include_self`` is set. With ``causal`` False, every query reads all
+    summary positions.
     """
 
     stride: Annotated[int, Doc("positions in a block; the paper's l")]
@@ -80,6 +94,9 @@ class Summary(Blocks):
     num_summaries: Annotated[int, Doc("summary sub-blocks that heads take in turn")] = 1
     include_self: Annotated[bool, Doc("whether a query also reads itself")] = False
     index: int | None = None  # the sub-block of this head; None: unresolved, or there is only one
+    causal: Causal = True
+
+    left_out_at_default = ("causal",)
 
     def __post_init__(self) -> None:
         for name in ("stride", "summary", "num_summaries"):
@@ -88,8 +105,8 @@ class Summary(Blocks):
             rule = f"summary x num_summaries must not exceed stride {self.stride}"
             largest = max(1, self.stride // self.num_summaries)
             raise ConfigError.at("summary", self.summary, f"{rule}; largest {largest}")
-        if not isinstance(self.include_self, bool):
-            raise ConfigError.at("include_self", self.include_self, "must be true or false")
+        require_boolean("include_self", self.include_self)
+        require_boolean("causal", self.causal)
         if self.index is not None and (type(self.index) is not int or not 0 <= self.index < self.num_summaries):
             raise ConfigError.at("index", self.index, f"must be 0 to {self.num_summaries - 1}, or left out")
 
@@ -105,12 +122,12 @@ class Summary(Blocks):
         return (offset >= 0) & (offset < self.summary)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        allowed = (k <= q) & self.is_summary(k)
+        allowed = (k <= q) & self.is_summary(k) if self.causal else (q == q) & self.is_summary(k)
         return allowed | (k == q) if self.include_self else allowed
 
     def parts(self) -> tuple[PatternPart, ...]:
         """Return the summary keys and, with ``include_self``, the queries that are not summary positions."""
-        keys = SummaryKeys(self)
+        keys = SummaryKeys(self, "up to the query" if self.causal else "everywhere")
         if not self.include_self:
             return (keys,)
         outside = ((0, self.first()), (self.first() + self.summary, self.stride))
@@ -119,17 +136,22 @@ class Summary(Blocks):
 
 @dataclass(frozen=True)
 class SummaryKeys(NaturalOrder):
-    """The summary keys in one dense run: each query reads a prefix of it."""
+    """The summary keys in one dense run: each query reads a prefix of it, all of it, or its end."""
 
     pattern: Summary
-    earlier_blocks: bool = False  # skip the query's own block, which is in another part
+    place: Literal["up to the query", "earlier blocks", "later blocks", "everywhere"]
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        stride = self.pattern.stride
-        before = k // stride < q // stride if self.earlier_blocks else k <= q
-        return before & self.pattern.is_summary(k)
+        if self.place == "everywhere":
+            in_place = q == q
+        elif self.place == "up to the query":
+            in_place = k <= q
+        else:
+            block_q, block_k = q // self.pattern.stride, k // self.pattern.stride
+            in_place = block_k < block_q if self.place == "earlier blocks" else block_k > block_q
+        return in_place & self.pattern.is_summary(k)
 
-    def key_order(self, context: int) -> Order:
+    def key_order(self, context: int) -> Fold:
         """Return the summary positions, ascending."""
         p = self.pattern
         last = min(max(context % p.stride - p.first(), 0), p.summary)  # those of an incomplete last block
@@ -137,22 +159,34 @@ class SummaryKeys(NaturalOrder):
             return Fold(last, max(last, 1), whole(context), 1, min(p.first(), context))
         return Fold(context // p.stride * p.summary + last, p.summary, p.stride, 1, p.first())
 
-    def by_query(self, context: int) -> Bounds:
-        """Let query i read the summary keys of earlier blocks, and those of its own block up to itself."""
-        p = self.pattern
+    def by_query(self, context: int) -> Bounds | Intervals:
+        """Let query i read the summary keys of earlier blocks and its own up to itself, of later blocks, or all."""
+        p, count = self.pattern, self.key_order(context).length
+        if self.place == "everywhere":
+            return Bounds(context, whole(context), constant(0), constant(count))
         if p.stride > context:  # a single incomplete block
-            high = constant(0) if self.earlier_blocks else ramp(1 - min(p.first(), context), 0, min(p.summary, context))
+            up_to_query = ramp(1 - min(p.first(), context), 0, min(p.summary, context))
+            high = up_to_query if self.place == "up to the query" else constant(0)
             return Bounds(context, whole(context), constant(0), high)
-        high = constant(0, p.summary) if self.earlier_blocks else Bound(p.summary, 1 - p.first(), 0, p.summary)
+        if self.place == "later blocks":
+            later = Bounds(context, p.stride, constant(p.summary, p.summary), constant(count))
+            return clipped(later, count) if context % p.stride else later
+        earlier = self.place == "earlier blocks"
+        high = constant(0, p.summary) if earlier else Bound(p.summary, 1 - p.first(), 0, p.summary)
         return Bounds(context, p.stride, constant(0), high)
 
     def by_key(self, context: int) -> Bounds | None:
-        """Let each key be read from its own position on, or from the next block on."""
-        p = self.pattern
+        """Let each key be read from its own position on, from the next block on, before its block, or by all."""
+        p, count = self.pattern, self.key_order(context).length
+        if self.place == "everywhere":
+            return Bounds(count, whole(count), constant(0), constant(context))
         if context % p.stride:
             return None  # there may be no block after the last key
-        low = constant(p.stride, p.stride) if self.earlier_blocks else Bound(p.stride, p.first(), 0, p.stride)
-        return Bounds(context // p.stride * p.summary, p.summary, low, constant(context))
+        if self.place == "later blocks":
+            return Bounds(count, p.summary, constant(0), constant(0, p.stride))
+        earlier = self.place == "earlier blocks"
+        low = constant(p.stride, p.stride) if earlier else Bound(p.stride, p.first(), 0, p.stride)
+        return Bounds(count, p.summary, low, constant(context))
 
 
 @dataclass(frozen=True)
@@ -169,10 +203,7 @@ class SelfBetween(NaturalOrder):
     def by_query(self, context: int) -> Bounds | Intervals:
         """Let query i read key i or nothing. Empty intervals lie at an end of the run, so no bound decreases."""
         bounds = self._bounds(context)
-        if context % self.stride == 0:
-            return bounds
-        # In an incomplete block, both ends may lie beyond the last position.
-        return Intervals(*(bound.clamp_max(context) for bound in intervals_of(bounds)))
+        return clipped(bounds, context) if context % self.stride else bounds
 
     def by_key(self, context: int) -> Bounds | None:
         """Return the same intervals: a key is read by its own query only."""
@@ -183,17 +214,26 @@ class SelfBetween(NaturalOrder):
         return Bounds(context, self.stride, low, high)
 
 
-@dataclass(frozen=True)
+def clipped(bounds: Bounds, most: int) -> Intervals:
+    """Return bounds as vectors of at most ``most`` columns: those of an incomplete last block may lie beyond."""
+    return Intervals(*(bound.clamp_max(most) for bound in intervals_of(bounds)))
+
+
+@dataclass(frozen=True, repr=False)
 class Fixed(Blocks):
     """The query's block joined with every block's last positions (Child et al. 2019, section 4.3).
 
-    ``num_summaries`` and ``index`` are those of Summary: heads take different summary sub-blocks in turn.
+    ``num_summaries`` and ``index`` are those of Summary: heads take different summary sub-blocks in turn. With
+    ``causal`` False, a query reads all of its block, and the summaries of later blocks as well.
     """
 
     stride: Annotated[int, Doc("positions in a block; the paper's l")]
     summary: Annotated[int, Doc("positions at a block's end, which later blocks read; the paper's c")]
     num_summaries: Annotated[int, Doc("summary sub-blocks that heads take in turn")] = 1
     index: int | None = None
+    causal: Causal = True
+
+    left_out_at_default = ("causal",)
 
     def __post_init__(self) -> None:
         self.factors()  # validates the fields
@@ -203,9 +243,11 @@ class Fixed(Blocks):
         return block.mask(q, k) | summary.mask(q, k)
 
     def factors(self) -> tuple[Block, Summary]:
-        return Block(self.stride), Summary(self.stride, self.summary, self.num_summaries, index=self.index)
+        summary = Summary(self.stride, self.summary, self.num_summaries, index=self.index, causal=self.causal)
+        return Block(self.stride, self.causal), summary
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """Return the query's block, and the summary keys of earlier blocks."""
+        """Return the query's block, and the summary keys of earlier blocks and of later ones."""
         block, summary = self.factors()
-        return block, SummaryKeys(summary, earlier_blocks=True)
+        earlier = SummaryKeys(summary, "earlier blocks")
+        return (block, earlier) if self.causal else (block, earlier, SummaryKeys(summary, "later blocks"))

@@ -14,10 +14,12 @@ from longstride.kernels.errors import ConfigError
 from longstride.kernels.patterns.base import (
     MOST_POSITIONS,
     Align,
+    Causal,
     Pattern,
     PatternDefaults,
     PatternPart,
     require_align,
+    require_boolean,
     require_divides,
     require_positive,
 )
@@ -39,15 +41,17 @@ class Strided(PatternDefaults):
     stride^(p-1). If the stride is the p-th root of N, there are O(N · ᵖ√N) pairs, and p layers with one factor each
     reach every earlier position.
 
-    ``align`` is that of all factors but the window: see ``Column``.
+    ``align`` is that of all factors but the window: see ``Column``. With ``causal`` False, every distance is read on
+    both sides.
     """
 
     stride: Annotated[int, Doc("size of the window and distance between keys of the column; the paper's l")]
     span: Annotated[Literal["paper", "released"], Doc("paper: the window counts one position more")] = "released"
     num_factors: Annotated[int, Doc("factors that together reach every earlier position; the paper's p")] = 2
     align: Align = "row"
+    causal: Causal = True
 
-    left_out_at_default = ("num_factors", "align")
+    left_out_at_default = ("num_factors", "align", "causal")
 
     def __post_init__(self) -> None:
         require_positive("stride", self.stride)
@@ -56,7 +60,8 @@ class Strided(PatternDefaults):
         require_positive("num_factors", self.num_factors, least=2)
         if self.num_factors > MOST_FACTORS:
             raise ConfigError.at("num_factors", self.num_factors, f"must be at most {MOST_FACTORS}")
-        require_align(self.align)
+        require_boolean("causal", self.causal)
+        require_align(self.align, self.causal)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         return reduce(or_, (factor.mask(q, k) for factor in self.factors()))
@@ -64,12 +69,12 @@ class Strided(PatternDefaults):
     def factors(self) -> tuple[Pattern, ...]:
         """Return the window, then dilated windows if there are more than two factors, then the column."""
         *between, last = self._strides()
-        dilated = (Local(self.stride, stride, self.align) for stride in between)
-        return (Local(self._window()), *dilated, Column(last, self.align))
+        dilated = (Local(self.stride, stride, self.align, self.causal) for stride in between)
+        return (Local(self._window(), causal=self.causal), *dilated, Column(last, self.align, self.causal))
 
     def parts(self) -> tuple[PatternPart, ...]:
         """Return the window, and the entries of each further factor beyond it, which are disjoint."""
-        window = Local(self._window())
+        window = Local(self._window(), causal=self.causal)
         *between, last = self._strides()
         if self.align == "row":
             # The window has the distances 0, stride, … below its width. Each other factor has the query itself.
@@ -80,8 +85,11 @@ class Strided(PatternDefaults):
             # last one of the factor before it.
             skips = {stride: max(window.window // stride, 1) + 1 for stride in (*between, last)}
             end = self.stride + 1
-        dilated = (Entries(s, skips[s], end - skips[s], align=self.align) for s in between if skips[s] < end)
-        return (*window.parts(), *dilated, Entries(last, skips[last], align=self.align))
+        beyond = [*((s, skips[s], end) for s in between if skips[s] < end), (last, skips[last], None)]
+        parts = [*window.parts(), *(Entries(stride, first, end, align=self.align) for stride, first, end in beyond)]
+        if not self.causal:
+            parts += [Entries(stride, end and 1 - end, 1 - first) for stride, first, end in beyond]
+        return tuple(parts)
 
     def _window(self) -> int:
         return self.stride + (self.span == "paper")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longstride.kernels.cache import cached
 from longstride.kernels.patterns import Pattern, PatternPart
-from longstride.kernels.plan import require_causal, view
+from longstride.kernels.plan import view
 from longstride.kernels.selections.base import Part, Selection, stacked
 
 
@@ -25,17 +25,13 @@ def within_documents(patterns: Sequence[Pattern], starts: Tensor) -> Selection:
     stay natural.
 
     Args:
-        patterns: one causal pattern per head.
+        patterns: one per head.
         starts: (B, N) integers, the first position of each position's document; they never decrease along N.
 
     Returns:
         A selection with disjoint parts. Heads with fewer parts than others get empty ones.
-
-    Raises:
-        ValueError: a pattern is not causal.
     """
     batch, context = starts.shape
-    require_causal(patterns, context)
     begin = starts.long() * context  # codes sort by document, then by rank of the pattern within it
     positions = torch.arange(context, device=starts.device)
     codes = begin + positions - starts
@@ -87,8 +83,8 @@ def _ranks(part: PatternPart, context: int, device: torch.device) -> _Ranks:
 def _part_within(ranks: _Ranks, begin: Tensor, codes: Tensor, positions: Tensor) -> Part:
     """Return the part of one head, (B, 1, N) each.
 
-    A causal pattern is the same at any length, so its orders at the context's length also order a shorter document.
-    The document's rows and columns are those of the full context, without the positions that it lacks.
+    A mask is the same at any length, so orders at the context's length also order a shorter document. The document's
+    rows and columns are those of the full context, without the positions that it lacks.
     """
     context = codes.shape[-1]
     key_codes, key_order = codes, None

@@ -20,32 +20,30 @@ from torch import Tensor
 from longstride.kernels.cache import cached
 from longstride.kernels.forms import intervals_of, positions_of
 from longstride.kernels.patterns import Pattern, PatternPart
-from longstride.kernels.plan import require_causal, view
+from longstride.kernels.plan import view
 from longstride.kernels.selections.base import Part, Selection, columns_read, followed_by_others, stacked
 
 
 @cached
-def keys_before(patterns: tuple[Pattern, ...], context: int, sections: int) -> tuple[Tensor, ...]:
-    """Return for each section the earlier positions that its queries read in any pattern: (M,) int64, ascending.
+def keys_outside(patterns: tuple[Pattern, ...], context: int, sections: int) -> tuple[Tensor, ...]:
+    """Return for each section the positions of others that its queries read in any pattern: (M,) int64, ascending.
 
     Args:
         patterns: patterns of heads, resolved.
         context: N.
         sections: U, which divides it.
-
-    Raises:
-        ValueError: a pattern is not causal. Rows are only sent to later sections.
     """
-    require_causal(patterns, context)
     rows = context // sections
     is_read = torch.zeros(sections, context, dtype=torch.bool)
     for part in dict.fromkeys(part for pattern in patterns for part in pattern.parts()):
         full = _FullPart.of(part, context)
-        for section in range(1, sections):
+        for section in range(sections):
             _, low, high = full.of_queries(section * rows, (section + 1) * rows)
             columns = columns_read(low, high, len(full.column_positions))
             is_read[section, full.column_positions[columns]] = True
-    return tuple(is_read[section, : section * rows].nonzero().squeeze(1) for section in range(sections))
+    for section in range(sections):
+        is_read[section, section * rows : (section + 1) * rows] = False
+    return tuple(of_section.nonzero().squeeze(1) for of_section in is_read)
 
 
 @cached
@@ -57,7 +55,7 @@ def rows_sent(patterns: tuple[Pattern, ...], key_heads: int, context: int, secti
     counts = torch.zeros(sections, sections, dtype=torch.int64)
     edges = torch.arange(sections + 1) * (context // sections)
     for distinct, heads in Counter(_by_key_head(patterns, key_heads)).items():
-        for section, keys in enumerate(keys_before(distinct, context, sections)):
+        for section, keys in enumerate(keys_outside(distinct, context, sections)):
             counts[:, section] += heads * torch.searchsorted(keys, edges).diff()
     return counts
 
@@ -108,18 +106,18 @@ def section_reads(
     """
     rows = context // sections
     first = section * rows
-    by_key_head = [keys_before(distinct, context, sections) for distinct in _by_key_head(patterns, key_heads)]
+    by_key_head = [keys_outside(distinct, context, sections) for distinct in _by_key_head(patterns, key_heads)]
     sent = [
         _within(of_head[receiver], first, first + rows) - first
         for receiver in range(sections)
         for of_head in by_key_head
     ]
-    before = [of_head[section] for of_head in by_key_head]
-    received = _received_numbers(before, rows, section)
-    total = sum(map(len, before))
+    outside = [of_head[section] for of_head in by_key_head]
+    received = _received_numbers(outside, rows, sections)
+    total = sum(map(len, outside))
     pieces, listed_keys = [], [torch.arange(0)]
-    for start in range(0, max(map(len, before)), rows):
-        keys = [of_head[start : start + rows] for of_head in before]
+    for start in range(0, max(map(len, outside)), rows):
+        keys = [of_head[start : start + rows] for of_head in outside]
         cuts = _cuts(patterns, keys, range(first, first + rows), context)
         readers = torch.cat([cut.queries for by_head in cuts for cut in by_head])
         queries = range(int(readers.min()), int(readers.max()) + 1)
@@ -160,12 +158,12 @@ def _within(ascending: Tensor, first: int, last: int) -> Tensor:
     return ascending[start:stop]
 
 
-def _received_numbers(before: list[Tensor], rows: int, section: int) -> list[Tensor]:
-    """Number the keys from outside, in each head by position, among all rows that the section receives."""
-    numbers: list[list[Tensor]] = [[torch.arange(0)] for _ in before]
+def _received_numbers(outside: list[Tensor], rows: int, sections: int) -> list[Tensor]:
+    """Number the keys from outside, in each head by position, among all rows that a section receives."""
+    numbers: list[list[Tensor]] = [[torch.arange(0)] for _ in outside]
     total = 0
-    for sender in range(section):
-        for head, keys in enumerate(before):
+    for sender in range(sections):
+        for head, keys in enumerate(outside):
             count = len(_within(keys, sender * rows, (sender + 1) * rows))
             numbers[head].append(torch.arange(total, total + count))
             total += count

@@ -49,7 +49,7 @@ _WORDS = {  # by the name of a part's class
 def kind_of(part: Any) -> int:
     """Return the number in KINDS of a part of a pattern."""
     if type(part).__name__ == "Entries":  # all entries of the query's column, or a few
-        return _NUMBERS["column" if part.count is None else "dilated window"]
+        return _NUMBERS["column" if part.end is None or part.first is None else "dilated window"]
     return _NUMBERS[_WORDS.get(type(part).__name__, "read")]
 
 

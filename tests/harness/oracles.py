@@ -70,6 +70,20 @@ VARIANTS: tuple[dict[str, object], ...] = (  # what the required fields alone do
     {"type": "local", "window": 5, "dilation": 4, "align": "target"},
     {"type": "longformer", "window": 5, "dilation": 4, "align": "target"},
 )
+TWO_SIDED: tuple[dict[str, object], ...] = (  # all with "causal": false
+    {"type": "dense"},
+    {"type": "local", "window": 11},
+    {"type": "local", "window": 5, "dilation": 4},
+    {"type": "column", "stride": 8},
+    {"type": "strided", "stride": 8},
+    {"type": "strided", "stride": 2, "num_factors": 4},
+    {"type": "block", "stride": 8},
+    {"type": "summary", "stride": 8, "summary": 2, "include_self": True},
+    {"type": "fixed", "stride": 9, "summary": 2, "num_summaries": 3},
+    {"type": "longformer", "window": 5, "globals": 9},
+    {"type": "longformer", "window": 3, "dilation": 4, "globals": 2},
+    {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 2, "context": 72},
+)
 
 
 class Shape(NamedTuple):
@@ -107,6 +121,16 @@ def example_patterns() -> list[Pattern]:
     """Return one pattern of every registered type, and the variants."""
     examples = [pattern_from_json(example_of(kind, cls)) for kind, cls in PATTERNS.items()]
     return examples + [pattern_from_json(variant) for variant in VARIANTS]
+
+
+def two_sided_patterns() -> list[Pattern]:
+    """Return a pattern of every type that has a two-sided form, in that form."""
+    return [pattern_from_json({**each, "causal": False}) for each in TWO_SIDED]
+
+
+def all_patterns() -> list[Pattern]:
+    """Return causal and two-sided patterns."""
+    return example_patterns() + two_sided_patterns()
 
 
 def heads_to_see(pattern: Pattern) -> int:

@@ -12,7 +12,7 @@ from longstride.kernels import ConfigError, check_backend, sparse_attention
 from longstride.kernels.patterns import Dense, Local, Pattern
 from tests.harness.oracles import (
     Shape,
-    example_patterns,
+    all_patterns,
     make_inputs,
 )
 
@@ -21,7 +21,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-@pytest.mark.parametrize("number, pattern", [*enumerate(example_patterns())], ids=str)
+@pytest.mark.parametrize("number, pattern", [*enumerate(all_patterns())], ids=str)
 def test_flex_agrees_with_the_reference(number: int, pattern: Pattern) -> None:
     """Some patterns also over queries behind a cache, and where heads share keys."""
     rows = make_inputs(Shape(1, 3, 33, 16, 16), torch.float64)[:3]

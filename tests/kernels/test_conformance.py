@@ -20,6 +20,7 @@ from tests.harness.oracles import (
     RESULTS,
     Inputs,
     Shape,
+    all_patterns,
     assert_within_precision,
     attention_and_gradients,
     check_against_reference,
@@ -104,7 +105,7 @@ def test_fp64_equals_the_specification(backend: str) -> None:
 @pytest.mark.parametrize(
     "backend, pattern, is_fast",
     [
-        *(on("cpu", pattern, True) for pattern in example_patterns()),
+        *(on("cpu", pattern, True) for pattern in all_patterns()),
         *(on("cpu", pattern, False, marks=[pytest.mark.campaign]) for pattern in example_patterns()),
         on("triton", Fixed(4, 1), True, marks=[IN_THE_INTERPRETER]),
         *(

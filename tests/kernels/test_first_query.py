@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import ConfigError, sparse_attention
-from longstride.kernels.patterns import PATTERNS, Dense, Fixed, Local, Pattern, Strided
+from longstride.kernels.patterns import Dense, Fixed, Local, Pattern, Strided
 from tests.harness.backends import DEVICES, DTYPES, MIXES, WITH_TRITON, on, repeats
 from tests.harness.oracles import (
     RESULTS,
@@ -22,8 +22,8 @@ from tests.harness.oracles import (
     heads_to_see,
     make_inputs,
     mask_of,
+    two_sided_patterns,
 )
-from tests.kernels.test_two_sided import CASES, KINDS
 
 SPLITS = ((0, 1), (0, 20), (13, 1), (13, 30), (40, 13), (52, 1))  # first query and number of queries of 53 positions
 Reads = Pattern | list[Pattern]
@@ -84,13 +84,9 @@ def test_precisions_and_shared_heads(backend: str, dtype: torch.dtype, split: tu
 
 
 @pytest.mark.parametrize("backend", [on("cpu"), on("triton"), on("reference")])
-@pytest.mark.parametrize("context, pattern", CASES, ids=str)
-def test_patterns_that_read_later_keys(
-    context: int, pattern: Pattern, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for kind in KINDS:
-        monkeypatch.setitem(PATTERNS, kind.__name__, kind)
-    check(backend, pattern, torch.float32, Shape(1, 1, context, 16, 16), 5, 11)
+@pytest.mark.parametrize("pattern", two_sided_patterns(), ids=str)
+def test_patterns_that_read_later_keys(pattern: Pattern, backend: str) -> None:
+    check(backend, pattern, torch.float32, Shape(1, heads_to_see(pattern), 50, 16, 16), 5, 11)
 
 
 @pytest.mark.parametrize("backend", [on("cpu"), on("triton")])

@@ -18,7 +18,7 @@ from longstride.kernels.patterns import (
     pattern_from_json,
     pattern_to_json,
 )
-from tests.harness.oracles import example_patterns, mask_of
+from tests.harness.oracles import all_patterns, mask_of
 
 NAMES = ", ".join(PATTERNS)
 
@@ -80,7 +80,7 @@ def has_a_row(inverse: Fold, position: torch.Tensor) -> torch.Tensor:
     return (moved >= 0) & (moved % inverse.period < (inverse.width or 0)) & (inverse(position) < inverse.length)
 
 
-@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+@pytest.mark.parametrize("pattern", all_patterns(), ids=str)
 @pytest.mark.parametrize("context", [1, 40, 50, 72])
 def test_orders_in_closed_form_have_an_inverse(pattern: Pattern, context: int) -> None:
     for part in pattern.for_head(1).parts():
@@ -93,7 +93,7 @@ def test_orders_in_closed_form_have_an_inverse(pattern: Pattern, context: int) -
             assert torch.equal(position[has_a_row(inverse, position)], order(row).sort().values)
 
 
-@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+@pytest.mark.parametrize("pattern", all_patterns(), ids=str)
 def test_whole_blocks_need_no_vectors(pattern: Pattern) -> None:
     """A plan of a million positions is a few integers, if the pattern gives a closed form for its keys."""
     for part in pattern.for_head(1).parts():
@@ -171,7 +171,7 @@ def test_two_hops_past_a_heads_own_summaries_need_the_head_of_the_last_ones() ->
         assert torch.equal(missed, earlier_block & (place % 12 >= 12 - 3 * head)[None, :])
 
 
-@pytest.mark.parametrize("pattern", [*example_patterns(), Fixed(9, 2, 3).for_head(2)], ids=str)
+@pytest.mark.parametrize("pattern", [*all_patterns(), Fixed(9, 2, 3).for_head(2)], ids=str)
 def test_json_round_trips(pattern: Pattern) -> None:
     assert pattern_from_json(pattern_to_json(pattern)) == pattern
 

@@ -12,7 +12,7 @@ from longstride.kernels.forms import Bounds, Intervals, constant, intervals_of
 from longstride.kernels.patterns import BigBird, Column, Dense, Fixed, Pattern, Strided
 from longstride.kernels.patterns.column import Entries
 from longstride.kernels.plan import Side, Tiles, View, num_pairs, tiles, view
-from tests.harness.oracles import example_patterns
+from tests.harness.oracles import all_patterns, example_patterns
 
 CPU = torch.device("cpu")
 SIDES: tuple[Side, Side] = ("queries", "keys")
@@ -41,7 +41,7 @@ def unpacked(v: View, t: Tiles) -> Tensor:
 
 
 @pytest.mark.parametrize("context, tile_q, tile_k", TILES)
-@pytest.mark.parametrize("pattern", [*example_patterns(), Strided(90), Column(200), Fixed(60, 3)], ids=str)
+@pytest.mark.parametrize("pattern", [*all_patterns(), Strided(90), Column(200), Fixed(60, 3)], ids=str)
 def test_tiles_visit_exactly_the_mask(pattern: Pattern, context: int, tile_q: int, tile_k: int) -> None:
     for part in pattern.for_head(1).parts():
         by_query, by_key = (view(part, context, side) for side in SIDES)

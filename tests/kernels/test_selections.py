@@ -29,11 +29,11 @@ from tests.harness.backends import DTYPES, IN_THE_INTERPRETER, on
 from tests.harness.oracles import (
     Inputs,
     Shape,
+    all_patterns,
     assert_explained,
     assert_within_precision,
     attention_and_gradients,
     exact,
-    example_patterns,
     expected,
     make_inputs,
 )
@@ -201,7 +201,7 @@ def test_recent_matches_are_those_of_the_definition(behind: int, count: int) -> 
         assert found[b, h, i].nonzero().flatten().tolist() == matches
 
 
-@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+@pytest.mark.parametrize("pattern", all_patterns(), ids=str)
 def test_a_patterns_parts_are_its_mask(pattern: Pattern) -> None:
     for context in (1, 37, 96):
         head = pattern.for_head(1)
@@ -256,7 +256,7 @@ def test_documents_have_a_pattern_each(context: int) -> None:
     begins = torch.rand(3, context, generator=generator) < torch.tensor([0.0, 0.1, 0.6])[:, None]
     starts = torch.where(begins, position, 0).cummax(-1).values
     place, own = position - starts, starts[:, :, None] == starts[:, None]
-    patterns = [pattern.for_head(head) for pattern in example_patterns() for head in range(2)]
+    patterns = [pattern.for_head(head) for pattern in all_patterns() for head in range(2)]
     alike = within_documents(patterns[:1] * 4, starts.int())
     assert all(tensor is None or tensor.stride(1) == 0 for part in alike.parts for tensor in part)
     for some in (patterns, patterns[:1] * 2):

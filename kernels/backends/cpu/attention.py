@@ -47,7 +47,7 @@ def visited_pairs(q: Tensor, pattern: Pattern) -> int:
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Return output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
     if dense.serves(q, k, v, patterns, scale):
-        return dense.forward(q, k, v, scale)
+        return dense.forward(q, k, v, patterns, scale)
     wide = accumulator_dtype(q.dtype)
     out = empty_like_rows(v, heads=q.shape[1])
     lse = torch.empty(q.shape[:3], dtype=wide)
@@ -71,7 +71,7 @@ def backward(saved: Saved, patterns: tuple[Pattern, ...], scale: float) -> tuple
     """Return the gradients of q, k and v. ``out`` and ``lse`` of the full pattern are used for each of its parts."""
     q, k, v = saved[:3]
     if saved.grad_lse is None and dense.serves(q, k, v, patterns, scale):
-        return dense.backward(saved, scale)
+        return dense.backward(saved, patterns, scale)
     grads = tuple(empty_by_query_head(x, q.shape[1], accumulator_dtype(q.dtype)) for x in (q, k, v))
 
     def work(scratch: Scratch, pattern: Pattern, piece: Piece) -> None:

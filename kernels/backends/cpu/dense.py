@@ -1,9 +1,11 @@
-"""Attention to all earlier positions on the CPU by torch's kernel, which is faster in fp32 and fp64.
+"""Attention to all earlier positions, or to all, on the CPU by torch's kernel, which is faster in fp32 and fp64.
 
 In 16 bits the chunks of ``attention`` are faster.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,29 +26,38 @@ def fits(q: Tensor, v: Tensor, patterns: tuple[Pattern, ...]) -> bool:
     return (
         q.dtype in (torch.float32, torch.float64)
         and q.shape == v.shape  # the kernel needs equal widths and numbers of heads
-        and all(_reads_all(pattern, q.shape[2]) for pattern in dict.fromkeys(patterns))
+        and {_extent(pattern, q.shape[2]) for pattern in dict.fromkeys(patterns)} in ({"earlier"}, {"all"})
     )
 
 
 @cached
-def _reads_all(pattern: Pattern, context: int) -> bool:
-    """Whether each position reads exactly the positions up to itself: no causal pattern has more pairs."""
-    return num_pairs(pattern, context) == context * (context + 1) // 2 and is_causal(pattern, context)
+def _extent(pattern: Pattern, context: int) -> Literal["earlier", "all", "fewer"]:
+    """Return whether each position reads exactly the positions up to itself, all, or fewer.
+
+    No pattern has more pairs than one that reads all, and no causal one more than one that reads all earlier positions.
+    """
+    pairs = num_pairs(pattern, context)
+    if pairs == context * (context + 1) // 2 and is_causal(pattern, context):
+        return "earlier"
+    return "all" if pairs == context**2 else "fewer"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Return output (B, H, N, D) and logsumexp (B, H, N)."""
     rows = (_rows(x, like=v) for x in (q, k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*rows, 0.0, True, scale=scale)
+    causal = _extent(patterns[0], q.shape[2]) == "earlier"
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*rows, 0.0, causal, scale=scale)
     return _in_layout(out, v), lse.reshape(v.shape[:3]).contiguous()
 
 
-def backward(saved: Saved, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward(saved: Saved, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. The kernel takes no gradient of the logsumexp."""
     q, k, v, out, grad_out, lse, _ = saved
     rows = (_rows(x, like=q) for x in (grad_out, q, k, v, out))
     lse_rows = _rows(lse[..., None], like=q).squeeze(3)
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, lse_rows, 0.0, True, scale=scale)
+    causal = _extent(patterns[0], q.shape[2]) == "earlier"
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads = kernel(*rows, lse_rows, 0.0, causal, scale=scale)
     grad_q, grad_k, grad_v = (_in_layout(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))
     return grad_q, grad_k, grad_v
 
