@@ -16,7 +16,7 @@ from longstride.kernels.forms import Bounds, Intervals, Order
 
 MOST_POSITIONS = 1 << 62  # largest field of a pattern: beyond every context, and within 64 bits
 Align = Annotated[Literal["row", "target"], Doc("where strides count from: the row, or the token that it predicts")]
-Causal = Annotated[bool, Doc("false: read later positions as well as earlier ones")]
+Causal = Annotated[bool, Doc("false: also read later positions")]
 
 
 @runtime_checkable
@@ -120,7 +120,7 @@ class PatternDefaults:
         """Accept every context."""
 
 
-def declares_causal(pattern: Pattern) -> bool:
+def declares_causal(pattern: object) -> bool:
     """Whether a pattern promises to read no later position; one of another package that says nothing does."""
     return bool(getattr(pattern, "causal", True))
 

@@ -54,7 +54,7 @@ class BigBird(PatternDefaults):
     random: Annotated[int, Doc("blocks drawn once from those between")]
     seed: Annotated[int, Doc("seed of the draw")] = 0
     index: int | None = None  # the head; None: unresolved, or nothing is drawn
-    context: Annotated[int | None, Doc("positions to draw from, if not causal: the model's context")] = None
+    context: Annotated[int | None, Doc("the model's, for draws that are not causal")] = None
     causal: Causal = True
 
     left_out_at_default = ("context", "causal")

@@ -122,9 +122,9 @@ class Entries:
         excludes_readers = self.start > self._shift and (first is None or first < 0)
         if context % self.stride == 0 and start % self.stride == 0 and not excludes_readers:
             top = start // self.stride
-            low = constant(top, rows) if end is None else Bound(rows, 1 - end, top, rows)
-            high = constant(rows, rows) if first is None else Bound(rows, 1 - first, top, rows)
-            return Bounds(context, rows, low, high)
+            from_top = constant(top, rows) if end is None else Bound(rows, 1 - end, top, rows)
+            to_bottom = constant(rows, rows) if first is None else Bound(rows, 1 - first, top, rows)
+            return Bounds(context, rows, from_top, to_bottom)
         row = torch.arange(context)
         position = positions_of(column_order(context, self.stride))
         position = row if position is None else position

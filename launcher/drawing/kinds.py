@@ -20,6 +20,7 @@ class Kind(NamedTuple):
 # From the widest to the narrowest: a cell of a matrix has the colour of the last kind in it. Adjacent colours of a
 # pattern can be distinguished by people with colour blindness.
 KINDS = (
+    Kind("all", "#77aadd"),
     Kind("all before it", "#77aadd"),
     Kind("chosen by content", "#77aadd"),
     Kind("read", "#77aadd"),  # by any other part
@@ -41,6 +42,7 @@ _WORDS = {  # by the name of a part's class
     "Window": "window",
     "EarlierSegments": "outer segments",
     "FirstKeys": "first positions",
+    "FirstWithAll": "first positions",
     "Draw": "random blocks",
     "SummaryKeys": "summary",
 }
@@ -50,6 +52,8 @@ def kind_of(part: Any) -> int:
     """Return the number in KINDS of a part of a pattern."""
     if type(part).__name__ == "Entries":  # all entries of the query's column, or a few
         return _NUMBERS["column" if part.end is None or part.first is None else "dilated window"]
+    if type(part).__name__ == "Dense" and not part.causal:
+        return _NUMBERS["all"]
     return _NUMBERS[_WORDS.get(type(part).__name__, "read")]
 
 

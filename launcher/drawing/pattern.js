@@ -150,7 +150,7 @@ function drawSheet() {
     for (let cell = 0; cell < cells; cell++) {
       let most = -1, total = 0;
       covered.forEach((each, part) => { total += each[cell]; if (each[cell] > 0 && (most < 0 || each[cell] >= covered[most][cell])) most = part; });
-      if (cell > row) { context.globalAlpha = 1; context.fillStyle = colourFuture; }
+      if (pattern.causal && cell > row) { context.globalAlpha = 1; context.fillStyle = colourFuture; }
       else if (most < 0) continue;
       else { context.globalAlpha = 0.3 + 0.7 * Math.sqrt(Math.min(1, total / (several * width))); context.fillStyle = data.kinds[pattern.parts[most].kind].colour; }
       context.fillRect(cell, row, 1, 1);
@@ -174,7 +174,7 @@ function drawMatrix() {
   context.fillStyle = colour("--cell");
   context.fillRect(0, y - 1, canvas.width, thick + 2);
   context.fillStyle = colourFuture;
-  context.fillRect((query - start + 1) * unit, y - 1, canvas.width, thick + 2);
+  if (data.patterns[shown].causal) context.fillRect((query - start + 1) * unit, y - 1, canvas.width, thick + 2);
   for (const {kind, runs} of rowOf(data.patterns[shown], query)) {
     context.fillStyle = data.kinds[kind].colour;
     for (const run of runs) {
@@ -214,9 +214,11 @@ function drawView() {
   context.fillStyle = colour("--cell");
   context.fillRect(0, 0, canvas.width, canvas.height);
   const future = colour("--future"), r = Math.floor(own / grid.columns) - row, c = own % grid.columns - column;
-  context.fillStyle = future;
-  context.fillRect((c + 1) * x, r * y, canvas.width, y);
-  context.fillRect(0, (r + 1) * y, canvas.width, canvas.height);
+  if (data.patterns[shown].causal) {
+    context.fillStyle = future;
+    context.fillRect((c + 1) * x, r * y, canvas.width, y);
+    context.fillRect(0, (r + 1) * y, canvas.width, canvas.height);
+  }
   const from = row * grid.columns * grid.channels, to = Math.min(N, (row + rows) * grid.columns * grid.channels);
   let self = false;
   for (const {kind, runs} of rowOf(data.patterns[shown], query))
@@ -253,7 +255,8 @@ function tell() {
   const row = rowOf(data.patterns[shown], query), total = row.reduce((sum, {runs}) => sum + keysIn(runs), 0);
   const cell = Math.floor(query / grid.channels), place = `row ${number(Math.floor(cell / grid.columns))}, column ${number(cell % grid.columns)}`;
   const where = grid.name === "pixel" && grid.channels > 1 ? `${place}, channel ${query % grid.channels}` : place;
-  by("told").textContent = `Query ${number(query)} (${where}) reads ${number(total)} of the ${number(query + 1)} positions up to itself: ${(100 * total / (query + 1)).toPrecision(3)} %${held ? " · held" : ""}`;
+  const causal = data.patterns[shown].causal, most = causal ? query + 1 : N;
+  by("told").textContent = `Query ${number(query)} (${where}) reads ${number(total)} of the ${number(most)} positions${causal ? " up to itself" : ""}: ${(100 * total / most).toPrecision(3)} %${held ? " · held" : ""}`;
   by("parts").replaceChildren(...row.filter(({runs}) => runs.length).map(({kind, runs}) => {
     const line = document.createElement("li");
     const keys = keysIn(runs);
@@ -333,7 +336,7 @@ for (let each = N; each >= 64 && by("zoom").options.length < 8; each = Math.ceil
   by("zoom").append(new Option(each === N ? "the whole context" : `${number(each)} positions around it`, each));
 }
 const legend = [...new Set(data.patterns.flatMap((pattern) => pattern.parts.map((part) => part.kind)))].sort((a, b) => a - b);
-for (const [fill, word] of [...legend.map((kind) => [data.kinds[kind].colour, data.kinds[kind].word]), ["var(--self)", "itself"], ["var(--future)", "still to come"], ["var(--cell)", "not read"]]) {
+for (const [fill, word] of [...legend.map((kind) => [data.kinds[kind].colour, data.kinds[kind].word]), ["var(--self)", "itself"], ...(data.patterns.some((pattern) => pattern.causal) ? [["var(--future)", "still to come"]] : []), ["var(--cell)", "not read"]]) {
   const entry = document.createElement("span");
   entry.append(key(fill), word);
   by("legend").append(entry);

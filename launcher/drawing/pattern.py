@@ -24,7 +24,7 @@ from torch import Tensor
 
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError, num_pairs
-from longstride.kernels.patterns import Pattern
+from longstride.kernels.patterns import Dense, Pattern, declares_causal
 from longstride.launcher.config import find_config, load_content
 from longstride.launcher.drawing.kinds import KINDS, kind_of, places_of, words_of
 from longstride.launcher.models import TRAINED
@@ -173,17 +173,19 @@ def why_unread(config: ModelConfig) -> str | None:
 
 
 def share_of_pairs(pattern: Pattern, context: int) -> float:
-    """Return the percentage of the pairs of dense causal attention."""
-    return 200 * num_pairs(pattern, context) / (context * (context + 1))
+    """Return the percentage of the pairs of dense attention, which is causal if the pattern is."""
+    return 100 * num_pairs(pattern, context) / num_pairs(Dense(declares_causal(pattern)), context)
 
 
 def legend_of(patterns: Iterable[Pattern | ContentChoice]) -> list[Patch]:
     """Return the legend of all colours in panels of patterns."""
+    patterns = list(patterns)
     kinds = sorted({kind_of(part) for pattern in patterns for part in pattern.parts()})
+    future = [Patch(facecolor=_FUTURE_COLOUR, label="still to come")] if any(map(declares_causal, patterns)) else []
     return [
         *(Patch(facecolor=KINDS[kind].colour, label=KINDS[kind].word) for kind in kinds),
         Patch(facecolor=_SELF_COLOUR, label="itself"),
-        Patch(facecolor=_FUTURE_COLOUR, label="still to come"),
+        *future,
         Patch(facecolor="white", edgecolor="#8c959f", label="not read"),
         Patch(fill=False, edgecolor=_FRAME, label="the query"),
     ]
@@ -340,7 +342,8 @@ def view(
     for part in reversed(pattern.parts()):
         read = part.mask(queries[:, None], keys) & (keys < context)
         picture[read.flatten(2).any(-1).numpy()] = 1 + kind_of(part)
-    picture[(first > cell * grid.channels).numpy()] = FUTURE
+    if declares_causal(pattern):
+        picture[(first > cell * grid.channels).numpy()] = FUTURE
     itself = (first == cell * grid.channels).numpy()
     picture[itself & (picture != NOTHING)] = SELF
     return picture

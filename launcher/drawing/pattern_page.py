@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import ConfigError, num_pairs
+from longstride.kernels.patterns import declares_causal
 from longstride.launcher.drawing.kinds import KINDS, kind_of, places_of, words_of
 from longstride.launcher.drawing.pattern import (
     check_number,
@@ -58,6 +59,7 @@ def pattern_page(source: Path, query: int | None = None) -> str:
             "places": places_of(places, config.heads),
             "share": f"{share_of_pairs(pattern, context):.3g}",
             "pairs": num_pairs(pattern, context),
+            "causal": declares_causal(pattern),
             "parts": [part_json(part, context) for part in pattern.parts()],
         }
         for pattern, places in users.items()

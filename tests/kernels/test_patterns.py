@@ -188,8 +188,10 @@ def test_json_round_trips(pattern: Pattern) -> None:
         ({"type": {}}, "type={}: must be a pattern's name; "
          f"known: {NAMES}"),
         ({1: "fixed"}, f"type: missing; one of {NAMES}"),
-        ({"type": "local", "window": 4, 7: 4}, "7: unknown key for local; known: window, dilation, align, type"),
-        ({"type": "local", "window": 4, None: 4}, "None: unknown key for local; known: window, dilation, align, type"),
+        ({"type": "local", "window": 4, 7: 4},
+         "7: unknown key for local; known: window, dilation, align, causal, type"),
+        ({"type": "local", "window": 4, None: 4},
+         "None: unknown key for local; known: window, dilation, align, causal, type"),
         ({"type": "fixd"}, "type=\"fixd\": must be a pattern's name; nearest fixed"),
         ({"type": "local"}, "window: missing; local needs it"),
         ({"type": "local", "window": 4, "windw": 4}, "windw: unknown key for local; nearest window"),

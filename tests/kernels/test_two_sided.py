@@ -345,7 +345,7 @@ class Stranger:
 
 
 def test_what_says_nothing_counts_as_causal() -> None:
-    assert declares_causal(Stranger())  # type: ignore[arg-type]
+    assert declares_causal(Stranger())
     assert declares_causal(LongNet((6,), (1,))) and not declares_causal(Later())
 
 

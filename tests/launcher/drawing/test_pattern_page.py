@@ -19,10 +19,14 @@ from longstride.launcher import cli
 from longstride.launcher.drawing import pattern_page as page_module
 from longstride.launcher.drawing.pattern_page import part_json, pattern_page, pieces
 from tests.harness.chromium import browser
-from tests.harness.oracles import example_patterns, mask_of
+from tests.harness.oracles import example_patterns, mask_of, two_sided_patterns
 
 CONTEXT = 360
-PATTERNS = [pattern.for_head(1) for pattern in example_patterns()]
+PATTERNS = [
+    *(pattern.for_head(1) for pattern in example_patterns()),
+    *(BigBird(4, 2, 1, 2, context=CONTEXT, index=1, causal=False) if isinstance(each, BigBird) else each.for_head(1)
+      for each in two_sided_patterns()),
+]  # fmt: skip
 
 
 def value(found: list[list[int]], row: int) -> int:
@@ -119,6 +123,14 @@ def test_page_and_picture_are_made_together(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["show", "pattern", str(source), "--output", str(picture), "--html", str(page)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(page), str(picture)]
     assert data_of(page.read_text())["patterns"][0]["words"].startswith("fixed")
+
+
+def test_page_says_which_patterns_read_later_positions(tmp_path: Path) -> None:
+    window = {"type": "local", "window": 30}
+    for causal, share in ((True, "16"), (False, "15.7")):
+        content = data_of(pattern_page(written(tmp_path, window | ({} if causal else {"causal": False}))))
+        (pattern,) = content["patterns"]
+        assert (pattern["causal"], pattern["share"]) == (causal, share)
 
 
 def test_every_vector_of_a_large_pattern_is_short() -> None:

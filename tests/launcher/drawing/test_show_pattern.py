@@ -12,7 +12,18 @@ import pytest
 import torch
 from matplotlib import pyplot as plt
 
-from longstride.kernels.patterns import BigBird, Column, Dense, Fixed, Local, Longformer, LongNet, Strided, Summary
+from longstride.kernels.patterns import (
+    BigBird,
+    Column,
+    Dense,
+    Fixed,
+    Local,
+    Longformer,
+    LongNet,
+    Strided,
+    Summary,
+    declares_causal,
+)
 from longstride.launcher import cli
 from longstride.launcher.drawing.kinds import KINDS, kind_of, places_of, ranges, words_of
 from longstride.launcher.drawing.pattern import (
@@ -71,6 +82,15 @@ def test_connectivity_marks_self_and_kinds_of_keys() -> None:
         [0, 0, 0, SUMMARY, BLOCK, BLOCK, SELF, 0],
         [0, 0, 0, SUMMARY, BLOCK, BLOCK, BLOCK, SELF],
     ]
+    found = connectivity(Fixed(stride=3, summary=1, causal=False), 6)
+    assert found.tolist() == [
+        [SELF, BLOCK, BLOCK, 0, 0, SUMMARY],
+        [BLOCK, SELF, BLOCK, 0, 0, SUMMARY],
+        [BLOCK, BLOCK, SELF, 0, 0, SUMMARY],
+        [0, 0, SUMMARY, SELF, BLOCK, BLOCK],
+        [0, 0, SUMMARY, BLOCK, SELF, BLOCK],
+        [0, 0, SUMMARY, BLOCK, BLOCK, SELF],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +103,11 @@ def test_connectivity_marks_self_and_kinds_of_keys() -> None:
         (Fixed(8, 2, 4, 1), "fixed: stride 8, summary 2, num summaries 4, index 1", ["block", "summary"]),
         (Strided(12, "paper"), "strided: stride 12, span paper", ["window", "column"]),
         (Dense(), "dense", ["all before it"]),
+        (Dense(causal=False), "dense: causal False", ["all"]),
+        (Column(12, causal=False), "column: stride 12, causal False", ["column"]),
+        (Strided(12, causal=False), "strided: stride 12, causal False", ["window", "column", "column"]),
+        (Local(8, 4, causal=False), "local: window 8, dilation 4, causal False", ["dilated window"]),
+        (Longformer(8, causal=False), "longformer: window 8, causal False", ["window", "first positions"]),
         (Longformer(8, globals=2), "longformer: window 8, globals 2", ["window", "first positions"]),
         (LongNet((4, 8), (1, 2), 1), "longnet: segments 4 / 8, dilations 1 / 2, index 1", ["block", "outer segments"]),
         (
@@ -131,7 +156,18 @@ def test_pooled_connectivity_is_the_most_of_each_square(size: int, cell: int) ->
 
 
 @pytest.mark.parametrize("grid", [Grid(4, 6, 3, "pixel"), Grid(9, 8, 1, "position")], ids=str)
-@pytest.mark.parametrize("pattern", [Strided(18), Strided(18, "paper"), Fixed(6, 2), Summary(6, 2)], ids=str)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Strided(18),
+        Strided(18, "paper"),
+        Fixed(6, 2),
+        Summary(6, 2),
+        Strided(18, causal=False),
+        Fixed(6, 2, causal=False),
+    ],
+    ids=str,
+)
 def test_view_is_the_union_over_channels(grid: Grid, pattern: Any) -> None:
     context = grid.rows * grid.columns * grid.channels
     position = torch.arange(context)
@@ -142,7 +178,7 @@ def test_view_is_the_union_over_channels(grid: Grid, pattern: Any) -> None:
         found = view(pattern, cell, grid, range(grid.rows), range(grid.columns), context)
         number = np.arange(grid.rows * grid.columns).reshape(cells.shape)
         assert np.array_equal(((found > NOTHING) & (found <= SELF)), cells)
-        assert np.array_equal(found == FUTURE, number > cell)
+        assert np.array_equal(found == FUTURE, (number > cell) & declares_causal(pattern))
         assert (found.flat[cell] == SELF) == bool(cells.flat[cell]) and (found == SELF).sum() <= 1
         part = view(pattern, cell, grid, range(1, 3), range(2, 5), context)
         assert np.array_equal(part, found[1:3, 2:5])
