@@ -325,7 +325,7 @@ class ModelConfig(NetworkConfig):
         for mixer in (block.mixer for block in self.blocks() if block.mixer is not None):
             if documents or self.backend == "flex":
                 by_heads["attention within documents" if documents else "backend flex"] = None
-            elif "keys" not in mixer.supports or not self.objective.causal:
+            elif "keys" not in mixer.supports:
                 by_heads[mixer.type] = None
         divided, before = bool(by_heads) or exchange == "heads", (self.convolution or 1) - 1
 

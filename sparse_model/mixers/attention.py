@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_attention, sparse_attention
-from longstride.kernels.patterns import Column, Dense, Local, Pattern, pattern_to_json
+from longstride.kernels.patterns import Column, Dense, Local, Pattern, declares_causal, pattern_to_json
 from longstride.kernels.selections import selection_mask
 from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.mixers.cache import KeyValues, RowCache
@@ -75,7 +75,7 @@ class HeadPatterns(AttentionConfig):
 
     def causality(self) -> dict[str, bool]:
         patterns = dict.fromkeys(self.patterns)
-        return {str(pattern_to_json(pattern)["type"]): getattr(pattern, "causal", True) for pattern in patterns}
+        return {str(pattern_to_json(pattern)["type"]): declares_causal(pattern) for pattern in patterns}
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         return self.patterns
@@ -356,7 +356,7 @@ def _within_columns(pattern: Pattern, sharing: int) -> tuple[int, Pattern]:
     if not isinstance(pattern, Column | Local) or pattern.align == "target":
         return 0, pattern
     if isinstance(pattern, Column):
-        return pattern.stride, Column(max(1, pattern.stride // sharing))
+        return pattern.stride, replace(pattern, stride=max(1, pattern.stride // sharing))
     if pattern.dilation > 1:
         return pattern.dilation, replace(pattern, dilation=max(1, pattern.dilation // sharing))
     return 0, pattern

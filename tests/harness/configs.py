@@ -211,7 +211,7 @@ TWO_SIDED: dict[str, dict[str, Any]] = {
         "attention": [
             {"type": "local", "window": 5, "causal": False},
             {"type": "longformer", "window": 4, "globals": 2, "causal": False},
-            {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1, "causal": False},
+            {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1, "context": 40, "causal": False},
             {"type": "block", "stride": 8, "causal": False},
         ],
     },

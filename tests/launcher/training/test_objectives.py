@@ -20,7 +20,7 @@ from tests.harness.layouts import losses_of, train_through
 from tests.harness.runs import complete, metrics
 from tests.launcher.training.test_training import LOW_SCALE
 
-ATTENTION = [{"type": "linformer", "rows": 8}, {"type": "linformer", "rows": 5, "share": "nothing"}]
+ATTENTION = [{"type": "linformer", "rows": 8}, {"type": "local", "window": 9, "causal": False}]
 MODEL = (
     f"model.objective={json.dumps(MASKED)}", f"model.attention={json.dumps(ATTENTION)}",
     "model.dropout=0", "model.backend=auto",
