@@ -261,7 +261,7 @@ class SparseTransformer(Part):
                 if alike not in selections:
                     selections[alike] = mixer.selection_of(tokens, readable)
             in_sections = block.feed_forward is not None and block.feed_forward.in_sections
-            if self.division.size == 1 or self.config.reversible or in_sections or places is not None:
+            if self.division.size == 1 or self.config.reversible or in_sections or readable is not None:
                 columns = 0
             elif mixer is not None:
                 columns = mixer.columns(context)

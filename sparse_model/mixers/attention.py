@@ -155,7 +155,7 @@ class Attention(Mixer):
         q, k, v = self.heads_of(rows, places)
         exchange = "heads"  # which does nothing with one process
         if division.size > 1:
-            exchange = self.traffic(division, h.shape[1] * division.size, context.places is not None).exchange
+            exchange = self.traffic(division, h.shape[1] * division.size, context.selection is not None).exchange
         if state is not None:
             output = MixerOutput(state.begin(q, k, v))
         elif columns:

@@ -93,7 +93,8 @@ def test_each_key_that_causes_it_has_its_line() -> None:
 
 def test_objectives_share_all_but_the_start_and_the_row_of_masks() -> None:
     masked = {"objective": {"type": "masked"}, "attention": {"type": "local", "window": 8, "causal": False}}
-    there, back = fitted(masked), fitted({}, masked)
+    usual = {"objective": {"type": "autoregressive"}, "attention": {"type": "local", "window": 8}}
+    there, back = fitted(masked), fitted(usual, masked)
     assert there.unmasked == back.unmasked == ("embedding.tokens.weight",)
     assert (there.anew, there.unused) == ((), ("embedding.start",)) and (back.anew, back.unused) == (there.unused, ())
     with pytest.raises(
