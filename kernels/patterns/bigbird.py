@@ -43,9 +43,9 @@ class BigBird(PatternDefaults):
     it adds the number and 0x9E3779B9, then applies the finaliser of MurmurHash3 (Appleby 2016), all in 32 bits. A draw
     depends on nothing else, so causal ones are the same at every context.
 
-    Window and global blocks have closed forms. A draw takes vectors for each head: 40 bytes per position for a forward
-    and backward pass, 8 more for generation. With 3 draws, 12,288 positions take 1.4 MiB per head and 1,048,576 take
-    120 MiB.
+    Window and global blocks have closed forms; if not causal, 56 bytes per position. A draw takes vectors for each
+    head: 40 bytes per position for a forward and backward pass, 8 more for generation. With 3 draws, 12,288 positions
+    take 1.4 MiB per head and 1,048,576 take 120 MiB.
     """
 
     block: Annotated[int, Doc("positions")]

@@ -19,7 +19,7 @@ from longstride.sparse_model.mixers import MIXERS
 from longstride.sparse_model.part import PLAIN, State
 from longstride.testing import ConformanceError, check
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, small
-from tests.harness.oracles import example_patterns
+from tests.harness.oracles import all_patterns
 from tests.harness.runs import ROOT, plain_environment
 from tests.kernels.test_plan import WrongQueries
 from tests.sparse_model.test_abilities import DoubleConfig, Mean, MeanConfig
@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+@pytest.mark.parametrize("pattern", all_patterns(), ids=str)
 def test_every_pattern_conforms(pattern: Pattern) -> None:
     assert set(check(pattern).values()) == {"holds"}
 

@@ -32,7 +32,6 @@ class PreparedCache:
         self.context, self.value_width, self.scale = k.shape[2], v.shape[3], scale
         self.wide = accumulator_dtype(k.dtype)
         self.unread = torch.empty(1, dtype=self.wide, device=k.device)
-        self.last = -1  # position of the last query
         self.groups = [
             (pattern, heads, CachedRows(k[:, shared], once), CachedRows(v[:, shared], once))
             for pattern, heads, shared in _groups(patterns, k.shape[1])
@@ -46,8 +45,7 @@ class PreparedCache:
         for _, _, *both in self.groups:
             for rows in both:
                 if rows.copies:
-                    rows.forget_from(min(position, self.last + 1))  # later rows, which a pattern may read, are new
-        self.last = position
+                    rows.forget_from(position)
         if len(self.groups) == 1:
             pattern, _, k, v = self.groups[0]
             return self._attend(q, k, v, pattern, position, return_lse)
