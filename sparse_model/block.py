@@ -34,6 +34,8 @@ STEP = 2.0**-36  # of the grid; a sum of its multiples is exact in fp64 up to 2^
 class ResidualBlock(Part):
     """H + a + b with a = dropout(attention(norm(H))) and b = dropout(ff(norm(H + a))) (section 5.2), or one of the two.
 
+    With ``norm_position`` "after" it is norm(G + dropout(ff(G))) with G = norm(H + dropout(attention(H))) instead.
+
     The mixer is called ``attention`` whatever its kind, so that published models keep the names of their tensors.
     ``mixer`` is the one in use: ``attention``, or during a stage of a run another one with the same parameters.
     """
@@ -45,6 +47,7 @@ class ResidualBlock(Part):
     def __init__(self, config: ModelConfig, block: BlockConfig, rotary: Rotary | None) -> None:
         super().__init__()
         self.attention = self.feed_forward = None
+        self.normalizes_after = config.norm_position == "after"
         if block.mixer is not None:
             self.attention_norm = norm_of(config)
             self.attention = block.mixer.make(config, rotary)
@@ -66,19 +69,19 @@ class ResidualBlock(Part):
 
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
         """Return the residual stream (B, N, C) after the block, as the rows of an output."""
-        if self.mixer is None:
-            output = self.feed(h, context)
-            return output._replace(rows=h + output.rows)
-        output = self.mix(h, context)
+        output = MixerOutput(h)
+        if self.mixer is not None:
+            output = self._add(h, self.mix(h, context), self.attention_norm)
         if self.feed_forward is not None:
-            h = h + output.rows
-            output = self.feed(h, context).after(output)
-        return output._replace(rows=h + output.rows)
+            h = output.rows
+            output = self._add(h, self.feed(h, context), self.feed_forward_norm).after(output)
+        return output
 
     def mix(self, h: Tensor, context: BlockContext) -> MixerOutput:
         """Return the mixer's output for a stream (B, N, C), with dropout and without the residual."""
         assert self.mixer is not None
-        return self._dropped(self.mixer(self.attention_norm(h), context), context.columns)
+        rows = h if self.normalizes_after else self.attention_norm(h)
+        return self._dropped(self.mixer(rows, context), context.columns)
 
     def feed(self, h: Tensor, context: BlockContext) -> MixerOutput:
         """Return the feed-forward's output for a stream (B, N, C), with dropout and without the residual."""
@@ -86,11 +89,17 @@ class ResidualBlock(Part):
         if context.real is not None and self.is_divided:
             positions = self.division.positions_of(h.shape[1], context.columns, h.device)
             context = context._replace(real=context.real[:, positions])
-        return self._dropped(self.feed_forward(self.feed_forward_norm(h), context), context.columns)
+        rows = h if self.normalizes_after else self.feed_forward_norm(h)
+        return self._dropped(self.feed_forward(rows, context), context.columns)
 
     def work(self, positions: int, batch: int) -> Work:
         parts = [part for part in (self.mixer, self.feed_forward) if part is not None]
         return sum((part.work(positions, batch) for part in parts), Work())
+
+    def _add(self, h: Tensor, output: MixerOutput, norm: nn.Module) -> MixerOutput:
+        """Add a part's output to the stream (B, N, C), and normalise the sum if ``norm_position`` is "after"."""
+        rows = h + output.rows
+        return output._replace(rows=norm(rows) if self.normalizes_after else rows)
 
     def _dropped(self, output: MixerOutput, columns: int) -> MixerOutput:
         # Tested here: for a single row, calling the module takes longer than an addition.

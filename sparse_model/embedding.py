@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from longstride.sparse_model.config import ModelConfig
 from longstride.sparse_model.ngrams import NO_TOKEN, Ngrams
+from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.part import Part, draw
 
 Index = TypeVar("Index", int, Tensor)  # one position, or many
@@ -19,8 +20,8 @@ Index = TypeVar("Index", int, Tensor)  # one position, or many
 class Embedding(Part):
     """Token embedding plus one embedding for each position table, shifted right (section 5.1; released code).
 
-    With ``ngrams``, tables of the last tokens are added as well. If the objective is not causal, nothing is shifted,
-    and there is no start.
+    With ``ngrams``, tables of the last tokens are added as well. With ``embedding_norm``, the sum is normalised. If the
+    objective is not causal, nothing is shifted, and there is no start.
     """
 
     part = "embedding"
@@ -37,6 +38,7 @@ class Embedding(Part):
         self.ngrams: Ngrams | None = None
         if config.ngrams is not None:
             self.ngrams = Ngrams(config.ngrams.orders, config.ngrams.rows, config.vocabulary, config.width)
+        self.norm: nn.Module = norm_of(config) if config.embedding_norm else nn.Identity()
         self.reach = config.reach
 
     def initialize(self) -> None:
@@ -81,7 +83,8 @@ class Embedding(Part):
             h = h if self.config.objective.mask_rows else h.masked_fill(masked, 0.0)
         for table, index in self._places(positions if places is None else places):
             h = h + table(index)
-        return h
+        rows: Tensor = self.norm(h)
+        return rows
 
     def _shifted(
         self, tokens: Tensor, section: slice, places: Tensor | None, embedded: Tensor | None, real: Tensor | None
@@ -115,7 +118,8 @@ class Embedding(Part):
         index: Any = first if h.shape[1] == 1 else torch.arange(first, first + h.shape[1], device=before.device)
         for table, place in self._places(index):
             h = h + table.weight[place]
-        return h
+        rows: Tensor = self.norm(h)
+        return rows
 
     def _places(self, index: Index) -> Iterator[tuple[nn.Embedding, Index]]:
         """Yield each position table with the index of the positions in it."""

@@ -37,6 +37,18 @@ class RotaryPositions(StrictModel):
     base: float = Field(default=10_000.0, gt=1, description="the slowest channels turn once in about 2π·base positions")
 
 
+class OutputConfig(StrictModel):
+    """The layer from the last rows to logits. By default it is one matrix, as in the paper."""
+
+    tied: bool = Field(
+        default=False, description="its weights are the token embedding's, stored once (Press & Wolf 2017)"
+    )
+    transform: bool = Field(
+        default=False, description="a linear layer, GELU and a norm before it (Devlin et al. 2019, released code)"
+    )
+    bias: bool = Field(default=False, description="a learned number per token, added to its logit")
+
+
 class NetworkConfig(StrictModel):
     """Sizes and options of a network, whatever its mixers, feed-forwards and embedding are."""
 
@@ -82,11 +94,18 @@ class NetworkConfig(StrictModel):
     )
     norm: Literal["layer", "rms"] = Field(
         default="layer",
-        description="norm before each part and the logits; rms: without mean and bias (Zhang & Sennrich 2019)",
+        description="kind of all norms; rms: without mean and bias (Zhang & Sennrich 2019)",
     )
     norm_epsilon: Annotated[float, POSITIVE] | None = Field(
         default=None, description="added to a norm's variance or mean square; null: 1e-5 (layer), 1e-6 (rms)"
     )
+    norm_position: Literal["before", "after"] = Field(
+        default="before",
+        description="before each part and the logits; after: x = norm(x + part(x)), none before the logits "
+        "(Vaswani et al. 2017)",
+    )
+    embedding_norm: bool = Field(default=False, description="a norm of the embedded rows before the first block")
+    output: OutputConfig = Field(default=OutputConfig(), description="the layer from the last rows to logits")
     bias: bool = Field(default=True, description="whether linear layers have biases")
     rotary: RotaryPositions | None = Field(
         default=None,
@@ -112,6 +131,9 @@ class NetworkConfig(StrictModel):
         "order",
         "norm",
         "norm_epsilon",
+        "norm_position",
+        "embedding_norm",
+        "output",
         "bias",
         "rotary",
         "query_key_norm",
@@ -141,6 +163,9 @@ class NetworkConfig(StrictModel):
         if width % heads:
             rule = f"{width} channels must divide into heads={heads}; nearest heads {nearest_divisor(width, heads)}"
             yield Problem("width", rule, width)
+        if self.reversible and self.norm_position == "after":
+            rule = "has no inverse, so blocks cannot be reversible; set model.reversible to false"
+            yield Problem("norm_position", rule, self.norm_position)
         ratios = {"feed_forward_ratio": 1, "query_key_ratio": heads}  # names, and the divisor of their channels
         for name, multiple in ratios.items():
             ratio = getattr(self, name)

@@ -11,62 +11,113 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstride.sparse_model.part import Part, Work
+from longstride.sparse_model.embedding import Embedding
+from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.norm import norm_of
+from longstride.sparse_model.part import Part, Work, draw_linear
 
 CHUNK_ROWS = 1 << 14  # rows of logits in memory at once
 
 
-class Logits(Part, nn.Linear):
-    """The projection to logits (section 5.2); given the targets, their cross-entropy instead."""
+class Transform(Part):
+    """A linear layer, GELU and a norm, before the projection of a masked model (Devlin et al. 2019, released code)."""
 
-    part = trained_as = "output"
+    def __init__(self, network: NetworkConfig) -> None:
+        super().__init__()
+        self.network = network
+        self.dense = nn.Linear(network.width, network.width, bias=network.bias)
+        self.norm = norm_of(network)
 
     def initialize(self) -> None:
-        """Make every token equally likely."""
-        nn.init.zeros_(self.weight)
+        draw_linear(self.dense, self.network)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Map (…, C) to (…, C)."""
+        rows: Tensor = self.norm(F.gelu(self.dense(h)))
+        return rows
+
+
+class Logits(Part, nn.Linear):
+    """The projection to logits (section 5.2); given the targets, their cross-entropy instead.
+
+    A tied projection has no weight. It reads the token table from ``embedding``, which is not registered as its
+    submodule: the table has one name, and every tool that stores, shards or replaces parameters sees it once.
+    """
+
+    part = trained_as = "output"
+    embedding: Embedding | None  # has the weight of a tied projection
+
+    def __init__(self, network: NetworkConfig, embedding: Embedding) -> None:
+        tied = network.output.tied
+        # On the meta device, the weight that a tied projection lacks is not allocated.
+        super().__init__(network.width, network.vocabulary, bias=False, device="meta" if tied else None)
+        if tied:
+            self.register_parameter("weight", None)
+        object.__setattr__(self, "embedding", embedding if tied else None)
+        if network.output.bias:
+            self.bias = nn.Parameter(torch.zeros(network.vocabulary))
+        self.transform = Transform(network) if network.output.transform else None
+
+    @property
+    def table(self) -> Tensor:
+        """The weights of the projection, (V, C)."""
+        return self.weight if self.embedding is None else self.embedding.tokens.weight
+
+    def initialize(self) -> None:
+        """Make every token equally likely, unless the token table decides."""
+        if self.embedding is None:
+            nn.init.zeros_(self.weight)
 
     def work(self, positions: int, batch: int) -> Work:
         """Count the products twice: logits are not stored, and the backward pass computes them again."""
-        products = 2 * positions * self.weight.numel()
-        return Work(linear=products, again=products)
+        products = 2 * positions * self.table.numel()
+        transform = 0 if self.transform is None else 2 * positions * self.transform.dense.weight.numel()
+        return Work(linear=products + transform, again=products)
 
     def forward(self, h: Tensor, targets: Tensor | None = None) -> Tensor:
         """Map (B, N, C) to logits (B, N, V), or with ``targets`` (B, N) int64 to nats (B, N) in fp32.
 
         Nats are fp64 for fp64 rows.
         """
+        if self.transform is not None:
+            h = self.transform(h)
         if targets is None:
-            return super().forward(h)
-        nats = CrossEntropyInChunks.apply(h.flatten(0, -2), self.weight, targets.flatten(), CHUNK_ROWS)
+            return F.linear(h, self.table, self.bias)
+        nats = CrossEntropyInChunks.apply(h.flatten(0, -2), self.table, self.bias, targets.flatten(), CHUNK_ROWS)
         return nats.view(targets.shape)
 
 
 class CrossEntropyInChunks(torch.autograd.Function):
     """The cross-entropy of each row with memory for only ``rows`` rows of logits, which are computed twice.
 
-    Saves its inputs for the backward pass: h (R, C), the projection's weight (V, C) and targets (R,) int64. Returns
-    nats (R,) in fp32 (fp64 for fp64), in which the weight's gradient is summed too.
+    Saves its inputs for the backward pass: h (R, C), the projection's weight (V, C) and bias (V,) or None, and targets
+    (R,) int64. Returns nats (R,) in fp32 (fp64 for fp64), in which gradients of parameters are summed too.
     """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(h, weight, targets)
+    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(h, weight, bias, targets)
         ctx.rows = rows
         wide = torch.promote_types(h.dtype, torch.float32)
         pieces = zip(h.split(rows), targets.split(rows), strict=True)
-        return torch.cat([F.cross_entropy(F.linear(x, weight).to(wide), t, reduction="none") for x, t in pieces])
+        return torch.cat([F.cross_entropy(F.linear(x, weight, bias).to(wide), t, reduction="none") for x, t in pieces])
 
     @staticmethod
     def backward(ctx: Any, grad_nats: Tensor) -> tuple[Tensor | None, ...]:
-        h, weight, targets = ctx.saved_tensors
+        h, weight, bias, targets = ctx.saved_tensors
         grad_h = torch.empty_like(h)
         grad_weight = torch.zeros_like(weight, dtype=grad_nats.dtype)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad_nats.dtype)
         pieces = zip(*(x.split(ctx.rows) for x in (h, targets, grad_nats, grad_h)), strict=True)
         for chunk, labels, grad, target in pieces:
             # d nats / d logits = softmax - one-hot
-            slope = F.linear(chunk, weight).to(grad.dtype).softmax(1)
+            slope = F.linear(chunk, weight, bias).to(grad.dtype).softmax(1)
             slope.scatter_add_(1, labels[:, None], torch.full_like(slope[:, :1], -1))
-            slope = slope.mul_(grad[:, None]).to(h.dtype)
+            slope.mul_(grad[:, None])
+            if grad_bias is not None:
+                grad_bias.add_(slope.sum(0))
+            slope = slope.to(h.dtype)
             target.copy_(slope @ weight)
             grad_weight.add_(slope.t() @ chunk)
-        return grad_h, grad_weight.to(weight.dtype), None, None
+        gradients = (None if total is None else total.to(weight.dtype) for total in (grad_weight, grad_bias))
+        return grad_h, *gradients, None, None

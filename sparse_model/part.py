@@ -374,13 +374,14 @@ def draw(parameter: Tensor, network: NetworkConfig, fan_in: int, *, into_stream:
         network: its ``initialization`` selects the formula.
         fan_in: the formula's d.
         into_stream: the output is added to the residual stream. Scale by 1/√(sub-layers), so that the stream keeps its
-            size with depth; 0 if ``initialization`` is "zero_outputs" (Zhang et al. 2019, Fixup).
+            size with depth, unless a norm after each addition does; 0 if ``initialization`` is "zero_outputs" (Zhang et
+            al. 2019, Fixup).
     """
     if into_stream and network.initialization == "zero_outputs":
         nn.init.zeros_(parameter)
         return
     std = 0.125 / math.sqrt(fan_in) if network.initialization == "paper" else math.sqrt(0.125 / fan_in)
-    scale = 1 / math.sqrt(len(network.sublayers)) if into_stream else 1.0
+    scale = 1 / math.sqrt(len(network.sublayers)) if into_stream and network.norm_position == "before" else 1.0
     nn.init.normal_(parameter, std=scale * std)
 
 

@@ -53,8 +53,8 @@ class SparseTransformer(Part):
         kind = ReversibleBlock if config.reversible else ResidualBlock
         modules = (kind(config, block, rotary) for block in (config.blocks() if blocks is None else blocks))
         self.blocks = cast("Sequence[ResidualBlock]", nn.ModuleList(modules))
-        self.norm = norm_of(config)
-        self.logits = Logits(config.width, config.vocabulary, bias=False)
+        self.norm = norm_of(config) if config.norm_position == "before" else nn.Identity()
+        self.logits = Logits(config, self.embedding)
         self.activation_checkpoint: Recompute | None = None  # set to recompute activations
         self.attention_from: ModelConfig | None = None  # see ``use_attention``
         self._supported: set[str] = set()  # abilities that have been checked

@@ -277,7 +277,7 @@ def padding(config: ModelConfig) -> None:
 def reversible(config: ModelConfig) -> None:
     """Check that reversible blocks give the bits of ordinary recomputation, with dropout."""
     _require_declared(config, "reversible")
-    model = awake(changed(config, reversible=True, dropout=0.2)).float()
+    model = awake(changed(config, reversible=True, norm_position="before", dropout=0.2)).float()
     again = copy.deepcopy(model)
     again.activation_checkpoint = partial(checkpoint, use_reentrant=True)
     results = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -47,6 +49,13 @@ def squared_relu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
     return positive.square(), 2 * positive
 
 
+def gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute x·Φ(x), with Φ the normal distribution (Hendrycks & Gimpel 2016), and its derivative."""
+    share = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return F.gelu(x), share + x * density
+
+
 class SquaredReLU(torch.autograd.Function):
     """max(x, 0)² in two passes, and its gradient in one; saves max(x, 0)."""
 
@@ -63,9 +72,10 @@ class SquaredReLU(torch.autograd.Function):
 
 
 # Each activation, and a function that also returns its derivative.
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
     "sigmoid_gelu": (sigmoid_gelu, sigmoid_gelu_and_slope),
     "squared_relu": (squared_relu, squared_relu_and_slope),
+    "gelu": (F.gelu, gelu_and_slope),
 }
 
 
@@ -74,8 +84,9 @@ class DenseConfig(FeedForwardConfig):
 
     supports: ClassVar = frozenset({"padding", "reversible", "sections"})
     type: Literal["dense"] = Field(default="dense", description="two projections around an activation")
-    activation: Literal["sigmoid_gelu", "squared_relu"] = Field(
-        default="sigmoid_gelu", description="sigmoid_gelu is the paper's, squared_relu that of So et al. 2021"
+    activation: Literal["sigmoid_gelu", "squared_relu", "gelu"] = Field(
+        default="sigmoid_gelu",
+        description="sigmoid_gelu is the paper's, squared_relu that of So et al. 2021, gelu the exact one",
     )
 
     def make(self, network: NetworkConfig) -> DenseFeedForward:

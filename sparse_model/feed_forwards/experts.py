@@ -42,7 +42,7 @@ class ExpertsConfig(FeedForwardConfig):
     type: Literal["experts"] = Field(description="experts, each as wide as a dense feed-forward")
     count: int = Field(ge=1, le=MOST_EXPERTS, description="experts")
     top: int = Field(default=2, ge=1, le=2, description="experts for a row: 2 as GShard has it, 1 as Switch")
-    activation: Literal["sigmoid_gelu", "squared_relu"] = Field(
+    activation: Literal["sigmoid_gelu", "squared_relu", "gelu"] = Field(
         default="sigmoid_gelu", description="of each expert, as of a dense feed-forward"
     )
     balance: float = Field(

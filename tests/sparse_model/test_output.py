@@ -7,41 +7,47 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longstride.sparse_model.embedding import Embedding
 from longstride.sparse_model.output import CrossEntropyInChunks, Logits
+from tests.harness.configs import small
 from tests.harness.stochastic import assert_rounding_explains
 
 
 @pytest.mark.parametrize("rows", [1, 8, 21, 100])
-def test_chunks_give_torchs_cross_entropy_and_gradients(rows: int) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_chunks_give_torchs_cross_entropy_and_gradients(rows: int, has_bias: bool) -> None:
     torch.manual_seed(0)
     h, weight = (torch.randn(size, 5, dtype=torch.float64, requires_grad=True) for size in (21, 11))
+    bias = torch.randn(11, dtype=torch.float64, requires_grad=True) if has_bias else None
+    inputs = (h, weight) if bias is None else (h, weight, bias)
     targets = torch.randint(11, (21,))
     grad = torch.randn(21, dtype=torch.float64)
-    found = CrossEntropyInChunks.apply(h, weight, targets, rows)
-    expected = F.cross_entropy(h @ weight.t(), targets, reduction="none")
+    found = CrossEntropyInChunks.apply(h, weight, bias, targets, rows)
+    expected = F.cross_entropy(F.linear(h, weight, bias), targets, reduction="none")
     torch.testing.assert_close(found, expected)
-    for one, other in zip(*(torch.autograd.grad(x, (h, weight), grad) for x in (found, expected)), strict=True):
+    for one, other in zip(*(torch.autograd.grad(x, inputs, grad) for x in (found, expected)), strict=True):
         torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_chunks_are_as_precise_as_their_dtype(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    h, weight = (torch.randn(size, 16).to(dtype).requires_grad_() for size in (200, 256))
+    h, weight, bias = (torch.randn(size).to(dtype).requires_grad_() for size in ((200, 16), (256, 16), (256,)))
     targets, grad = torch.randint(256, (200,)), torch.rand(200)
-    found = CrossEntropyInChunks.apply(h, weight, targets, 64)
+    found = CrossEntropyInChunks.apply(h, weight, bias, targets, 64)
     assert found.dtype == torch.float32
 
-    def formula(h: Tensor, weight: Tensor) -> list[Tensor]:
-        nats = F.cross_entropy(h @ weight.t(), targets, reduction="none")
-        return [nats.detach(), *torch.autograd.grad(nats, (h, weight), grad.double())]
+    def formula(*inputs: Tensor) -> list[Tensor]:
+        nats = F.cross_entropy(F.linear(*inputs), targets, reduction="none")
+        return [nats.detach(), *torch.autograd.grad(nats, inputs, grad.double())]
 
-    gradients = torch.autograd.grad(found, (h, weight), grad)
-    assert_rounding_explains([found.detach(), *gradients], formula, (h, weight))
+    gradients = torch.autograd.grad(found, (h, weight, bias), grad)
+    assert_rounding_explains([found.detach(), *gradients], formula, (h, weight, bias))
 
 
 def test_no_logits_are_kept_for_the_backward_pass() -> None:
-    head = Logits(8, 256, bias=False)
+    config = small(width=8)
+    head = Logits(config, Embedding(config))
     h = torch.randn(2, 50, 8, requires_grad=True)
     sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
