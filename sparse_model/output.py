@@ -40,7 +40,7 @@ class Transform(Part):
 class Logits(Part, nn.Linear):
     """The projection to logits (section 5.2); given the targets, their cross-entropy instead.
 
-    A tied projection has no weight. It reads the token table from ``embedding``, which is not registered as its
+    A tied projection has no ``weight``. It reads the token table from ``embedding``, which is not registered as its
     submodule: the table has one name, and every tool that stores, shards or replaces parameters sees it once.
     """
 
@@ -61,7 +61,7 @@ class Logits(Part, nn.Linear):
     @property
     def table(self) -> Tensor:
         """The weights of the projection, (V, C)."""
-        return self.weight if self.embedding is None else self.embedding.tokens.weight
+        return self.embedding.tokens.weight if self.embedding is not None and self.weight is None else self.weight
 
     def initialize(self) -> None:
         """Make every token equally likely, unless the token table decides."""

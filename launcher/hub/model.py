@@ -60,6 +60,9 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         self.embedding, self.blocks, self.norm, self.logits = (
             network.embedding, network.blocks, network.norm, network.logits
         )  # fmt: skip
+        if network_config.output.tied:  # transformers places and offloads a tied tensor by both of its names
+            self.logits.weight = self.embedding.tokens.weight
+            self._tied_weights_keys = {"logits.weight": "embedding.tokens.weight"}
         self._first_values: dict[int, Tensor] = {}  # by the id of the tensor that still needs them
         self._keep_in_fp32_modules_strict = [name for name, _ in network.named_buffers()]
         self.gradient_checkpointing = False
@@ -124,7 +127,9 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         if not getattr(self, "_hf_peft_config_loaded", False):  # adapters are saved alone
             all_tensors, digest = self.state_dict(), None
             tensors = all_tensors if state_dict is None else state_dict
-            is_complete = tensors.keys() == all_tensors.keys() and not any(t.is_meta for t in tensors.values())
+            tied = self.all_tied_weights_keys  # second names, which transformers does not write
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
+            is_complete = tensors.keys() == all_tensors.keys() - tied and not any(t.is_meta for t in tensors.values())
             if is_main_process and is_complete and all(t.dtype in DTYPES.values() for t in tensors.values()):
                 fingerprint = Fingerprint(self.config.model or {})
                 for name, tensor in tensors.items():

@@ -195,7 +195,7 @@ def test_states_and_embeddings_are_those_of_the_network(hub: Any, model: SparseT
 def test_every_system_is_computed_as_by_itself(changes: dict[str, Any]) -> None:
     """Compare logits, states of all blocks, and recomputed gradients of a batch padded on either side."""
     config, hub = small(**changes), new_model(**changes).double().eval()
-    torch.nn.init.normal_(hub.logits.weight)
+    torch.nn.init.normal_(hub.logits.table)
     end = config.vocabulary + 2
     inputs = torch.randint(config.vocabulary, (3, config.context - 1))
     padded = [inputs, torch.cat([inputs[:, :9], torch.full((3, 4), end)], 1)]

@@ -208,6 +208,30 @@ def test_offloaded_blocks_and_copies_compute_the_same(tmp_path: Path) -> None:
     assert torch.equal(offloaded.generate(inputs, **options), model.generate(inputs, **options))
 
 
+def test_a_tied_output_is_saved_and_offloaded_as_one_tensor(tmp_path: Path) -> None:
+    from longstride.launcher.hub import LongstrideForCausalLM
+
+    changes = SYSTEMS["norms after, as BERT"]
+    folder = random_export(tmp_path / "model", **model_json(**changes))
+    add_hub_files(folder)
+    fingerprint = told_of_a_run(folder)
+    hub, inputs = LongstrideForCausalLM.from_pretrained(folder), torch.randint(256, (2, 20))
+    assert hub.logits.weight is hub.embedding.tokens.weight
+    with torch.no_grad():
+        expected = hub(inputs).logits
+        torch.testing.assert_close(expected[:, :-1], load_model(folder)(inputs)[:, 1:])
+        places = {"embedding": "disk", "blocks": "cpu", "norm": "cpu", "logits": "disk"}
+        offloaded = LongstrideForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "disk")
+        assert offloaded.embedding.tokens.weight.is_meta and torch.equal(offloaded(inputs).logits, expected)
+    hub.save_pretrained(tmp_path / "saved")
+    saved = Exported(tmp_path / "saved")
+    assert sorted(saved.names) == sorted(Exported(folder).names) and "logits.weight" not in saved.names
+    assert saved.content["fingerprint"] == saved.fingerprint() == fingerprint
+    assert torch.equal(LongstrideForCausalLM.from_pretrained(tmp_path / "saved")(inputs).logits, expected)
+    hub(inputs, labels=inputs).loss.backward()
+    assert all(parameter.grad is not None for parameter in hub.parameters())
+
+
 @client("transformers", "an export with parts of another package", "loads with trust_code=True alone")
 def test_code_of_other_packages_is_trusted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM

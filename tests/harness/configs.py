@@ -190,11 +190,11 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "attention": {"type": "strided", "stride": 8, "combine": "interleaved", "key_value_heads": 1},
     },
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
-    "norms after, and an output like a masked model's": {
+    "norms after, as BERT": {
         "layers": 2, "norm_position": "after", "embedding_norm": True, "feed_forward": {"activation": "gelu"},
         "output": {"tied": True, "transform": True, "bias": True}, "convolution": 3,
     },
-    "norms after in another order, tied": {
+    "norms after in another order": {
         "order": "s(sf)2f", "norm_position": "after", "ngrams": {"orders": [2, 5], "rows": 61},
         "output": {"tied": True}, "attention": ATTENTIONS["heads"],
     },

@@ -90,6 +90,16 @@ def test_first_values_scale_with_the_sublayers_that_write_into_the_stream() -> N
     assert stds == pytest.approx([(0.125 / 256) ** 0.5 / 8**0.5] * 8, rel=0.03)
 
 
+def test_first_values_do_not_shrink_with_depth_where_norms_follow_the_additions() -> None:
+    torch.manual_seed(0)
+    output = {"tied": True, "transform": True, "bias": True}
+    model: Any = SparseTransformer(small(layers=8, order="s8", width=256, norm_position="after", output=output))
+    weights = [block.attention.projection.weight for block in model.blocks]
+    weights += [model.logits.transform.dense.weight, model.embedding.tokens.weight]
+    assert [weight.std().item() for weight in weights] == pytest.approx([(0.125 / 256) ** 0.5] * 10, rel=0.03)
+    assert not model.logits.bias.any() and not model.logits.transform.dense.bias.any()
+
+
 def test_heads_say_what_multihead_says() -> None:
     """``combine: multihead`` is one case of groups of heads."""
     strided = small(attention=ATTENTIONS["strided multihead"])

@@ -68,6 +68,8 @@ def test_all_is_taken_by_a_model_whose_attention_and_dropout_alone_are_others() 
         ({"ngrams": {"orders": [2], "rows": 16}}, "model.ngrams=", "embedding.ngrams.rows", "the model without it"),
         ({"vocabulary": 99}, "model.vocabulary=99", "embedding.tokens.weight is [99, 32] in this run and", "256"),
         ({"norm": "rms"}, 'model.norm="rms"', "attention_norm.bias is missing in this run", "the model without"),
+        ({"norm_position": "after"}, 'model.norm_position="after"', "norm.weight is missing in", "the model without"),
+        ({"output": {"tied": True}}, "model.output", "logits.weight is missing in this run and [", "the model without"),
         (
             {"embedding": {"type": "text", "row_width": 16}},
             "model.embedding=",
