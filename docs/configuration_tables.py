@@ -26,6 +26,7 @@ NOTES = {  # appended to a description
     "model.feed_forward": "[experts](systems.md#mixture-of-experts)",
     "model.embedding": "[below](#modelembedding)",
     "model.objective": "[masked](systems.md#masked-bytes-bert)",
+    "model.output": '`{"tied": true, "transform": true, "bias": true}`: BERT',
     "data.order": "[index tars](data/tars.md)",
     "data.packing": '`{"attend": "document"}`: [documents apart](data/order.md#keep-packed-documents-apart)',
     "data.worker_timeout_seconds": f"[lost workers]({RESUME}#when-a-loader-worker-is-lost)",

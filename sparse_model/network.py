@@ -38,14 +38,12 @@ class RotaryPositions(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """The layer from the last rows to logits. By default it is one matrix, as in the paper."""
+    """The layer from the last rows to logits, as masked models have it (Devlin et al. 2019)."""
 
     tied: bool = Field(
-        default=False, description="its weights are the token embedding's, stored once (Press & Wolf 2017)"
+        default=False, description="shares the token embedding's weights, at their rate (Press & Wolf 2017)"
     )
-    transform: bool = Field(
-        default=False, description="a linear layer, GELU and a norm before it (Devlin et al. 2019, released code)"
-    )
+    transform: bool = Field(default=False, description="a linear layer, GELU and a norm before the projection")
     bias: bool = Field(default=False, description="a learned number per token, added to its logit")
 
 
@@ -56,7 +54,7 @@ class NetworkConfig(StrictModel):
     layers: int = Field(
         gt=0,
         le=MOST_LAYERS,
-        description="number of mixers (attention or others); one per residual block, unless order differs",
+        description="mixers (attention or others); one per residual block, unless order differs",
     )
     heads: int = Field(
         gt=0, le=MOST_HEADS, description=f"heads of each attention; up to {MOST_HEADS_IN_ALL:,} in all layers"
@@ -66,8 +64,7 @@ class NetworkConfig(StrictModel):
         default=256,
         gt=0,
         le=MOST_TOKENS,
-        description="number of tokens: 256 for bytes, fewer if the data never has the rest, or the colours of a "
-        "palette",
+        description="tokens: 256 for bytes, fewer if the data lacks the rest, or the colours of a palette",
     )
     feed_forward_ratio: Annotated[float, POSITIVE] = Field(
         default=4.0, description="inner channels of the feed-forward / width; the paper's half size is 2"
@@ -90,7 +87,7 @@ class NetworkConfig(StrictModel):
     # Options that are newer than the paper. Each is off by default.
     order: str | None = Field(
         default=None,
-        description="order of mixers (s) and feed-forwards (f), such as s6 (sf)10 f6; null: (sf) for each layer",
+        description="order of mixers (s) and feed-forwards (f), such as s6 (sf)10 f6; null: (sf) per layer",
     )
     norm: Literal["layer", "rms"] = Field(
         default="layer",
@@ -101,16 +98,18 @@ class NetworkConfig(StrictModel):
     )
     norm_position: Literal["before", "after"] = Field(
         default="before",
-        description="before each part and the logits; after: x = norm(x + part(x)), none before the logits "
-        "(Vaswani et al. 2017)",
+        description="before each part and the logits; after: x = norm(x + part(x)) (Vaswani et al. 2017)",
     )
-    embedding_norm: bool = Field(default=False, description="a norm of the embedded rows before the first block")
-    output: OutputConfig = Field(default=OutputConfig(), description="the layer from the last rows to logits")
-    bias: bool = Field(default=True, description="whether linear layers have biases")
+    embedding_norm: bool = Field(default=False, description="norm of the embedded rows")
+    output: OutputConfig | None = Field(
+        default=None,
+        description="output layer: tied to the token embedding, transform (linear, GELU, norm) before; null: a matrix",
+    )
+    bias: bool = Field(default=True, description="biases of linear layers")
     rotary: RotaryPositions | None = Field(
         default=None,
-        description="rotary positions (Su et al. 2021), channels 2i and 2i + 1 as a pair; needs an even number of "
-        "channels per head; null: none",
+        description="rotary positions (Su et al. 2021) of channel pairs 2i, 2i + 1; needs an even number of channels "
+        "per head; null: none",
     )
     query_key_norm: bool = Field(
         default=False,
@@ -119,8 +118,8 @@ class NetworkConfig(StrictModel):
     )
     convolution: Annotated[int, Field(ge=2, le=MOST_CONVOLVED)] | None = Field(
         default=None,
-        description="positions of a causal convolution per channel before attention, added to its input, with "
-        "weights that begin at 0 (So et al. 2021); null: none",
+        description="positions of a causal convolution per channel before attention, added to its input; "
+        "weights begin at 0 (So et al. 2021); null: none",
     )
     reversible: bool = Field(
         default=False,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longstride.sparse_model.embedding import Embedding
-from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.network import NetworkConfig, OutputConfig
 from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.part import Part, Work, draw_linear
 
@@ -48,15 +48,15 @@ class Logits(Part, nn.Linear):
     embedding: Embedding | None  # has the weight of a tied projection
 
     def __init__(self, network: NetworkConfig, embedding: Embedding) -> None:
-        tied = network.output.tied
+        options = network.output or OutputConfig()
         # On the meta device, the weight that a tied projection lacks is not allocated.
-        super().__init__(network.width, network.vocabulary, bias=False, device="meta" if tied else None)
-        if tied:
+        super().__init__(network.width, network.vocabulary, bias=False, device="meta" if options.tied else None)
+        if options.tied:
             self.register_parameter("weight", None)
-        object.__setattr__(self, "embedding", embedding if tied else None)
-        if network.output.bias:
+        object.__setattr__(self, "embedding", embedding if options.tied else None)
+        if options.bias:
             self.bias = nn.Parameter(torch.zeros(network.vocabulary))
-        self.transform = Transform(network) if network.output.transform else None
+        self.transform = Transform(network) if options.transform else None
 
     @property
     def table(self) -> Tensor:

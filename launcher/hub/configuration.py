@@ -39,7 +39,7 @@ class LongstrideConfig(PreTrainedConfig):
     model_type = "longstride"  # in an export's config.json
 
     def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:
-        others.setdefault("tie_word_embeddings", bool((model or {}).get("output", {}).get("tied")))
+        others.setdefault("tie_word_embeddings", bool(((model or {}).get("output") or {}).get("tied")))
         others.pop("trust_code", None)
         others.pop("vocab_size", None)  # set below, since transformers warns if special tokens exceed it
         vocabulary = (model or {}).get("vocabulary", ModelConfig.model_fields["vocabulary"].default)

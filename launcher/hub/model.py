@@ -60,7 +60,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         self.embedding, self.blocks, self.norm, self.logits = (
             network.embedding, network.blocks, network.norm, network.logits
         )  # fmt: skip
-        if network_config.output.tied:  # transformers places and offloads a tied tensor by both of its names
+        if network.logits.embedding is not None:  # transformers places and offloads a tied tensor by both its names
             self.logits.weight = self.embedding.tokens.weight
             self._tied_weights_keys = {"logits.weight": "embedding.tokens.weight"}
         self._first_values: dict[int, Tensor] = {}  # by the id of the tensor that still needs them
