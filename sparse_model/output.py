@@ -60,8 +60,11 @@ class Logits(Part, nn.Linear):
 
     @property
     def table(self) -> Tensor:
-        """The weights of the projection, (V, C)."""
-        return self.embedding.tokens.weight if self.embedding is not None and self.weight is None else self.weight
+        """The weights of the projection, (V, C). A token table may have a row for masks more."""
+        if self.embedding is None or self.weight is not None:
+            return self.weight
+        table = self.embedding.tokens.weight
+        return table[: self.out_features] if self.embedding.config.objective.mask_rows else table
 
     def initialize(self) -> None:
         """Make every token equally likely, unless the token table decides."""

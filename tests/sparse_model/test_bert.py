@@ -51,6 +51,9 @@ def test_counts_are_those_of_the_published_shapes() -> None:
     ends += width**2 + width + 2 * width + vocabulary  # linear layer, norm, bias of the output
     assert SparseTransformer.num_parameters(config) == 12 * BLOCK + ends == 109_513_530
     assert 109_513_530 + 1_536 - 768 == 109_514_298
+    masked = {"objective": {"type": "masked"}, "attention": {"type": "dense", "causal": False}}
+    masked_config = bert(12, 12, width, positions, vocabulary - 1, **masked)  # a row of the table stands for masks
+    assert SparseTransformer.num_parameters(masked_config) == 109_514_298 - 1_536 - 1  # and has no bias of the output
     untied = config.model_copy(update={"output": config.output.model_copy(update={"tied": False})})
     assert SparseTransformer.num_parameters(untied) == 109_513_530 + vocabulary * width
 
@@ -127,30 +130,33 @@ class TestAgainstTransformers:
         blocks = theirs.bert.encoder.parameters()
         assert sum(parameter.numel() for parameter in blocks) == 12 * BLOCK == 85_054_464
 
-    def test_rows_logits_and_gradients_are_its_own(self) -> None:
-        """As a decoder it is causal. Its last token is our start, whose logit nothing reads."""
+    def test_rows_logits_and_gradients_of_masked_tokens_are_its_own(self) -> None:
         from transformers import BertConfig, BertForMaskedLM
 
         torch.manual_seed(0)
         config = BertConfig(
             vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
-            max_position_embeddings=24, is_decoder=True, attn_implementation="eager", use_cache=False,
+            max_position_embeddings=24, attn_implementation="eager",
             pad_token_id=None,  # no gradient of a table has its row
         )  # fmt: skip
         theirs = BertForMaskedLM(config).double().eval()
         with torch.no_grad():
             for parameter in theirs.parameters():
                 parameter.copy_(0.3 * torch.randn(parameter.shape) + (parameter.dim() == 1))
-        ours = small_bert()
+            theirs.cls.predictions.bias[-1] = -torch.inf  # a mask is no token, so we have no logit of it
+        ours = small_bert(objective={"type": "masked", "share": 0.4}, attention={"type": "dense", "causal": False})
         ours.load_state_dict(dict(copied({name: p.detach() for name, p in theirs.named_parameters()}, types=True)))
-        begun = torch.cat([torch.full((3, 1), 31), TOKENS[:, :-1]], 1)
+        numbers, lengths = torch.arange(3), torch.tensor([24, 24, 24])
+        corrupted = ours.config.objective.corrupt(TOKENS, lengths, numbers, 0, 31)
+        assert corrupted is not None and (corrupted.inputs == 31).any()
 
-        output, _ = ours.residual(lambda: ours.embedding(TOKENS), ours.block_contexts(TOKENS))
-        assert_rounded(output.rows, theirs.bert(begun).last_hidden_state)
-        logits = theirs(begun).logits[..., :31]
-        assert_rounded(ours(TOKENS), logits)
-        F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten()).backward()
-        ours(TOKENS, return_nats=True).mean().backward()
+        inputs, predicted = corrupted.inputs.long(), corrupted.predicted
+        output, _ = ours.residual(lambda: ours.embedding(inputs), ours.block_contexts(inputs))
+        assert_rounded(output.rows, theirs.bert(inputs).last_hidden_state)
+        logits = theirs(inputs).logits
+        assert_rounded(ours(inputs), logits[..., :31])
+        F.cross_entropy(logits[predicted], TOKENS[predicted]).backward()
+        (ours(TOKENS, return_nats=True, **corrupted._asdict()).sum() / predicted.sum()).backward()
         gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
         expected = dict(copied(gradients, types=False))
         for name, parameter in ours.named_parameters():
@@ -161,8 +167,7 @@ class TestAgainstTransformers:
 
 def copied(theirs: dict[str, Tensor], types: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield our names with their weights or gradients; ``types`` adds their row of token types to the positions."""
-    tokens = theirs["bert.embeddings.word_embeddings.weight"]
-    yield from (("embedding.tokens.weight", tokens[:-1]), ("embedding.start", tokens[-1]))
+    yield "embedding.tokens.weight", theirs["bert.embeddings.word_embeddings.weight"]
     positions = theirs["bert.embeddings.position_embeddings.weight"]
     first_type = theirs["bert.embeddings.token_type_embeddings.weight"][0]
     yield "embedding.positions.0.weight", positions + first_type if types else positions
