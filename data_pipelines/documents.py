@@ -12,9 +12,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 from longstride.data_pipelines.errors import DataError, as_data_error
+from longstride.data_pipelines.labels import LABEL_EXTENSION, MOST_TEXT_BYTES, parse_label
 from longstride.data_pipelines.modalities import MODALITIES, Content, Modality, Properties
 from longstride.data_pipelines.plain_files import open_plain, plain_status
 from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
@@ -82,6 +83,13 @@ class Document(Protocol):
         """Return content bytes ``[offset, offset + size)``. Raises DataError if the input has changed."""
 
 
+class Labelled(Protocol):
+    """A document with a class."""
+
+    def label(self, open_input: OpenInput) -> int:
+        """Return the class. Raises DataError if it is missing or wrong."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileDocument:
     """A file of the input. There may be millions, so all documents of a folder share one string."""
@@ -122,6 +130,15 @@ class FileDocument:
         if len(piece) != size:
             raise changed_error(path)
         return piece
+
+    def label(self, open_input: OpenInput) -> int:
+        """Read the class from the ``.cls`` file named alike up to the first dot. Raises DataError without one."""
+        path = self.path
+        beside = path.with_name(f"{path.name.partition('.')[0]}.{LABEL_EXTENSION}")
+        if not beside.exists():
+            raise DataError(f"{path}: has no {beside.name} with its class; add it, or leave out --labels")
+        with as_data_error(beside), open_plain(beside) as file:
+            return parse_label(str(beside), file.read(MOST_TEXT_BYTES + 1))
 
     def hash64(self, seed: int, use: str) -> int:
         """Hash the seed, the purpose of the hash and the path under the input to 64 bits of SHA-256."""
@@ -186,6 +203,9 @@ class DocumentPart:
     @property
     def identity(self) -> tuple[Any, ...]:
         return *self.document.identity, self.offset, self.size
+
+    def label(self, open_input: OpenInput) -> int:
+        return cast("Labelled", self.document).label(open_input)
 
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
         """Read a piece of the part. Raises DataError if the file has changed since the search."""

@@ -28,7 +28,7 @@ ORDER = {
     ],
     "data_pipelines": [
         "errors", "plain_files", "formats", "records", "settings", "durable", "palette", "modalities", "stores",
-        "shards", "documents", "datasets", "order", "building",
+        "labels", "shards", "documents", "datasets", "order", "building",
     ],
     "launcher": [
         "verbs", "output", "stops", "config", "files", "pictures", "ranks", "models", "hub", "engine", "data",

@@ -53,6 +53,7 @@ def build(
     shard_bytes: int = SHARD_BYTES,
     seed: int = 0,
     palette: int | Palette | None = None,
+    labels: bool = False,
     progress: Progress | None = None,
     found: Callable[[LeftOut], None] | None = None,
     crew: Crew | None = None,
@@ -72,6 +73,7 @@ def build(
         hold_out_end: whether validation is the end of the data, by its share of the bytes, as for a single document.
         palette: for reading pictures, or its number of colours. They are then computed from pixels of the train split,
             which are drawn by ``seed``.
+        labels: whether to keep the class of each document, from the file ``.cls`` with its name up to the first dot.
         progress: called on the first rank.
         found: called once on the first rank with what was left out, before anything is written.
         crew: the processes that build together, with the same arguments; None: those of the MPI job, if any.
@@ -96,6 +98,7 @@ def build(
             palette=palette,
             field=field,
             hold_out_end=hold_out_end,
+            labels=labels,
         )
         paths = [Path(path) for path in inputs]
 
@@ -119,6 +122,7 @@ def build_dataset(
     download: bool = False,
     shard_bytes: int = SHARD_BYTES,
     palette: int | Palette | None = None,
+    labels: bool = False,
     progress: Progress | None = None,
     crew: Crew | None = None,
 ) -> DataManifest:
@@ -128,6 +132,7 @@ def build_dataset(
         source: the archive, or a folder with the archive or the unpacked files; None: the folder ``downloads``.
         unpublished: whether to accept other content in the same form, such as a part of the dataset.
         download: whether to fetch missing files to ``source``.
+        labels: whether to keep the class of each document, which not every dataset has.
 
     The other arguments are those of ``build``.
 
@@ -138,7 +143,7 @@ def build_dataset(
 
     def begin() -> Output:
         dataset = dataset_named(name)
-        settings = DatasetSettings(dataset, unpublished, shard_bytes, palette)
+        settings = DatasetSettings(dataset, unpublished, shard_bytes, palette, labels)
         place = Path(source) if source is not None else default_input(dataset)
 
         def make_plan() -> BuildPlan:

@@ -279,6 +279,8 @@ class UnfinishedBuild:
             self.place.write(Palette.FILE_NAME, [palette.to_ppm()])
         if manifest.pieces is not None:
             self.place.write(manifest.pieces.name, self.plan.piece_lines())
+        if manifest.labels is not None:
+            self.place.write(manifest.labels.name, [self.plan.labels or b""])
         if first := next(lines := self.plan.source_lines(), None):
             self.place.write(DataManifest.SOURCES_NAME, chain((first,), lines))
         self.place.write(DataManifest.FILE_NAME, [manifest.to_json().encode()])

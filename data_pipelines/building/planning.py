@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from longstride.data_pipelines.documents import (
     Document,
     DocumentPart,
     FileDocument,
+    Labelled,
     LeftOut,
     OpenInput,
     RecordDocument,
@@ -36,6 +37,7 @@ from longstride.data_pipelines.documents import (
     mix,
 )
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.labels import LABEL_EXTENSION, labels_file, labels_to_bytes
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
 from longstride.data_pipelines.palette import Palette, check_count
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, SplitRecord
@@ -53,6 +55,7 @@ class BuildSettings(ABC):
     modality: Modality
     shard_bytes: int  # most content bytes of a shard
     palette: int | Palette | None  # number of colours of a new palette, or an existing one
+    labels: bool  # whether to keep the class of each document
 
     def check(self) -> None:
         """Raise DataError for a value that is not allowed."""
@@ -71,11 +74,13 @@ class BuildSettings(ABC):
         """Return the settings for the manifest."""
 
     @property
-    def _palette_json(self) -> dict[str, Any]:
-        """The number of colours, or the palette's hash; nothing without a palette, as in older manifests."""
+    def _later_json(self) -> dict[str, Any]:
+        """Settings that older manifests lack: the number of colours or the palette's hash, and ``labels``."""
+        labels = {"labels": True} if self.labels else {}
         if self.palette is None:
-            return {}
-        return {"palette": self.palette if isinstance(self.palette, int) else palette_file(self.palette).sha256}
+            return labels
+        colours = self.palette if isinstance(self.palette, int) else palette_file(self.palette).sha256
+        return {"palette": colours, **labels}
 
     @abstractmethod
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
@@ -96,8 +101,14 @@ class FileSettings(BuildSettings):
     palette: int | Palette | None = None
     field: str | None = None  # of records that are documents; None: files are documents
     hold_out_end: bool = False  # whether validation is the end of the data, also if there are several documents
+    labels: bool = False
 
     def check(self) -> None:
+        if self.labels and self.field is not None:
+            raise DataError(f"field={self.field}: records have no .cls files; leave out --labels, or build from files")
+        if self.labels and (not self.suffixes or f".{LABEL_EXTENSION}" in self.suffixes):
+            rule = f"would take the .{LABEL_EXTENSION} files of --labels as documents; name the documents' suffixes"
+            raise DataError(f"suffixes={' '.join(self.suffixes) or 'any'}: {rule}")
         if self.field is not None:
             if self.modality.name != "text":
                 rule = f"only applies to text, and this is {self.modality.name}; take modality text"
@@ -144,7 +155,7 @@ class FileSettings(BuildSettings):
             "seed": self.seed,
             **({} if self.field is None else {"field": self.field}),
             **({"hold_out_end": True} if self.hold_out_end else {}),
-            **self._palette_json,
+            **self._later_json,
         }
 
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
@@ -212,6 +223,12 @@ class DatasetSettings(BuildSettings):
     unpublished: bool  # whether content may differ from the published one
     shard_bytes: int
     palette: int | Palette | None = None
+    labels: bool = False
+
+    def check(self) -> None:
+        if self.labels and not self.dataset.has_labels:
+            raise DataError(f"dataset={self.dataset.name}: has no classes of documents; leave out --labels")
+        super().check()
 
     @property
     def modality(self) -> Modality:  # type: ignore[override]  # the dataset's
@@ -224,7 +241,7 @@ class DatasetSettings(BuildSettings):
             "unpublished": self.unpublished,
             "shard_bytes": self.shard_bytes,
             "sample_bytes": SAMPLE_BYTES,
-            **self._palette_json,
+            **self._later_json,
         }
 
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
@@ -289,6 +306,19 @@ class BuildPlan:
         return StoredFile(DataManifest.PIECES_NAME, size, digest.hexdigest()) if size else None
 
     @cached_property
+    def labels(self) -> bytes | None:
+        """The content of ``labels.npy``; None without classes. Raises DataError for a missing or wrong class."""
+        if not self.settings.labels:
+            return None
+        with OpenInput() as open_input:
+            return labels_to_bytes(
+                {
+                    split: np.array([cast("Labelled", document).label(open_input) for document in members])
+                    for split, members in self.splits.items()
+                }
+            )
+
+    @cached_property
     def identity(self) -> dict[str, str]:
         """SHA-256 (hexadecimal) of the settings and of the documents, which together decide the shards.
 
@@ -305,6 +335,7 @@ class BuildPlan:
         for split, members in self.splits.items():
             for document in members:
                 documents.update(json.dumps((split, *document.identity)).encode())
+        documents.update(self.labels or b"")
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         return {"settings": digest.hexdigest(), "files": documents.hexdigest()}
 
@@ -331,6 +362,8 @@ class BuildPlan:
         made = {"settings": self.settings.to_json(), "left_out": left_out | (self.left_out.records or {})}
         if self.pieces_file is not None:
             made["pieces"] = asdict(self.pieces_file)
+        if self.labels is not None:
+            made["labels"] = asdict(labels_file(self.labels))
         first = next(iter(self.splits.get("validation", ())), None)
         if isinstance(first, DocumentPart):
             made["validation_begins"] = {"source": first.source, "byte": first.offset}

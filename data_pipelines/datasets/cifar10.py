@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class Cifar10(Dataset):
     batches: Mapping[str, PublishedFile] = field(default_factory=lambda: _KNOWN)
     name: str = "cifar10"
     modality: str = "image"
+    has_labels: bool = True
 
     @property
     def file_names(self) -> set[str]:
@@ -136,14 +138,41 @@ class PickledBatch(Planes):
         """Read rows, see ``Planes``; without ``stop`` all. Raises DataError for a pickle that is not a batch."""
 
         def load(_: ExitStack) -> np.ndarray:
-            if self.member.size > _MOST_BYTES:
-                rule = f"{self.member.size:,} bytes; a batch has at most {_MOST_BYTES:,}"
-                raise DataError(f"{self.member.shown}: {rule}; fetch it again")
-            with OpenInput() as open_file:  # `open_input` holds the array
-                content = self.member.read(open_file, 0, self.member.size)
-            return batch_rows(self.member.shown, content, _PICTURE_BYTES)
+            return batch_rows(self.member.shown, self._content(), _PICTURE_BYTES)
 
         return open_input.get(self, load)[first:stop]
+
+    def label(self, open_input: OpenInput, offset: int) -> int:
+        def load(_: ExitStack) -> list[int]:
+            return batch_labels(self.member.shown, self._content())
+
+        labels = open_input.get((self, "labels"), load)
+        number = offset // _PICTURE_BYTES
+        if number >= len(labels):
+            raise DataError(f"{self.member.shown}: has {len(labels):,} labels, too few; fetch it again")
+        return labels[number]
+
+    def _content(self) -> bytes:
+        if self.member.size > _MOST_BYTES:
+            rule = f"{self.member.size:,} bytes; a batch has at most {_MOST_BYTES:,}"
+            raise DataError(f"{self.member.shown}: {rule}; fetch it again")
+        with OpenInput() as open_file:  # the caller's holds the array
+            return self.member.read(open_file, 0, self.member.size)
+
+
+def batch_labels(where: str, content: bytes) -> list[int]:
+    """Return the labels of a pickled batch: the numbers after the text ``labels``. Raises DataError, naming it."""
+    labels: list[int] = []
+    is_label = False
+    with as_data_error(where, damage=(Exception,), damaged="cannot be read as a pickle"):
+        for operation, argument, _ in islice(pickletools.genops(content), _MOST_STEPS):
+            if isinstance(argument, str | bytes) and operation.name not in _OTHER_OPERATIONS:
+                is_label = argument in ("labels", b"labels")
+            elif is_label and isinstance(argument, int) and operation.name not in _OTHER_OPERATIONS:
+                labels.append(argument)
+    if any(not 0 <= label < _CLASSES for label in labels):
+        raise DataError(f"{where}: has labels other than 0 to {_CLASSES - 1}; fetch it again")
+    return labels
 
 
 def batch_rows(where: str, content: bytes, row_bytes: int) -> np.ndarray:

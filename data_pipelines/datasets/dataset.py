@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -75,6 +75,7 @@ class Dataset(ABC):
     name: str  # value of --dataset
     modality: str
     archive: Archive | None  # the file that --download fetches; None if no program may fetch it
+    has_labels: bool = False  # whether its documents have classes; each is an ``Excerpt`` of a ``LabelledSource``
 
     @property
     @abstractmethod
@@ -210,6 +211,13 @@ class Source(Protocol):
         """Read content bytes ``[offset, offset + size)``. Sequential reads are cheap. Raises DataError on failure."""
 
 
+class LabelledSource(Source, Protocol):
+    """The content of a file whose documents have classes."""
+
+    def label(self, open_input: OpenInput, offset: int) -> int:
+        """Return the class of the document that begins at a content byte. Raises DataError on failure."""
+
+
 @dataclass(frozen=True, slots=True)
 class Excerpt:
     """A document: ``size`` bytes of a source from ``start`` on."""
@@ -221,6 +229,9 @@ class Excerpt:
     @property
     def identity(self) -> tuple[Any, ...]:
         return (*self.source.identity, self.start, self.size)
+
+    def label(self, open_input: OpenInput) -> int:
+        return cast("LabelledSource", self.source).label(open_input, self.start)
 
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
         return self.source.read(open_input, self.start + offset, size)
@@ -296,6 +307,12 @@ class PlaneRows(Planes):
         if rows[:, 0].max() >= self.labels:
             raise DataError(f"{self.member.shown}: a label is {rows[:, 0].max()}; must be less than {self.labels}")
         return rows[:, 1:]
+
+    def label(self, open_input: OpenInput, offset: int) -> int:
+        picture_bytes = CHANNELS * self.edge**2
+        place = self.offset + offset // picture_bytes * (1 + picture_bytes)
+        (label,) = self.member.read(open_input, place, 1)
+        return label
 
 
 def picture_properties(edge: int) -> dict[str, int]:

@@ -10,18 +10,29 @@ import posixpath
 import re
 import tarfile
 import tempfile
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from filecmp import cmp
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, cast
 
+import numpy as np
+
 from longstride.data_pipelines.durable import complete_folder, durable_file, flush_folder, make_folders, working_folder
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.formats import HEAD_BYTES, decompress, file_format
+from longstride.data_pipelines.labels import (
+    LABEL_EXTENSION,
+    LABELS_NAME,
+    MOST_TEXT_BYTES,
+    labels_file,
+    labels_to_bytes,
+    parse_label,
+)
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.manifest import MOST_SAMPLES, DataManifest, IndexRow, ShardRecord, SplitRecord
@@ -50,6 +61,7 @@ def index_tars(
     validation_fraction: float | None = None,
     complete: bool = False,
     unpack: bool = False,
+    labels: bool = False,
     properties: Properties | None = None,
     remote: RemoteSettings | None = None,
     progress: Progress | None = None,
@@ -65,6 +77,7 @@ def index_tars(
         validation_fraction: share of the tars that become the validation split if there is none; None: 0.05.
         complete: whether to reject samples without the member, which are otherwise left out and counted.
         unpack: whether to copy the tars into ``output`` without compression, except for plain ones that are there.
+        labels: whether to keep the classes in members ``.cls``, which every sample must then have.
         properties: of all members, as far as these do not state them.
         progress: called with the bytes of tars, (done, in all).
         dealt: called once with the names of each split's tars, before any is read.
@@ -86,8 +99,8 @@ def index_tars(
     copied = {tar.name for tar in indexed if unpack and not (is_in_place and tar.source == tar.name)}
     aside = output / _ASIDE
     was_killed = aside.is_dir()
-    _check_output(output, [tar.name for tar in indexed], copied, was_killed)
-    reader = _Reader(open_store(base, remote), kind, ending, complete, copied, properties or {})
+    _check_output(output, [tar.name for tar in indexed], copied, labels, was_killed)
+    reader = _Reader(open_store(base, remote), kind, ending, complete, copied, labels, properties or {})
     reader.left_out["tars_of_no_split"] = len(tars) - len(indexed)
     if links:
         reader.left_out["links_to_folders"] = links
@@ -98,12 +111,18 @@ def index_tars(
     marker = _keep_marker(aside) if was_killed else nullcontext()
     with closing(reader.store), as_data_error(output, None), marker, target as folder:
         records = reader.read_splits(by_split, folder, progress)
+        made = {"settings": {"extension": ending}, "left_out": dict(reader.left_out)}
+        if labels:
+            content = labels_to_bytes({split: np.array(classes) for split, classes in reader.labels.items()})
+            made["labels"] = asdict(labels_file(content))
+            with durable_file(folder / LABELS_NAME, folder) as file:
+                file.write(content)
         place = base if "://" in base else os.path.relpath(os.path.realpath(base), os.path.realpath(output))
         manifest = DataManifest(
             modality=modality,
             properties=reader.properties or {},
             splits=records,
-            made={"settings": {"extension": ending}, "left_out": dict(reader.left_out)},
+            made=made,
             tars="." if unpack else place,
         )
         with durable_file(folder / DataManifest.FILE_NAME, folder) as file:
@@ -159,7 +178,7 @@ class _Reader:
     """Reads tars one after the other. The first content member decides the properties of all.
 
     ``complete`` rejects samples without their member. Tars whose names are in ``copied`` may be compressed, and are
-    copied next to their indexes.
+    copied next to their indexes. With ``has_labels`` samples have a class, which ``labels`` collects by split.
     """
 
     store: Store
@@ -167,9 +186,11 @@ class _Reader:
     extension: str
     complete: bool
     copied: Collection[str]
+    has_labels: bool
     requested: Properties
     properties: dict[str, int] | None = None
     extensions: set[str] = field(default_factory=set)  # of other members, for messages
+    labels: dict[str, "array[int]"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = (f"samples_without_{self.extension}", "empty_samples", f"tars_without_{self.extension}")
@@ -182,8 +203,9 @@ class _Reader:
         records: dict[str, list[ShardRecord]] = {split: [] for split in dealt}
         done, total = 0, sum(tar.size for tars in dealt.values() for tar in tars)
         for split, tars in dealt.items():
+            self.labels[split] = array("i")
             for tar in tars:
-                record = self.read(tar, aside)
+                record = self.read(tar, aside, self.labels[split])
                 if record is not None:
                     records[split].append(record)
                 done += tar.size
@@ -205,11 +227,13 @@ class _Reader:
             for split, shards in records.items()
         }
 
-    def read(self, source: FoundTar, aside: Path) -> ShardRecord | None:
-        """Read a tar, and write its index below ``aside``. Return its record; None if it has no content."""
+    def read(self, source: FoundTar, aside: Path, labels: "array[int]") -> ShardRecord | None:
+        """Read a tar, write its index below ``aside``, and add its classes. Return its record; None without content."""
         tar, extension = self.store.path_for_messages(source.source), self.extension
         rows: list[IndexRow] = []
         keys: dict[str, bool] = {}  # whether each sample has its member
+        documents: list[str] = []  # keys of samples with content
+        classes: dict[str, int] = {}
         with as_data_error(aside, None):
             (aside / source.name).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -218,7 +242,13 @@ class _Reader:
             for member in stream.members():
                 match = _NAME.fullmatch(member.name)
                 key, kind = (match[1], match[2].lower()) if match else ("", None)
-                reason = _why_left_out(member, kind, extension)
+                reason, where = _why_left_out(member, kind, extension), f"{tar}: member {shown(member.name)}"
+                if reason == _OTHER_MEMBERS and self.has_labels and kind == LABEL_EXTENSION:
+                    if key in classes:
+                        raise DataError(f"{where} occurs twice in this tar; give every sample a unique name")
+                    classes[key] = parse_label(where, stream.peek(min(member.size, MOST_TEXT_BYTES + 1)))
+                    keys.setdefault(key, False)
+                    continue
                 if reason is not None:
                     self.left_out[reason] += 1
                     if reason == _OTHER_MEMBERS:
@@ -226,7 +256,6 @@ class _Reader:
                         if len(self.extensions) < 20:
                             self.extensions.add(kind or "")
                     continue
-                where = f"{tar}: member {shown(member.name)}"
                 if not member.isreg():
                     rule = "is a link or a special file, and has no content; store the file itself"
                     raise DataError(f"{where} {rule}")
@@ -238,12 +267,20 @@ class _Reader:
                 pieces = -(-member.size // PIECE_BYTES) if self.modality.divisible else 1
                 if len(rows) + pieces > MOST_SAMPLES:  # checked before it is read
                     raise DataError(f"{where}: a tar has more than {MOST_SAMPLES:,} samples or pieces; split the tar")
-                rows += self._rows(where, member.offset, member.size, stream)
+                content_rows = self._rows(where, member.offset, member.size, stream)
+                documents += [key] if content_rows else []
+                rows += content_rows
         lacking = [key for key, complete in keys.items() if not complete]
         if lacking and self.complete:
             raise DataError(
                 f"{tar}: sample {shown(lacking[0])} has no member .{extension}; add it, or leave out --complete"
             )
+        if self.has_labels:
+            missing = next((key for key in documents if key not in classes), None)
+            if missing is not None:
+                rule = f"has no member .{LABEL_EXTENSION} with its class; add it, or leave out --labels"
+                raise DataError(f"{tar}: sample {shown(missing)} {rule}")
+            labels.extend(classes[key] for key in documents)
         self.left_out[f"samples_without_{extension}"] += len(lacking)
         if not rows:
             self.left_out[f"tars_without_{extension}"] += 1
@@ -360,7 +397,7 @@ class _BlocksFile:
         return self._offset
 
 
-def _check_output(output: Path, names: Sequence[str], copied: Collection[str], was_killed: bool) -> None:
+def _check_output(output: Path, names: Sequence[str], copied: Collection[str], labels: bool, was_killed: bool) -> None:
     """Raise DataError if the manifest, an index of a tar, or a copy would overwrite a file.
 
     Files that a killed run may have written are compared later, when they are created again.
@@ -370,7 +407,8 @@ def _check_output(output: Path, names: Sequence[str], copied: Collection[str], w
     if os.path.lexists(output) and not output.is_dir():
         raise DataError(f"{output}: already exists and is not a folder; name another output")
     indexes = (name.removesuffix(".tar") + ".index.npy" for name in names)
-    for name in (DataManifest.FILE_NAME, *(() if was_killed else (*indexes, *sorted(copied)))):
+    written = (*indexes, *sorted(copied), *([LABELS_NAME] if labels else []))
+    for name in (DataManifest.FILE_NAME, *(() if was_killed else written)):
         if os.path.lexists(output / name):
             raise _taken_error(output / name)
 

@@ -6,6 +6,7 @@
     validation-00000.tar    ...
     palette.ppm             the colours, if pictures are read by a palette
     pieces.jsonl            if texts are several samples: a line per piece, with its key and source
+    labels.npy              if documents have classes: one of each, see ``labels``
     sources.jsonl           a line per sample, with its key and the file's path under the input
 
     {"format": "longstride-shards", "format_version": 2, "modality": "text", "properties": {},
@@ -16,8 +17,9 @@ A sample is a document of the input, or a piece of a long one. Its key contains 
 confused with a member of another shard. A member is a file that other programs can open (.txt, .ppm, .wav). Its
 *payload* is the header that such a file needs, and then the *content*: the bytes of contexts.
 
-A text that is not UTF-8 has the extension .bin. "made" records ``pieces.jsonl``, which is never read here. The manifest
-does not mention ``sources.jsonl``, so that fingerprints stay the same as before there was one. `data show` reads it.
+A text that is not UTF-8 has the extension .bin. "made" records ``pieces.jsonl``, which is never read here, and
+``labels.npy``. The manifest does not mention ``sources.jsonl``, so that fingerprints stay the same as before there was
+one. `data show` reads it.
 
 format_version is
 - 2 for a folder with its shards;
@@ -48,6 +50,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError, as_data_error
+from longstride.data_pipelines.labels import LABELS_NAME
 from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
@@ -256,8 +259,9 @@ class DataManifest:
                 splits[name] = SplitRecord(split.get("documents", -1), tuple(map(ShardRecord.parse, split["shards"])))
                 _check_counts(name, {"documents": splits[name].documents})
             manifest = cls(modality, properties, splits, made, tars, palette)
-            if made.get("pieces") is not None:
-                _parse_file(made["pieces"], cls.PIECES_NAME, _LARGEST)
+            for part, file_name in (("pieces", cls.PIECES_NAME), ("labels", LABELS_NAME)):
+                if made.get(part) is not None:
+                    _parse_file(made[part], file_name, _LARGEST)
             if not all(isinstance(made.get(name, {}), dict) for name in ("settings", "left_out")):
                 raise ValueError("made.settings and made.left_out must be objects")
             _check_counts("made.left_out", made.get("left_out", {}))
@@ -294,6 +298,12 @@ class DataManifest:
         """The list of the samples that are pieces of a text; None if there are none."""
         pieces = self.made.get("pieces")
         return None if pieces is None else StoredFile(**pieces)
+
+    @property
+    def labels(self) -> StoredFile | None:
+        """The file with the class of each document; None if documents have no classes."""
+        labels = self.made.get("labels")
+        return None if labels is None else StoredFile(**labels)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -14,15 +14,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError, as_data_error
+from longstride.data_pipelines.labels import labels_from_bytes
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.plain_files import open_plain
-from longstride.data_pipelines.settings import REPAIR, RemoteSettings
+from longstride.data_pipelines.settings import REBUILD, REPAIR, RemoteSettings
 from longstride.data_pipelines.shards.manifest import (
     BLOCK_BYTES,
     DataManifest,
@@ -30,6 +32,7 @@ from longstride.data_pipelines.shards.manifest import (
     check_places,
     load_palette,
     member_ends,
+    read_checked,
 )
 from longstride.data_pipelines.shards.tar_stream import TarStream, shown
 from longstride.data_pipelines.stores import open_store
@@ -95,6 +98,17 @@ class DataFolder:
     def palette(self) -> Palette | None:
         """The palette; None if content is read byte by byte. Raises DataError for a damaged one."""
         return None if self.manifest.palette is None else load_palette(self.store, self.manifest.palette)
+
+    @cached_property
+    def labels(self) -> dict[str, np.ndarray] | None:
+        """The class of each document, (documents,) int32 by split; None if there is none. DataError for damage."""
+        if (file := self.manifest.labels) is None:
+            return None
+        content = read_checked(self.store, file, "the list of classes")
+        try:
+            return labels_from_bytes(content, {name: split.documents for name, split in self.manifest.splits.items()})
+        except DataError as error:
+            raise DataError(f"{self.store.path_for_messages(file.name)}: {error}; {REBUILD}") from None
 
     @classmethod
     def at(cls, location: "str | Path | DataFolder", remote: RemoteSettings | None = None) -> "DataFolder":
@@ -227,6 +241,41 @@ class Split:
         self._folder.store.expect(shard.index_file for shard in self.shards)
         for shard in self.shards:
             yield np.diff(_document_edges(shard.load_index(self._folder.store)))
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """The class of each document, (documents,) int32; None if the folder has no classes."""
+        return None if self._folder.labels is None else self._folder.labels[self.name]
+
+    def labelled_documents(self, most_bytes: int | None = None) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield each document's content, (n,) uint8, and its class, in order.
+
+        Args:
+            most_bytes: how many bytes of a longer document to read, from its beginning; None: all.
+
+        Raises:
+            DataError: the folder has no classes, or a shard is damaged.
+        """
+        if self.labels is None:
+            path = self._folder.store.path_for_messages(DataManifest.FILE_NAME)
+            raise DataError(f"{path}: has no classes of documents; make a data folder with --labels")
+        labels, reader = iter(self.labels.tolist()), SampleReader(self)
+        begun = np.empty(0, dtype=np.uint8)  # of a document that continues in the next shard
+        for number in range(len(self.shards)):
+            reader.expect(number + 1 if number + 1 < len(self.shards) else None)
+            edges, ends = self.open(number).document_edges.tolist(), self.open(number).index["ends"]
+            for place, (start, stop) in enumerate(pairwise(edges), 2):
+                size = stop - start
+                if most_bytes is not None:
+                    size = min(size, most_bytes - len(begun))
+                content = np.empty(size, dtype=np.uint8)
+                reader.fill(number, start, content)
+                content = np.concatenate([begun, content]) if len(begun) else content
+                if place == len(edges) and not ends[-1]:
+                    begun = content
+                else:
+                    begun = begun[:0]
+                    yield content, next(labels)
 
     def path(self, number: int) -> str:
         """Return the path of a shard for messages."""

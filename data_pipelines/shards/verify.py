@@ -68,13 +68,15 @@ def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="longstride-verify-") as cache:
         # Remote files are fetched again, without the training's cache, and dropped shard by shard.
         sizes = [shard.file.size + shard.index_file.size for shard in manifest.shards()]
-        room = 2 * max([*sizes, 1 if manifest.pieces is None else manifest.pieces.size])
+        room = 2 * max([*sizes, *(file.size for file in (manifest.pieces, manifest.labels) if file is not None), 1])
         with closing(DataFolder(location, RemoteSettings(cache=cache, cache_bytes=room), manifest)) as folder:
             done, total = 0, sum(shard.file_bytes for shard in manifest.shards())
             findings: list[str] = []
             if manifest.palette is not None:
                 with _collect_errors(findings):
                     load_palette(folder.store, manifest.palette)
+            with _collect_errors(findings):
+                _ = folder.labels
             if (pieces := manifest.pieces) is not None:
                 name = folder.store.path_for_messages(pieces.name)
                 with _collect_errors(findings), as_data_error(name, mend=REBUILD):
@@ -93,6 +95,7 @@ def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
                         progress(done, total)
             if manifest.tars is None:  # a folder of foreign tars may hold other files
                 listed = {file.name for shard in manifest.shards() for file in (shard.file, shard.index_file)}
+                listed |= set() if manifest.labels is None else {manifest.labels.name}
                 for name in sorted(set(folder.store.sizes() or ()) - listed):
                     if name.endswith((".tar", ".npy")):
                         shown = folder.store.path_for_messages(name)
@@ -212,6 +215,7 @@ class Sample(NamedTuple):
     properties: Mapping[str, int]  # of all documents of the set
     place: str  # member and shard, in words
     source: str | None = None  # the file's path under the input of the build, if the folder records it
+    label: int | None = None  # the document's class, if the folder has classes
 
 
 def sample_documents(location: str | Path | DataFolder, split: str, count: int, seed: int = 0) -> Iterator[Sample]:
@@ -244,4 +248,9 @@ def sample_documents(location: str | Path | DataFolder, split: str, count: int, 
         name = opened.sample_name(shard, sample)
         key = opened.shards[shard].key(sample) if opened.manifest.tars is None else name
         place = f"{name} of {opened.shards[shard].name}"
-        yield Sample(key, content, opened.manifest.properties, place, sources.get(key))
+        label = None
+        if opened.labels is not None:
+            before = sum(record.documents for record in opened.shards[:shard])  # documents that end before the sample
+            before += int(opened.open(shard).index["ends"][:sample].sum(dtype=np.int64))
+            label = int(opened.labels[before])
+        yield Sample(key, content, opened.manifest.properties, place, sources.get(key), label)

@@ -14,6 +14,7 @@ from longstride.data_pipelines.building import Crew, build, build_dataset, join_
 from longstride.data_pipelines.datasets import DATASETS
 from longstride.data_pipelines.documents import FOLDERS, LeftOut
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.labels import LABEL_EXTENSION
 from longstride.data_pipelines.modalities import MODALITIES
 from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.shards import DataFolder, DataManifest, index_tars, verify
@@ -94,6 +95,7 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
         if settings["palette"] is None:
             rule = "must be a data folder with a palette, such as one from `longstride data build --palette 512`"
             raise DataError(f"--palette-from={location}: {rule}")
+    settings |= {"labels": True} if arguments.labels else {}
     with closing(counting.WorkCounter("building", 0, "bytes", shown=crew.is_first)) as counter:
         if arguments.dataset is not None:
             return build_dataset(
@@ -140,6 +142,8 @@ def _print_left_out(arguments: argparse.Namespace, left_out: LeftOut) -> None:
         folders = "; name a folder itself to take what it holds" if FOLDERS in left_out.links else ""
         say(f"left out {left_out.links.total():,} links: {', '.join(counts)}{folders}")
     endings = left_out.endings
+    if arguments.labels:
+        del endings[f".{LABEL_EXTENSION}"]  # they are read
     if not endings:
         return
     order = sorted((ending for ending in endings if ending), key=lambda ending: (-endings[ending], ending))
@@ -212,6 +216,7 @@ def run_index(arguments: argparse.Namespace) -> int:
             validation_fraction=arguments.validation_fraction,
             complete=arguments.complete,
             unpack=arguments.unpack,
+            labels=arguments.labels,
             properties=_raw(arguments),
             progress=counter.at,
             dealt=print_splits,
@@ -257,6 +262,7 @@ def _summary(manifest: DataManifest) -> str:
         for name, split in manifest.splits.items()
     )
     left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in manifest.made["left_out"].items() if count]
+    summary += "" if manifest.labels is None else ", with classes"
     summary += f"; left out {', '.join(left_out)}" if left_out else ""
     begins = manifest.made.get("validation_begins")
     return f"{summary}; validation begins in {begins['source']}, at byte {begins['byte']:,}" if begins else summary

@@ -78,9 +78,10 @@ def run_data_show(arguments: argparse.Namespace) -> int:
 
 def print_texts(samples: Iterable[Sample], stream: TextIO) -> None:
     """Print for each sample a line with its member and shard, its text, and an empty line."""
-    for _, content, _, place, source in samples:
+    for _, content, _, place, source, label in samples:
         num_more = len(content) - SHOWN_BYTES
         origin = place if source is None else f"{place}, from {source}"
+        origin += "" if label is None else f", class {label}"
         lines = [f"=== {_UNSAFE.sub('?', origin)}: {len(content):,} bytes ==="]
         lines.append(safe_text(content[:SHOWN_BYTES].tobytes(), final=num_more <= 0).removesuffix("\n"))
         lines += [f"=== {num_more:,} more bytes ==="] if num_more > 0 else []
@@ -103,7 +104,7 @@ def draw_samples(samples: Sequence[Sample], modality: str, title: str) -> Any:
     """Draw samples of pictures or sounds."""
     kind = modality_named(modality)
     drawn = [kind.shown(sample.content, sample.properties) for sample in samples]
-    keys = [sample.key for sample in samples]
+    keys = [sample.key if sample.label is None else f"{sample.key}, class {sample.label}" for sample in samples]
     if kind.shown_as == "picture":
         return _draw_pictures(drawn, keys, title)
     return _draw_waveforms(drawn, keys, samples[0].properties["rate"], title)

@@ -53,6 +53,8 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hold-out-end", action="store_true", default=None, help=end)
     size = "begin a new shard after this number of content bytes (default: 16777216)"
     add("--shard-bytes", type=int, default=None, metavar="BYTES", help=size)
+    classes = "keep the class of each document: a number in the file NAME.cls beside it, or the dataset's"
+    add("--labels", action="store_true", help=classes)
     seed = "split and order the documents by this seed (default: 0)"
     add("--seed", type=int, metavar="N", help=seed)
     published = f"read a published dataset in place of files: {', '.join(sorted(DATASETS))}"
@@ -96,6 +98,7 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
     share = "put this share of the tars into the validation split if --split names none (default: 0.05)"
     add("--validation-fraction", type=float, metavar="SHARE", help=share)
     add("--complete", action="store_true", help="refuse a sample that lacks the member, in place of leaving it out")
+    add("--labels", action="store_true", help="keep the class of each sample, a number in its member .cls")
     add("--raw", action="store_true", help="take members of text as they are, compressed ones too")
     add("--unpack", action="store_true", help="copy the tars into DIR, compressed ones as plain ones")
 

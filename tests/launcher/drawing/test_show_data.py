@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_texts_are_printed_under_their_names(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "show", str(folders / "text"), "--count", "2", "--split", "validation"]) == 0
     out = capsys.readouterr().out
-    for key, content, _, place, source in sample_documents(folders / "text", "validation", 2):
+    for key, content, _, place, source, _ in sample_documents(folders / "text", "validation", 2):
         assert place == f"{key}.txt of {key.rpartition('-')[0]}.tar" and source is not None
         assert f"=== {place}, from {source}: {len(content):,} bytes ===\n{content.tobytes().decode()}\n" in out
     assert out.count("===") == 4
