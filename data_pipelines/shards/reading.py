@@ -243,9 +243,12 @@ class Split:
             yield np.diff(_document_edges(shard.load_index(self._folder.store)))
 
     @property
-    def labels(self) -> np.ndarray | None:
-        """The class of each document, (documents,) int32; None if the folder has no classes."""
-        return None if self._folder.labels is None else self._folder.labels[self.name]
+    def labels(self) -> np.ndarray:
+        """The class of each document, (documents,) int32. Raises DataError if the folder has no classes."""
+        if self._folder.labels is None:
+            path = self._folder.store.path_for_messages(DataManifest.FILE_NAME)
+            raise DataError(f"{path}: has no classes of documents; make a data folder with --labels")
+        return self._folder.labels[self.name]
 
     def labelled_documents(self, most_bytes: int | None = None) -> Iterator[tuple[np.ndarray, int]]:
         """Yield each document's content, (n,) uint8, and its class, in order.
@@ -256,9 +259,6 @@ class Split:
         Raises:
             DataError: the folder has no classes, or a shard is damaged.
         """
-        if self.labels is None:
-            path = self._folder.store.path_for_messages(DataManifest.FILE_NAME)
-            raise DataError(f"{path}: has no classes of documents; make a data folder with --labels")
         labels, reader = iter(self.labels.tolist()), SampleReader(self)
         begun = np.empty(0, dtype=np.uint8)  # of a document that continues in the next shard
         for number in range(len(self.shards)):

@@ -249,7 +249,7 @@ def sample_documents(location: str | Path | DataFolder, split: str, count: int, 
         key = opened.shards[shard].key(sample) if opened.manifest.tars is None else name
         place = f"{name} of {opened.shards[shard].name}"
         label = None
-        if opened.labels is not None:
+        if folder.labels is not None:
             before = sum(record.documents for record in opened.shards[:shard])  # documents that end before the sample
             before += int(opened.open(shard).index["ends"][:sample].sum(dtype=np.int64))
             label = int(opened.labels[before])

@@ -264,6 +264,19 @@ class TrainingData:
         """Whether the data has a split of this name."""
         return name in self._folder.manifest.splits
 
+    def labels(self, split: str) -> np.ndarray:
+        """Return the class of each document of a split, (documents,) int32. DataError if there is none."""
+        return self._folder.split(split).labels
+
+    def labelled_documents(self, split: str) -> Iterator[tuple[Tensor, int]]:
+        """Yield the first ``context`` tokens of each document of a split, (n,), and its class. DataError for damage."""
+        palette, model = self.palette, self._config.model
+        most_bytes = model.context * (1 if palette is None else CHANNELS)
+        for content, label in self._folder.split(split).labelled_documents(most_bytes):
+            tokens = torch.from_numpy(content if palette is None else palette.tokens(content).astype(np.int64))
+            _check_tokens(tokens, model.vocabulary)
+            yield tokens, label
+
     def split_tokens(self, split: str) -> int:
         """Count the tokens of all documents of a split."""
         num_bytes = self._folder.manifest.splits[split].content_bytes

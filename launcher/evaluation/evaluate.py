@@ -38,7 +38,7 @@ from longstride.launcher.models import DTYPES, TRAINED, Exported, ModelData, is_
 from longstride.launcher.output import counting, exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_launcher_variables, process_group
 from longstride.launcher.stops import StopFlag
-from longstride.sparse_model import Division, SparseTransformer
+from longstride.sparse_model import Division, ModelConfig, SparseTransformer
 
 _MOST_THREADS = 8
 _MOST_ROWS = 1 << 19  # positions computed at a time, since each thread holds the activations of its batch
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=arguments.sequence_parallel)
     if arguments.positions is not None:
         check_positions(arguments.positions)
-    subject = _open_export(arguments, ranks) if is_export(arguments.run) else _open_run(arguments, ranks)
+    subject = open_subject(arguments, ranks)
     config, data = subject.config, subject.data
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
@@ -75,11 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     with process_group(ranks, config.train.timeout_seconds, subject.stacks) as watchdog:
         step, precision, weights = subject.load()
         precision = arguments.precision or precision
-        model = SparseTransformer(config.model)
-        model.load_state_dict(weights)
-        for parameter in model.parameters():  # not buffers, like DeepSpeed
-            parameter.data = parameter.data.to(DTYPES[precision])
-        model.to(ranks.device).eval()
+        model = model_of(config.model, weights, precision, ranks.device)
         model.divide(ranks.division(exchange))
         threads = 0
         # Each thread computes a batch. Ranks that share contexts exchange rows, so they compute one batch at a time.
@@ -115,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Subject(NamedTuple):
+class Subject(NamedTuple):
     """A model to score, and the data to score it on."""
 
     config: RunConfig
@@ -127,7 +123,26 @@ class _Subject(NamedTuple):
     load: Callable[[], tuple[int, str, Mapping[str, Tensor]]]  # in a process group: step, precision, tensors
 
 
-def _open_run(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
+def model_of(
+    config: ModelConfig, weights: Mapping[str, Tensor], precision: str, device: torch.device
+) -> SparseTransformer:
+    """Make a model in evaluation mode with these weights. Buffers keep their precision, as under DeepSpeed."""
+    model = SparseTransformer(config)
+    model.load_state_dict(weights)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[precision])
+    return model.to(device).eval()
+
+
+def open_subject(arguments: argparse.Namespace, ranks: Ranks) -> Subject:
+    """Open the model and the data of options ``run``, ``data``, ``step``, ``weights`` and ``trust_checkpoint``.
+
+    ConfigError or DataError if they do not work together.
+    """
+    return _open_export(arguments, ranks) if is_export(arguments.run) else _open_run(arguments, ranks)
+
+
+def _open_run(arguments: argparse.Namespace, ranks: Ranks) -> Subject:
     """Open a run's checkpoint, and its data or that of ``--data``."""
     checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
     if arguments.step is None and ranks.is_first:
@@ -143,10 +158,10 @@ def _open_run(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
 
     data, differences = open_data(checkpoint, arguments.data, ranks)
     precision, weights = checkpoint.manifest.precision, arguments.weights
-    return _Subject(checkpoint.config, data, differences, precision, weights, arguments.run, load)
+    return Subject(checkpoint.config, data, differences, precision, weights, arguments.run, load)
 
 
-def _open_export(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
+def _open_export(arguments: argparse.Namespace, ranks: Ranks) -> Subject:
     """Open an exported model, and the data of ``--data``; ConfigError or DataError if they do not work together."""
     folder, location = arguments.run, arguments.data
     for option, value in (("--step", arguments.step), ("--weights", arguments.weights)):
@@ -175,7 +190,7 @@ def _open_export(arguments: argparse.Namespace, ranks: Ranks) -> _Subject:
         tensors = {name: exported.tensor(name) for name in exported.names}
         return step, precision, tensors
 
-    return _Subject(config, data, differences, precision, str(origin.get("weights", TRAINED)), None, load)
+    return Subject(config, data, differences, precision, str(origin.get("weights", TRAINED)), None, load)
 
 
 def check_sharing(config: RunConfig, ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""`longstride evaluate`, `show pattern|attention|loss` and `report`: what a run has learned."""
+"""`longstride evaluate`, `probe`, `show pattern|attention|loss` and `report`: what a run has learned."""
 
 from __future__ import annotations
 
@@ -43,6 +43,27 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--positions", type=path, metavar="FILE.png", help=drawn)
     shared = "share each context among U of the processes that a launcher started (default: 1)"
     add("--sequence-parallel", type=int, default=1, metavar="U", help=shared)
+
+
+@verb(
+    "probe",
+    "what each layer tells of classes",
+    "evaluation.linear_probe.run",
+    "longstride probe runs/mine --data data/labelled",
+    "longstride probe model --data data/cifar10 --split test --output probe",
+)
+def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run", type=path, metavar="RUN|MODEL", help="a run's folder, or an exported model's")
+    labelled = "fit and score classes of this data folder, made with --labels (default: the run's)"
+    add("--data", type=place, default=None, metavar="DIR|URL", help=labelled)
+    add("--split", default=None, metavar="NAME", help="score this split (default: the run's validation split)")
+    add_step_argument(parser, "probe")
+    add("--precision", choices=PRECISIONS, default=None, help="compute in this precision (default: the run's)")
+    add_weights_argument(parser)
+    add_trust_argument(parser)
+    written = "make this folder of probe.json and probe.png; nothing is written over (default: only print)"
+    add("--output", type=path, default=None, metavar="DIR", help=written)
 
 
 @verb(
