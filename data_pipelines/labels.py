@@ -44,6 +44,11 @@ def labels_to_bytes(labels: Mapping[str, np.ndarray]) -> bytes:
 _EMPTY_BYTES = len(labels_to_bytes({}))  # numpy leaves room for any length
 
 
+def labels_bytes(documents: int) -> int:
+    """Return the size of ``labels.npy`` for so many documents."""
+    return _EMPTY_BYTES + np.dtype("<i4").itemsize * documents
+
+
 def labels_file(content: bytes) -> StoredFile:
     """Return the record of ``labels.npy`` for the manifest."""
     return StoredFile(LABELS_NAME, len(content), hashlib.sha256(content).hexdigest())
@@ -55,7 +60,7 @@ def labels_from_bytes(content: bytes, documents: Mapping[str, int]) -> dict[str,
     Raises DataError for anything that ``labels_to_bytes`` does not write.
     """
     total = sum(documents.values())
-    if len(content) == _EMPTY_BYTES + total * 4:
+    if len(content) == labels_bytes(total):
         array = np.frombuffer(content, dtype="<i4", offset=_EMPTY_BYTES)
         ends = np.cumsum([documents[split] for split in sorted(documents)])[:-1]
         labels = dict(zip(sorted(documents), np.split(array, ends), strict=True))

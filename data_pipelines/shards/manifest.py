@@ -50,7 +50,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError, as_data_error
-from longstride.data_pipelines.labels import LABELS_NAME
+from longstride.data_pipelines.labels import LABELS_NAME, labels_bytes
 from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
@@ -259,9 +259,10 @@ class DataManifest:
                 splits[name] = SplitRecord(split.get("documents", -1), tuple(map(ShardRecord.parse, split["shards"])))
                 _check_counts(name, {"documents": splits[name].documents})
             manifest = cls(modality, properties, splits, made, tars, palette)
-            for part, file_name in (("pieces", cls.PIECES_NAME), ("labels", LABELS_NAME)):
-                if made.get(part) is not None:
-                    _parse_file(made[part], file_name, _LARGEST)
+            if made.get("pieces") is not None:
+                _parse_file(made["pieces"], cls.PIECES_NAME, _LARGEST)
+            if made.get("labels") is not None:  # held in memory
+                _parse_file(made["labels"], LABELS_NAME, labels_bytes(sum(s.documents for s in manifest.shards())))
             if not all(isinstance(made.get(name, {}), dict) for name in ("settings", "left_out")):
                 raise ValueError("made.settings and made.left_out must be objects")
             _check_counts("made.left_out", made.get("left_out", {}))

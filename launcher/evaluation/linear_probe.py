@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import islice
 from typing import Any
@@ -35,6 +36,7 @@ from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
 
 _MOST_POSITIONS = 1 << 15  # computed at once, unless a single document has more
+_MOST_FITS = 4  # layers at once: each holds its features in fp64 several times
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -107,22 +109,28 @@ def probe(model: SparseTransformer, data: TrainingData, train: str, scored: str,
     """
     fitted = split_features(model, data, train)
     features = fitted if scored == train else split_features(model, data, scored)
-    numbers, targets = (
-        torch.from_numpy(np.searchsorted(classes, data.labels(split))) for split in (train, scored)
-    )  # (n,) each
-    layers = []
-    with closing(counting.WorkCounter("fitting", len(fitted), "layers")) as counter:
-        for layer, (examples, rows) in enumerate(zip(fitted, features, strict=True)):
-            if not (np.isfinite(examples).all() and np.isfinite(rows).all()):
-                raise ConfigError(f"layer {layer}: its features are not finite; take --precision fp32")
-            classifier = fit(torch.from_numpy(examples), numbers, len(classes))
-            hits = classifier.logits(torch.from_numpy(rows).double()).argmax(1) == targets
-            accuracy = float(hits.double().mean())
-            error = math.sqrt(accuracy * (1 - accuracy) / len(targets))
-            layers.append(
-                {"layer": layer, "accuracy": accuracy, "standard_error": error, "penalty": classifier.penalty}
-            )
-            counter.add(1)
+    numbers, targets = (torch.from_numpy(np.searchsorted(classes, data.labels(split))) for split in (train, scored))
+
+    def score(layer: int) -> dict[str, Any]:
+        if not (np.isfinite(fitted[layer]).all() and np.isfinite(features[layer]).all()):
+            raise ConfigError(f"layer {layer}: its features are not finite; take --precision fp32")
+        classifier = fit(torch.from_numpy(fitted[layer]), numbers, len(classes))
+        hits = classifier.logits(torch.from_numpy(features[layer]).double()).argmax(1) == targets
+        accuracy = float(hits.double().mean())
+        error = math.sqrt(accuracy * (1 - accuracy) / len(targets))
+        return {"layer": layer, "accuracy": accuracy, "standard_error": error, "penalty": classifier.penalty}
+
+    layers, threads = [], torch.get_num_threads()
+    try:  # one thread fits a layer, as its products are small
+        with (
+            closing(counting.WorkCounter("fitting", len(fitted), "layers")) as counter,
+            ThreadPoolExecutor(min(threads, _MOST_FITS), initializer=torch.set_num_threads, initargs=(1,)) as pool,
+        ):
+            for row in pool.map(score, range(len(fitted))):
+                layers.append(row)
+                counter.add(1)
+    finally:
+        torch.set_num_threads(threads)
     most_frequent = float((targets == numbers.bincount().argmax()).double().mean())
     counts = {"train_documents": len(numbers), "documents": len(targets), "classes": len(classes)}
     return {"train_split": train, "split": scored, **counts, "most_frequent": most_frequent, "layers": layers}

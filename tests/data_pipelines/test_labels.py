@@ -7,7 +7,9 @@ import json
 import random
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import webdataset as wds
 
 from longstride.data_pipelines.building import build, build_dataset
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.shards import DataFolder, index_tars, verify
+from longstride.data_pipelines.shards import DataFolder, DataManifest, index_tars, verify
 from longstride.launcher import cli
 from tests.harness.data.builds import folder_bytes, stop_half_way, write_files
 from tests.harness.data.published_files import CIFAR_BATCHES, pictures, write_cifar
@@ -218,6 +220,14 @@ def test_list_of_another_length_is_refused(tars: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"labels\.npy: is not a list of 36 classes, one for each document; "):
         pairs = DataFolder(tmp_path / "data", manifest=manifest).split("train").labelled_documents()
         next(pairs)
+
+
+@pytest.mark.parametrize("change", [{"size": 2**40}, {"size": -1}, {"name": "../labels.npy"}, {"sha256": "0"}], ids=str)
+def test_manifest_with_an_impossible_list_is_refused(change: dict[str, Any], tars: Path, tmp_path: Path) -> None:
+    manifest = index_tars([str(tars)], tmp_path / "data", labels=True)
+    manifest = replace(manifest, made={**manifest.made, "labels": manifest.made["labels"] | change})
+    with pytest.raises(DataError, match=r"^m: incomplete or misspelt \(labels\.npy: "):
+        DataManifest.parse("m", manifest.to_json().encode())
 
 
 @pytest.mark.parametrize("version", ["binary", "python2"])
