@@ -264,14 +264,14 @@ class Split:
         for number in range(len(self.shards)):
             reader.expect(number + 1 if number + 1 < len(self.shards) else None)
             edges, ends = self.open(number).document_edges.tolist(), self.open(number).index["ends"]
-            for place, (start, stop) in enumerate(pairwise(edges), 2):
+            for place, (start, stop) in enumerate(pairwise(edges), 1):
                 size = stop - start
                 if most_bytes is not None:
                     size = min(size, most_bytes - len(begun))
                 content = np.empty(size, dtype=np.uint8)
                 reader.fill(number, start, content)
                 content = np.concatenate([begun, content]) if len(begun) else content
-                if place == len(edges) and not ends[-1]:
+                if place == len(edges) - 1 and not ends[-1]:
                     begun = content
                 else:
                     begun = begun[:0]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 PENALTIES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 HELD_OUT = 10  # one example in so many chooses the penalty
 _MOST_STEPS = 2000  # of LBFGS
-_ROUGH, _EXACT = 1e-5, 1e-8  # largest component of the gradient at the end: to compare penalties, and of the result
+_ROUGH, _EXACT = 1e-5, 1e-7  # largest component of the gradient at the end: to compare penalties, and of the result
 _HISTORY = 20  # steps that LBFGS remembers
 
 
@@ -88,11 +88,13 @@ def fit(features: Tensor, classes: Tensor, num_classes: int) -> Classifier:
     inputs = (features - mean) / scale
     # The same examples for all layers, in any order of the data.
     order = np.argsort(np.random.Philox(key=np.array([0, len(inputs)], dtype=np.uint64)).random_raw(len(inputs)))
-    held_out, fitted = torch.from_numpy(order).tensor_split([max(1, len(order) // HELD_OUT)])
+    held_out, fitted = (
+        (inputs[part], classes[part]) for part in torch.from_numpy(order).tensor_split([max(1, len(order) // HELD_OUT)])
+    )
     solution, choices = torch.zeros(num_classes, inputs.shape[1] + 1, dtype=torch.float64), []
     for penalty in PENALTIES:  # each begins at the solution of the larger one, which is near
-        solution = minimise(solution, inputs[fitted], classes[fitted], penalty, _ROUGH)
-        choices.append((float(objective(solution, inputs[held_out], classes[held_out], 0.0)), penalty, solution))
+        solution = minimise(solution, *fitted, penalty, _ROUGH)
+        choices.append((float(objective(solution, *held_out, 0.0)), penalty, solution))
     _, penalty, solution = min(choices, key=lambda choice: choice[0])
     solution = minimise(solution, inputs, classes, penalty)
     return Classifier(solution[:, :-1], solution[:, -1], mean, scale, penalty)
