@@ -166,6 +166,8 @@ def batch_labels(where: str, content: bytes) -> list[int]:
     is_label = False
     with as_data_error(where, damage=(Exception,), damaged="cannot be read as a pickle"):
         for operation, argument, _ in islice(pickletools.genops(content), _MOST_STEPS):
+            if argument == "latin1":  # Python 3 writes it after each text of bytes in protocol 2
+                continue
             if isinstance(argument, str | bytes) and operation.name not in _OTHER_OPERATIONS:
                 is_label = argument in ("labels", b"labels")
             elif is_label and isinstance(argument, int) and operation.name not in _OTHER_OPERATIONS:

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from longstride.data_pipelines.datasets.cifar10 import batch_rows
+from longstride.data_pipelines.datasets.cifar10 import batch_labels, batch_rows
 from longstride.data_pipelines.errors import DataError
 from tests.harness.data.published_files import in_planes, pictures, python2_pickle, python3_pickle
 
@@ -25,6 +25,21 @@ def test_batch_pickle_by_python2_is_the_array():
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 def test_batch_pickle_by_python3_is_the_array(protocol):
     assert np.array_equal(batch_rows("a", python3_pickle(BATCH, protocol), 3072), in_planes(BATCH))
+
+
+@pytest.mark.parametrize("protocol", ["python2", 2, 3, 4, 5])
+def test_labels_of_a_batch_are_those_that_pickle_reads(protocol):
+    """A list is pickled in parts of a thousand, between other numbers and texts."""
+    numbers = [place * 7 % 10 for place in range(2500)]
+    batch = {b"num_cases": 9, b"labels": numbers, b"data": in_planes(BATCH), b"coarse": [3], b"names": ["a", "labels"]}
+    content = python2_pickle(BATCH) if protocol == "python2" else pickle.dumps(batch, protocol)
+    assert batch_labels("a", content) == pickle.loads(content, encoding="bytes")[b"labels"]
+
+
+@pytest.mark.parametrize("label", [10, -1])
+def test_label_of_no_class_is_refused(label):
+    with pytest.raises(DataError, match=r"^a: has labels other than 0 to 9; fetch it again$"):
+        batch_labels("a", pickle.dumps({b"labels": [0, label]}, 2))
 
 
 class _Runs:
