@@ -14,7 +14,8 @@ from typing import NamedTuple
 import pytest
 
 from longstride.data_pipelines.building import build
-from tests.harness.data.tars import write_shards
+from longstride.data_pipelines.shards import index_tars
+from tests.harness.data.tars import write_shards, write_tar
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import UNEQUAL, configuration
 from tests.harness.tiny_models import random_export
@@ -47,6 +48,7 @@ VERBS = {
         ("made/job.sbatch",),
     ),
     "evaluate": Verb("evaluate {trained} --positions {place}/made.png", ("made.png", "made.json")),
+    "probe": Verb("probe {inputs}/model --data {inputs}/labelled --output {place}/made/probe", ("made/probe",)),
 }
 SAMPLE = ("data build", "data index", "compress")
 MEASURED = "made.json"  # of `evaluate`: beside the scores it has the seconds that they took
@@ -63,6 +65,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Path
     compressed = commands("compress", folder / "short", "--model", folder / "model", "--output", folder / "short.lsz")
     assert compressed.code == 0, compressed.err
     write_shards(folder / "tars", samples=(2, 3))
+    for split in ("train", "validation"):
+        members = [(f"{label}.{kind}", b"%d" % label) for label in range(2) for kind in ("txt", "cls")]
+        write_tar(folder / "labelled" / f"{split}.tar", members)
+    index_tars([str(folder / "labelled")], folder / "labelled", labels=True)
     (folder / "packed").mkdir()
     for tar in (folder / "tars").iterdir():
         (folder / "packed" / f"{tar.name}.gz").write_bytes(gzip.compress(tar.read_bytes(), mtime=0))
