@@ -57,9 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     step, precision, weights = subject.load()
     precision = arguments.precision or precision
     model = model_of(config.model, weights, precision, ranks.device)
-    head: dict[str, Any] = {"run": str(arguments.run), "step": step, "weights": subject.weights, "precision": precision}
-    head |= {"other_data": subject.differences} if subject.differences else {}
-    content = head | probe(model, data, train, scored, classes)
+    content: dict[str, Any] = {"run": str(arguments.run), "step": step}
+    content |= {"weights": subject.weights, "precision": precision}
+    content |= {"other_data": subject.differences} if subject.differences else {}
+    content |= probe(model, data, train, scored, classes)
     print("layer  accuracy  penalty")
     for row in content["layers"]:
         print(f"{row['layer']:>5}  {row['accuracy']:>8.4f}  {row['penalty']:>7g}")
