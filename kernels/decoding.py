@@ -162,10 +162,10 @@ def empty_cache(
         pattern: one pattern, or one per head of queries.
 
     Raises:
-        ValueError: ``pattern`` is not a pattern, or the length of a list is not a multiple of ``heads``.
+        ValueError: ``pattern`` is not a pattern or not causal, or the length of a list is not a multiple of ``heads``.
     """
     count = len(pattern) if isinstance(pattern, Sequence) else heads
-    patterns = dict.fromkeys(head_patterns(pattern, heads if count % heads else count))
+    patterns = dict.fromkeys(_causal_patterns(pattern, heads if count % heads else count))
     if device.type != "cpu" or any(2 * num_keys_read(p, context - 1, context) > context for p in patterns):
         return torch.empty(batch, heads, context, width, device=device, dtype=dtype)
     return torch.empty(context, batch, heads, width, device=device, dtype=dtype).permute(1, 2, 0, 3)

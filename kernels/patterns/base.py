@@ -147,7 +147,7 @@ def require_boolean(name: str, value: object) -> None:
 
 
 def require_align(value: object, causal: bool) -> None:
-    """Raise ConfigError unless the value is an ``Align`` that the pattern has if it is ``causal`` or not."""
+    """Raise ConfigError unless the value is an ``Align``, and "row" if the pattern is not causal."""
     if value not in ("row", "target"):
         raise ConfigError.at("align", value, "must be row or target")
     if value == "target" and not causal:

@@ -37,7 +37,7 @@ class Dense(SinglePart):
         require_boolean("causal", self.causal)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        return k <= q if self.causal else (q == q) & (k == k)
+        return k <= q if self.causal else (q == q) & (k == k)  # all, of the broadcast shape
 
     def by_query(self, context: int) -> Bounds:
         """Let query i read keys 0 … i, or all."""

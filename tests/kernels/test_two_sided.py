@@ -15,6 +15,7 @@ from longstride.kernels import (
     CachedAttention,
     ConfigError,
     attend_one,
+    empty_cache,
     num_pairs,
     selected_attention,
     sparse_attention,
@@ -324,7 +325,11 @@ def test_a_cache_has_no_later_positions(pattern: Pattern) -> None:
     q, k = torch.zeros(1, 2, 16), torch.zeros(1, 2, 24, 16)
     rule = r"^pattern=\w+\(.*causal=False\): a cache has no later positions; decode with a causal pattern$"
     for heads in (pattern, [Dense(), pattern]):
-        for decode in (lambda both: attend_one(q, k, k, both, 3), lambda both: CachedAttention(k, k, both)):
+        for decode in (
+            lambda both: attend_one(q, k, k, both, 3),
+            lambda both: CachedAttention(k, k, both),
+            lambda both: empty_cache(1, 2, 24, 16, both, device=k.device, dtype=k.dtype),
+        ):
             with pytest.raises(ValueError, match=rule):
                 decode(heads)
 
