@@ -170,7 +170,7 @@ def _write(
         **({"code": code} if (code := config.model.foreign_code()) else {}),
         "dtype": str(DTYPES[options.dtype]).removeprefix("torch."),
         "data": data.to_json(),
-        **hub_fields(),
+        **hub_fields(config.model),
         "fingerprint": fingerprint.hexdigest(),
         "origin": {
             "run": run_folder.resolve().name,  # without the path, which belongs to this machine

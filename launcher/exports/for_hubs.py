@@ -38,26 +38,33 @@ _LICENSES = (
 _OTHER = "other:"  # prefix of a license unknown to the hub
 
 
-def hub_fields() -> dict[str, Any]:
+def hub_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json for transformers."""
+    causal = model.objective.causal
     return {
         "model_type": "longstride",  # see longstride.launcher.hub.LongstrideConfig
-        "architectures": ["LongstrideForCausalLM"],
-        "auto_map": hub_stub.AUTO_MAP,
+        "architectures": ["LongstrideForCausalLM" if causal else "LongstrideForMaskedLM"],
+        "auto_map": hub_stub.auto_map(causal),
     }
 
 
 def hub_files(model: ModelConfig, palette: bool = False) -> dict[str, str]:
     """Return files by name: the stub, and a tokenizer if all tokens are bytes of text."""
-    files = {hub_stub.FILE: hub_stub.TEXT}
-    if model.embedding.modality == "text" and model.vocabulary == _BYTE_VALUES and not palette:
+    causal = model.objective.causal
+    files = {hub_stub.FILE: hub_stub.text(causal)}
+    if _has_tokenizer(model, palette):
         content = {
             "tokenizer_class": "LongstrideTokenizer",
             "auto_map": hub_stub.TOKENIZER_AUTO_MAP,
-            "model_max_length": model.context - 1,  # tokens without the start that another byte can follow
+            "model_max_length": model.context - causal,  # if causal, without the start, and so that a byte can follow
+            **({} if causal else {"mask_token": hub_stub.MASK}),
         }
         files["tokenizer_config.json"] = json.dumps(content, indent=2) + "\n"
     return files
+
+
+def _has_tokenizer(model: ModelConfig, palette: bool) -> bool:
+    return model.embedding.modality == "text" and model.vocabulary == _BYTE_VALUES and not palette
 
 
 def refresh_stub(folder: Path, *, trust_code: bool = False) -> str:
@@ -69,13 +76,14 @@ def refresh_stub(folder: Path, *, trust_code: bool = False) -> str:
         ConfigError: the folder holds no export, or one from before exports had stubs.
     """
     exported, path = Exported(folder, trust_code=trust_code), folder / hub_stub.FILE
-    if exported.content.get("auto_map") != hub_fields()["auto_map"]:
+    if exported.content.get("auto_map") != hub_fields(exported.config)["auto_map"]:
         rule = f"does not name the classes of {hub_stub.FILE} for transformers; export the model again"
         raise ConfigError(f"{folder / file_names.CONFIG}: {rule}")
+    text = hub_stub.text(exported.config.objective.causal)
     with suppress(OSError):  # missing, not a plain file, or longer
-        if read_plain(path, len(hub_stub.TEXT.encode())) == hub_stub.TEXT.encode():
+        if read_plain(path, len(text.encode())) == text.encode():
             return f"{path}: is this version's already; nothing is written"
-    write_text(path, hub_stub.TEXT)
+    write_text(path, text)
     return f"{path}: rewritten; nothing else is changed"
 
 
@@ -95,7 +103,8 @@ def model_card(
     """
     config, manifest = checkpoint.config, checkpoint.manifest
     model, modality, palette = config.model, data_kind.modality, data_kind.palette
-    tokens = "bytes" if palette is None else f"{palette.unit}s"
+    token = "byte" if palette is None else palette.unit
+    tokens, predicted = f"{token}s", model.objective.unit(token)
     # Only the last part of a path or URL, since the rest belongs to this machine.
     data = Path(urlsplit(config.data.path).path.rstrip("/")).name or "data"
     weights = "the moving average of the trained ones" if kind == AVERAGE else "as they were trained"
@@ -115,16 +124,16 @@ def model_card(
     steps, evaluations = metrics_file.find_steps(run), metrics_file.find_evaluations(run, split)
     for title, recorded in (("training", steps), ("validation", evaluations)):
         line: dict[str, Any] = recorded.get(manifest.step, {})
-        bits = line.get("bits_per_byte" if palette is None else f"bits_per_{palette.unit}")
+        bits = line.get(metrics_file.bits_name(predicted))
         is_per_byte = "bytes" in line or config.data.separator is None  # older lines count separators as bytes
         if bits is not None and is_per_byte:
-            content = f"{metrics_file.content_of(line):,} {tokens} of {split}"
+            content = f"{metrics_file.content_of(line):,} {predicted}s of {split}"
             what = "the step's batch" if recorded is steps else content
-            rows[f"{title} bits per {tokens[:-1]}"] = f"{bits:.4f} on {what}"
+            rows[f"{title} bits per {predicted}"] = f"{bits:.4f} on {what}"
     escaped = {title: text.replace("|", "\\|").replace("\n", " ") for title, text in rows.items()}
     front = {"library_name": "longstride", **licensed}
     if modality.hub_task:
-        front["pipeline_tag"] = modality.hub_task
+        front["pipeline_tag"] = modality.hub_task if model.objective.causal else "fill-mask"
     tags = ["longstride", "sparse-transformer", "byte-level" if palette is None else "palette", modality.name]
     notes = config.notes.strip()
     lines = [
@@ -142,15 +151,35 @@ def model_card(
         *(f"| {title} | {text} |" for title, text in escaped.items()),
         f"| fingerprint | `{fingerprint}` |",
         "",
-        "With Longstride installed, in this folder:",
-        "",
-        "```",
-        *modality.examples,
-        f"longstride sample . --likelihood FILE{'' if palette is None else ' --decoded'}",
-        "```",
+        *_usage(model, data_kind),
         "",
     ]
     return "\n".join(lines)
+
+
+def _usage(model: ModelConfig, data_kind: ModelData) -> list[str]:
+    """Return the lines of a card that show how to use the model."""
+    if model.objective.causal:
+        option = "" if data_kind.palette is None else " --decoded"
+        commands = *data_kind.modality.examples, f"longstride sample . --likelihood FILE{option}"
+        return ["With Longstride installed, in this folder:", "", "```", *commands, "```"]
+    if _has_tokenizer(model, data_kind.palette is not None):
+        code = [
+            "from transformers import pipeline",
+            "",
+            'fill = pipeline("fill-mask", model=".", trust_remote_code=True)',
+            'print(fill(f"One b{fill.tokenizer.mask_token}te is masked."))',
+        ]
+    else:
+        code = [
+            "import torch",
+            "from transformers import AutoModelForMaskedLM",
+            "",
+            'model = AutoModelForMaskedLM.from_pretrained(".", trust_remote_code=True)',
+            f"tokens = torch.full((1, {model.context}), {model.vocabulary})  # {model.vocabulary} is the mask",
+            "probabilities = model(tokens).logits.softmax(-1)  # of the token at each place",
+        ]
+    return ['After `pip install "longstride[transformers]"`, in this folder:', "", "```python", *code, "```"]
 
 
 def license_fields(text: str) -> dict[str, str]:

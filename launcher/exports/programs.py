@@ -31,52 +31,58 @@ from longstride.sparse_model import SparseTransformer
 OPSET = 20  # the first of ONNX with all operators that torch emits
 # Mixers, besides attention over patterns, whose shapes can depend on a symbolic length. Hashing and routing search
 # sorted lists, for which ONNX has no operator.
-_TRACED = {"pt2": ("lsh", "match", "routing"), "onnx": ("match",)}
+_TRACED = {"pt2": ("linformer", "lsh", "match", "routing"), "onnx": ("linformer", "match")}
 _LENGTHS = (1, 2, 33, 256)  # of the contexts for the check
 _TOLERANCE = 1e-4  # relative to the largest logit
 
 
-class NextTokens(nn.Module):
-    """The network with logits at the places of transformers: place i has those of the token after token i."""
+class PlacedLogits(nn.Module):
+    """The network with logits at the places of transformers: place i has those of the token after token i.
+
+    If the objective is not causal, it has those of token i, where V stands for a masked token.
+    """
 
     def __init__(self, network: SparseTransformer) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map (B, n) int64, n ≥ 1, to (B, n, V) fp32; NaN after a full context."""
-        network = self.network
-        h = network.embedding(F.pad(input_ids, (0, 1)))
+        """Map (B, n) int64, n ≥ 1, to (B, n, V) fp32; NaN where the context has no row."""
+        network, shift = self.network, int(self.network.config.objective.causal)
+        h = network.embedding(F.pad(input_ids, (0, shift)))
         before = F.pad(input_ids, (network.reach, 0), value=-1)  # before the beginning
         rows = network.forward_cached(h, [None] * len(network.blocks), 0, before)
-        logits: Tensor = network.logits(network.norm(rows))[:, 1:].float()
-        following = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
+        logits: Tensor = network.logits(network.norm(rows))[:, shift:].float()
+        predicted = torch.arange(shift, input_ids.shape[1] + shift, device=input_ids.device)
         # Runtimes without size bounds would go on with positions that start over.
-        return logits.masked_fill((following >= network.config.context)[:, None], torch.nan)
+        return logits.masked_fill((predicted >= network.config.context)[:, None], torch.nan)
 
 
 def traced_program(folder: str | Path, format: str = "pt2", *, trust_code: bool = False) -> ExportedProgram:
-    """Trace the forward pass of an exported model, ``NextTokens``, by `torch.export` in fp32 on the CPU.
+    """Trace the forward pass of an exported model, ``PlacedLogits``, by `torch.export` in fp32 on the CPU.
 
-    Its input is ``input_ids`` (B, n) int64, B ≥ 1 and 1 ≤ n < context; its output (B, n, V) fp32. ``format`` is pt2 or
-    onnx. ``trust_code`` lets parts of the model from other packages be imported.
+    Its input is ``input_ids`` (B, n) int64, B ≥ 1 and 1 ≤ n < context, or n ≤ context if the objective is not causal.
+    Its output is (B, n, V) fp32. ``format`` is pt2 or onnx. ``trust_code`` lets parts of the model from other packages
+    be imported.
 
     Raises:
         ConfigError: the folder is no export, or its model has parts that cannot be traced for every length.
     """
     config = Exported(folder, trust_code=trust_code).config
-    mixers = {block.mixer.type for block in config.blocks() if block.mixer is not None}
-    if unsupported := sorted(mixers - {"patterns", *_TRACED[format]}):
+    kinds = [block.mixer.type for block in config.blocks() if block.mixer is not None]
+    if unsupported := sorted({*kinds} - {"patterns", *_TRACED[format]}):
         also = "".join(f", {name}" for name in _TRACED[format])
         rule = f"attention of type {unsupported[0]} cannot be traced for all lengths; these can: patterns{also}"
         raise ConfigError(f"--format={format}: {rule}")
     network = load_model(folder, dtype=torch.float32, trust_code=trust_code).requires_grad_(False)
-    for mixer in network.mixers:
+    for kind, mixer in zip(kinds, network.mixers, strict=True):
         mixer.backend = "reference"
-    program = NextTokens(network)
-    example = torch.zeros(3, min(7, config.context - 1), dtype=torch.int64)
+        for mixtures in mixer.parameters(recurse=False) if kind == "linformer" else ():
+            mixtures.data = F.pad(mixtures, (0, 1))  # torch excludes the length at which a slice has all columns
+    program, longest = PlacedLogits(network), config.context - config.objective.causal
+    example = torch.zeros(3, min(7, longest), dtype=torch.int64)
     program(example)  # builds tables before tracing, since they must not contain symbols
-    sizes = {0: Dim("batch", min=1), 1: Dim("length", min=1, max=config.context - 1)}
+    sizes = {0: Dim("batch", min=1), 1: Dim("length", min=1, max=longest)}
     with torch.no_grad():
         traced = torch.export.export(program, (example,), dynamic_shapes={"input_ids": sizes})
     for module in traced.graph_module.modules():
@@ -153,10 +159,11 @@ def _check_logits(model: Path, program: Callable[[Tensor], Tensor], trust_code: 
     """Compare a program's logits with the model's; return a line about it."""
     network = load_model(model, dtype=torch.float32, trust_code=trust_code)
     generator, differences, longest = torch.Generator().manual_seed(0), [], 0
-    for batch, length in enumerate(sorted({min(n, network.config.context - 1) for n in _LENGTHS}), 1):
-        tokens = torch.randint(network.config.vocabulary, (batch, length), generator=generator)
+    config, shift = network.config, int(network.config.objective.causal)
+    for batch, length in enumerate(sorted({min(n, config.context - shift) for n in _LENGTHS}), 1):
+        tokens = torch.randint(config.vocabulary + 1 - shift, (batch, length), generator=generator)  # masks too
         with torch.no_grad():
-            expected = network(F.pad(tokens, (0, 1)))[:, 1:]
+            expected = network(F.pad(tokens, (0, shift)))[:, shift:]
             actual = program(tokens)
         differences.append((actual - expected).abs().max() / expected.abs().max().clamp_min(1))
         longest = length

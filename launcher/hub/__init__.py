@@ -4,11 +4,12 @@ The stub in an export imports the classes from here. ``register()`` lets transfo
 ``register_attention()`` offers our attention to the models of transformers.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from longstride.launcher.hub.attention import register_attention
+from longstride.launcher.hub.causal import LongstrideForCausalLM
 from longstride.launcher.hub.configuration import LongstrideConfig
-from longstride.launcher.hub.model import LongstrideForCausalLM
+from longstride.launcher.hub.masked import LongstrideForMaskedLM, LongstrideModel
 from longstride.launcher.hub.tokenizer import LongstrideTokenizer
 
 
@@ -18,5 +19,7 @@ def register() -> None:
     The export's stub is not read, so its version does not matter.
     """
     AutoConfig.register(LongstrideConfig.model_type, LongstrideConfig, exist_ok=True)
+    AutoModel.register(LongstrideConfig, LongstrideModel, exist_ok=True)
     AutoModelForCausalLM.register(LongstrideConfig, LongstrideForCausalLM, exist_ok=True)
+    AutoModelForMaskedLM.register(LongstrideConfig, LongstrideForMaskedLM, exist_ok=True)
     AutoTokenizer.register(LongstrideConfig, tokenizer_class=LongstrideTokenizer, exist_ok=True)

@@ -15,11 +15,11 @@ from longstride.sparse_model import ModelConfig
 class Specials(NamedTuple):
     """Special tokens after the V of a vocabulary, which no model predicts.
 
-    The start stands before a text, and the network has a row for it. The end and padding have no weights; they exist
-    for tools that require them.
+    The start stands before a text, and the network has a row for it. A model of masked tokens has no start, but the
+    mask in its place. The end and padding have no weights; they exist for tools that require them.
     """
 
-    start: int
+    start: int  # or the mask
     end: int
     padding: int
 
@@ -43,19 +43,26 @@ class LongstrideConfig(PreTrainedConfig):
         others.pop("trust_code", None)
         others.pop("vocab_size", None)  # set below, since transformers warns if special tokens exceed it
         vocabulary = (model or {}).get("vocabulary", ModelConfig.model_fields["vocabulary"].default)
-        specials = Specials.of(vocabulary)
-        for name, token in zip(("bos", "eos", "pad"), specials, strict=True):
+        for name, token in zip(("bos", "eos", "pad"), Specials.of(vocabulary), strict=True):
             others.setdefault(f"{name}_token_id", token)
         super().__init__(**others)
         self.model = model
+        if not self.causal:
+            self.bos_token_id = None
         if model is not None:  # transformers makes a configuration without a model for the defaults
             # Names that the tools of transformers look for.
             self.vocab_size = vocabulary
-            # The most tokens without a start that still leave a row after the last one.
-            self.max_position_embeddings = model["context"] - 1
+            # If causal, the most tokens without a start that still leave a row after the last one.
+            self.max_position_embeddings = model["context"] - self.causal
             self.hidden_size = model["width"]
             self.num_hidden_layers = model["layers"]
             self.num_attention_heads = model["heads"]
+
+    @property
+    def causal(self) -> bool:
+        """Whether the model predicts each token from those before it, and not masked tokens from both sides."""
+        objective = (self.model or {}).get("objective") or {}
+        return bool(objective.get("type", "autoregressive") == "autoregressive")
 
     def validate(self) -> None:
         """Validate like transformers, but without its warning about special tokens after the vocabulary."""
@@ -72,7 +79,7 @@ class LongstrideConfig(PreTrainedConfig):
 
         transformers itself would copy the file that defines this class, which does not work alone.
         """
-        self.auto_map = dict(hub_stub.AUTO_MAP)
+        self.auto_map = hub_stub.auto_map(self.causal)
         self._auto_class = None
-        hub_stub.write(Path(save_directory))
+        hub_stub.write(Path(save_directory), self.causal)
         super().save_pretrained(save_directory, push_to_hub, **kwargs)

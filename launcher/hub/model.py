@@ -1,7 +1,4 @@
-"""An exported model as a class of transformers.
-
-Place i of transformers has the logits of the token after token i. The network has them in row i + 1, since its row i
-predicts token i; n tokens need n + 1 rows. Row 0, of the first token, goes to a start before it, and to padding.
+"""An exported model as a class of transformers: what all objectives share.
 
 Letters: B batch, n tokens, C width, V vocabulary.
 """
@@ -18,24 +15,24 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.modeling_outputs import ModelOutput
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from typing_extensions import Self
 
 from longstride.kernels import ConfigError
-from longstride.launcher.hub.cache import CACHE_NAME, SessionCache
 from longstride.launcher.hub.configuration import LongstrideConfig, Specials
-from longstride.launcher.hub.generation import SessionGenerationMixin
 from longstride.launcher.hub.rows import all_rows
 from longstride.launcher.models import DTYPES, Fingerprint
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import MixerOutput, ModelConfig, SparseTransformer
 
 _IGNORED = -100  # a label without loss
 _logger = logging.get_logger(__name__)
 
 
-class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
+class LongstridePreTrainedModel(PreTrainedModel):
     """A Sparse Transformer whose tensors have the same names as in an export."""
+
+    causal: ClassVar[bool]  # of the objectives whose models it takes
 
     config_class = LongstrideConfig
     config: LongstrideConfig
@@ -46,13 +43,16 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
 
     def __init__(self, config: LongstrideConfig) -> None:
         super().__init__(config)
-        # Trainer and pipelines look up in this table that labels are shifted by one place.
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(config.model_type, "LongstrideForCausalLM")
         if not config.trust_code and (types := ModelConfig.foreign_types(config.model or {})):
             rule = "is from another package; install it, and give from_pretrained trust_code=True to run its code"
             raise ConfigError.at("type", types[0], rule)
         # Not the run's attention backend, since the device is not known yet.
         network_config = ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"})
+        objective = network_config.objective
+        if objective.causal != self.causal:
+            rule = f"predicts {'each next token' if objective.causal else 'tokens from both sides'}"
+            automatic = "AutoModelForCausalLM" if objective.causal else "AutoModelForMaskedLM"
+            raise ConfigError.at("model.objective.type", objective.type, f"{rule}; use {automatic}")
         with torch.random.fork_rng(devices=[]):  # the drawn values are not used
             network = SparseTransformer(network_config, initialize=False)
         # The network's parts are the submodules. As a submodule itself, it would prefix the names of its tensors.
@@ -97,7 +97,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
             tensor.data.copy_(self._first_values.pop(id(tensor)).data)
             tensor.__dict__["_is_hf_initialized"] = True
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LongstrideForCausalLM:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply like torch, but keep fp32 buffers in fp32, also in a model of 16 bits."""
         before = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
         super()._apply(fn, recurse)
@@ -191,111 +191,34 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
             raise ValueError(f"new_num_tokens={count}: {rule}; give {tokens} to {most}, or train another vocabulary")
         return self.get_input_embeddings()
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: int | Tensor | None = None,
-        past_key_values: Any = None,
-        **others: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Compute the logits of the token after each of ``input_ids``.
-
-        Args:
-            input_ids: (B, n), n ≥ 0: tokens below V, optionally a start before the first, padding on either side. With
-                ``cache``, the tokens after those in it.
-            attention_mask: (B, n), zeros at padding; with ``cache``, of all tokens including those in it.
-            position_ids: (B, n) or (1, n), must equal the default: counted from 0, with or without padding.
-            cache: the cache of an earlier call.
-            inputs_embeds: (B, n, C), rows of ``get_input_embeddings()``, replaces ``input_ids``.
-            labels: (B, n), usually ``input_ids``; -100, the start, the end and padding are ignored.
-            use_cache: whether to return ``cache``.
-            output_attentions: refused, since block-sparse attention never has complete rows of weights.
-            output_hidden_states: whether to return the input of each block and the normalised output of the last.
-            return_dict: False for a tuple.
-            logits_to_keep: how many of the last logits to return, 0 for all; or their places, as in transformers.
-            num_items_in_batch: number of labels in all batches of a step; the loss is then this batch's share.
-            past_key_values: the name of ``cache`` in transformers below 5.24.
-            others: ``shift_labels`` (B, n), the label after each place, replaces ``labels``. It is not a parameter,
-                because Trainer would then require both. Arguments for other models must be None.
-
-        Returns:
-            Logits (B, n, V), at least fp32; (B, 1, V) for the first token if n is 0. NaN after a full context. The loss
-            is in nats a token, in training with the auxiliary losses of the model's parts. Without a start it omits the
-            first token.
-
-        Raises:
-            ValueError: an argument is missing or not supported, or there are more tokens than the context holds.
-        """
-        shift_labels = others.pop("shift_labels", None)
+    def _require_supported(
+        self, input_ids: Tensor | None, output_attentions: bool | None, others: dict[str, Any]
+    ) -> Tensor | None:
+        """Return tokens (B, n) as int64; ValueError for other tensors, and for arguments that no model takes."""
         unsupported = [name for name, value in others.items() if value is not None]
         if unsupported:
             raise ValueError(f"{unsupported[0]}: this model does not take this argument; leave it out")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids, inputs_embeds: one of them must be given")
-        if input_ids is not None:
-            if input_ids.dim() != 2 or input_ids.is_floating_point():
-                actual = f"{input_ids.dtype}, shape {tuple(input_ids.shape)}"
-                raise ValueError(f"input_ids: {actual}: must be integers (B, n); of one row, input_ids[None]")
-            input_ids = input_ids.long()  # uint8 cannot hold the numbers of special tokens
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions: block-sparse attention has no weights to return; leave it out")
-        if past_key_values is not None:
-            if cache is not None:
-                raise ValueError(f"cache, past_key_values: two names of one argument; give only {CACHE_NAME}")
-            cache = past_key_values
-        if cache is not None and not isinstance(cache, SessionCache):
-            rule = "this model keeps its own session; leave it out, and pass what a call with use_cache=True returns"
-            raise ValueError(f"{CACHE_NAME}: a {type(cache).__name__}: {rule}")
-        if inputs_embeds is not None and self.network.reach > 1:
-            raise ValueError("inputs_embeds: this model looks up n-grams of tokens too; give input_ids")
-        network, hidden = self.network, None
-        if cache is not None and not cache.is_compatible_with(network):
-            rule = "give a cache that this model returned, or leave it out"
-            raise ValueError(f"{CACHE_NAME}: belongs to another model or other weights: {rule}")
-        _check_positions(position_ids, attention_mask, 0 if cache is None else cache.get_seq_length())
-        if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
-            hidden = list[Tensor]()
-        if cache is not None or (use_cache and not self.training):
-            if input_ids is None or hidden is not None or isinstance(logits_to_keep, Tensor):
-                rule = "takes input_ids, a number of logits_to_keep, and has no output_hidden_states"
-                raise ValueError(f"use_cache=True: a step with a cache {rule}; give use_cache=False")
-            if cache is None:
-                cache = SessionCache(network)
-            logits, auxiliary = cache.extend(input_ids, attention_mask, logits_to_keep), None
-        else:
-            tokens = input_ids
-            if tokens is None:
-                assert inputs_embeds is not None
-                tokens = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
-            # Reversible blocks store no activations in any case.
-            recomputed = self.gradient_checkpointing and self.training and not network.config.reversible
-            network_output = all_rows(
-                network,
-                tokens,
-                attention_mask,
-                keep=logits_to_keep,
-                embedded=inputs_embeds,
-                recompute=self._recompute if recomputed else None,
-                hidden=hidden,
-            )
-            logits, auxiliary = network_output.rows, network_output.auxiliary_loss
-        loss = None
-        if labels is not None or shift_labels is not None:
-            loss = self._loss(logits, labels, shift_labels, num_items_in_batch, auxiliary)
-        states = None if hidden is None else tuple(hidden)
-        output = CausalLMOutputWithPast(loss, logits, cache, states)  # the third has two names
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if as_dict else output.to_tuple()
+        if input_ids is not None and (input_ids.dim() != 2 or input_ids.is_floating_point()):
+            actual = f"{input_ids.dtype}, shape {tuple(input_ids.shape)}"
+            raise ValueError(f"input_ids: {actual}: must be integers (B, n); of one row, input_ids[None]")
+        return None if input_ids is None else input_ids.long()  # uint8 cannot hold the numbers of special tokens
+
+    def _new_states(self, requested: bool | None) -> list[Tensor] | None:
+        """Return a list for the states of all blocks, if a call or the configuration requests them."""
+        return [] if (self.config.output_hidden_states if requested is None else requested) else None
+
+    def _returned(self, output: ModelOutput, as_dict: bool | None) -> Any:
+        """Return an output as it is, or as a tuple if a call or the configuration requests that."""
+        return output if (self.config.return_dict if as_dict is None else as_dict) else output.to_tuple()
+
+    def _all_rows(self, tokens: Tensor, mask: Tensor | None, **options: Any) -> MixerOutput:
+        """Call ``all_rows``, under activation checkpointing if it is on."""
+        network = self.network
+        # Reversible blocks store no activations in any case.
+        recomputed = self.gradient_checkpointing and self.training and not network.config.reversible
+        return all_rows(network, tokens, mask, recompute=self._recompute if recomputed else None, **options)
 
     def _recompute(self, block: Callable[..., Any], *inputs: Any) -> Any:
         """Call a block, under activation checkpointing for every n-th one."""
@@ -304,28 +227,22 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
             return block(*inputs)
         return self._gradient_checkpointing_func(block, *inputs)
 
-    def _loss(
-        self,
-        logits: Tensor,
-        labels: Tensor | None,
-        shift_labels: Tensor | None,
-        items: int | Tensor | None,
-        auxiliary: Tensor | None,
-    ) -> Tensor:
-        """Return the mean nats of the labels, or with ``items`` their sum divided by it, plus auxiliary losses."""
-        if shift_labels is None:
-            assert labels is not None
-            logits, shift_labels = logits[:, :-1], labels[:, 1:]
-        if shift_labels.shape != logits.shape[:2]:
-            shapes = f"{tuple(shift_labels.shape)} after the first, and logits for {tuple(logits.shape[:2])}"
-            raise ValueError(f"labels: {shapes}: must be as many; give one for each token, and no logits_to_keep")
-        shift_labels = shift_labels.long()
-        vocabulary = logits.shape[-1]
-        special = shift_labels >= vocabulary
+    @staticmethod
+    def _loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, auxiliary: Tensor | None) -> Tensor:
+        """Return the mean nats of the labels, or with ``items`` their sum divided by it, plus auxiliary losses.
+
+        Args:
+            logits: (B, n, V).
+            labels: (B, n), the token that each place predicts; -100 and special tokens are ignored.
+            items: the number of labels in all batches of a step.
+            auxiliary: () fp32, a mean over this batch.
+        """
+        labels = labels.long()
+        special = labels >= logits.shape[-1]
         if items is not None and bool(special.any()):
             rule = "num_items_in_batch counts it, and no model predicts it, so that this loss is too small by its share"
-            _logger.warning_once(f"labels: {int(shift_labels[special][0])}: {rule}; give -100, or pad on the right")
-        targets = shift_labels.masked_fill(special, _IGNORED).flatten().to(logits.device)
+            _logger.warning_once(f"labels: {int(labels[special][0])}: {rule}; give -100, or pad on the right")
+        targets = labels.masked_fill(special, _IGNORED).flatten().to(logits.device)
         if items is None:
             loss = F.cross_entropy(logits.flatten(0, 1), targets)
             return loss if auxiliary is None else loss + auxiliary
@@ -335,7 +252,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         return nats / (items.to(nats.device) if isinstance(items, Tensor) else items)
 
 
-def _check_positions(positions: Tensor | None, mask: Tensor | None, past: int) -> None:
+def check_positions(positions: Tensor | None, mask: Tensor | None, past: int) -> None:
     """Raise ValueError unless positions equal the default ones."""
     if positions is None:
         return

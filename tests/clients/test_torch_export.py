@@ -23,6 +23,12 @@ from tests.harness.tiny_models import assert_next_logits, random_export
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are their own affair
 LENGTHS = ((1, 1), (2, 2), (3, 7), (1, 17), (2, 63))  # batch and tokens
+MASKED: dict[str, Any] = {
+    "masked": {
+        "objective": {"type": "masked"},
+        "attention": {"type": "linformer", "rows": 8, "share": "nothing", "key_value_heads": 2},
+    }
+}
 RECIPE = {**LATER, "ngrams": {"orders": [2, 12], "rows": 61}, "feed_forward": {"activation": "squared_relu"}}
 
 
@@ -90,12 +96,13 @@ def test_onnx_has_the_models_logits(recipe: Path) -> None:
 
 
 @pytest.mark.clients
-@pytest.mark.parametrize("name", ["matches", "one expert a row", "reversible", "norms after, as BERT"])
+@pytest.mark.parametrize("name", ["matches", "one expert a row", "reversible", "masked", "norms after, as BERT"])
 def test_onnx_of_other_systems(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Use the verb's own check."""
-    model = random_export(tmp_path / "model", **{"heads": 4, "width": 64, "layers": 2, **SYSTEMS[name]})
+    model = random_export(tmp_path / "model", **{"heads": 4, "width": 64, "layers": 2, **(SYSTEMS | MASKED)[name]})
     assert cli.main(["export", str(model), "--format", "onnx", "--output", str(tmp_path / "onnx")]) == 0
-    assert "; logits up to 63 tokens are the model's, " in capsys.readouterr().err
+    longest = 64 if name == "masked" else 63
+    assert f"; logits up to {longest} tokens are the model's, " in capsys.readouterr().err
 
 
 @pytest.mark.clients

@@ -47,6 +47,22 @@ def test_program_has_the_models_logits_at_every_length(tmp_path: Path) -> None:
         program(torch.zeros(1, 40, dtype=torch.int64))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": {"type": "linformer", "rows": 8}},
+        {"attention": {"type": "linformer", "rows": 5, "share": "nothing", "key_value_heads": 2}, "reversible": True},
+    ],
+    ids=["mixtures", "mixtures of each head"],
+)
+def test_program_of_a_masked_model_has_its_logits_in_place(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = export(tmp_path / "model", {"layers": 2, "objective": {"type": "masked"}, **changes})
+    program = traced_program(folder).module()
+    assert_next_logits(folder, program, *LENGTHS, (2, 40))
+    with pytest.raises(AssertionError, match="40"):
+        program(torch.zeros(1, 41, dtype=torch.int64))
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", EVERY)
 def test_every_system_is_traced_or_refused(name: str, tmp_path: Path) -> None:
