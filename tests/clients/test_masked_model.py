@@ -102,11 +102,7 @@ def loaded(folder: Path, kind: str = "AutoModelForMaskedLM", **options: Any) -> 
     return hub
 
 
-@client(
-    "transformers",
-    "`AutoModelForMaskedLM` and `AutoModel` of a masked model",
-    "our logits in place, bit for bit, and the rows before them",
-)
+@client("transformers", "`AutoModelForMaskedLM`, `AutoModel`", "our logits and rows, bit for bit")
 @pytest.mark.parametrize("length", [1, 40, 64])
 def test_logits_are_in_place(folder: Path, model: SparseTransformer, length: int) -> None:
     hub, features, inputs = loaded(folder), loaded(folder, "AutoModel"), tokens(2, length)
@@ -137,7 +133,6 @@ def test_every_row_reads_both_sides_as_the_network_does(changes: dict[str, Any])
             assert bool((hub(other).logits != expected).any(2).all())
 
 
-@client("transformers", "a masked model, padding on either side", "each text's logits, states and loss as alone")
 @pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
 def test_padding_changes_no_row(changes: dict[str, Any]) -> None:
     """Hide any token behind the mask of padding, or none, since its own number suffices."""
@@ -236,7 +231,7 @@ def test_tokenizer_has_the_mask_in_place_of_the_start(folder: Path, tmp_path: Pa
     assert (tmp_path / "again" / stub).read_text() == (folder / stub).read_text()
 
 
-@client("transformers", '`pipeline("fill-mask")`, one mask or several', "the most probable bytes of our logits")
+@client("transformers", '`pipeline("fill-mask")`', "the likeliest bytes of our logits")
 def test_pipeline_fills_masks(folder: Path, model: SparseTransformer) -> None:
     from transformers import pipeline
 
@@ -258,11 +253,7 @@ def test_pipeline_fills_masks(folder: Path, model: SparseTransformer) -> None:
     assert [{each["token_str"] for each in result} for result in batched] == [{"b", "c"}] * 2
 
 
-@client(
-    "transformers",
-    "Trainer with `DataCollatorForLanguageModeling` on a masked model, texts of unequal lengths",
-    "a step along the gradient of the mean over all masked bytes",
-)
+@client("transformers", "Trainer, masked bytes", "the gradient of their mean")
 def test_trainer_takes_a_step(folder: Path, tmp_path: Path) -> None:
     """Take a step of two accumulated batches in fp64, and compare it with the definition on the collator's batches."""
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments, set_seed

@@ -71,7 +71,7 @@ def test_every_system_is_traced_or_refused(name: str, tmp_path: Path) -> None:
         program = traced_program(folder).module()
     except ConfigError as error:
         text = json.dumps(EVERY[name])
-        assert "cannot be traced for all lengths; these can: patterns, lsh, match, routing" in str(error)
+        assert "cannot be traced for all lengths; these can: patterns, linformer, lsh, match, routing" in str(error)
         assert any(f'"type": "{kind}"' in text for kind in ("adaptive_span", "entmax", "moba", "synthesizer"))
     else:
         assert_next_logits(folder, program, *LENGTHS)
@@ -108,13 +108,16 @@ def test_what_cannot_be_is_told_in_one_line(
             [exported, "--format", "pt2", "--output", exported],
             f"--output={exported}: already exists and is not overwritten",
         ),
-        ([chosen, "--format", "pt2", *new], f"--format=pt2: attention of type moba {shapes}, lsh, match, routing"),
+        (
+            [chosen, "--format", "pt2", *new],
+            f"--format=pt2: attention of type moba {shapes}, linformer, lsh, match, routing",
+        ),
         ([tmp_path, "--format", "pt2", *new], f"{tmp_path}: has no config.json; name a folder written by"),
     ):
         assert refusal(capsys, *words).startswith(told)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if "onnx" in name else find(name))
-    told = f"--format=onnx: attention of type routing {shapes}, match"
+    told = f"--format=onnx: attention of type routing {shapes}, linformer, match"
     assert refusal(capsys, routed, "--format", "onnx", *new) == told
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
     told = '--format=onnx: needs the package onnxscript, which is not installed; pip install "longstride[onnx]"'
