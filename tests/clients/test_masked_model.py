@@ -62,14 +62,14 @@ class EveryPair(SinglePart):
 PAIRS = {"attention": {"type": f"{__name__}:EveryPair"}}
 
 
-def new_model(name: str = "LongstrideForMaskedLM", **changes: Any) -> Any:
-    """Return a new masked model of transformers with weights that are not small, in fp64."""
-    from longstride.launcher import hub
+def new_model(**changes: Any) -> Any:
+    """Return a new masked model of transformers, whose logits are not small, in fp64."""
+    from longstride.launcher.hub import LongstrideConfig, LongstrideForMaskedLM
 
     torch.manual_seed(0)
-    config = hub.LongstrideConfig(model=small(**MASKED | changes).model_dump(mode="json"))
+    config = LongstrideConfig(model=small(**MASKED | changes).model_dump(mode="json"))
     config.trust_code = True
-    model = getattr(hub, name)(config).double().eval()
+    model = LongstrideForMaskedLM(config).double().eval()
     torch.nn.init.normal_(model.logits.weight)
     return model
 

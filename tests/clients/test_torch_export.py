@@ -119,17 +119,22 @@ def test_beyond_the_context_onnx_gives_no_numbers(folder: Path) -> None:
     "the card of `longstride export --license other:NAME`, read by `ModelCard.load`",
     "licence, library, task and tags",
 )
-def test_card_is_read_by_the_hub(tmp_path: Path) -> None:
+@pytest.mark.parametrize("objective", ["autoregressive", "masked"])
+def test_card_is_read_by_the_hub(objective: str, tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 
     texts = {f"{number}.txt": f"a stride of {number} bytes ".encode() * 150 for number in range(4)}
     build([write_files(tmp_path / "source", texts)], tmp_path / "data", validation_fraction=0.3)
-    (tmp_path / "run.json").write_text(json.dumps(configuration(tmp_path / "data", tmp_path / "run")))
+    content = configuration(tmp_path / "data", tmp_path / "run")
+    if objective == "masked":
+        content["model"] |= {"objective": {"type": "masked"}, "attention": {"type": "linformer", "rows": 8}}
+    (tmp_path / "run.json").write_text(json.dumps(content))
     ended = spawn(["--config", str(tmp_path / "run.json"), "train.steps=2"], 1)
     assert ended.codes == [0], ended.stderr
     license = ["--license", "other:ours: 1.0"]
     assert cli.main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "model"), *license]) == 0
     data = ModelCard.load(tmp_path / "model/README.md").data
     assert (data.license, data.license_name) == ("other", "ours: 1.0")
-    assert (data.library_name, data.pipeline_tag) == ("longstride", "text-generation")
+    task = {"autoregressive": "text-generation", "masked": "fill-mask"}[objective]
+    assert (data.library_name, data.pipeline_tag) == ("longstride", task)
     assert data.tags == ["longstride", "sparse-transformer", "byte-level", "text"]

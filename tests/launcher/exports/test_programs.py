@@ -98,7 +98,7 @@ def test_what_cannot_be_is_told_in_one_line(
     routed = export(tmp_path / "routed", {"attention": {"type": "routing", "clusters": 4, "window": 8}})
     before, new = files_under(tmp_path), ["--output", str(tmp_path / "new")]
     only = "only takes the folder of an export, --output, --no-check and --trust-code"
-    shapes = "cannot be traced for all lengths; these can: patterns"
+    shapes = "cannot be traced for all lengths; these can: patterns, linformer"
     for words, told in (
         ([exported, "--format", "onnx"], "--output: must name the new folder"),
         ([exported, "--format", "pt2", *new, "--dtype", "bf16"], f"--format=pt2: {only}"),
@@ -110,14 +110,14 @@ def test_what_cannot_be_is_told_in_one_line(
         ),
         (
             [chosen, "--format", "pt2", *new],
-            f"--format=pt2: attention of type moba {shapes}, linformer, lsh, match, routing",
+            f"--format=pt2: attention of type moba {shapes}, lsh, match, routing",
         ),
         ([tmp_path, "--format", "pt2", *new], f"{tmp_path}: has no config.json; name a folder written by"),
     ):
         assert refusal(capsys, *words).startswith(told)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if "onnx" in name else find(name))
-    told = f"--format=onnx: attention of type routing {shapes}, linformer, match"
+    told = f"--format=onnx: attention of type routing {shapes}, match"
     assert refusal(capsys, routed, "--format", "onnx", *new) == told
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
     told = '--format=onnx: needs the package onnxscript, which is not installed; pip install "longstride[onnx]"'
