@@ -181,6 +181,7 @@ def _begin(inputs: list[Path], output: Path, settings: BuildSettings, make_plan:
     check_output(output, settings)
     check_apart(inputs, output)
     plan = make_plan()
+    _ = plan.labels  # raises for a wrong class before anything is written
     check_room(output, plan.content_bytes)
     return open_output(output, plan)
 
