@@ -14,7 +14,7 @@ import torch
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from typing_extensions import Self
 
-from longstride.kernels import ConfigError, Problem, check_backend
+from longstride.kernels import ConfigError, Problem, check_backend, num_pairs
 from longstride.kernels.patterns import PATTERNS, Pattern, divisors
 from longstride.kernels.registry import import_path, is_foreign, source_of
 from longstride.sparse_model.feed_forwards import (
@@ -23,7 +23,7 @@ from longstride.sparse_model.feed_forwards import (
     feed_forward_schema,
     feed_forwards_from_json,
 )
-from longstride.sparse_model.mixers import MIXERS, attention_schema, mixers_from_json
+from longstride.sparse_model.mixers import MIXERS, HeadPatterns, attention_schema, mixers_from_json
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.objectives import AnyObjective, Autoregressive
 from longstride.sparse_model.part import Ability, FeedForwardConfig, MixerConfig, PartConfig
@@ -184,6 +184,7 @@ class ModelConfig(NetworkConfig):
         yield from wrong_parts
         if not wrong_parts:
             yield from self._wrong_sides()
+            yield from () if self.objective.in_order else self._out_of_order()
         if self.convolution is not None and not wrong_parts:
             yield from self._lacking("convolution", "does not apply model.convolution; set it to null")
         if self.reversible and not wrong_parts:
@@ -267,7 +268,11 @@ class ModelConfig(NetworkConfig):
             "documents": 'reads whole contexts; take patterns, or data.packing {"attend": "context"}',
             "padding": "counts padding as if it were data; take another, or data whose contexts are full",
         }
-        if problems := list(self._lacking(ability, rules[ability])):
+        problems = list(self._lacking(ability, rules[ability]))
+        if ability == "documents" and not self.objective.in_order:
+            rule = f'{self.objective.type} permutes whole contexts; take data.packing {{"attend": "context"}}'
+            problems.append(Problem("objective", rule))
+        if problems:
             raise ConfigError(*problems)
 
     def _lacking(self, ability: Ability, rule: str) -> Iterator[Problem]:
@@ -282,7 +287,8 @@ class ModelConfig(NetworkConfig):
     def _wrong_sides(self) -> Iterator[Problem]:
         """Yield a problem for each part that reads other sides of a position than the objective needs."""
         kind, causal = self.objective.type, self.objective.causal
-        reads = {name: side for mixer in self.mixers[: self.layers] for name, side in mixer.causality().items()}
+        mixers = self.mixers[: self.layers] if self.objective.in_order else ()  # or see ``_out_of_order``
+        reads = {name: side for mixer in mixers for name, side in mixer.causality().items()}
         for name in (name for name, side in reads.items() if side != causal):
             if causal:
                 rule = f"{name} reads later positions, which objective {kind} predicts; "
@@ -295,6 +301,22 @@ class ModelConfig(NetworkConfig):
             if getattr(self, option) is not None:
                 rule = f"reads no later positions, and objective {kind} needs both sides; set it to null"
                 yield Problem(option, rule)
+
+    def _out_of_order(self) -> Iterator[Problem]:
+        """Yield a problem for each part that depends on the order of rows, or on who reads whom."""
+        kind = self.objective.type
+        for mixer in dict.fromkeys(self.mixers[: self.layers]):
+            is_dense = isinstance(mixer, HeadPatterns) and all(
+                num_pairs(pattern, self.context) == self.context**2 for pattern in set(mixer.patterns)
+            )
+            if not is_dense:
+                rule = f"{', '.join(mixer.causality())} decides who reads whom, which objective {kind} does; "
+                yield Problem("attention", rule + 'take {"type": "dense", "causal": false}')
+        if any(getattr(part, "capacity", None) is not None for part in self.feed_forwards):
+            rule = f"experts with a capacity take rows in their order, in which objective {kind} gives answers away; "
+            yield Problem("feed_forward", f"{rule}set capacity to null")
+        if self.backend == "flex":
+            yield Problem("backend", f"cannot compute objective {kind}; take auto", self.backend)
 
     def require_next_token(self) -> None:
         """Check that the model predicts each next token, so that it can sample, compress and score text.
@@ -340,6 +362,8 @@ class ModelConfig(NetworkConfig):
         rule = f"must be a multiple of the {size} processes that share each context"
         alone = "computes whole contexts, which processes cannot share; set train.sequence_parallel to 1"
         problems = list(self._lacking("sections", alone))
+        if not self.objective.in_order:
+            problems.append(Problem("objective", f"{self.objective.type} {alone}"))
         if exchange == "keys":
             only = 'exchanges heads, and sequence_exchange asks for keys; give "auto"'
             problems += [Problem("attention", f"{kind} {only}") for kind in by_heads]

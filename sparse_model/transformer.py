@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -18,8 +19,9 @@ from longstride.sparse_model.block import ResidualBlock, Reversible, ReversibleB
 from longstride.sparse_model.config import BlockConfig, ModelConfig
 from longstride.sparse_model.embedding import Embedding
 from longstride.sparse_model.norm import norm_of
+from longstride.sparse_model.objectives import Layout
 from longstride.sparse_model.output import Logits
-from longstride.sparse_model.part import BlockContext, Mixer, MixerOutput, Part, State, places_of
+from longstride.sparse_model.part import BlockContext, Mixer, MixerOutput, Part, State, Work, places_of
 from longstride.sparse_model.rotary import Rotary
 
 # Called as (block, rows, context) in place of a block; returns the block's output, or its fields as a plain tuple.
@@ -119,6 +121,16 @@ class SparseTransformer(Part):
             block.use(mixer)
         self.attention_from = config
 
+    def block_work(self, block: ResidualBlock, batch: int) -> Work:
+        """Count the operations of a block over one context in a batch, by the rows and pairs of the objective."""
+        objective, context = self.config.objective, self.config.context
+        work, pairs = block.work(objective.num_rows(context), batch), objective.num_pairs(context)
+        if pairs is None or not work.pairs:
+            return work
+        pairs *= self.config.heads
+        scores, values = (count * pairs // work.pairs for count in (work.scores, work.values))
+        return replace(work, pairs=pairs, scores=scores, values=values)
+
     def parameter_roles(self) -> dict[str, Role]:
         """Map each parameter's name to its role, in the order of ``named_parameters``.
 
@@ -152,7 +164,8 @@ class SparseTransformer(Part):
     ) -> Tensor | MixerOutput:
         """Predict tokens[:, i] in row i from tokens[:, :i], or with ``begins`` from those of them in the same document.
 
-        With another objective than autoregressive, row i predicts tokens[:, i] from ``inputs``.
+        With another objective than autoregressive, row i predicts tokens[:, i] from ``inputs``, or from the rows that
+        the objective's ``layout`` lets it read. Without ``predicted`` all tokens are then read, as by an encoder.
 
         Args:
             tokens: (B, N) integers of any type, N at most the configured context. The last one is only a target. Sent
@@ -164,10 +177,11 @@ class SparseTransformer(Part):
             real: (B, N) bool, False where a token is padding, after all other tokens of its context; None: all are
                 real. Padding has no nats, no gradient, and no influence on averages, statistics or capacities.
             inputs: (B, N) integers, see ``Corrupted``; None: the tokens themselves.
-            predicted: (B, N) bool, True where a token is predicted. All others have no nats; None: all are predicted.
+            predicted: (B, N), see ``Corrupted``. Tokens that are not predicted have no nats; None: all are predicted.
 
         Returns:
-            Logits (B, N, V), or nats (B, N) in fp32, 0 for padding and where nothing is predicted. With
+            Logits (B, N, V), or nats (B, N) in fp32, 0 for padding and where nothing is predicted (of logits only if
+            the objective has a ``layout``). With
             ``return_extras`` these are the rows of a ``MixerOutput`` with the sum of the auxiliary losses, if any, and
             the statistics of each of ``observers``.
             With sequence parallelism, only the rows of this process's section. They depend on the section's tokens and
@@ -182,6 +196,10 @@ class SparseTransformer(Part):
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         places = None if begins is None else places_of(begins)
         inputs = tokens if inputs is None else inputs
+        layout = None if predicted is None else self.config.objective.layout(tokens, inputs, predicted, real)
+        if layout is not None:
+            output = self._predict(tokens, predicted > 0, layout, return_nats)
+            return output if return_extras else output.rows
         contexts, section = self.block_contexts(inputs, places, real), self.division.section(tokens.shape[1])
         output, columns = self.residual(
             lambda: self.embedding(inputs, places, real=real), contexts, self.activation_checkpoint
@@ -191,7 +209,7 @@ class SparseTransformer(Part):
             if predicted is None:
                 nats = self.logits(self.norm(output.rows), targets)
             else:  # compute no other logits
-                at = self.division.redistribute(predicted[:, section, None], 0, columns)[..., 0]
+                at = self.division.redistribute(predicted[:, section, None], 0, columns)[..., 0] > 0
                 some = self.logits(self.norm(output.rows[at]), targets[at])
                 nats = some.new_zeros(targets.shape).masked_scatter(at, some)
             scored = self.division.redistribute(nats[..., None], columns, 0)[..., 0]
@@ -200,6 +218,20 @@ class SparseTransformer(Part):
         else:
             scored = self.logits(self.norm(self.division.redistribute(output.rows, columns, 0)))
         return output._replace(rows=scored) if return_extras else scored
+
+    def _predict(self, tokens: Tensor, is_predicted: Tensor, layout: Layout, return_nats: bool) -> MixerOutput:
+        """Return ``forward``'s output by the rows of a layout; logits are those of the last rows alone."""
+        contexts = self.layout_contexts(layout)
+        output, _ = self.residual(
+            lambda: self.embedding(layout.tokens, layout.places), contexts, self.activation_checkpoint
+        )
+        queries = self.norm(output.rows[:, -layout.targets.shape[1] :])
+        rows = self.logits(queries, tokens.gather(1, layout.targets).long() if return_nats else None)
+        targets = layout.targets
+        if not return_nats:
+            targets, is_predicted = targets[..., None].expand_as(rows), is_predicted[..., None]
+        scored = rows.new_zeros(*tokens.shape, *rows.shape[2:]).scatter(1, targets, rows)
+        return output._replace(rows=scored.where(is_predicted, 0.0))
 
     def residual(
         self, embedded: Callable[[], Tensor], contexts: Sequence[BlockContext], recompute: Recompute | None = None
@@ -267,6 +299,17 @@ class SparseTransformer(Part):
                 columns = mixer.columns(context)
             contexts.append(BlockContext(places=local_places, selection=selections[alike], columns=columns, real=real))
         return contexts
+
+    def layout_contexts(self, layout: Layout) -> list[BlockContext]:
+        """Return each block's inputs besides the rows of a layout, the same for all blocks.
+
+        Raises:
+            ConfigError: a part does not support padding.
+        """
+        if layout.real is not None:
+            self._require("padding")
+        selection = layout.selection.mapped(lambda tensor: tensor.expand(-1, self.config.heads, -1))
+        return len(self.blocks) * [BlockContext(places=layout.places, selection=selection, real=layout.real)]
 
     def _require(self, ability: Literal["documents", "padding"]) -> None:
         if ability not in self._supported:  # called in every step

@@ -39,14 +39,14 @@ class EvaluationBatch:
     begins: Tensor | None = None  # (B, N) bool, as in ``Batch``; each padding position begins a document
     separators: Tensor | None = None  # (B, N) bool, True on separators; None: there are none
     inputs: Tensor | None = None  # (B, N), as in ``Batch``
-    predicted: Tensor | None = None  # (B, N) bool, as in ``Batch``: no other tokens are scored
+    predicted: Tensor | None = None  # (B, N), as in ``Batch``: no other tokens are scored
 
     @property
     def scored(self) -> Tensor:
         """True on scored bytes, (B, N) bool."""
         position = torch.arange(self.tokens.shape[1])
         scored = (position >= self.scored_from[:, None]) & (position < self.lengths[:, None])
-        return scored if self.predicted is None else scored & self.predicted
+        return scored if self.predicted is None else scored & (self.predicted > 0)
 
     @property
     def content(self) -> Tensor:

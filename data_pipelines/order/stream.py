@@ -90,7 +90,8 @@ class Batch:
     begins: Tensor | None = None  # (G / W, N) bool, True where a document begins; None: documents are not kept apart
     separators: Tensor | None = None  # (G / W,) int64, separators of each context; None: there are none
     inputs: Tensor | None = None  # (G / W, N) int32, what a model reads in place of the tokens; None: the tokens
-    predicted: Tensor | None = None  # (G / W, N) bool, True where a token is predicted; None: all are
+    # (G / W, N) bool, True where a token is predicted, or int32, its number in their order, from 1; None: all are
+    predicted: Tensor | None = None
 
     @property
     def content(self) -> Tensor:

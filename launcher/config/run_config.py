@@ -107,6 +107,9 @@ class RunConfig(StrictModel):
         if self.train.samples_every and not objective.causal:
             rule = f"objective {objective.type} predicts no next token to sample; give 0"
             raise ConfigError.at("train.samples_every", self.train.samples_every, rule)
+        if self.train.context_schedule and not objective.in_order:
+            rule = f"cuts contexts, but objective {objective.type} permutes them; set it to null"
+            raise ConfigError(Problem("train.context_schedule", rule))
         shared = self.train.sequence_parallel
         if shared is not None and self.train.compile:
             rule = "compiles complete blocks, but train.sequence_parallel exchanges rows within them; give false"

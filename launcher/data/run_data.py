@@ -124,7 +124,7 @@ def global_batches(
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
         must_stop = int(stop is not None and stop.reason is not None)
         if batch is not None:
-            counted = batch.lengths if batch.predicted is None else batch.predicted
+            counted = batch.lengths if batch.predicted is None else batch.predicted > 0
             tokens, content = int(counted.sum()), int(batch.content.sum())
             row = torch.cat([torch.tensor([state, tokens, len(substitutions), must_stop, content]), batch.sample_ids])
         else:

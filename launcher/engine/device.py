@@ -210,11 +210,15 @@ def run_parts(
         for parameter in part.parameters():
             nn.init.zeros_(parameter)
     section = network.division.section(model.context)
-    shape = (batch, section.stop - section.start, model.width)
+    length = section.stop - section.start
+    shape = (batch, model.objective.num_rows(length), model.width)
     tokens = torch.zeros(batch, model.context, dtype=torch.uint8, device=device)
     positions = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
-    for real in [None, torch.ones(shape[:2], dtype=torch.bool, device=device)] if padded else [None]:
-        for part, context in zip(parts, network.block_contexts(tokens, positions, real), strict=True):
+    for real in [None, torch.ones(batch, length, dtype=torch.bool, device=device)] if padded else [None]:
+        contexts = network.block_contexts(tokens, positions, real)
+        if (layout := model.objective.layout(tokens, tokens, torch.zeros_like(tokens), real)) is not None:
+            contexts = network.layout_contexts(layout)
+        for part, context in zip(parts, contexts, strict=True):
             if part is None:
                 continue
             h = torch.zeros(shape, device=device, dtype=dtype, requires_grad=training)

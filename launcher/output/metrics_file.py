@@ -15,7 +15,8 @@ from longstride.data_pipelines.plain_files import JSONError, open_plain, parse_j
 from longstride.launcher.output.file_names import METRICS
 
 NO_BYTE = "pixel"  # the only unit whose tokens are not bytes: pixels of a palette
-LOSS_UNITS = ("byte", NO_BYTE, "masked byte", f"masked {NO_BYTE}")  # losses per one never compare with another's
+# Losses per one never compare with another's.
+LOSS_UNITS = ("byte", NO_BYTE, *(f"{how} {unit}" for how in ("masked", "predicted") for unit in ("byte", NO_BYTE)))
 _MOST_LINE_BYTES = 2**22  # enough for thousands of replaced contexts
 # Keys and types in lines of every version. Those of a step distinguish steps from evaluations, on any split.
 _LINE_KEYS = {"step": (int,), "split": (str,), "loss_nats": (float, NoneType), "tokens": (int,)}
@@ -42,7 +43,7 @@ def loss_fields(nats: float, tokens: int, content: int, unit: str = "byte") -> d
 
     Values that are not finite become None. A pixel of a palette is not a byte, so its loss only has
     ``bits_per_pixel``. That is not comparable with the original picture. Likewise the loss of masked bytes only has
-    ``bits_per_masked_byte``, without separators' share: they are masked too.
+    ``bits_per_masked_byte``, without separators' share: they are masked too. So has that of predicted bytes.
 
     Args:
         nats: mean over the tokens.
@@ -51,7 +52,7 @@ def loss_fields(nats: float, tokens: int, content: int, unit: str = "byte") -> d
         unit: name of what a token stands for, or of what is predicted.
     """
     per = loss_unit(unit)
-    bits = bits_per_byte(nats, tokens, tokens if per.startswith("masked") else content)
+    bits = bits_per_byte(nats, tokens, content if per in ("byte", NO_BYTE) else tokens)
     losses = {"loss_nats": nats} | {bits_name(name): bits for name in (per, unit)}
     counts = {"tokens": tokens} if unit == NO_BYTE else {"tokens": tokens, f"{per.split()[-1]}s": content}
     return {name: loss if math.isfinite(loss) else None for name, loss in losses.items()} | counts

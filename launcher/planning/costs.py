@@ -113,8 +113,9 @@ def buffer_numbers(config: ModelConfig) -> int:
 
 
 def dense_pairs(config: ModelConfig) -> int:
-    """Count the pairs of a layer with dense causal attention over all heads."""
-    return config.heads * config.context * (config.context + 1) // 2
+    """Count the pairs of a layer with dense attention over all heads, causal if the objective is."""
+    context = config.context
+    return config.heads * (context * (context + 1) // 2 if config.objective.causal else context**2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class ModelWork:
 def work(config: ModelConfig, micro_batch: int = 1) -> ModelWork:
     """Count the operations over one context of a micro-batch, as the model's parts count them."""
     model, kinds = _one_of_each(config)
-    works = {kind: block.work(config.context, micro_batch) for kind, (block, _) in kinds.items()}
+    works = {kind: model.block_work(block, micro_batch) for kind, (block, _) in kinds.items()}
     return ModelWork(
         tuple(works[block] for block in config.blocks() if block.mixer is not None),
         sum((works[block] for block in config.blocks()), Work()),

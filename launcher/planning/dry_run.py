@@ -114,7 +114,7 @@ def _take_step(run: RunSetup, checkpoint: Checkpoint | None, initial: InitialWei
         names = ("tokens", "lengths", "sample_ids", "begins", "separators", "inputs", "predicted")
         rows = {name: value[:size] for name in names if (value := getattr(part, name)) is not None}
         first = replace(part, **rows)
-        counted = first.lengths if first.predicted is None else first.predicted
+        counted = first.lengths if first.predicted is None else first.predicted > 0
         tokens, content = (int(counts.sum()) * ranks.data_world_size for counts in (counted, first.content))
         batch = replace(batch, part=first, num_tokens=tokens, content=content)
         guards, begin = Guards(config.train.guards), time.perf_counter()

@@ -167,11 +167,15 @@ class _StepTimer:
         """
         engine, step = self._engine, EngineStep(self._engine)
         count, micro_batches, around = len(engine.module.blocks), len(tokens), 0.0
-        blocks = [0.0] * count
+        blocks, model = [0.0] * count, engine.module.config
         for number, rows in enumerate(tokens, 1):
+            lengths, numbers = torch.full(rows.shape[:1], rows.shape[1]), torch.arange(len(rows))
+            corrupted = model.objective.corrupt(rows, lengths, numbers, number, model.vocabulary)
+            extra = {} if corrupted is None else corrupted._asdict()
+            extra = {name: values.to(engine.device) for name, values in extra.items()}
             self._times.clear()
             self._record()
-            output = engine(rows.to(engine.device), return_nats=True, return_extras=True)
+            output = engine(rows.to(engine.device), return_nats=True, return_extras=True, **extra)
             loss = output.rows.mean()
             if output.auxiliary_loss is not None:
                 loss = loss + output.auxiliary_loss.float()

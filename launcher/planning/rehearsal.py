@@ -182,7 +182,8 @@ def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = Non
     hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in trained]
     try:
         with live or LiveBytes([*model.parameters(), *model.buffers(), tokens]) as live:
-            output = model(tokens, return_nats=True, return_extras=True)
+            predicted = None if model.config.objective.in_order else torch.zeros_like(tokens, dtype=torch.int32)
+            output = model(tokens, return_nats=True, return_extras=True, predicted=predicted)
             loss = output.rows.sum() if output.auxiliary_loss is None else output.rows.sum() + output.auxiliary_loss
             stored = live.now
             loss.backward()

@@ -355,7 +355,7 @@ def score(
         context_nats += nats.detach().double().view(len(nats) // pieces, -1).sum(1).tolist()
     total = nats.sum()
     section = engine.module.division.section(tokens.shape[1])  # the positions that this rank computes
-    counted = real if batch.predicted is None else cut(batch.predicted[rows])
+    counted = real if batch.predicted is None else cut(batch.predicted[rows] > 0)
     loss = total if auxiliary is None else total + auxiliary * int(counted[:, section].sum())
     return LossOutput(total, loss, tuple(statistic.detach() for statistic in statistics))
 

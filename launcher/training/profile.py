@@ -194,10 +194,10 @@ def context_work(config: ModelConfig, like: torch.Tensor | None = None) -> int:
     model, counts = SparseTransformer.of_each_kind(config)
     total = 3 * model.logits.work(config.objective.num_predicted(config.context), 1).linear
     for block, count in zip(model.blocks, counts.values(), strict=True):
-        work, attention = block.work(config.context, 1), 0
+        work, attention = model.block_work(block, 1), 0
         if work.pairs:
             visited = work.pairs
-            if like is not None:
+            if like is not None and config.objective.in_order:
                 visited = block.attention.visited_pairs(config.context, like) or visited
             attention = (work.scores + work.values) * visited // work.pairs
         total += count * (3 * (work.linear + attention) + work.choosing)

@@ -9,7 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from longstride.sparse_model.objectives.base import Autoregressive, Objective
+from longstride.sparse_model.objectives.base import Autoregressive, Layout, Objective
 from longstride.sparse_model.objectives.masked import Masked
+from longstride.sparse_model.objectives.permuted import Permuted
 
-AnyObjective = Annotated[Autoregressive | Masked, Field(discriminator="type")]
+AnyObjective = Annotated[Autoregressive | Masked | Permuted, Field(discriminator="type")]

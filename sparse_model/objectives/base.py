@@ -1,6 +1,6 @@
 """The protocol of objectives, and the default: each token is predicted from those before it.
 
-Letters: B contexts, N positions.
+Letters: B contexts, N positions, R rows of the network, b of them predict tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
+from longstride.kernels.selections import Selection
 from longstride.sparse_model.strict import StrictModel
 
 
@@ -18,7 +19,17 @@ class Corrupted(NamedTuple):
     """Contexts as a network reads them, and the tokens that it predicts."""
 
     inputs: Tensor  # (B, N) int32, read in place of the tokens; the vocabulary's size stands for a masked token
-    predicted: Tensor  # (B, N) bool
+    predicted: Tensor  # (B, N) bool; or int32, each predicted token's number in their order from 1 on, and else 0
+
+
+class Layout(NamedTuple):
+    """The rows of a network where row i is not position i. The last b rows predict tokens."""
+
+    tokens: Tensor  # (B, R) int32, as ``Corrupted.inputs``
+    places: Tensor  # (B, R) int64, the position of each row
+    real: Tensor | None  # (B, R) bool, False for rows that stand for nothing; None: all are real
+    selection: Selection  # the rows that each row reads; tensors (B, 1, ·), alike in all heads
+    targets: Tensor  # (B, b) int64, distinct positions whose tokens the last rows predict
 
 
 class Objective(StrictModel):
@@ -26,6 +37,7 @@ class Objective(StrictModel):
 
     type: str
     causal: ClassVar[bool]  # whether a row may only depend on earlier positions
+    in_order: ClassVar[bool] = True  # whether row i is position i; otherwise ``layout`` decides who reads whom
 
     @property
     def mask_rows(self) -> int:
@@ -35,6 +47,14 @@ class Objective(StrictModel):
     def num_predicted(self, length: int) -> int:
         """Return how many tokens of a context of so many tokens are predicted."""
         return length
+
+    def num_rows(self, length: int) -> int:
+        """Return how many rows of the network a context of so many tokens has."""
+        return length
+
+    def num_pairs(self, length: int) -> int | None:
+        """Return how many pairs of rows a head reads; None: the mixers' patterns decide."""
+        return None
 
     def unit(self, unit: str) -> str:
         """Return what a loss counts, such as "masked byte", where tokens stand for a ``unit``."""
@@ -53,6 +73,17 @@ class Objective(StrictModel):
             seed: from 0 to 2**64 - 1.
             vocabulary: tokens are below it.
         """
+
+    def layout(self, tokens: Tensor, inputs: Tensor, predicted: Tensor, real: Tensor | None) -> Layout | None:
+        """Return the network's rows for corrupted contexts; None: row i is position i, with its ``inputs``.
+
+        Args:
+            tokens: (B, N) integers of any type.
+            inputs: as in ``Corrupted``.
+            predicted: as in ``Corrupted``.
+            real: (B, N) bool, False for padding; None: there is none.
+        """
+        return None
 
 
 class Autoregressive(Objective):
