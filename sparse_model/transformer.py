@@ -196,10 +196,11 @@ class SparseTransformer(Part):
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         places = None if begins is None else places_of(begins)
         inputs = tokens if inputs is None else inputs
-        layout = None if predicted is None else self.config.objective.layout(tokens, inputs, predicted, real)
-        if layout is not None:
-            output = self._predict(tokens, predicted > 0, layout, return_nats)
-            return output if return_extras else output.rows
+        if predicted is not None:
+            layout = self.config.objective.layout(tokens, inputs, predicted, real)
+            if layout is not None:
+                output = self._predict(tokens, predicted > 0, layout, return_nats)
+                return output if return_extras else output.rows
         contexts, section = self.block_contexts(inputs, places, real), self.division.section(tokens.shape[1])
         output, columns = self.residual(
             lambda: self.embedding(inputs, places, real=real), contexts, self.activation_checkpoint

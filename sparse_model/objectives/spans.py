@@ -77,5 +77,5 @@ class Spans(Objective):
         earlier = np.empty_like(sizes)  # tokens that are predicted before each span
         earlier[turns] = np.cumsum(sizes[turns]) - sizes[turns]
         order = np.repeat(earlier - before, sizes) + np.arange(1, count + 1)
-        int32 = (torch.from_numpy(drawn.astype(np.int32)) for drawn in (replacements, order))
-        return torch.from_numpy(places), *int32
+        drawn = torch.from_numpy(np.stack([replacements, order]).astype(np.int32))
+        return torch.from_numpy(places), drawn[0], drawn[1]

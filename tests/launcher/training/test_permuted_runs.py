@@ -1,0 +1,114 @@
+"""Permuted models through training in several layouts, resumes, evaluation, plans and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longstride.launcher.checkpoints import master_weights, open_checkpoint
+from longstride.launcher.cli import main
+from longstride.launcher.config import load_config
+from longstride.launcher.data import TrainingData
+from longstride.launcher.planning import plan, rehearsal
+from longstride.launcher.ranks import Ranks
+from longstride.sparse_model import SparseTransformer
+from tests.harness.layouts import losses_of, train_through
+from tests.harness.runs import complete, metrics
+from tests.sparse_model.test_permuted import DENSE, MPNET, XLNET, definition
+
+MODEL = (f"model.objective={json.dumps(MPNET)}", f"model.attention={json.dumps(DENSE)}", "model.dropout=0")
+
+
+def test_losses_are_those_of_one_process_in_every_layout(config_file: Path, tmp_path: Path) -> None:
+    legs = [
+        (2, ("deepspeed=zero1_fp32", "data.workers=2", "model.backend=auto")),
+        (1, ("deepspeed=zero0_fp32", "train.micro_batch=4", "train.activation_checkpointing=true")),
+        (2, ("deepspeed=zero3_bf16",)),
+    ]
+    train_through(config_file, tmp_path / "moved", MODEL, legs, 2)
+    for line in metrics(tmp_path / "moved"):
+        is_step = "grad_norm" in line
+        assert line["tokens"] == (8 if is_step else 6) * 19  # 0.3 of 64, in each context
+        assert line["bytes"] == (8 * 64 if is_step else 6 * 19) and "bits_per_byte" not in line
+        assert line["bits_per_predicted_byte"] == pytest.approx(line["loss_nats"] / math.log(2))
+
+
+def test_a_resume_takes_the_steps_of_an_undisturbed_run_and_its_evaluation_is_the_definition(
+    config_file: Path, tmp_path: Path
+) -> None:
+    run, xlnet = tmp_path / "run", (*MODEL, f"model.objective={json.dumps(XLNET)}", "model.reversible=true")
+    expected = losses_of(config_file, tmp_path / "whole", 4, 2, *xlnet)
+    losses_of(config_file, run, 2, 2, *xlnet)
+    assert losses_of(config_file, run, 4, 2, *xlnet) == expected
+    run = tmp_path / "mpnet"
+    losses_of(config_file, run, 2, 1, *MODEL)
+    lines = []
+    for processes in (1, 2):
+        ended = complete(["evaluate", str(run)], processes, {"VERB": "1"})
+        lines.append(json.loads(ended.stdout[0].splitlines()[-1]))
+        lines[-1].pop("seconds")
+    assert lines[0] == lines[1]
+    checkpoint = open_checkpoint(run, None)
+    model = SparseTransformer(checkpoint.config.model).eval()
+    model.load_state_dict(master_weights(checkpoint, "trained"))
+    nats: list[torch.Tensor] = []
+    for batch in TrainingData(checkpoint.config, Ranks()).evaluation():
+        contexts = zip(batch.tokens, batch.inputs, batch.predicted, batch.lengths.tolist(), strict=True)
+        for tokens, *drawn, length in contexts:
+            if length:
+                inputs, order = (x[:length] for x in drawn)
+                targets = tokens[order.where(order > 0, length + 1).argsort()[: int(order.max())]].long()
+                with torch.no_grad():
+                    logits = definition(model, tokens[:length].long(), inputs.long(), order)
+                nats.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+    assert sum(map(len, nats)) == lines[0]["tokens"]
+    assert lines[0]["loss_nats"] == pytest.approx(torch.cat(nats).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (('data.packing={"attend": "document"}',), "model.objective: permuted permutes whole contexts; take data.pack"),
+        (("train.sequence_parallel=2",), "model.objective: permuted computes whole contexts, which processes cannot"),
+        (
+            ('train.context_schedule=[{"steps": 2, "context": 32}, {"context": 64}]',),
+            "train.context_schedule: cuts contexts, but objective permuted permutes them; set it to null",
+        ),
+        (("train.samples_every=2",), "train.samples_every=2: objective permuted predicts no next token to sample"),
+    ],
+)
+def test_what_needs_rows_in_order_is_refused(
+    refused: Callable[..., list[str]], config_file: Path, overrides: tuple[str, ...], line: str
+) -> None:
+    (found,) = refused("--config", str(config_file), *MODEL, *overrides)
+    assert found.startswith(line)
+
+
+def test_a_plan_counts_both_streams(config_file: Path) -> None:
+    """The rehearsed memory is that of a real pass, of N + 2b rows with an output of b."""
+    config = load_config(config_file, [*MODEL, "model.backend=cpu"])
+    made = plan.make_plan(config, [1], 100, "cpu")
+    assert made["attention"]["pairs"] == 2 * 2 * 64 * (64 + 2 * 19)  # layers, heads
+    assert made["attention"]["density"] == [(64 + 2 * 19) / 64] * 2
+    model = SparseTransformer(config.model)
+    counted = rehearsal.count(model, torch.zeros(2, 64, dtype=torch.uint8))
+    planned = rehearsal.activations(config, False, "cpu")
+    assert planned.kept == pytest.approx(counted.kept, rel=0.02)
+
+
+def test_verbs_that_need_a_next_token_say_that_there_is_none(config_file: Path, tmp_path: Path, capsys: Any) -> None:
+    run, model, text = tmp_path / "run", str(tmp_path / "model"), str(tmp_path / "text")
+    losses_of(config_file, run, 2, 1, *MODEL)
+    Path(text).write_text("some text")
+    assert main(["export", str(run), "--output", model]) == 0, capsys.readouterr()
+    for words in (["sample", model, "--bytes", "5"], ["compress", text, "--model", model, "--output", f"{text}.lsz"]):
+        capsys.readouterr()
+        assert main([*words, "--trust-code"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert 'model.objective.type="permuted": predicts no next token' in line
