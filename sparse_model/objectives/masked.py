@@ -23,14 +23,11 @@ class Masked(Spans):
         default="learned", description="a row of the token table for masks, or zeros (Image GPT)"
     )
     causal = False
+    counted = "masked"
 
     @property
     def mask_rows(self) -> int:
         return int(self.mask == "learned")
-
-    def unit(self, unit: str) -> str:
-        """Return "masked byte", or "masked pixel" where a token stands for one."""
-        return f"masked {unit if unit == 'pixel' else 'byte'}"
 
     def corrupt(self, tokens: Tensor, lengths: Tensor, numbers: Tensor, seed: int, vocabulary: int) -> Corrupted:
         """Draw as ``Objective.corrupt`` says; all are predicted at once."""

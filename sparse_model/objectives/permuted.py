@@ -34,17 +34,14 @@ class Permuted(Spans):
     )
     causal = False
     in_order = False
+    counted = "predicted"
 
     @model_validator(mode="after")
     def _without_masks(self) -> Self:
-        wrong = [name for name in ("random", "unchanged") if getattr(self, name) and not self.compensate]
-        if wrong:
-            raise ConfigError(
-                *(
-                    Problem(name, "replaces masks, but compensate false has none; give 0", getattr(self, name))
-                    for name in wrong
-                )
-            )
+        rule = "replaces masks, but compensate false has none; give 0"
+        values = {"random": self.random, "unchanged": self.unchanged}
+        if not self.compensate and any(values.values()):
+            raise ConfigError(*(Problem(name, rule, value) for name, value in values.items() if value))
         return self
 
     @property
@@ -55,12 +52,8 @@ class Permuted(Spans):
         return length + (2 if self.compensate else 1) * self.num_predicted(length)
 
     def num_pairs(self, length: int) -> int:
-        """Return N² without masks. With masks every row reads N others."""
+        """Return N² without masks. With masks every row reads N rows."""
         return length * (self.num_rows(length) if self.compensate else length)
-
-    def unit(self, unit: str) -> str:
-        """Return "predicted byte", or "predicted pixel" where a token stands for one."""
-        return f"predicted {unit if unit == 'pixel' else 'byte'}"
 
     def layout(self, tokens: Tensor, inputs: Tensor, predicted: Tensor, real: Tensor | None) -> Layout:
         """Return rows [N tokens | b masks, if any | b queries]; masks and queries in the order of prediction.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ class Spans(Objective):
     ``unchanged`` as it is.
     """
 
+    counted: ClassVar[str]  # which bytes or pixels a loss counts, in its name: "masked"
+
     share: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.15, description="share of tokens that are predicted")
     span: int = Field(default=1, gt=0, description="tokens that are masked together; 20 is usual for bytes")
     random: Annotated[float, SHARE] = Field(default=0.1, description="share of spans that are read as random tokens")
@@ -39,6 +41,10 @@ class Spans(Objective):
 
     def num_predicted(self, length: int) -> int:
         return max(1, round(self.share * length))
+
+    def unit(self, unit: str) -> str:
+        """Return "masked byte", or "masked pixel" where a token stands for one."""
+        return f"{self.counted} {unit if unit == 'pixel' else 'byte'}"
 
     def corrupt(self, tokens: Tensor, lengths: Tensor, numbers: Tensor, seed: int, vocabulary: int) -> Corrupted:
         """Draw as ``Objective.corrupt`` says; spans are predicted in random order, the tokens of each in theirs."""

@@ -259,12 +259,17 @@ def test_experts_count_no_rows_that_stand_for_nothing(objective: dict[str, Any])
     torch.testing.assert_close(padded.rows[:, :13], alone.rows, rtol=1e-9, atol=1e-11)
 
 
-def test_without_predicted_tokens_the_network_is_an_encoder_of_all() -> None:
-    model, (tokens, _) = network(MPNET), contexts(MPNET)
-    assert model(tokens).shape == (4, 20, V)
-    other = tokens.clone()
+def test_without_predicted_tokens_the_network_is_an_encoder_of_all_which_predicts_a_mask_alike() -> None:
+    """A single predicted token has the logits that a masked model has for it."""
+    objective = {**MPNET, "share": 0.05}
+    model, (tokens, extra) = network(objective), contexts(objective, (20, 20))
+    encoded = model(extra["inputs"])
+    at = extra["predicted"] > 0
+    assert at.sum(1).tolist() == [1, 1]
+    torch.testing.assert_close(model(tokens, **extra)[at], encoded[at], rtol=1e-9, atol=1e-11)
+    other = extra["inputs"].clone()
     other[:, 9] = (other[:, 9] + 1) % V
-    assert (model(tokens) != model(other)).any(-1).all()
+    assert (model(other) != encoded).any(-1).all()
 
 
 @both
