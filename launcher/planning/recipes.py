@@ -170,6 +170,8 @@ def model_like(name: str, preset: Mapping[str, Any], size: Size, data: Data) -> 
             return {inner: shrink(inner, item) for inner, item in value.items()}
         if isinstance(value, list):
             return [shrink(key, item) for item in value]
+        if key == "context":
+            return context
         if key in ROOTS_OF_CONTEXT:  # the largest divisor of the context that is at most the scaled value
             most = max(1, math.isqrt(value**2 * context // preset["context"]))
             return next(number for number in range(most, 0, -1) if context % number == 0)

@@ -31,6 +31,13 @@ SYSTEMS = {  # docs/systems.md, with their parameters
     "enwik8_synthesizer": 66_491_928,
     "imagenet64_routing": 189_663_232,
     "pg19_routing": 277_316_096,
+    "bert_bytes": 86_238_976,
+    "bigbird_bytes": 88_991_488,
+    "image_gpt_masked": 76_681_728,  # Image GPT's without the start
+    "linformer_bytes": 87_811_840,
+    "longformer_bytes": 88_991_488,
+    "mpnet_bytes": 86_238_976,
+    "xlnet_bytes": 86_238_976,
 }
 IMAGE_GPT = ("image_gpt_small", "image_gpt_miniature")  # docs/systems.md
 DEEP = "dense_16384"  # which the paper mentions, without a figure of it
