@@ -201,7 +201,7 @@ part_4() {
     --output "$OUTPUT/training-step-1-$SLUG.json"
   step training-step-million 150 "$PYTHON" benchmarks/training/training_step.py --batch 1 --only sparse --repeats 2 \
     --checkpointing yes "${million[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/training-step-million-$SLUG.json"
-  step sampling 90 "$PYTHON" benchmarks/generation/sampling.py "${bytes[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/sampling-$SLUG.json"
+  step sampling 90 "$PYTHON" benchmarks/sampling.py "${bytes[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/sampling-$SLUG.json"
   bars
 }
 part_5() {

@@ -1,7 +1,7 @@
 """The configurations of `longstride new`: the recipe of docs/recipes.md in three sizes, or a preset shrunk.
 
 They are fitted to a data folder, and do not depend on the machine. Sizes follow the presets bytes_small and bytes_base,
-and `benchmarks/recipe_elsewhere.py` for pictures and sound; tiny takes minutes of two cores.
+and docs/recipes.md for pictures and sound; tiny takes minutes of two cores.
 """
 
 from __future__ import annotations

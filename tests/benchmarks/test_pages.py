@@ -11,7 +11,6 @@ import pytest
 from benchmarks import lessons, readme_table, recipe, systems
 from benchmarks.paper import tables as paper_tables
 from benchmarks.report import RESULTS
-from benchmarks.training import dense_to_sparse, growth, in_transformers
 from tests.harness.runs import ROOT
 
 Result = dict[str, Any]
@@ -37,7 +36,6 @@ def page(name: str) -> str:
         ("docs/recipes.md", recipe.with_table),
         ("docs/recipes.md", lessons.with_tables),
         ("docs/systems.md", systems.with_table),
-        ("docs/systems.md", growth.with_tables),
         (
             "docs/results.md",
             lambda text: paper_tables.with_tables(text, paper_tables.result_files(RESULTS)),
@@ -46,61 +44,6 @@ def page(name: str) -> str:
 )
 def test_a_page_has_the_tables_that_its_script_makes(name: str, make: Callable[[str], str]) -> None:
     assert make(page(name)) == page(name)
-
-
-@pytest.mark.parametrize(
-    ("stem", "table"), [("in-transformers", in_transformers.table), ("dense-to-sparse", dense_to_sparse.table)]
-)
-def test_a_page_has_a_script_s_table(stem: str, table: Callable[[Result], str]) -> None:
-    assert table(committed(stem)) in page("docs/clients.md")
-
-
-def decoding_rows(result: Result) -> list[list[str]]:
-    return [
-        [
-            name,
-            *(f"{row['seconds'] * 1e3:.2f}" for row in result["timings"] if row["pattern"] == name),
-            *(f"{growth[key]:.2f}" for key in ("seconds", "keys_read")),
-        ]
-        for name, growth in result["growth"].items()
-    ]
-
-
-def serving_rows(result: Result) -> list[list[str]]:
-    return [
-        [
-            f"{row['layers']} layers of width {row['width']}",
-            *(f"{row[way]:,.0f}" for way in ("after", "at_once", "shared")),
-            f"{row['times']:.1f}×",
-            str(row["other_bytes"]),
-        ]
-        for row in result["timings"]
-    ]
-
-
-def compiled_rows(result: Result) -> list[list[str]]:
-    return [
-        [
-            row["dtype"],
-            *(f"{1e3 * row[name]:.0f} ms" for name in ("seconds", "compiled_seconds")),
-            f"{row['ratio']:.2f}",
-            *(f"{row[name]:.0f} s" for name in ("cold_seconds", "warm_seconds")),
-        ]
-        for row in result["steps"]
-    ]
-
-
-def export_rows(result: Result) -> list[list[str]]:
-    assert all(row["within_bar"] for row in result["cases"])
-    return [
-        [
-            row["dtype"],
-            row["shard_size"],
-            "yes" if row["checked"] else "no",
-            *(f"{row[f'{name}_bytes'] / 1e6:,.0f}" for name in ("bar", "above_start_private", "peak_resident")),
-        ]
-        for row in result["cases"]
-    ]
 
 
 def data_rows(result: Result) -> list[list[str]]:
@@ -112,32 +55,9 @@ def data_rows(result: Result) -> list[list[str]]:
     return [["MB/s", *readers], *rows]
 
 
-def long_context_rows(result: Result) -> list[list[str]]:
-    return [
-        [
-            f"{row['context']:,}",
-            f"{row['stride']:,}",
-            *(f"{row[name]:.0f}" for name in ("step_seconds", "evaluation_seconds")),
-            f"{row['peak_bytes'] / 2**30:.1f}",
-        ]
-        for row in result["rows"]
-    ]
-
-
-@pytest.mark.parametrize(
-    ("stem", "name", "rows"),
-    [
-        ("decoding", "docs/kernels.md", decoding_rows),
-        ("serving", "docs/serving.md", serving_rows),
-        ("compiled", "docs/training/speed.md", compiled_rows),
-        ("export", "docs/training/export.md", export_rows),
-        ("data", "docs/data/order.md", data_rows),
-        ("long-context", "docs/results.md", long_context_rows),
-    ],
-)
-def test_a_page_has_the_rows_of_a_result(stem: str, name: str, rows: Callable[[Result], list[list[str]]]) -> None:
-    for cells in rows(committed(stem)):
-        assert f"| {' | '.join(cells)} |" in page(name)
+def test_a_page_has_the_rows_of_the_loader_s_speed() -> None:
+    for cells in data_rows(committed("data")):
+        assert f"| {' | '.join(cells)} |" in page("docs/data/order.md")
 
 
 def test_the_start_of_many_shards_is_told() -> None:

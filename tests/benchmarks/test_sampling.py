@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.generation import sampling
+from benchmarks import sampling
 from longstride.sparse_model import Session
 
 

@@ -1,6 +1,6 @@
 """Sampling through a whole model, a byte at a time, at growing contexts.
 
-Run ``python benchmarks/generation/sampling.py --threads 2``.
+Run ``python benchmarks/sampling.py --threads 2``.
 
 The model of paper_small (width, heads, layers) runs with each pattern, with the same random weights and the same code;
 dense attention is a pattern like the others. First a gate compares the cached logits of every position with a forward
@@ -15,29 +15,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
-from benchmarks.generation import stepping
+from benchmarks.attention.cases import DTYPES, stride_of
 from benchmarks.machine import about, synchronize
-from benchmarks.report import new_parser, rounded, write_result
+from benchmarks.report import cell, exponent, new_parser, parse, rounded, write_result
 from longstride.kernels import num_keys_read
 from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 from longstride.sparse_model.generation import choose
 from longstride.sparse_model.mixers.cache import KeyValues
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PAPER_SMALL = ROOT / "ds_configs" / "experiments" / "paper_small.json"
 SUMMARY = 8  # of paper_small
 FLOOR = "own key"
+GROWING = ("keys_read", "seconds", "reading_seconds")
 GATE_CONTEXT = 192
 BAR = {"context": 12_288, "pattern": "strided", "times_dense": 3.0}
 
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: {problem}", file=sys.stderr)
             return 1
     timings = [row for context in sorted(options.contexts) for row in measure(context, options)]
-    growth = stepping.growth_of(timings, ("keys_read", "seconds", "reading_seconds"))
+    growth = growth_of(timings)
     print_table(timings, growth, options)
     measured = {"calls": options.calls, "repeats": options.repeats, "bar": BAR}
     write_result(options, {**about(options.device), **measured, "timings": timings, "growth": growth})
@@ -72,17 +72,20 @@ def main(arguments: list[str] | None = None) -> int:
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = new_parser(__doc__)
-    stepping.add_options(parser, [3_072, 12_288, 24_576, 65_536], calls=50, repeats=20)
-    options = stepping.read_options(parser, arguments, "sampling")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[3_072, 12_288, 24_576, 65_536])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default=None, help="float32 on the CPU, else bfloat16")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--calls", type=int, default=50, help="positions a repeat")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=None, help="as torch has them")
+    options = parse(parser, arguments, "sampling")
+    options.device = torch.device(options.device)
+    options.dtype = getattr(torch, options.dtype or DTYPES[options.device.type][0])
     for context in options.contexts:
         if context % stride_of(context) or context <= options.calls:
             parser.error(f"--contexts={context}: must be above --calls and a multiple of {stride_of(context)}")
     return options
-
-
-def stride_of(context: int) -> int:
-    """Return the power of two nearest to the root of the context."""
-    return int(2 ** round(math.log2(context) / 2))
 
 
 def model_of(name: str, context: int, options: argparse.Namespace) -> SparseTransformer:
@@ -178,6 +181,16 @@ def keys_read(config: ModelConfig, position: int) -> int:
     return sum(num_keys_read(p, position, config.context) for layer in config.layer_patterns() for p in layer)
 
 
+def growth_of(timings: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Compute each pattern's exponents in the context, from the smallest to the largest."""
+    growth: dict[str, dict[str, float | None]] = {}
+    for name in attentions_of(1):
+        rows = [row for row in timings if row["pattern"] == name]
+        ends = rows[0], rows[-1]
+        growth[name] = {key: exponent(*((row["context"], row[key]) for row in ends)) for key in GROWING}
+    return growth
+
+
 def print_table(
     timings: list[dict[str, Any]], growth: dict[str, dict[str, float | None]], options: argparse.Namespace
 ) -> None:
@@ -190,8 +203,8 @@ def print_table(
     for name, ends in growth.items():
         rows = [row for row in timings if row["pattern"] == name]
         cells = [f"{row['keys_read']:,}{row['seconds'] * 1e3:>9.3f}{row['times_dense']:>7.2f}" for row in rows]
-        cells.append(stepping.growth_cell(ends))
-        print(f"{name:<9}" + "".join(f"{cell:>27}" for cell in cells))
+        cells.append(" ".join(f"{cell(value):>6}" for value in ends.values()))
+        print(f"{name:<9}" + "".join(f"{text:>27}" for text in cells))
     for row in timings:
         if (row["pattern"], row["context"]) == (BAR["pattern"], BAR["context"]):
             verdict = "met" if row["times_dense"] >= BAR["times_dense"] else "missed"
