@@ -4,8 +4,7 @@ A network of two layers learns to copy repeated random strings in contexts of 12
 for some steps in contexts of 512. Then it is scored in contexts of 2,048 without training there, with dense attention
 and with MoBA in the second layer. Each row changes one thing of the network.
 
-Rows are written as they finish; a second call trains only the missing ones. ``--tables`` makes the table of
-docs/recipes.md from the result files.
+Rows are written as they finish; a second call trains only the missing ones.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from benchmarks.machine import about
 from benchmarks.reach_tasks import SYMBOLS, TASKS, Task, repeated
 from benchmarks.reach_training import Learner, best_device, score, solved_at
 from benchmarks.recipe import changed, preset
-from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, replaced, rounded, write_json
+from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, rounded, write_json
 from longstride.launcher.config import TrainConfig
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
-BEGIN, END = "<!-- made by benchmarks/lessons.py: begin -->", "<!-- end -->"
 DENSE, MOBA = {"type": "dense"}, {"type": "moba", "block": 2, "top": 16}
 STEP_BYTES, MOST_STEPS, MIDDLE_STEPS = 8_192, 250, 40
 SCORED = 4  # contexts
@@ -114,11 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = new_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tables", action="store_true", help=f"only make the table of {PAGE.name} anew")
     options = parser.parse_args(arguments)
-    if options.tables:
-        PAGE.write_text(with_tables(PAGE.read_text()))
-        return 0
     torch.set_num_threads(1)
     measure(options, options.output or RESULTS / cpu_file("lessons"))
     return 0
@@ -136,12 +129,6 @@ def measure(options: argparse.Namespace, output: Path) -> None:
                 result["rows"].append(key | change_row(name, seed))
                 write_json(output, result)
                 print(json.dumps(result["rows"][-1]), flush=True)
-
-
-def with_tables(page: str) -> str:
-    """Return the page's text with the table of each result file."""
-    results = (json.loads(path.read_text()) for path in sorted(RESULTS.glob("lessons-*.json")))
-    return replaced(page, BEGIN, "\n".join(map(table, results)), END)
 
 
 def table(result: dict[str, Any]) -> str:

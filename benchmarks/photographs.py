@@ -6,7 +6,6 @@ Contexts are crops of 32 x 32 pixels of the colour photographs that scikit-image
 predicted byte's colour: those 3, 6, 9, ... bytes back. ``above`` reads its column: those 96, 192, ... back.
 
 Rows are written to the result file as they finish. A second call continues the file: it trains only the missing rows.
-``--tables`` makes the table of docs/results.md from the result files.
 """
 
 from __future__ import annotations
@@ -30,11 +29,9 @@ from benchmarks.reach import TRAIN, append
 from benchmarks.reach_tasks import Example, Task
 from benchmarks.reach_training import Stage, best_device, score, trained
 from benchmarks.recipe import preset
-from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, replaced, rounded, write_json
+from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, rounded, write_json
 from longstride.kernels import num_pairs
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "results.md"
-BEGIN, END = "<!-- made by benchmarks/photographs.py: begin -->", "<!-- end -->"
 EDGE, ROW = 32, 96  # pixels and bytes of a row
 HELD_OUT = 8  # one part of so many of a photograph's width
 EVALUATED = 128  # held-out crops
@@ -55,11 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS), metavar="PATTERN")
     parser.add_argument("--seconds", type=float, default=60.0, help="of steps, for every training (default: 60)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--tables", action="store_true", help="only make the table anew")
     options = parser.parse_args(arguments)
-    if options.tables:
-        PAGE.write_text(with_table(PAGE.read_text()))
-        return 0
     try:
         photographs()
     except ImportError as error:
@@ -114,12 +107,6 @@ def photographs() -> list[np.ndarray]:
 
     photos = [data.astronaut(), data.chelsea(), data.coffee(), data.rocket(), data.stereo_motorcycle()[0]]
     return photos + load_sample_images().images
-
-
-def with_table(page: str) -> str:
-    """Return the page's text with the table of every result file."""
-    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("photographs-*.json"))]
-    return replaced(page, BEGIN, "\n".join(map(table, results)), END)
 
 
 def table(result: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ Tasks whose distance is always the same have long contexts only.
 The tasks are in ``benchmarks/reach_tasks.py``.
 
 Rows are written to the result file as they finish. A second call continues the file: it trains only the missing rows.
-``--tables`` makes the tables of docs/results.md and the picture docs/pictures/reach.svg from the result files.
 """
 
 from __future__ import annotations
@@ -39,14 +38,10 @@ from benchmarks.reach_picture import Point, picture
 from benchmarks.reach_tasks import LESSON_CONTEXT, TASKS, Task, lesson_of, version_folders
 from benchmarks.reach_training import CLOCK_STEPS, Progress, Stage, best_device, score, solved_at, trained
 from benchmarks.recipe import changed, preset
-from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, replaced, rounded, write_json
+from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, rounded, write_json
 from longstride.kernels import ConfigError
 from longstride.sparse_model import ModelConfig
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "results.md"
-PICTURE = ROOT / "docs" / "pictures" / "reach.svg"
-BEGIN, END = "<!-- made by benchmarks/reach.py: begin -->", "<!-- end -->"
 WINDOW = {"type": "local", "window": 128}  # of the first layer
 NARROW = {"type": "local", "window": 8}  # of the first layer, in look-ups
 SHORT_CONTEXT = 512
@@ -132,11 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, help="instead of the size's")
     parser.add_argument("--context", type=int, help="instead of the task's")
     parser.add_argument("--parallel", type=int, default=2, help="trainings at once, each on a core of its own")
-    parser.add_argument("--tables", action="store_true", help="only make the tables and the picture anew")
     options = parser.parse_args(arguments)
-    if options.tables:
-        write_tables()
-        return 0
     size = SIZES[options.size]
     size = size._replace(seconds=tuple(options.seconds or size.seconds), seeds=options.seeds or size.seeds)
     if min(size.seconds) <= 0:
@@ -229,23 +220,6 @@ def append(path: Path, row: dict[str, Any]) -> None:
         write_json(path, result | {"rows": [*result["rows"], row]})
     finally:
         os.close(folder)
-
-
-def write_tables() -> None:
-    """Make the tables of the page and the picture from the result files."""
-    results = result_files()
-    PAGE.write_text(with_tables(PAGE.read_text(), results))
-    PICTURE.write_text(drawing(results[-1]))
-
-
-def result_files() -> list[dict[str, Any]]:
-    """Return the contents of all result files."""
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("reach-*.json"))]
-
-
-def with_tables(page: str, results: Sequence[dict[str, Any]]) -> str:
-    """Return the page's text with the tables of the result files."""
-    return replaced(page, BEGIN, "\n".join(map(tables, results)), END)
 
 
 Rows = dict[str, list[dict[str, Any]]]  # by pattern

@@ -7,7 +7,7 @@ plain torch (``benchmarks/training/plain_transformer.py``), the best of several 
 
 How many steps the time allows is measured first, in rounds over all rows, as the speed of the machine varies: a row's
 best median of a few steps counts. All seeds of a row then take as many steps.
-Rows are written to the result file as they are finished; ``--tables`` makes the table of docs/recipes.md.
+Rows are written to the result file as they are finished.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -32,12 +32,10 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 
 from benchmarks.machine import about
-from benchmarks.report import RESULTS, check_output, markdown, new_parser, positive, replaced, rounded, write_json
+from benchmarks.report import markdown, new_parser, parse, positive, rounded, write_json
 from longstride.launcher.output import metrics_file
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "recipes.md"
-BEGIN, END = "<!-- made by benchmarks/recipe.py: begin -->", "<!-- end -->"
 PRESETS = ROOT / "ds_configs" / "experiments"
 PLAIN = ROOT / "benchmarks" / "training" / "plain_transformer.py"
 PILOT_ROUNDS, PILOT_STEPS, WARM_STEPS = 3, 16, 6  # steps that are timed in each round, and before those
@@ -116,35 +114,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--seconds", type=positive(float), default=80.0, help="of steps, for every training")
     parser.add_argument("--rows", nargs="+", metavar="WORD", help="only rows whose name has one of these words")
-    return measured(parser, arguments, "recipe", PAGE, with_table, measure)
-
-
-def measured(
-    parser: argparse.ArgumentParser,
-    arguments: list[str] | None,
-    results: str,
-    page: Path,
-    with_table: Callable[[str], str],
-    measure: Callable[[argparse.Namespace, Path, Path], None],
-) -> int:
-    """Run a benchmark of trainings, or remake its page's table, and return the exit code.
-
-    Args:
-        parser: has the benchmark's own options; common ones are added.
-        arguments: of the command line.
-        results: the prefix of its result files.
-        page: has the table.
-        with_table: returns the page's text with the table made from the result files.
-        measure: gets the options, the data and a temporary folder.
-    """
     parser.add_argument("--seeds", type=positive(int), default=3)
     parser.add_argument("--parallel", type=positive(int), default=1, help="trainings at once, each on its own core")
-    parser.add_argument("--tables", action="store_true", help=f"only make {page.name} anew from the result files")
-    options = parser.parse_args(arguments)
-    if options.tables:
-        page.write_text(with_table(page.read_text()))
-        return 0
-    check_output(parser, options, results)
+    options = parse(parser, arguments, "recipe")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         data, sources = folder / "data", sysconfig.get_paths()["stdlib"]
@@ -234,19 +206,11 @@ def pilot(content: dict[str, Any], data: Path, folder: Path) -> float:
     )
 
 
-def train(
-    content: dict[str, Any],
-    steps: int,
-    seed: int,
-    data: Path,
-    folder: Path,
-    look: Callable[[Path], dict[str, Any]] = lambda run: {},
-) -> dict[str, Any]:
-    """Train once; return its score, bytes and seconds, and what ``look`` returns for its run folder."""
+def train(content: dict[str, Any], steps: int, seed: int, data: Path, folder: Path) -> dict[str, Any]:
+    """Train once; return its score, bytes and seconds."""
     contexts = HELD_OUT_BYTES // content["model"]["context"]
     with tempfile.TemporaryDirectory(dir=folder) as place:
         lines = run(content, steps, seed, data, Path(place) / "run", evaluate_contexts=contexts)
-        details = look(Path(place) / "run")
     steps_taken = [line for line in lines if metrics_file.is_step(line)]
     scores = [line["bits_per_byte"] for line in lines if not metrics_file.is_step(line)]
     return {
@@ -255,7 +219,7 @@ def train(
         "bytes": sum(line["tokens"] for line in steps_taken),
         "seconds": rounded(sum(line["seconds"] for line in steps_taken)),
         "steps": steps,
-    } | details
+    }
 
 
 def run(
@@ -317,12 +281,6 @@ def summary(runs: Iterable[dict[str, Any]]) -> str:
     bits, size, seconds = ([run[key] for run in runs] for key in ("bits_per_byte", "bytes", "seconds"))
     cells = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f}) | {statistics.fmean(size) / 1e6:.2f} MB"
     return f"{cells} | {statistics.fmean(seconds):.0f}"
-
-
-def with_table(page: str) -> str:
-    """Return the page's text with its tables made from the result files."""
-    files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("recipe-*.json"))]
-    return replaced(page, BEGIN, "".join(map(table, files)), END)
 
 
 def table(result: dict[str, Any]) -> str:

@@ -79,13 +79,6 @@ def markdown(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([header, "|---" * len(titles) + "|", *body]) + "\n"
 
 
-def replaced(page: str, begin: str, content: str, end: str) -> str:
-    """Return a page's text with ``content`` between two marks."""
-    before, tail = page.split(begin)
-    _, after = tail.split(end, 1)
-    return f"{before}{begin}\n{content}{end}{after}"
-
-
 def ratio(theirs: float | None, ours: float | None) -> float | None:
     """Return how many times faster ours is; None if either is missing."""
     return None if theirs is None or ours is None else theirs / ours

@@ -345,7 +345,7 @@ def main() -> int:
         rows = [json.dumps(row) for target_rows in by_target for row in target_rows]
     head = f'{{"triton": "{triton.__version__}", "sources": {digest()}, "found": ['
     FILE.write_text(head + "\n" + ",\n".join(rows) + "\n]}\n")
-    print(f"wrote {FILE}; now run python benchmarks/readme_table.py")
+    print(f"wrote {FILE}")
     return 0
 
 

@@ -5,7 +5,7 @@ The data are text (the Python standard library's sources, or --text DIR) and pic
 fonts, or --images DIR). Writes bits per byte of held-out files and seconds a step (the paper's Table 2), and bits per
 byte of the fixed text model by minimum context (Table 3). The three take turns by the step on the same batch, so that
 other load on the machine affects all alike. Dense attention is torch's own, which is faster than ours with a dense
-pattern. Results are written after every seed; benchmarks/paper/tables.py makes tables and picture of them.
+pattern. Results are written after every seed; benchmarks/tables.py makes tables and picture of them.
 """
 
 from __future__ import annotations

@@ -1,27 +1,15 @@
-"""The tables of docs/results.md, made from the files that benchmarks/paper/paper.py writes.
-
-`python benchmarks/paper/tables.py` writes them into the page and redraws the pictures; a test checks that they agree.
-"""
+"""The tables and the picture of a result file of benchmarks/paper/paper.py."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 from benchmarks.paper.cases import IMAGES, PATTERNS, TEXT
-from benchmarks.report import RESULTS, markdown, replaced
+from benchmarks.report import markdown
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
-BEGIN, END = "<!-- made by benchmarks/paper/tables.py: begin -->", "<!-- end -->"
-NOTHING = "Not measured yet.\n"
 SKIPPED = 0.1  # of the steps: losses fall so far at first that later differences could not be seen
 # The paper's Table 2: bits per byte, and seconds of a training iteration; enwik8 and CIFAR-10.
 PAPER: dict[str, tuple[str, dict[str, tuple[float, float]]]] = {
@@ -30,30 +18,10 @@ PAPER: dict[str, tuple[str, dict[str, tuple[float, float]]]] = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Rewrite the page if it differs."""
-    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
-    files = result_files(RESULTS)
-    for path in files:
-        plot(json.loads(path.read_text()), path.with_suffix(".png"))
-    PAGE.write_text(with_tables(PAGE.read_text(), files))
-    return 0
-
-
-def result_files(folder: Path) -> list[Path]:
-    """List the result files of a folder, except of the size that only tests use."""
-    return [path for path in sorted(folder.glob("paper-*.json")) if json.loads(path.read_text())["size"] != "tiny"]
-
-
-def with_tables(page: str, files: Sequence[Path]) -> str:
-    """Return the page's text with its tables made from the result files."""
-    parts = []
-    for path in files:
-        result = json.loads(path.read_text())
-        parts += tables_of(result)
-        picture = path.with_suffix(".png").name
-        parts.append(f"![training curves on {result['device']}](../benchmarks/results/{picture})\n")
-    return replaced(page, BEGIN, "\n".join(parts or [NOTHING]), END)
+def section(result: dict[str, Any]) -> str:
+    """Format one device's part of docs/results.md."""
+    picture = f"![training curves on {result['device']}](../benchmarks/results/{result['name']}.png)\n"
+    return "\n".join([*tables_of(result), picture])
 
 
 def tables_of(result: dict[str, Any]) -> list[str]:
@@ -181,7 +149,3 @@ def draw(axes: Any, runs: list[dict[str, Any]], pattern: str, colour: Any) -> No
     a_step = statistics.fmean(run["seconds_per_step"] for run in runs)
     mean = [statistics.fmean(bits) for bits in zip(*lines, strict=True)]
     axes.plot([step * a_step for step in steps], mean, color=colour, linewidth=2, label=pattern)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,21 +5,16 @@ Tiny runs of every ZeRO stage and precision, with one and two micro-batches, and
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import run_ranks
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, message_bytes, num_calls
 from benchmarks.scaling.divided import exchanges
 from benchmarks.scaling.zero_communication import Run
 from longstride.launcher.config import RunConfig, load_config
-from tests.harness.runs import free_port, plain_environment, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "benchmarks/scaling/communication_worker.py"
@@ -42,7 +37,6 @@ STAGE_3: dict[str, dict[str, int]] = {
         "stage3_prefetch_bucket_size": 3_000,
     },
 }
-LIMIT_SECONDS = 3600  # of a grid, on a machine that has other things to do
 FIXED = {"type": "fixed", "stride": 6, "summary": 2, "combine": "merged"}
 STRIDED = {"type": "strided", "stride": 8, "combine": "interleaved"}
 SHARED_BY = (2, 3, 4)
@@ -127,21 +121,9 @@ def measured(grid: list[dict[str, Any]], ranks: int, folder: Path, fake: bool = 
     """Count the collectives of every case on every rank: real processes, or one that simulates the first of W."""
     plan = folder / "cases.json"
     plan.write_text(json.dumps(grid))
-    environment = plain_environment() | rank_environment(0, ranks, free_port())
-    environment |= {"FAKE_RANKS": str(ranks)} if fake else {}
-    command = [sys.executable, str(WORKER), str(plan), str(folder)]
-    with (folder / "log").open("w+") as log:
-        # A session of its own: should the first rank be killed, the others end with it.
-        first = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        try:
-            code = first.wait(timeout=LIMIT_SECONDS)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(first.pid, signal.SIGKILL)
-            first.wait()
-        log.seek(0)
-        assert code == 0, log.read()
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(1 if fake else ranks)]
+    fakes = {"FAKE_RANKS": str(ranks)} if fake else {}
+    outputs = run_ranks([WORKER, plan], 1 if fake else ranks, **fakes)
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def differences(case: dict[str, Any], ranks: int, counted: dict[str, Any], rank: int = 0) -> list[str]:

@@ -1,8 +1,8 @@
-"""Ranks whose steps are counted: ``python benchmarks/scaling/communication_worker.py CASES.json FOLDER``.
+"""A rank whose steps are counted: ``python benchmarks/scaling/communication_worker.py CASES.json``.
 
-The environment's WORLD_SIZE is their number; they are forked from one process that has imported everything. For every
-case they build the engine of a run and take its steps with the training loop's functions, on batches of noise. The last
-step is counted. Each rank writes its counts to FOLDER/rank-R.json.
+For every case it builds the engine of a run and takes its steps with the training loop's functions, on batches of
+noise. The collectives of the last step are counted, however they are called: torch dispatches each as an operation of
+``c10d``, and a dispatch mode sees those of DeepSpeed and ours. The last line of the output has the counts.
 
 With FAKE_RANKS=W this process is rank 0 of W, and collectives do nothing (torch's fake process group). So the
 collectives of DeepSpeed can be counted for any W, though not their results.
@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 if __name__ == "__main__":  # as a program from a checkout that is not installed
@@ -22,8 +24,11 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 import torch.distributed
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from benchmarks.scaling.counted import Counted
+from benchmarks.scaling.collectives import DEEPSPEED, OURS
 from benchmarks.training.planned_memory import noise
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data.run_data import global_batches
@@ -33,34 +38,65 @@ from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.launcher.training.guards import Guards
 from longstride.launcher.training.loop import train_step
 
+TIMEOUT_SECONDS = 120
 WARM_MICRO_BATCHES = 2  # ZeRO 3 learns the order of the modules in them, and gathers otherwise
+
+# By torch's operation: what it is here, and which argument holds S bytes (see collectives.py).
+_OPERATIONS = {
+    "allreduce_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+}
+_WITHOUT_BYTES = ("barrier",)
+
+
+class Counted(TorchDispatchMode):
+    """Bytes and calls of collectives by owner and operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: dict[str, Counter[str]] = {owner: Counter() for owner in (DEEPSPEED, OURS)}
+        self.calls: dict[str, Counter[str]] = {owner: Counter() for owner in (DEEPSPEED, OURS)}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count a collective, and run any operation."""
+        name = func.__name__.partition(".")[0]
+        if func.namespace == "c10d" and name not in _WITHOUT_BYTES:
+            operation, place = _OPERATIONS[name]  # KeyError: one that nobody has thought of
+            tensors = [tensor for tensor in tree_leaves(args[place]) if isinstance(tensor, Tensor)]
+            owner = DEEPSPEED if _through_deepspeed() else OURS
+            self.num_bytes[owner][operation] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.calls[owner][operation] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _through_deepspeed() -> bool:
+    """Whether DeepSpeed's wrapper of torch.distributed is among the callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "deepspeed.comm.comm":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def main(arguments: list[str]) -> int:
     """Run the cases and return the exit code."""
-    cases, folder = json.loads(Path(arguments[0]).read_text()), Path(arguments[1])
+    cases = json.loads(Path(arguments[0]).read_text())
     fake = int(os.environ.get("FAKE_RANKS", "0"))
-    children = [] if fake else _fork(int(os.environ["WORLD_SIZE"]))
     ranks = Ranks(0, 0, fake) if fake else Ranks.from_environment(os.environ)
     prepare_accelerator()
     if fake:
         _pretend(fake)
-    with process_group(ranks, 120):
-        counts = [step(case, ranks) for case in cases]
-    (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(counts))
-    return max([0, *(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)])
-
-
-def _fork(ranks: int) -> list[int]:
-    """Fork ranks 1 to W - 1 of this process, which is 0, and set their environment."""
-    children = []
-    for rank in range(1, ranks):
-        child = os.fork()
-        if child == 0:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            return []
-        children.append(child)
-    return children
+    with process_group(ranks, TIMEOUT_SECONDS):
+        print(json.dumps([step(case, ranks) for case in cases]))
+    return 0
 
 
 def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -73,13 +109,13 @@ def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     micro_batches = rows // config.train.micro_batch
     warm = -(-WARM_MICRO_BATCHES // micro_batches)
     batches = global_batches(lambda: noise(config, rows), rows, ranks, engine.device)
+    settings, guards = config.stages()[0], Guards(config.train.guards, None)
+    for _ in range(warm):
+        train_step(engine, next(batches), settings, ranks, guards)
     with Counted() as counted:
-        for _ in range(warm + 1):
-            counted.take()
-            train_step(engine, next(batches), config.stages()[0], ranks, Guards(config.train.guards, None))
-    counts = counted.take()
+        train_step(engine, next(batches), settings, ranks, guards)
     engine.destroy()
-    return counts
+    return {"bytes": counted.num_bytes, "calls": counted.calls}
 
 
 def _pretend(ranks: int) -> None:

@@ -4,10 +4,8 @@ With a run, by name or file, it only prints: what a rank sends in a step and wha
 number of GPUs, and what GPUs that share contexts exchange. Every GPU has the same work whatever their number:
 ``--micro-batches`` of the run's micro-batch a step.
 
-Without a run it does this for RUNS, and checks the figures. Predicted bytes are compared with those that torch's
-dispatcher counts in real steps of tiny runs, with 1 to 4 processes and as the first of
-up to 4,096 on torch's fake process group. The data order of 100,000 shards is planned for every number of ranks. The
-result file is the source of the docs' tables (benchmarks/scaling/tables.py).
+Without a run it writes this for RUNS to the result file, the source of the tables of docs/clusters.md. The predicted
+bytes are compared with counted ones by tests/benchmarks/scaling/test_communication.py.
 
 Seconds of communication are not measured: ``--within`` and ``--between`` (bytes a second that a GPU sends within its
 host and to others) give a model of them without overlap and without latency.
@@ -18,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +28,7 @@ import torch
 
 from benchmarks.machine import about
 from benchmarks.report import check_output, new_parser, positive, write_result
-from benchmarks.scaling import communication, divided, order_at_scale
+from benchmarks.scaling import divided
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, num_calls, total_sent
 from benchmarks.scaling.zero_communication import Run
 from longstride.kernels import ConfigError
@@ -50,9 +47,6 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("music_1m_152m", "music_1m_152m", ()),
     ("music_65k, widened", "music_65k", ("model.width=4096", "model.heads=32", "model.layers=32")),
 )
-REAL_RANKS, FAKE_RANKS, FEW_BEYOND = (1, 2, 3, 4), (8, 64, 4096), 8
-ACCUMULATED = 8  # micro-batches, where what more of them cost is told
-SHARDS, LANES = 100_000, 4_096
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,12 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(run, list(changes))
         runs.append({"changes": list(changes), **scale(name, config, options.cards, options.micro_batches)})
         print(described(runs[-1], links) + "\n", flush=True)
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        order = order_at_scale.measure(Path(name), SHARDS, LANES, CARDS)
-        checks = check(Path(name), options.real, options.pretended)
     result = {**about(torch.device("cpu")), "deepspeed": importlib.metadata.version("deepspeed"), "runs": runs}
-    write_result(options, {**result, "checks": checks, "order": order})
-    return 1 if any(row["differences"] for row in checks) else 0
+    write_result(options, result)
+    return 0
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -94,9 +85,6 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--between", type=positive(float), default=25e9, help="and to other hosts")
     parser.add_argument("--cards-per-host", type=positive(int), default=8)
-    parser.add_argument("--real", type=int, nargs="*", default=REAL_RANKS, help="processes to count the bytes of")
-    parser.add_argument("--pretended", type=int, nargs="*", default=FAKE_RANKS, help="of which one is the first")
-    parser.add_argument("--folder", type=Path, default=None, help="for what is measured (default: the temporary one)")
     options = parser.parse_intermixed_args(arguments)
     if not options.run:
         check_output(parser, options, "scaling")
@@ -135,7 +123,6 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
                     "sent": total_sent(_of(collectives, DEEPSPEED), count),
                     "calls": sum(num_calls(collectives, DEEPSPEED).values()),
                     "own_sent": sum(total_sent(_of(collectives, OURS), count).values()),
-                    "resident_bytes": costs.resident(),
                     "peak_bytes": costs.peak(taken),
                 }
             )
@@ -149,16 +136,8 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
         "activation_checkpointing": train.activation_checkpointing,
         "activations": asdict(taken),
         "cards": rows,
-        "accumulated": [_accumulated(run, max(cards), stage) for stage in plan_memory.STAGES],
         "divided": [_shared(config, ranks, micro_batches) for ranks in divided.shares(config.model)],
-        "largest": largest(config),
     }
-
-
-def _accumulated(run: Run, cards: int, stage: int) -> dict[str, Any]:
-    """Compute the bytes that a rank sends in a step of several micro-batches."""
-    sent = total_sent(_of(run.step(cards, ACCUMULATED, stage), DEEPSPEED), cards)
-    return {"cards": cards, "stage": stage, "micro_batches": ACCUMULATED, "sent": sum(sent.values())}
 
 
 def _of(collectives: Sequence[Collective], owner: str) -> list[Collective]:
@@ -183,44 +162,6 @@ def _rows_sent(patterns: tuple[Pattern, ...], key_heads: int, context: int, sect
     return counts
 
 
-def largest(config: RunConfig) -> dict[str, int]:
-    """Compute how many GPUs a run's global batch keeps busy, and the global batch that 4,096 GPUs need."""
-    train, most = config.train, max(divided.shares(config.model))
-    return {
-        "global_batch": train.global_batch,
-        "cards": train.global_batch // train.micro_batch,
-        "cards_of_one_context": train.global_batch,
-        "cards_divided": train.global_batch * most,
-        "least_global_batch_of_4096": max(1, CARDS[-1] // most),
-        "bytes_of_a_step_on_4096": CARDS[-1] * config.model.context,
-    }
-
-
-def check(folder: Path, real: Sequence[int], pretended: Sequence[int]) -> list[dict[str, Any]]:
-    """Compare predicted and counted bytes of the grid of tiny runs, at every number of ranks."""
-    result = []
-    for ranks, fake in [*((count, False) for count in real), *((count, True) for count in pretended)]:
-        place = folder / f"ranks-{ranks}"
-        place.mkdir()
-        cases = communication.cases(ranks, few=ranks > FEW_BEYOND)
-        counted = communication.measured(cases, ranks, place, fake)
-        differing = [
-            line
-            for rank, of_rank in enumerate(counted)
-            for case, count in zip(cases, of_rank, strict=True)
-            for line in communication.differences(case, ranks, count, rank)
-        ]
-        rows = [
-            {"case": case["title"], "bytes": count["bytes"][DEEPSPEED]}
-            for case, count in zip(cases, counted[0], strict=True)
-        ]
-        print(
-            f"{ranks} {'pretended' if fake else 'real'} ranks: {len(cases)} cases, {len(differing)} differ", flush=True
-        )
-        result.append({"ranks": ranks, "fake": fake, "differences": differing, "cases": rows})
-    return result
-
-
 def described(result: dict[str, Any], links: Links) -> str:
     """Format a run for the terminal."""
     lines = [
@@ -241,12 +182,6 @@ def described(result: dict[str, Any], links: Links) -> str:
         peak = row["activations"]["peak"] / 2**30
         sent = "".join(f"{row[name] / 1e6:>24,.1f}" for name in ("heads_sent", "sent"))
         lines.append(f"  {row['ranks']:>26}{sent}{row['calls']:>14,}{peak:>12.2f}")
-    limits, least = result["largest"], result["largest"]["least_global_batch_of_4096"]
-    lines.append(
-        f"  its {limits['global_batch']:,} contexts a step keep {limits['cards_of_one_context']:,} cards busy, "
-        f"{limits['cards_divided']:,} that share contexts; 4,096 cards take "
-        f"{limits['bytes_of_a_step_on_4096']:,} bytes a step, or {least:,} contexts that they share"
-    )
     lines.append(
         f"  modelled: {links.within / 1e9:g} GB/s within {links.cards_per_host} cards, {links.between / 1e9:g} GB/s "
         "a card between hosts, nothing overlapped"

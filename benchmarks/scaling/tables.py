@@ -1,56 +1,21 @@
-"""The tables of docs/clusters.md, made from the file that benchmarks/scaling/scaling.py writes.
-
-`python benchmarks/scaling/tables.py` writes them into the page and redraws the picture. A test checks that they agree.
-"""
+"""The tables of docs/clusters.md and its picture, from result files of scaling.py and training/divided_memory.py."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+from benchmarks.report import markdown
 
-from benchmarks.report import RESULTS, markdown, replaced
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
-BEGIN, END = (f"<!-- made by benchmarks/scaling/tables.py: {word} -->" for word in ("begin", "end"))
-MEMORY_BEGIN, MEMORY_END = (mark.replace("tables.py", "tables.py, memory") for mark in (BEGIN, END))
 SHOWN_CARDS = 64
 SHOWN_SHARE = 4
 SHOWN_RANKS = (1, 8, 64, 512, 4096)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Rewrite the page if it differs."""
-    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
-    path, memory = results()
-    result = json.loads(path.read_text())
-    plot(result, path.with_suffix(".png"))
-    page = with_tables(PAGE.read_text(), result, path.with_suffix(".png").name)
-    PAGE.write_text(with_memory(page, json.loads(memory.read_text())))
-    return 0
-
-
-def results() -> tuple[Path, Path]:
-    """Return the result files of scaling.py and of benchmarks/training/divided_memory.py."""
-    (scaling,), (memory,) = (RESULTS.glob(f"{name}-*.json") for name in ("scaling", "divided-memory"))
-    return scaling, memory
-
-
-def with_tables(page: str, result: dict[str, Any], picture: str) -> str:
-    """Return the page's text with its tables made from the result file."""
-    parts = [zero_table(result), f"![bytes and memory by cards](../benchmarks/results/{picture})\n"]
-    parts += [divided_table(result), checks_lines(result), order_line(result)]
-    return replaced(page, BEGIN, "\n".join(parts), END)
-
-
-def with_memory(page: str, result: dict[str, Any]) -> str:
-    """Return the page's text with the measured memory of divided contexts."""
-    return replaced(page, MEMORY_BEGIN, memory_table(result), MEMORY_END)
+def tables(result: dict[str, Any]) -> str:
+    """Format the tables of runs on many cards."""
+    picture = f"![bytes and memory by cards](../benchmarks/results/{result['name']}.png)\n"
+    return "\n".join([zero_table(result), picture, divided_table(result)])
 
 
 def zero_table(result: dict[str, Any]) -> str:
@@ -108,35 +73,6 @@ def memory_table(result: dict[str, Any]) -> str:
     return f"{title}\n{markdown(titles, lines)}"
 
 
-def checks_lines(result: dict[str, Any]) -> str:
-    """Describe the measurements that the predictions were compared with."""
-    real, fake = (
-        ", ".join(f"{x['ranks']:,}" for x in result["checks"] if x["fake"] == is_fake) for is_fake in (False, True)
-    )
-    count, differing = (sum(len(check[key]) for check in result["checks"]) for key in ("cases", "differences"))
-    return (
-        f"**Checked** on {result['device']}, torch {result['torch']}, DeepSpeed "
-        f"{result['deepspeed']}, {result['date']}: at {real} real processes over gloo, and as the first of "
-        f"{fake} on a process group that sends nothing. Of {count} cases, {differing} differ from the "
-        "prediction by a byte or a call.\n"
-    )
-
-
-def order_line(result: dict[str, Any]) -> str:
-    """Describe the cost of the order of a set of many shards."""
-    order = result["order"]
-    rows = [row for row in order["ranks"] if row["ranks"] in SHOWN_RANKS]
-    times = ", ".join(f"{row['seconds_per_rank'] * 1e3:,.1f}" for row in rows)
-    ranks = ", ".join(f"{row['ranks']:,}" for row in rows)
-    verb = "are" if all(row["equal"] for row in rows) else "are NOT"
-    return (
-        f"**The data order** of {order['shards']:,} shards: an epoch's permutation takes "
-        f"{order['permuted_seconds'] * 1e3:.0f} ms. A rank then finds its contexts of {len(order['steps_compared'])} "
-        f"steps, {order['global_batch']:,} contexts a step, in {times} ms with {ranks} ranks. Their contexts together "
-        f"{verb} those of one process. See also the [start](data/order.md#loader-speed).\n"
-    )
-
-
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draw a column for each run: bytes that a rank sends, and memory of a GPU, over GPUs; a line for each stage."""
     import matplotlib
@@ -166,7 +102,3 @@ def plot(result: dict[str, Any], path: Path) -> None:
     panels[0][0].legend(frameon=False, fontsize=9, loc="lower right")
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The benchmark of what makes far copying form: its runs go on from one another, and its page has its result files."""
+"""The benchmark of what makes far copying form: its runs go on from one another."""
 
 from __future__ import annotations
 

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from benchmarks import lessons, readme_table, recipe, systems
-from benchmarks.paper import tables as paper_tables
-from benchmarks.report import RESULTS
-from tests.harness.runs import ROOT
+from benchmarks import reach
+from benchmarks.tables import REACH_PICTURE, ROOT, TABLES, Table, main, results
 
 Result = dict[str, Any]
 
 
-def committed(stem: str) -> Result:
-    """Return the one result file of a benchmark."""
-    (path,) = RESULTS.glob(f"{stem}-*.json")
-    result: Result = json.loads(path.read_text())
-    return result
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.name} of {table.page}")
+def test_a_page_has_the_table_of_its_result_files(table: Table) -> None:
+    page = (ROOT / table.page).read_text()
+    assert table.replaced(page) == page, "run python benchmarks/tables.py"
 
 
-def page(name: str) -> str:
-    """Return a document."""
-    return (ROOT / name).read_text()
+def test_a_table_replaces_what_stood_between_its_marks() -> None:
+    begin = "<!-- cats: made by benchmarks/tables.py -->"
+    page = Table("page.md", "cats", lambda: "new\n").replaced(f"before {begin}\nold\n<!-- end --> <!-- end -->")
+    assert page == f"before {begin}\nnew\n<!-- end --> <!-- end -->"
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("README.md", lambda _: readme_table.with_tables(readme_table.README)),
-        ("docs/kernels.md", lambda _: readme_table.with_tables(readme_table.DETAILS)),
-        ("docs/recipes.md", recipe.with_table),
-        ("docs/recipes.md", lessons.with_tables),
-        ("docs/systems.md", systems.with_table),
-        (
-            "docs/results.md",
-            lambda text: paper_tables.with_tables(text, paper_tables.result_files(RESULTS)),
-        ),
-    ],
-)
-def test_a_page_has_the_tables_that_its_script_makes(name: str, make: Callable[[str], str]) -> None:
-    assert make(page(name)) == page(name)
+def test_pictures_are_there_and_reach_is_drawn_from_its_results() -> None:
+    assert all((ROOT / f"benchmarks/results/{result['name']}.png").is_file() for result in results("paper", "scaling"))
+    assert REACH_PICTURE.read_text() == reach.drawing(results("reach")[-1])
+
+
+def test_an_unknown_table_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["cats"])
+    assert "cats: must be one of attention, " in capsys.readouterr().err.splitlines()[-1]
 
 
 def data_rows(result: Result) -> list[list[str]]:
@@ -55,12 +44,10 @@ def data_rows(result: Result) -> list[list[str]]:
     return [["MB/s", *readers], *rows]
 
 
-def test_a_page_has_the_rows_of_the_loader_s_speed() -> None:
-    for cells in data_rows(committed("data")):
-        assert f"| {' | '.join(cells)} |" in page("docs/data/order.md")
-
-
-def test_the_start_of_many_shards_is_told() -> None:
-    start, text = committed("data")["start"], page("docs/data/order.md")
-    assert f"{start['shards']:,} shards" in text and f"{start['opened_seconds']:.1f} s" in text
-    assert f"{start['memory_bytes'] / 1e6:.0f} MB" in text
+def test_the_page_of_the_loader_s_speed_has_its_results() -> None:
+    (result,), page = results("data"), (ROOT / "docs/data/order.md").read_text()
+    for cells in data_rows(result):
+        assert f"| {' | '.join(cells)} |" in page
+    start = result["start"]
+    assert f"{start['shards']:,} shards" in page and f"{start['opened_seconds']:.1f} s" in page
+    assert f"{start['memory_bytes'] / 1e6:.0f} MB" in page

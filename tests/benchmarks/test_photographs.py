@@ -1,8 +1,6 @@
-"""The benchmark of photographs: its crops are split by place, its patterns are valid, and its page has its results."""
+"""The benchmark of photographs: its crops are split by place and its patterns are valid."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
@@ -31,10 +29,3 @@ def test_crops_for_training_and_those_held_out_share_no_pixel(monkeypatch: pytes
 def test_every_pattern_is_valid_for_the_preset(name: str) -> None:
     model = preset("pictures_miniature")["model"]
     assert ModelConfig.model_validate(model | {"attention": photographs.PATTERNS[name]}).context == 3_072
-
-
-def test_the_page_has_the_table_of_the_result_files() -> None:
-    page = photographs.PAGE.read_text()
-    assert photographs.with_table(page) == page
-    paths = sorted(photographs.RESULTS.glob("photographs-*.json"))
-    assert paths and all(row["bits"] > 0 for path in paths for row in json.loads(path.read_text())["rows"])

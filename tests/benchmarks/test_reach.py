@@ -1,4 +1,4 @@
-"""The benchmark of reach: its tasks can be solved as it says, its runs learn, and its page has its result files."""
+"""The benchmark of reach: its tasks can be solved as it says, and its runs learn."""
 
 from __future__ import annotations
 
@@ -177,9 +177,3 @@ def test_a_picture_has_a_point_and_a_label_for_each_pattern() -> None:
     ElementTree.fromstring(drawing)
     assert drawing.count("<circle") == 3
     assert drawing.count(">dense</text>") == 2
-
-
-def test_the_page_and_the_picture_have_the_result_files() -> None:
-    results, page = reach.result_files(), reach.PAGE.read_text()
-    assert reach.with_tables(page, results) == page
-    assert reach.PICTURE.read_text() == reach.drawing(results[-1])

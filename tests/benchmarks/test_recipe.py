@@ -1,4 +1,4 @@
-"""The ladder of recipes: its rows are configurations that train, and its page says what the result files say."""
+"""The ladder of recipes: its rows are configurations that train."""
 
 from __future__ import annotations
 

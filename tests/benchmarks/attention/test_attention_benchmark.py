@@ -11,7 +11,7 @@ from benchmarks import machine
 from benchmarks.attention import attention, gate
 from benchmarks.attention.cases import NAMES
 from benchmarks.attention.figures import PHASES
-from benchmarks.readme_table import tables_of
+from benchmarks.attention.tables import tables_of
 
 TINY = [
     "--device",

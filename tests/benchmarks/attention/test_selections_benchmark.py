@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.attention import selections
 from benchmarks.attention.figures import PHASES
-from benchmarks.readme_table import selections_table
+from benchmarks.attention.tables import selections_table
 
 
 def test_one_command_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.tables import BEGIN, END, order_line, plot, result_files, table_2, table_3, with_tables
+from benchmarks.paper.tables import order_line, plot, table_2, table_3
 
 
 def run(pattern: str, seed: int, bits: float, seconds: float, dataset: str = "text") -> dict[str, Any]:
@@ -70,17 +69,6 @@ def test_the_order_is_told_as_it_came_out() -> None:
 def test_minimum_contexts_have_a_row_each() -> None:
     lines = table_3(results()).splitlines()
     assert lines[-2:] == ["| 0 | 3.0000 (3.0000–3.0000) | 2 |", "| 32 | 3.0000 (3.0000–3.0000) | 2 |"]
-
-
-def test_the_page_takes_every_file_but_tiny_ones(tmp_path: Path) -> None:
-    for name, size in (("paper-one.json", "small"), ("paper-two.json", "tiny"), ("other.json", "small")):
-        (tmp_path / name).write_text(json.dumps(results(size)))
-    (path,) = result_files(tmp_path)
-    assert path.name == "paper-one.json"
-    page = with_tables(f"before {BEGIN}\nold\n{END} after", [path])
-    assert page.startswith("before ") and page.endswith(" after") and "old" not in page
-    assert "results/paper-one.png" in page and with_tables(page, [path]) == page
-    assert "Not measured yet" in with_tables(page, [])
 
 
 def test_the_picture_has_a_line_and_a_dot_a_run_and_a_line_of_their_mean(tmp_path: Path, monkeypatch) -> None:

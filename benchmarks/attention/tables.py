@@ -1,58 +1,27 @@
-"""The tables of attention in README.md and docs/kernels.md, made from the files in benchmarks/results/.
-
-`python benchmarks/readme_table.py` writes both; a test checks that they agree. The README has one table with a column
-for each result file, for its first head width. docs/kernels.md has more columns for GPUs, and tables of selections.
-"""
+"""Tables of attention: one of all devices in README.md; more columns for GPUs, and selections, in docs/kernels.md."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from benchmarks.attention.figures import PHASES
+from benchmarks.report import DASH, markdown
 
-from benchmarks.report import RESULTS, markdown, replaced
-
-ROOT = Path(__file__).resolve().parents[1]
-README, DETAILS = ROOT / "README.md", ROOT / "docs" / "kernels.md"
-BEGIN, END = "<!-- made by benchmarks/readme_table.py: begin -->", "<!-- end -->"
 SHOWN_CONTEXT = 12_288
-PHASES = ("forward", "backward", "both")
 GPU_COLUMNS = ("× FlexAttention forward", "× FlexAttention both", "of ideal forward", "of ideal backward")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Rewrite both pages if they differ."""
-    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
-    for page in (README, DETAILS):
-        page.write_text(with_tables(page))
-    return 0
-
-
-def with_tables(page: Path) -> str:
-    """Return a page's text with its tables made from the result files."""
-    files = [json.loads(path.read_text()) for path in attention_files()]
-    gpus = [result for result in files if on_gpu(result)]
-    tables = [summary(files)] if page == README else [table for result in gpus for table in tables_of(result)]
-    if page == DETAILS:
-        tables += [selections_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("selections-*.json"))]
-    return replaced(page.read_text(), BEGIN, "\n".join(tables), END)
-
-
-def attention_files() -> list[Path]:
-    """List the results of every device: the cases with bars, which GPUs have, before whole grids."""
-    return [*sorted(RESULTS.glob("bars-*.json")), *sorted(RESULTS.glob("attention-*.json"))]
+def details(results: list[dict[str, Any]]) -> str:
+    """Make the tables of GPUs, and those of selections."""
+    selections = [selections_table(result) for result in results if "growth" in result]
+    return "\n".join([*(text for result in results if on_gpu(result) for text in tables_of(result)), *selections])
 
 
 def tables_of(result: dict[str, Any]) -> list[str]:
     """Format one GPU's tables at the shown context, one for each measured head width and dtype."""
     cases: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for row in result["timings"]:
-        if row["context"] == SHOWN_CONTEXT:
+        if "pattern" in row and row["context"] == SHOWN_CONTEXT:
             cases.setdefault((row["head_width"], row["dtype"]), []).append(row)
     return [table(result, rows) for rows in cases.values()]
 
@@ -132,8 +101,4 @@ def kernels_of(row: dict[str, Any]) -> str:
 
 def shown(value: float | None, form: str = "{:.1f}×") -> str:
     """Format a number, or a dash if it was not measured."""
-    return "–" if value is None else form.format(value)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return DASH if value is None else form.format(value)

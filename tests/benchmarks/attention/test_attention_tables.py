@@ -1,16 +1,10 @@
-"""README and docs/kernels.md say what the result files say."""
+"""Tables of attention say what result files say."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.readme_table import (
-    DETAILS,
-    SHOWN_CONTEXT,
-    summary,
-    tables_of,
-    with_tables,
-)
+from benchmarks.attention.tables import SHOWN_CONTEXT, summary, tables_of
 
 
 def timing(context: int = SHOWN_CONTEXT, head_width: int = 64, dtype: str = "float32") -> dict[str, Any]:
@@ -22,11 +16,6 @@ def timing(context: int = SHOWN_CONTEXT, head_width: int = 64, dtype: str = "flo
 
 def results(*timings: dict[str, Any]) -> dict[str, Any]:
     return {"device": "A card", "threads": 1, "torch": "2", "date": "2026-01-01", "timings": list(timings)}
-
-
-def test_only_gpus_have_tables_with_all_columns() -> None:
-    text = with_tables(DETAILS)
-    assert text.count("| of ideal backward |") == 1 and text.index("NVIDIA") < text.index("| of ideal backward |")
 
 
 def test_the_readme_has_one_table_with_a_column_for_each_device() -> None:
