@@ -236,8 +236,8 @@ part_6() {
   # A seed of both data sets before the next: what the time limit cuts off are seeds.
   local options=(--size real --time-limit 470) absent
   [ -z "$REHEARSE" ] || options=(--size tiny --seeds 1 --text "$ROOT/docs")
-  absent="$(missing webdataset braceexpand yaml PIL matplotlib pydantic pydantic_core annotated_types \
-    typing_extensions)"
+  absent="$(missing deepspeed hjson msgpack ninja packaging psutil cpuinfo einops safetensors tqdm webdataset \
+    braceexpand yaml PIL matplotlib pydantic pydantic_core annotated_types typing_extensions)"
   if [ -n "$absent" ]; then
     skip paper "it needs $absent; --wheels installs it"
     FAILED=1

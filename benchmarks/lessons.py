@@ -9,8 +9,6 @@ Rows are written as they finish; a second call trains only the missing ones.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -21,11 +19,12 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
+from benchmarks.learner import Learner
 from benchmarks.machine import about
 from benchmarks.reach_tasks import SYMBOLS, TASKS, Task, repeated
-from benchmarks.reach_training import Learner, best_device, score, solved_at
+from benchmarks.reach_training import best_device, new_learner, score, solved_at
 from benchmarks.recipe import changed, preset
-from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, rounded, write_json
+from benchmarks.report import DASH, append_row, has_row, markdown, new_parser, open_rows, rounded
 from longstride.launcher.config import TrainConfig
 
 DENSE, MOBA = {"type": "dense"}, {"type": "moba", "block": 2, "top": 16}
@@ -75,7 +74,7 @@ class Pupil:
         for number in range(steps):
             seed = (self.seed, task.context, self.steps + number)
             tokens, scored = task.batch(seed, task.context, STEP_BYTES // task.context)
-            nats = self.learner.step(tokens, (self.steps + number) / SETTINGS["steps"])
+            nats = self.learner.step(tokens, self.steps + number)
             curve.append(float(nats[scored].mean()) / math.log(2))
             if until_solved and solved_at(curve, task.floor) is not None:
                 break
@@ -85,7 +84,7 @@ class Pupil:
     def use(self, context: int, attention: dict[str, Any]) -> None:
         """Make the network of a context and an attention, with the present weights and state of the optimiser."""
         content = self.model | {"context": context, "attention": [{"type": "local", "window": self.window}, attention]}
-        before, self.learner = self.learner, Learner(content, self.train, best_device())
+        before, self.learner = self.learner, new_learner(content, self.train)
         if before is not None:
             self.learner.load(before.state())
 
@@ -113,22 +112,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    measure(options, options.output or RESULTS / cpu_file("lessons"))
-    return 0
-
-
-def measure(options: argparse.Namespace, output: Path) -> None:
-    """Measure all missing rows, and write the file after each."""
-    result = about(best_device()) | {"threads": 1, "rows": []}
-    if output.exists() and not options.overwrite:
-        result = json.loads(output.read_text())
+    open_rows(options, "lessons", about(best_device()) | {"threads": 1})
     for seed in range(options.seeds):
         for name in CHANGES:
-            key = {"name": name, "seed": seed}
-            if not any(key.items() <= row.items() for row in result["rows"]):
-                result["rows"].append(key | change_row(name, seed))
-                write_json(output, result)
-                print(json.dumps(result["rows"][-1]), flush=True)
+            row = {"name": name, "seed": seed}
+            if not has_row(options.output, row):
+                append_row(options.output, row | change_row(name, seed))
+    return 0
 
 
 def table(result: dict[str, Any]) -> str:
@@ -136,7 +126,7 @@ def table(result: dict[str, Any]) -> str:
 
     def cells(name: str, key: str, form: str) -> str:
         rows = [row[key] for row in result["rows"] if row["name"] == name]
-        return ", ".join("–" if value is None else format(value, form) for value in rows)
+        return ", ".join(DASH if value is None else format(value, form) for value in rows)
 
     columns = (("lesson", "d"), ("dense", ".2f"), ("moba", ".2f"))
     lines = [[name, *(cells(name, *column) for column in columns)] for name in CHANGES]

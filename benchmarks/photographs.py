@@ -10,7 +10,6 @@ Rows are written to the result file as they finish. A second call continues the 
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -25,11 +24,11 @@ import numpy as np
 import torch
 
 from benchmarks.machine import about
-from benchmarks.reach import TRAIN, append
+from benchmarks.reach import TRAIN
 from benchmarks.reach_tasks import Example, Task
 from benchmarks.reach_training import Stage, best_device, score, trained
 from benchmarks.recipe import preset
-from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, rounded, write_json
+from benchmarks.report import append_row, has_row, markdown, new_parser, open_rows, rounded
 from longstride.kernels import num_pairs
 
 EDGE, ROW = 32, 96  # pixels and bytes of a row
@@ -57,17 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
         photographs()
     except ImportError as error:
         parser.error(f"{error}; pip install scikit-image scikit-learn")
-    output = options.output or RESULTS / cpu_file("photographs")
-    if options.overwrite or not output.exists():
-        write_json(output, about(best_device()) | {"threads": 1, "rows": []})
+    open_rows(options, "photographs", about(best_device()) | {"threads": 1})
     torch.set_num_threads(1)
     for seed in options.seeds:
         for name in options.patterns:
             row = {"pattern": name, "seconds": options.seconds, "seed": seed}
-            if not any(row.items() <= before.items() for before in json.loads(output.read_text())["rows"]):
-                row |= measure(PATTERNS[name], options.seconds, seed)
-                append(output, row)
-                print(json.dumps(row), flush=True)
+            if not has_row(options.output, row):
+                append_row(options.output, row | measure(PATTERNS[name], options.seconds, seed))
     return 0
 
 

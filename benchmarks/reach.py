@@ -17,10 +17,9 @@ Rows are written to the result file as they finish. A second call continues the 
 from __future__ import annotations
 
 import argparse
-import fcntl
+import itertools
 import json
 import multiprocessing
-import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,13 +37,15 @@ from benchmarks.reach_picture import Point, picture
 from benchmarks.reach_tasks import LESSON_CONTEXT, TASKS, Task, lesson_of, version_folders
 from benchmarks.reach_training import CLOCK_STEPS, Progress, Stage, best_device, score, solved_at, trained
 from benchmarks.recipe import changed, preset
-from benchmarks.report import RESULTS, cpu_file, markdown, new_parser, rounded, write_json
+from benchmarks.report import append_row, has_row, markdown, new_parser, open_rows, positive, rounded
 from longstride.kernels import ConfigError
 from longstride.sparse_model import ModelConfig
 
 WINDOW = {"type": "local", "window": 128}  # of the first layer
 NARROW = {"type": "local", "window": 8}  # of the first layer, in look-ups
 SHORT_CONTEXT = 512
+STEP_BYTES = 4_096
+EVALUATED = 12  # held-out contexts
 WARMUP_SHARE = 0.03
 # Unlike the demo's: logits of normalised queries and keys are at most √128, too few to find one key among thousands.
 # Slow rotations let what is learned in short contexts reach far.
@@ -60,22 +61,6 @@ TRAIN = {
     "betas": [0.9, 0.95],
     "warmup_steps": round(WARMUP_SHARE * CLOCK_STEPS),
     "schedule": {"type": "wsd", "decay_fraction": 0.5},
-}
-
-
-class Size(NamedTuple):
-    """How long and how large runs are."""
-
-    seconds: tuple[float, ...]  # of the lesson, the short contexts and the long ones
-    seeds: int
-    step_bytes: int
-    evaluated: int  # held-out contexts
-    changes: dict[str, Any]  # of the model
-
-
-SIZES = {
-    "small": Size((8.0, 6.0, 4.0), 1, 4_096, 12, {}),
-    "large": Size((60.0, 240.0, 300.0), 3, 65_536, 64, {"layers": 4, "width": 512, "heads": 4}),
 }
 DENSE: Mapping[str, Any] = {"type": "dense"}
 
@@ -120,48 +105,42 @@ PATTERNS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = new_parser(__doc__)
-    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS), metavar="PATTERN")
-    parser.add_argument("--seconds", nargs=3, type=float, metavar="S", help="of the lesson, short and long contexts")
-    parser.add_argument("--seeds", type=int, help="instead of the size's")
+    parser.add_argument(
+        "--seconds",
+        type=positive(float),
+        nargs=3,
+        metavar="S",
+        default=[9.0, 17.0, 12.0],
+        help="of the lesson, short and long contexts",
+    )
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--context", type=int, help="instead of the task's")
     parser.add_argument("--parallel", type=int, default=2, help="trainings at once, each on a core of its own")
     options = parser.parse_args(arguments)
-    size = SIZES[options.size]
-    size = size._replace(seconds=tuple(options.seconds or size.seconds), seeds=options.seeds or size.seeds)
-    if min(size.seconds) <= 0:
-        parser.error(f"--seconds={size.seconds}: must be more than 0; such as 9 17 10")
-    options.output = options.output or RESULTS / cpu_file("reach")
-    measure(options, size)
+    versions = [path.name for path in version_folders()]
+    open_rows(options, "reach", about(best_device()) | {"threads": 1, "versions": versions})
+    processes = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.parallel, processes, torch.set_num_threads, (1,)) as pool:
+        units = itertools.product(range(options.seeds), options.tasks)
+        futures = [pool.submit(run_unit, task, seed, options.patterns, options) for seed, task in units]
+        for future in futures:
+            future.result()
     return 0
 
 
-def measure(options: argparse.Namespace, size: Size) -> None:
-    """Train all missing rows, and write the result file after each."""
-    if options.overwrite or not options.output.exists():
-        result = about(best_device()) | {"threads": 1}
-        write_json(options.output, result | {"versions": [path.name for path in version_folders()], "rows": []})
-    units = [(task, seed) for seed in range(size.seeds) for task in options.tasks]
-    processes = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.parallel, processes, torch.set_num_threads, (1,)) as pool:
-        futures = [pool.submit(run_unit, *unit, options.patterns, size, options) for unit in units]
-        for future in futures:
-            future.result()
-
-
-def run_unit(task_name: str, seed: int, names: Sequence[str], size: Size, options: argparse.Namespace) -> None:
+def run_unit(task_name: str, seed: int, names: Sequence[str], options: argparse.Namespace) -> None:
     """Train the rows of a task and seed that the result file lacks. Those with equal first stages share them."""
     task = TASKS[task_name]
     context = options.context or task.context
     beginnings: dict[str, list[Progress]] = {}
     for name in names:
-        row = {"task": task_name, "context": context, "pattern": name, "size": options.size, "seed": seed}
-        row["seconds"] = list(size.seconds)
-        if any(row.items() <= before.items() for before in json.loads(options.output.read_text())["rows"]):
+        row = {"task": task_name, "context": context, "pattern": name, "seed": seed, "seconds": options.seconds}
+        if has_row(options.output, row):
             continue
         try:
-            *first, last = stages(task, context, PATTERNS[name], size)
+            *first, last = stages(task, context, PATTERNS[name], options.seconds)
             ModelConfig.model_validate(last.model)
         except ConfigError as error:
             print(f"{name}: skipped: {error}", flush=True)
@@ -180,19 +159,18 @@ def run_unit(task_name: str, seed: int, names: Sequence[str], size: Size, option
             "seconds_per_step": [rounded(part.seconds_per_step) for part in parts],
             "pairs": sum(mixer.work(context, 1).pairs for mixer in network.mixers[1:]),
             "solved_at": solved_at(end.curve, task.floor),
-        } | score(task, network, size.evaluated)
-        append(options.output, row)
-        print(json.dumps(row), flush=True)
+        } | score(task, network, EVALUATED)
+        append_row(options.output, row)
 
 
-def stages(task: Task, context: int, pattern: Pattern, size: Size) -> list[Stage]:
+def stages(task: Task, context: int, pattern: Pattern, seconds: Sequence[float]) -> list[Stage]:
     """Return the stages of a run: the lesson, short contexts of a text, and long contexts.
 
     If the distance is always the same, there are only long contexts, and the network is the demo's.
     """
-    lesson, short, long = size.seconds
+    lesson, short, long = seconds
     demo, ngrams, window = preset("demo")["model"], {}, WINDOW
-    model = changed(demo, {"ngrams": None, "layers": 2}) | size.changes
+    model = changed(demo, {"ngrams": None, "layers": 2})
     if task.floor is None:
         model, ngrams = model | MODEL, {"ngrams": demo["ngrams"] | {"rows": TABLE_ROWS}}
     elif task.varies:  # without rotations, and with a window that the lesson exceeds, copying reaches far at once
@@ -202,24 +180,13 @@ def stages(task: Task, context: int, pattern: Pattern, size: Size) -> list[Stage
         content = model | tables | {"context": context, "attention": [window, attention]}
         if attention["type"] == "lsh":  # has keys of unit length
             content["query_key_norm"] = False
-        return Stage(task, content, max(1, size.step_bytes // context), seconds)
+        return Stage(task, content, max(1, STEP_BYTES // context), seconds)
 
     if not task.varies:
         return [stage(task, context, lesson + long, pattern.long, {})]
     first = stage(lesson_of(task), LESSON_CONTEXT, lesson, pattern.short, {})
     middle = [stage(task, SHORT_CONTEXT, short, pattern.short, ngrams)] if ngrams else []
     return [first, *middle, stage(task, context, long, pattern.long, ngrams)]
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row to a result file, which several processes may extend at once."""
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        result = json.loads(path.read_text())
-        write_json(path, result | {"rows": [*result["rows"], row]})
-    finally:
-        os.close(folder)
 
 
 Rows = dict[str, list[dict[str, Any]]]  # by pattern

@@ -11,26 +11,19 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
+from benchmarks.learner import Learner
 from benchmarks.machine import synchronize
 from benchmarks.reach_tasks import Task
 from longstride.kernels.backends import has_bf16_products
 from longstride.launcher.config import TrainConfig
-from longstride.launcher.engine import parameter_groups, prepare_accelerator
-from longstride.launcher.engine.muon import Muon, matrices_in
-from longstride.launcher.engine.optimizer import MATRICES, make_optimizer, rate_factor
-from longstride.launcher.engine.states import MOMENTUM, Slice, Vector
-from longstride.launcher.engine.tables import Tables
-from longstride.launcher.ranks import Ranks
+from longstride.launcher.engine import prepare_accelerator
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 CLOCK_STEPS = 10_000  # that a run's time is divided into, for the schedule of the rate
-LARGEST_NORM = 1.0  # of the gradient
 SOLVED_BITS = 0.05  # above the floor
 SOLVED_STEPS = 8  # over which training bits are averaged
 SECTIONS = 8  # of a context, for the loss by position
@@ -44,75 +37,6 @@ class Stage(NamedTuple):
     model: dict[str, Any]
     batch: int  # contexts in a step
     seconds: float
-
-
-class Learner:
-    """A network and its optimiser, with fp32 masters of its weights."""
-
-    def __init__(self, model: dict[str, Any], train: TrainConfig, device: torch.device) -> None:
-        """Draw the weights."""
-        prepare_accelerator()
-        half = device.type != "cpu" or has_bf16_products()
-        torch.manual_seed(train.seed)
-        self.network = SparseTransformer(ModelConfig.model_validate(model))
-        self.train, self.tables = train, None
-        if self.network.embedding.ngrams is not None:
-            self.tables = Tables(self.network.embedding.ngrams, train, Ranks(), sharded=False)
-        self.network.to(device, torch.bfloat16 if half else torch.float32)
-        self.weights = dict(self.network.named_parameters())
-        self.masters = {name: nn.Parameter(weight.detach().float()) for name, weight in self.weights.items()}
-        groups = parameter_groups(self.network, split=train.optimizer is not None)
-        self.optimizer = make_optimizer(self.masters, groups, train, half=half)
-        self.rates = [train.rate_of(group.get("part")) for group in self.optimizer.param_groups]
-        if isinstance(self.optimizer, Muon):
-            roles = self.network.parameter_roles().items()
-            matrices = {
-                name: matrices_in(self.masters[name].shape, role.rows) for name, role in roles if role.part == MATRICES
-            }
-            vectors = [
-                Vector(self.masters[name], (MOMENTUM,), ((Slice(name, 0, 0, self.masters[name].numel()),),))
-                for name in matrices
-            ]
-            self.optimizer.lay_out(vectors, matrices, device)
-
-    def state(self) -> dict[str, Any]:
-        """Return a copy of the weights, the optimiser's state and the tables."""
-        content = {"masters": self.masters, "optimizer": self.optimizer.state_dict()}
-        return deepcopy(content | ({} if self.tables is None else {"tables": self.tables.share()}))
-
-    @torch.no_grad()
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another network whose parameters have the same names and shapes.
-
-        It may lack n-gram tables, whose rows then stay zero.
-        """
-        assert self.masters.keys() == state["masters"].keys()
-        for name, master in self.masters.items():
-            self.weights[name].copy_(master.copy_(state["masters"][name]))
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.tables is not None and "tables" in state:
-            self.tables.fill(0, 1, state["tables"], None)
-
-    def step(self, tokens: Tensor, share: float) -> Tensor:
-        """Take a step when ``share`` of the run is over; return the nats (B, N) of its bytes."""
-        nats, auxiliary, statistics = self.network(tokens, return_nats=True, return_extras=True)
-        (nats.mean() if auxiliary is None else nats.mean() + auxiliary).backward()
-        for name, master in self.masters.items():
-            gradient, self.weights[name].grad = self.weights[name].grad, None
-            master.grad = None if gradient is None else gradient.float()
-        nn.utils.clip_grad_norm_(self.masters.values(), LARGEST_NORM)
-        number = min(round(share * CLOCK_STEPS), CLOCK_STEPS - 1)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * rate_factor(self.train, number)
-        self.optimizer.step()
-        with torch.no_grad():
-            for name, master in self.masters.items():
-                self.weights[name].copy_(master)
-        if self.tables is not None:
-            self.tables.step(number, 1.0)
-        for part, total in zip(self.network.observers, statistics, strict=True):
-            part.observe(total.detach().double())
-        return nats.detach()
 
 
 class Progress(NamedTuple):
@@ -135,7 +59,7 @@ def trained(
     """
     device = best_device()
     train = TrainConfig.model_validate(settings | {"output": "none", "seed": seed, "steps": CLOCK_STEPS})
-    learner, spent = Learner(stage.model, train, device), 0.0
+    learner, spent = new_learner(stage.model, train), 0.0
     if before is not None:
         learner.load(before.state)
         spent = before.seconds
@@ -146,11 +70,20 @@ def trained(
         context = stage.model["context"]
         tokens, scored = stage.task.batch((seed, context, len(times)), context, stage.batch)
         begin = clock(device)
-        nats = learner.step(tokens.to(device), spent / seconds)
+        number = min(round(spent / seconds * CLOCK_STEPS), CLOCK_STEPS - 1)
+        nats = learner.step(tokens.to(device), number)
         times.append(clock(device) - begin)
         spent += times[-1]
         curve.append(float(nats[scored.to(device)].mean()) / math.log(2))
     return learner.network.eval(), Progress(learner.state(), spent, end, len(times), statistics.median(times), curve)
+
+
+def new_learner(model: dict[str, Any], train: TrainConfig) -> Learner:
+    """Draw a network in this machine's best precision."""
+    prepare_accelerator()
+    device = best_device()
+    half = device.type != "cpu" or has_bf16_products()
+    return Learner(ModelConfig.model_validate(model), train, device, torch.bfloat16 if half else torch.float32)
 
 
 def best_device() -> torch.device:

@@ -1,10 +1,12 @@
-"""Result files: their place, how they are written, and how their numbers are rounded and shown."""
+"""Result files: their place, how they are written and continued, and how their numbers are rounded and shown."""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,11 +46,6 @@ def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
     return number
 
 
-def cpu_file(stem: str) -> str:
-    """Return the name of a result file of this machine's CPU."""
-    return f"{stem}-{slug(torch.device('cpu'))}.json"
-
-
 def check_output(parser: argparse.ArgumentParser, options: argparse.Namespace, stem: str) -> None:
     """Set `options.output`. Exit if it cannot be written, or exists and must not be replaced."""
     options.output = options.output or RESULTS / f"{stem}-{slug(torch.device(getattr(options, 'device', 'cpu')))}.json"
@@ -70,6 +67,33 @@ def write_result(options: argparse.Namespace, content: dict[str, Any]) -> None:
     """Write the result file and print its name."""
     write_json(options.output, content)
     print(f"\nwrote {options.output}")
+
+
+def open_rows(options: argparse.Namespace, stem: str, facts: dict[str, Any]) -> None:
+    """Begin the result file of a benchmark that writes rows as they finish, or continue an earlier one.
+
+    Sets `options.output`: by default a file of ``stem`` and this machine's CPU.
+    """
+    options.output = options.output or RESULTS / f"{stem}-{slug(torch.device('cpu'))}.json"
+    if options.overwrite or not options.output.exists():
+        write_json(options.output, facts | {"rows": []})
+
+
+def has_row(path: Path, key: dict[str, Any]) -> bool:
+    """Whether a row of the file has these values."""
+    return any(key.items() <= row.items() for row in json.loads(path.read_text())["rows"])
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Print a row and add it to the file, which several processes may extend at once."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        result = json.loads(path.read_text())
+        write_json(path, result | {"rows": [*result["rows"], row]})
+    finally:
+        os.close(folder)
+    print(json.dumps(row), flush=True)
 
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

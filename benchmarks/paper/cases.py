@@ -45,10 +45,11 @@ class Case:
         """A tenth of all."""
         return max(1, self.steps // 10)
 
-    def train_config(self) -> TrainConfig:
+    def train_config(self, seed: int) -> TrainConfig:
         """Return the trainer's settings: warm-up, cosine to 0, weight decay."""
         content = {
             "output": "none",  # a loop that saves nothing
+            "seed": seed,
             "steps": self.steps,
             "global_batch": self.batch,
             "micro_batch": self.batch,

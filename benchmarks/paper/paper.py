@@ -33,7 +33,7 @@ from benchmarks.machine import about
 from benchmarks.paper.cases import IMAGES, MINIMUM_CONTEXTS, PATTERNS, SIZES, TEXT, Case
 from benchmarks.paper.pictures_from_fonts import draw_pictures
 from benchmarks.paper.tables import plot, tables_of
-from benchmarks.paper.training import Learner, curve, spread_regions, train_in_turns
+from benchmarks.paper.training import Contestant, curve, spread_regions, train_in_turns
 from benchmarks.report import check_output, new_parser, positive, rounded, write_json
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
@@ -172,7 +172,7 @@ def measure_seed(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train one data set from one seed: a run for each pattern, and for text the scores by minimum context."""
     case = data.case
-    learners = [Learner(case, pattern, seed, device, dtype) for pattern in PATTERNS]
+    learners = [Contestant(case, pattern, seed, device, dtype) for pattern in PATTERNS]
     settings = StreamSettings(context=case.context, global_batch=case.batch, seed=seed, shuffle_bytes=SHUFFLE_BYTES)
     stream = ByteStream(data.folder, settings)
     train_in_turns(learners, iter(stream), lambda text: say(f"{case.name}, seed {seed}: {text}"))
@@ -204,7 +204,7 @@ def measure_seed(
     return runs, minima
 
 
-def score_minima(learner: Learner, data: Data) -> list[dict[str, Any]]:
+def score_minima(learner: Contestant, data: Data) -> list[dict[str, Any]]:
     """Score bits per byte by minimum context, on the same bytes."""
     case = data.case
     text = torch.from_numpy(np.frombuffer(b"".join(split_bytes(data.folder, "validation")), dtype=np.uint8).copy())

@@ -1,8 +1,7 @@
 """One model of `benchmarks/paper/paper.py`: trained in turns with the others on the same bytes, then scored.
 
 A plain loop in one process, without DeepSpeed: patterns are compared, eighteen starts of the engine would take longer
-than some of the trainings, and turns by the step need all models in one process. Optimiser, schedule and clipping are
-the trainer's. In 16 bits the weights are bf16 with fp32 masters, which the optimiser updates, as in the engine.
+than some of the trainings, and turns by the step need all models in one process.
 Letters: B contexts, N positions.
 """
 
@@ -16,45 +15,28 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.attention.peers import dense_attention
+from benchmarks.learner import Learner
 from benchmarks.machine import synchronize
 from benchmarks.paper.cases import Case
 from benchmarks.training.training_step import attention_replaced
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.data_pipelines.order.stream import Batch
-from longstride.launcher.engine.optimizer import make_optimizer, make_schedule, parameter_groups
-from longstride.sparse_model import SparseTransformer
 
-CLIPPING = 1.0
 CURVE_POINTS = 20
 BITS = 1 / math.log(2)  # a nat
 
 
-class Learner:
+class Contestant(Learner):
     """One model with one pattern: its weights, optimiser, losses and times."""
 
     def __init__(self, case: Case, pattern: str, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(case.model_config(pattern), case.train_config(seed), device, dtype)
         self.case, self.pattern, self.seed, self._device = case, pattern, seed, device
-        torch.manual_seed(seed)
-        model = SparseTransformer(case.model_config(pattern))
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.initial_weights_crc32 = crc32_of(parameter.detach() for parameter in model.parameters())
-        self.model = model.to(device)
-        self._weights = list(model.parameters())
-        self._masters = self._weights
-        if dtype != torch.float32:
-            self._masters = [nn.Parameter(weight.detach().clone()) for weight in self._weights]
-            self.model.to(dtype)
-        names = [name for name, _ in model.named_parameters()]
-        train = case.train_config()
-        self._optimizer = make_optimizer(
-            dict(zip(names, self._masters, strict=True)),
-            parameter_groups(model, split=train.optimizer is not None),
-            train,
-        )
-        self._schedule = make_schedule(self._optimizer, train)
+        self.parameters = sum(master.numel() for master in self.masters.values())
+        self.initial_weights_crc32 = crc32_of(master.detach().cpu() for master in self.masters.values())
         self._nats: list[Tensor] = []  # of each step, where it was computed: reading one would wait for the device
         self._seconds: list[float] = []
         self.data_order_crc32 = 0
@@ -66,32 +48,13 @@ class Learner:
         synchronize(self._device)
         start = time.perf_counter()
         with self._attention():
-            nats = self.model(tokens, return_nats=True).mean()  # training contexts are full
-            nats.backward()
-        self._update()
+            nats = self.step(tokens, self.steps)
         synchronize(self._device)
         self._seconds.append(time.perf_counter() - start)
-        self._nats.append(nats.detach())
+        self._nats.append(nats.mean())  # training contexts are full
         self.bytes_trained += int(batch.lengths.sum())
         for tensor in (batch.sample_ids, batch.tokens):
             self.data_order_crc32 = zlib.crc32(tensor.numpy().tobytes(), self.data_order_crc32)
-
-    def _update(self) -> None:
-        """Update the masters, if there are any, or the weights."""
-        separate = self._masters is not self._weights
-        if separate:
-            for master, weight in zip(self._masters, self._weights, strict=True):
-                assert weight.grad is not None
-                master.grad = weight.grad.float()
-        nn.utils.clip_grad_norm_(self._masters, CLIPPING)
-        self._optimizer.step()
-        self._schedule.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        if separate:
-            with torch.no_grad():
-                for master, weight in zip(self._masters, self._weights, strict=True):
-                    weight.copy_(master)
-            self.model.zero_grad(set_to_none=True)
 
     @property
     def steps(self) -> int:
@@ -132,7 +95,7 @@ class Learner:
     def _nats_of(self, tokens: Tensor) -> Tensor:
         """Compute (B, N) fp64 on the CPU from (B, N) uint8."""
         with torch.no_grad(), self._attention():
-            return self.model(tokens.to(self._device), return_nats=True).double().cpu()
+            return self.network(tokens.to(self._device), return_nats=True).double().cpu()
 
     def _attention(self) -> contextlib.AbstractContextManager[None]:
         """Use torch's dense attention for the dense pattern: it is faster than ours and computes the same."""
@@ -142,7 +105,7 @@ class Learner:
         return attention_replaced(lambda q, k, v, patterns, backend: attention(q, k, v))
 
 
-def train_in_turns(learners: Sequence[Learner], batches: Iterator[Batch], say: Callable[[str], None]) -> None:
+def train_in_turns(learners: Sequence[Contestant], batches: Iterator[Batch], say: Callable[[str], None]) -> None:
     """Make every learner take every step on the same batch before the next one; the first learner changes by step."""
     case = learners[0].case
     for step, batch in zip(range(case.steps), batches, strict=False):

@@ -29,25 +29,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from unittest import mock
 
-import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.scaling.collectives import OURS, Collective
 from benchmarks.scaling.parameter_gathers import Limits, Trace, gathers, persistent, trace
-from longstride.data_pipelines.order.lanes import StreamState
-from longstride.data_pipelines.order.stream import Batch
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig
 from longstride.launcher.config.deepspeed_keys import precision
-from longstride.launcher.data import run_data as batches
 from longstride.launcher.engine.optimizer import parameter_groups
 from longstride.launcher.planning.costs import STAGES
-from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
+BATCH_VALUES = 5  # int64 of a rank in the collective before a step, besides the numbers of its contexts
 LOSS_VALUES = 1  # int64 of a rank in the collective after it
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _ALIGNMENT = 2  # elements: nccl_start_alignment_factor
@@ -198,24 +192,9 @@ class Run:
 def own_collectives(ranks: int, rows: int) -> list[Collective]:
     """Return Longstride's own collectives of one step, in which every rank has ``rows`` contexts."""
     return [
-        Collective("all_gather", 8 * ranks * together_values(rows), owner=OURS, what="batches"),
+        Collective("all_gather", 8 * ranks * (BATCH_VALUES + rows), owner=OURS, what="batches"),
         Collective("all_gather", 8 * ranks * LOSS_VALUES, owner=OURS, what="losses"),
     ]
-
-
-def together_values(rows: int) -> int:
-    """Count the int64 values that a rank with ``rows`` contexts sends before a step, by running the code."""
-    counts = []
-
-    def gather(_: Ranks, values: Tensor, device: torch.device) -> Tensor:
-        counts.append(len(values))
-        return values[None]
-
-    state = StreamState(fingerprint="none", seed=0, epoch=0, step=0, global_batch=rows)
-    batch = Batch(torch.zeros(rows, 1, dtype=torch.uint8), torch.ones(rows).long(), torch.arange(rows), state)
-    with mock.patch.object(Ranks, "gather_int64", gather):
-        next(batches.global_batches(lambda: iter([batch]), rows, Ranks(), torch.device("cpu")))
-    return sum(counts)
 
 
 def communicated_bytes(section: dict[str, Any]) -> int:

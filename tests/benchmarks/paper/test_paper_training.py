@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.paper.cases import PATTERNS, SIZES
 from benchmarks.paper.training import (
     BITS,
-    Learner,
+    Contestant,
     curve,
     spread_regions,
     windows,
@@ -34,8 +34,8 @@ def batch_of(seed: int) -> Batch:
     return Batch(tokens, lengths, torch.arange(CASE.batch), StreamState("none", 0, 0, 0, CASE.batch))
 
 
-def trained(pattern: str, dtype: torch.dtype = torch.float32, steps: int = 3) -> Learner:
-    learner = Learner(CASE, pattern, 0, CPU, dtype)
+def trained(pattern: str, dtype: torch.dtype = torch.float32, steps: int = 3) -> Contestant:
+    learner = Contestant(CASE, pattern, 0, CPU, dtype)
     for step in range(steps):
         learner.take_step(batch_of(step))
     return learner
@@ -56,7 +56,7 @@ def test_the_dense_model_computes_what_ours_computes() -> None:
     learner = trained("dense")
     tokens = batch_of(9).tokens
     with torch.no_grad():
-        ours = learner.model(tokens, return_nats=True).double()  # by our own dense pattern
+        ours = learner.network(tokens, return_nats=True).double()  # by our own dense pattern
     torch.testing.assert_close(learner._nats_of(tokens), ours)
     assert not torch.allclose(trained("strided")._nats_of(tokens), ours)
 
@@ -83,7 +83,7 @@ def test_a_learner_learns_and_remembers_what_it_read() -> None:
 
 def test_masters_keep_what_bf16_weights_would_lose() -> None:
     learner = trained("fixed", torch.bfloat16)
-    pairs = list(zip(learner._weights, learner._masters, strict=True))
+    pairs = list(zip(learner.weights.values(), learner.masters.values(), strict=True))
     assert all(weight.dtype == torch.bfloat16 and master.dtype == torch.float32 for weight, master in pairs)
     for weight, master in pairs:
         torch.testing.assert_close(weight, master.to(torch.bfloat16), rtol=0, atol=0)
