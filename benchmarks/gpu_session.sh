@@ -207,7 +207,7 @@ part_4() {
 part_5() {
   # The contexts that matter most come first: what the time limit cuts off is at the end.
   local grid=(--time-limit 230 --flex-patterns local column "fixed merged" --contexts 12288 1048576 65536 262144 3072)
-  [ -z "$REHEARSE" ] || grid=(--contexts 64 --head-widths 16 --heads 1 --plans --repeats 1 --no-flex)
+  [ -z "$REHEARSE" ] || grid=(--contexts 64 --head-widths 16 --heads 1 --repeats 1 --no-flex)
   step attention 270 "$PYTHON" benchmarks/attention/attention.py "${grid[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/attention-$SLUG.json"
   bars

@@ -26,7 +26,7 @@ from benchmarks.attention import cases
 from benchmarks.attention.cases import Group
 from benchmarks.attention.figures import PHASES
 from benchmarks.attention.gate import problems
-from benchmarks.attention.measure import Settings, measure, measure_plans
+from benchmarks.attention.measure import Settings, measure
 from benchmarks.attention.peers import forget_compiled, reason_of
 from benchmarks.machine import about, copy_bandwidth, matmul_flops, slug
 from benchmarks.report import DASH, cell, check_output, new_parser, rounded, write_json, write_result
@@ -64,9 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         try_group(group, results, device, options)
         write_json(options.output, results)
-    for context in sorted({*options.plans, *options.contexts}):
-        results["plans"] += measure_plans(context, options.stride, cases.SUMMARY)
-    print_plans(results["plans"])
     write_result(options, results)
     for title in results["skipped"]:
         print(f"not started within the time limit: {title}")
@@ -78,7 +75,6 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--preset", choices=cases.PRESETS, default="grid", help="what is measured (default: the grid)")
     parser.add_argument("--contexts", type=int, nargs="*", default=None, help="positions to time in the grid")
-    parser.add_argument("--plans", type=int, nargs="*", default=None, help="positions to build plans for, too")
     parser.add_argument("--head-widths", type=int, nargs="+", default=None)
     parser.add_argument("--dtypes", nargs="+", default=None, help="float32 on the CPU, else bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -107,7 +103,6 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     check_output(parser, options, "attention" if options.preset == "grid" else options.preset)
     defaults = {
         "contexts": list(cases.CONTEXTS[kind]) if options.preset == "grid" else [],
-        "plans": [] if options.preset in ("beside", "rehearsal") else [cases.PLAN_CONTEXT],
         "head_widths": list(cases.HEAD_WIDTHS[kind]),
         "dtypes": list(cases.DTYPES[kind]),
         "repeats": REPEATS[kind],
@@ -175,7 +170,6 @@ def beginning(device: torch.device, options: argparse.Namespace) -> dict[str, An
         "copy_bytes_per_second": rounded(copied),
         "matmul_flops_per_second": rounded(multiplied),
         "timings": [],
-        "plans": [],
         "failures": [],
         "skipped": [],
     }
@@ -205,16 +199,6 @@ def try_group(group: Group, results: dict[str, Any], device: torch.device, optio
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def print_plans(rows: list[dict[str, Any]]) -> None:
-    """Print a table of plans."""
-    print(f"\n{'plan':<16}{'context':>10}{'stride':>8}{'seconds':>10}{'KiB':>8}{'cpu chunks, s':>16}")
-    for row in rows:
-        print(
-            f"{row['pattern']:<16}{row['context']:>10,}{row['stride']:>8}{row['plan_seconds']:>10.3f}"
-            f"{row['plan_bytes'] / 2**10:>8.1f}{row['cpu_chunks_seconds']:>16.3f}"
-        )
 
 
 def print_timings(group: Group, rows: list[dict[str, Any]]) -> None:

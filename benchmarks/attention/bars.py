@@ -67,7 +67,6 @@ class Results:
                 key = tuple(row[name] for name in ("pattern", "context", "stride", "summary", "head_width", "dtype"))
                 rows[key] = {**row, "copy_bytes_per_second": bandwidth}
         self.timings = list(rows.values())
-        self.plans = [row for file in files for row in file.get("plans", ())]
         self.steps = [{**file, **row} for file in files for row in file.get("steps", ())]
 
     def timing(self, pattern: str, context: int, stride: int, head_width: int = 64) -> dict[str, Any] | None:
@@ -150,15 +149,6 @@ def memory_growth(pattern: str, results: Results) -> Measured | None:
     return Measured(growth, f"{long['peak_bytes'] / 2**30:.1f} GiB at 1,048,576, {long['heads']} heads")
 
 
-def longest_plan(field: str, factor: float, results: Results) -> Measured | None:
-    """Measure the largest plan of a million positions."""
-    rows = [row for row in results.plans if row["context"] == 1_048_576 and row["stride"] == 1_024]
-    if not rows:
-        return None
-    worst = max(rows, key=lambda row: row[field])
-    return Measured(worst[field] * factor, worst["pattern"])
-
-
 def runs(pattern: str, results: Results) -> Measured | None:
     """Whether forward and backward ran at 1,048,576 positions."""
     row = results.timing(pattern, 1_048_576, 1_024)
@@ -214,8 +204,6 @@ CPU_BARS = (
             ("fixed merged, c = 8", "fixed merged", 8),
         )
     ),
-    Bar("plan of 1,048,576 positions, l = 1,024", 16, "{:.1f} MB", partial(longest_plan, "plan_bytes", 1e-6), True),
-    Bar("plan of 1,048,576 positions, l = 1,024", 1, "{:.2f} s", partial(longest_plan, "plan_seconds", 1), True),
 )
 
 

@@ -18,7 +18,6 @@ HEAD_WIDTHS = {"cpu": (64,), "cuda": (64, 128)}
 DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 PRESETS = ("grid", "bars", "beside", "rehearsal")
 MIXED = "mixed heads"  # a quarter of the heads each is local, column, summary and fixed
-PLAN_CONTEXT = 1_048_576
 CPU_HEADS = 4
 FEWEST_HEADS, MOST_HEADS, POSITIONS_ON_A_CARD = 8, 64, 2**20  # enough programs and bytes for every multiprocessor
 

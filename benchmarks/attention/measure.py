@@ -1,27 +1,23 @@
-"""Measure a group of patterns: a row per pattern for a result file, with its pairs and plans."""
+"""Measure a group of patterns: a row per pattern for a result file, with its pairs."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.attention.cases import Group, patterns_of, stride_of
+from benchmarks.attention.cases import Group
 from benchmarks.attention.figures import OPERATIONS, PHASES, ByPhase, derived, fastest, rounded_all
 from benchmarks.attention.gate import ours, same_bits
 from benchmarks.attention.peers import Flex, dense_contenders, flex, reason_of
 from benchmarks.attention.timing import Contender, Inputs, Turns, inputs_of, peak_bytes, take_turns
 from benchmarks.report import rounded
-from longstride.kernels.backends.cpu.chunks import chunked
-from longstride.kernels.backends.triton.packing import Parts, groups, pack
+from longstride.kernels.backends.triton.packing import Parts
 from longstride.kernels.patterns import Pattern
-from longstride.kernels.plan import Side, num_pairs, view
+from longstride.kernels.plan import Side, num_pairs
 
 GROUP_SECONDS = 6.0  # on a card, for the turns of one group
-SIDES: tuple[Side, Side] = ("queries", "keys")
-TILE_ROWS = 128
 
 
 class Settings(NamedTuple):
@@ -133,9 +129,6 @@ def visited_of(pattern: Pattern | list[Pattern], group: Group, device: torch.dev
     }
 
 
-# Pairs and plans
-
-
 def patterns_by_head(pattern: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
     """Return the patterns of heads that differ, or the pattern of the first head."""
     return (pattern.for_head(0),) if isinstance(pattern, Pattern) else tuple(pattern)
@@ -182,33 +175,3 @@ def visited_pairs(
     parts: Parts = "all" if closed is None else "open"
     once = 0 if closed is None else closed.pairs // len(heads)
     return once + round((4 * of("dkdv", "keys", parts) + 3 * of("dq", "queries", parts)) / 7)
-
-
-def measure_plans(context: int, stride: int | None, summary: int) -> list[dict[str, Any]]:
-    """Measure a row per pattern: seconds and bytes of its plans for kernels, and seconds of the CPU's chunks."""
-    stride, rows = stride or stride_of(context), []
-    for name, pattern in patterns_of(stride, summary).items():
-        for cached in (view, groups, chunked):
-            cached.cache_clear()
-        start = time.perf_counter()
-        passes = [
-            pack((pattern,), context, side, "all", number, TILE_ROWS, True, torch.device("cpu"))
-            for side in SIDES
-            for number in range(len(groups((pattern,), context, side, "all")))
-        ]
-        middle = time.perf_counter()
-        view.cache_clear()
-        for part in pattern.parts():
-            chunked(part, context)
-        rows.append(
-            {
-                "pattern": name,
-                "context": context,
-                "stride": stride,
-                "tile_rows": TILE_ROWS,
-                "plan_seconds": rounded(middle - start),
-                "plan_bytes": sum(packed.num_bytes() for packed in passes),
-                "cpu_chunks_seconds": rounded(time.perf_counter() - middle),
-            }
-        )
-    return rows

@@ -25,7 +25,6 @@ TINY = [
     "1",
     "--repeats",
     "1",
-    "--plans",
     "--no-flex",
 ]
 

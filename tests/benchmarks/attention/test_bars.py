@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -110,18 +109,6 @@ def test_a_training_step_counts_for_the_whole_model_alone() -> None:
 def test_the_later_file_counts() -> None:
     files = [{**CARD, "timings": [timing("column", 12_288, 128, ratio)]} for ratio in (9.0, 1.0)]
     assert verdicts(*files)["column, n = 12,288, l = 128, forward"].endswith("missed")
-
-
-def test_plans_are_held_by_their_largest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plans = [
-        {"pattern": name, "context": 1_048_576, "stride": 1_024, "plan_bytes": size, "plan_seconds": 0.5}
-        for name, size in (("local", 1_000_000), ("column", 17_000_000))
-    ]
-    path = tmp_path / "attention-cpu.json"
-    path.write_text(json.dumps({"device": "A CPU", "device_type": "cpu", "timings": [], "plans": plans}))
-    assert main(["--results", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "17.0 MB (column)" in said and "1 met, 1 missed, 6 not measured" in said
 
 
 def test_a_file_that_cannot_be_read_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
