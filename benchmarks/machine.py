@@ -10,9 +10,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -98,22 +98,6 @@ def run_ranks(command: Sequence[object], ranks: int, **variables: str) -> list[s
     if any(process.returncode for process in processes):
         raise RuntimeError(f"{' '.join(words)}: exit codes {[process.returncode for process in processes]}")
     return outputs
-
-
-Name = TypeVar("Name")
-
-
-def in_turns(
-    calls: Mapping[Name, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.process_time
-) -> dict[Name, list[float]]:
-    """Return the seconds of each call. They take turns, so that other work on the machine disturbs all alike."""
-    seconds: dict[Name, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = clock()
-            call()
-            seconds[name].append(clock() - start)
-    return seconds
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:

@@ -8,7 +8,6 @@ plan, as all but the first of a shape. "planned" is a call that makes its plan, 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -31,72 +30,65 @@ CALLS = 50  # per group
 BARS = {"forward": 60e-6, "backward": 150e-6}  # seconds of a call with a plan
 
 
-def patterns_of(stride: int, summary: int) -> dict[str, Pattern]:
-    """Return the patterns by their names in tables."""
-    return {"local": Local(stride), "block": Block(stride), "strided": Strided(stride), "fixed": Fixed(stride, summary)}
+PATTERNS: dict[str, Pattern] = {
+    "local": Local(128),
+    "block": Block(128),
+    "strided": Strided(128),
+    "fixed": Fixed(128, 8),
+}
+SHAPE = (1, 8, 12_288, 64)  # B, H, N, D
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return 1 if a bar is missed."""
-    options = read_options(arguments)
+    parser = new_parser(__doc__)
+    parser.add_argument("--architecture", default="sm_90", help="of the card that is not there")
+    parser.add_argument("--repeats", type=int, default=40, help=f"groups of {CALLS} calls")
+    options = parse(parser, arguments, "host-time")
     torch.set_num_threads(1)
     from longstride.kernels.backends.triton import launch
     from tests.harness.dry_card import DryCard
 
     card = DryCard(options.architecture, compiles=False).install()
     rows = []
-    for name, pattern in patterns_of(options.stride, options.summary).items():
+    for name, pattern in PATTERNS.items():
         row: dict[str, Any] = {"pattern": name}
-        calls = {"forward": forward_of(pattern, options), "backward": backward_of(pattern, options)}
+        calls = {"forward": forward_of(pattern), "backward": backward_of(pattern)}
         for phase, call in calls.items():
             row[f"{phase}_again_seconds"] = seconds_of(call, options.repeats, card.launched)
             with mock.patch.object(launch.PLANS, "get", lambda key: None):
                 row[f"{phase}_planned_seconds"] = seconds_of(call, options.repeats, card.launched, calls=1)
-        row["decode_seconds"] = seconds_of(decode_of(pattern, options), options.repeats, card.launched)
+        row["decode_seconds"] = seconds_of(decode_of(pattern), options.repeats, card.launched)
         rows.append(row)
     print_table(rows)
-    sizes = {"shape": [1, options.heads, options.context, options.width], "dtype": "bfloat16"}
-    facts = {**about(torch.device("cpu")), "clock": "CPU time of the thread", "bars_seconds": BARS, **sizes}
+    facts = {**about(torch.device("cpu")), "clock": "CPU time of the thread", "bars_seconds": BARS}
+    facts |= {"shape": SHAPE, "dtype": "bfloat16"}
     write_result(options, {**facts, "timings": rows})
     return int(any(row[f"{phase}_again_seconds"] > bar for row in rows for phase, bar in BARS.items()))
 
 
-def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = new_parser(__doc__)
-    parser.add_argument("--architecture", default="sm_90", help="of the card that is not there")
-    parser.add_argument("--context", type=int, default=12_288)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--stride", type=int, default=128)
-    parser.add_argument("--summary", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=40, help=f"groups of {CALLS} calls")
-    return parse(parser, arguments, "host-time")
-
-
-def leaves_of(options: argparse.Namespace) -> list[Tensor]:
+def leaves() -> list[Tensor]:
     """Return q, k and v."""
-    shape = (1, options.heads, options.context, options.width)
-    return [torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    return [torch.empty(SHAPE, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
 
 
-def forward_of(pattern: Pattern, options: argparse.Namespace) -> Callable[[], object]:
+def forward_of(pattern: Pattern) -> Callable[[], object]:
     """Return a forward pass that builds a graph for the backward pass."""
-    q, k, v = leaves_of(options)
+    q, k, v = leaves()
     return lambda: sparse_attention(q, k, v, pattern, backend="triton")
 
 
-def backward_of(pattern: Pattern, options: argparse.Namespace) -> Callable[[], object]:
+def backward_of(pattern: Pattern) -> Callable[[], object]:
     """Return a backward pass, including autograd's work."""
-    leaves = q, k, v = leaves_of(options)
+    inputs = q, k, v = leaves()
     out = sparse_attention(q, k, v, pattern, backend="triton")
     grad_out = torch.empty_like(out)
-    return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+    return lambda: torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
 
 
-def decode_of(pattern: Pattern, options: argparse.Namespace) -> Callable[[], object]:
+def decode_of(pattern: Pattern) -> Callable[[], object]:
     """Return attention of one query to a cache, with its position on the device."""
-    k, v = (leaf.detach() for leaf in leaves_of(options)[:2])
+    k, v = (leaf.detach() for leaf in leaves()[:2])
     attend, q, position = CachedAttention(k, v, pattern, backend="triton"), k[:, :, 0].clone(), torch.tensor(1000)
     return lambda: attend(q, position)
 

@@ -1,24 +1,16 @@
-"""Synthetic pictures to learn from: letters of matplotlib's own fonts on white paper.
+"""Synthetic pictures to learn from: up to three letters of matplotlib's own fonts on white paper.
 
-``python benchmarks/paper/pictures_from_fonts.py DIR --count N`` writes PNG files of up to three letters, each with
-random font, size, ink, place and angle. Inks are few, so that a short training learns more than the colours.
+Inks are few, so that a short training learns more than the colours.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import string
-import sys
 from pathlib import Path
 
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from benchmarks.report import positive
 
 # Those of matplotlib's fonts that draw letters; the others hold mathematical signs.
 FAMILIES = ("DejaVuSans", "DejaVuSerif", "STIXGeneral")
@@ -28,24 +20,6 @@ LETTERS = string.ascii_letters + string.digits
 SMALLEST, LARGEST = 0.5, 1.1  # a letter's size, of the picture's edge
 MIDDLE = 0.25, 0.75  # where a letter's own middle may lie, of the picture's edge
 LARGEST_ANGLE = 30  # degrees
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder to make")
-    parser.add_argument("--count", type=positive(int), default=2_000)
-    parser.add_argument("--edge", type=positive(int), default=32, help="height and width in pixels")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if options.folder.exists():
-        parser.error(f"{options.folder}: exists already; name a folder to make")
-    try:
-        draw_pictures(options.folder, options.count, options.edge, options.seed)
-    except OSError as error:
-        parser.error(f"{options.folder}: {error.strerror or error}")
-    print(f"{options.count:,} pictures of {options.edge}x{options.edge} in {options.folder}")
-    return 0
 
 
 def draw_pictures(folder: Path, count: int, edge: int, seed: int = 0) -> None:
@@ -77,7 +51,3 @@ def draw_picture(generator: random.Random, edge: int, fonts: list[Path]) -> Imag
         mask = mask.rotate(angle, Image.Resampling.BILINEAR, center=place)
         picture.paste(generator.choice(INKS), (0, 0), mask)
     return picture
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 if __name__ == "__main__":  # as a program from a checkout that is not installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -52,20 +52,19 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = read_options(arguments)
-    links = Links(options.within, options.between, options.cards_per_host)
     if options.run:
         try:
             result = scale(options.run, load_config(options.run, options.changes), options.cards, options.micro_batches)
         except (ConfigError, OSError) as error:
             print(f"scaling: error: {error}", file=sys.stderr)
             return 2
-        print(described(result, links))
+        print(described(result, options))
         return 0
     runs = []
     for name, run, changes in RUNS:
         config = load_config(run, list(changes))
         runs.append({"changes": list(changes), **scale(name, config, options.cards, options.micro_batches)})
-        print(described(runs[-1], links) + "\n", flush=True)
+        print(described(runs[-1], options) + "\n", flush=True)
     result = {**about(torch.device("cpu")), "deepspeed": importlib.metadata.version("deepspeed"), "runs": runs}
     write_result(options, result)
     return 0
@@ -89,18 +88,6 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     if not options.run:
         check_output(parser, options, "scaling")
     return options
-
-
-class Links(NamedTuple):
-    """A model of a cluster's links: a ring is as slow as its slowest link."""
-
-    within: float  # bytes per second of a card within its host
-    between: float  # and to other hosts
-    cards_per_host: int
-
-    def seconds(self, sent: float, cards: int) -> float:
-        """Return the seconds to send these bytes from each rank, one collective after the other."""
-        return sent / (self.within if cards <= self.cards_per_host else self.between)
 
 
 def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int) -> dict[str, Any]:
@@ -162,7 +149,12 @@ def _rows_sent(patterns: tuple[Pattern, ...], key_heads: int, context: int, sect
     return counts
 
 
-def described(result: dict[str, Any], links: Links) -> str:
+def modelled_seconds(sent: float, cards: int, options: argparse.Namespace) -> float:
+    """Return the seconds to send these bytes from each rank: a ring is as slow as its slowest link."""
+    return sent / float(options.within if cards <= options.cards_per_host else options.between)
+
+
+def described(result: dict[str, Any], options: argparse.Namespace) -> str:
     """Format a run for the terminal."""
     lines = [
         f"{result['name']}: {result['parameters']:,} parameters, {result['context']:,} bytes a context, "
@@ -173,7 +165,7 @@ def described(result: dict[str, Any], links: Links) -> str:
         sent, local = sum(row["sent"].values()), row["own_sent"] / 1e3
         lines.append(
             f"  {row['cards']:>5}{row['stage']:>6}{sent / 1e6:>17,.1f}{row['calls']:>14,}{local:>11,.1f}"
-            f"{row['peak_bytes'] / 2**30:>13.2f}{links.seconds(sent, row['cards']) * 1e3:>14.1f}"
+            f"{row['peak_bytes'] / 2**30:>13.2f}{modelled_seconds(sent, row['cards'], options) * 1e3:>14.1f}"
         )
     lines.append(
         "  cards that share a context: MB sent a rank by heads, and by what sends least   collectives   peak, GiB"
@@ -183,8 +175,8 @@ def described(result: dict[str, Any], links: Links) -> str:
         sent = "".join(f"{row[name] / 1e6:>24,.1f}" for name in ("heads_sent", "sent"))
         lines.append(f"  {row['ranks']:>26}{sent}{row['calls']:>14,}{peak:>12.2f}")
     lines.append(
-        f"  modelled: {links.within / 1e9:g} GB/s within {links.cards_per_host} cards, {links.between / 1e9:g} GB/s "
-        "a card between hosts, nothing overlapped"
+        f"  modelled: {options.within / 1e9:g} GB/s within {options.cards_per_host} cards, "
+        f"{options.between / 1e9:g} GB/s a card between hosts, nothing overlapped"
     )
     return "\n".join(lines)
 

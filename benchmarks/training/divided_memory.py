@@ -1,9 +1,8 @@
 """Memory of processes that share a context: ``python benchmarks/training/divided_memory.py``.
 
 A forward and backward pass over one context of 65,536 bytes, by real processes over gloo: the network of music_65k in
-width and attention, cut to a few layers, in fp32 and with every activation stored. Three figures are compared: the
-memory that `longstride plan` predicts, the tensors that a process held at the worst moment (counted as they are made
-and freed), and the most memory that the system gave it beyond what it held before the pass.
+width and attention, cut to a few layers, in fp32 and with every activation stored. The memory that `longstride plan`
+predicts is compared with the tensors that a process held at the worst moment, counted as they are made and freed.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 import torch.distributed
 
-from benchmarks.machine import about, resident_bytes, run_ranks
+from benchmarks.machine import about, run_ranks
 from benchmarks.report import new_parser, parse, write_result
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.planning.rehearsal import LiveBytes, activations, count
+from longstride.launcher.planning.rehearsal import activations, count
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.sparse_model import SparseTransformer
 
@@ -32,7 +31,6 @@ RUN = "music_65k"
 LAYERS, HEADS, WIDTH = 4, 4, 128
 SHARED = ((1, "heads"), (2, "heads"), (2, "auto"), (4, "heads"), (4, "auto"))  # processes, and what is exchanged
 TIME_OUT_SECONDS = 600
-MAPPED_BYTES = 1 << 17  # from here on the C library asks the system for each tensor, and gives it back at once
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,8 +72,8 @@ def configuration(context: int, size: int, exchange: str, changes: list[str]) ->
 
 def together(config: RunConfig) -> list[dict[str, int]]:
     """Run the processes that share a context, and return each one's result."""
-    shared = {"DIVIDED_RUN": json.dumps(config.to_json()), "MALLOC_MMAP_THRESHOLD_": str(MAPPED_BYTES)}
-    outputs = run_ranks([Path(__file__).resolve()], config.train.sequence_parallel or 1, **shared)
+    variables = {"DIVIDED_RUN": json.dumps(config.to_json())}
+    outputs = run_ranks([Path(__file__).resolve()], config.train.sequence_parallel or 1, **variables)
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
@@ -89,33 +87,16 @@ def measure(config: RunConfig) -> dict[str, int]:
         model.divide(ranks.division(config.train.sequence_exchange))
         tokens = torch.randint(256, (1, config.model.context), dtype=torch.uint8)
         count(model, tokens)  # what is kept for later steps, such as plans, belongs to none of them
-        before = resident_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        count(model, tokens, _Uncounted())
-        peak = resident_bytes("VmHWM")
         tensors = count(model, tokens)
-    return {"tensors": tensors.peak, "kept": tensors.kept, "resident": before, "beyond": peak - before}
-
-
-class _Uncounted(LiveBytes):
-    """A mode that does not count, as counting slows a pass down and takes memory itself."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call the operation only."""
-        return func(*args, **(kwargs or {}))
+    return {"tensors": tensors.peak, "kept": tensors.kept}
 
 
 def line(row: dict[str, Any]) -> str:
     """Format a measurement."""
-    tensors, beyond = (max(process[name] for process in row["found"]) for name in ("tensors", "beyond"))
+    tensors = max(process["tensors"] for process in row["found"])
     return (
         f"{row['processes']} processes, {row['exchange']:<5}: planned {row['planned']['peak'] / 2**20:8.1f} MiB, "
-        f"tensors {tensors / 2**20:8.1f}, of the system {beyond / 2**20:8.1f}"
+        f"tensors {tensors / 2**20:8.1f}"
     )
 
 

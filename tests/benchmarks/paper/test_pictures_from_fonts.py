@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 
-from benchmarks.paper.pictures_from_fonts import INKS, draw_pictures, font_files, main
+from benchmarks.paper.pictures_from_fonts import INKS, draw_pictures, font_files
 
 
 def pixels(folder: Path) -> list[np.ndarray]:
@@ -32,14 +31,3 @@ def test_pictures_hold_letters_in_few_inks_on_white_paper(tmp_path: Path) -> Non
     found = {tuple(colour) for picture in drawn for colour in picture.reshape(-1, 3).tolist()}
     assert {(255, 255, 255), *INKS} <= found
     assert len(font_files()) >= 10
-
-
-def test_the_command_makes_a_folder_and_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "drawn"
-    assert main([str(folder), "--count", "2", "--edge", "8"]) == 0
-    assert len(list(folder.iterdir())) == 2
-    for words in ([str(folder)], [str(tmp_path / "new"), "--count", "0"], [str(tmp_path / "a" / "b")]):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 2
-    assert "exists already; name a folder to make" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.scaling import scaling
-from benchmarks.scaling.scaling import Links, main, read_options, scale
+from benchmarks.scaling.scaling import main, modelled_seconds, read_options, scale
 from longstride.launcher.config import load_config
 
 
@@ -49,8 +49,8 @@ def test_contexts_are_shared_by_what_divides_heads_and_positions() -> None:
 
 
 def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
-    links = Links(within=100.0, between=10.0, cards_per_host=8)
-    assert (links.seconds(1000, 8), links.seconds(1000, 9)) == (10, 100)
+    options = read_options(["paper_small", "--within", "100", "--between", "10", "--cards-per-host", "8"])
+    assert [modelled_seconds(1000, cards, options) for cards in (8, 9)] == [10, 100]
 
 
 def test_result_files_hold_what_was_found(monkeypatch, tmp_path) -> None:

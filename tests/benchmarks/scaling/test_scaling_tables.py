@@ -25,9 +25,8 @@ def test_activations_fall_as_positions_do() -> None:
     for row in found["rows"]:
         size = row["processes"]
         assert len(row["found"]) == size
-        for name in ("tensors", "beyond"):
-            alone = whole["found"][0][name]
-            assert all(each[name] * size == pytest.approx(alone, rel=0.1) for each in row["found"])
+        alone = whole["found"][0]["tensors"]
+        assert all(each["tensors"] * size == pytest.approx(alone, rel=0.1) for each in row["found"])
         assert row["planned"]["peak"] == row["found"][-1]["tensors"]  # to the byte, of the last process
 
 
