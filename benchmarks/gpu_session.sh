@@ -96,7 +96,7 @@ import importlib.util, sys
 print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 END
 }
-bars() { step bars 20 "$PYTHON" benchmarks/attention/bars.py --results "$OUTPUT" --device "$DEVICE"; }
+bars() { step bars 20 "$PYTHON" -m benchmarks.attention.bars --results "$OUTPUT" --device "$DEVICE"; }
 
 if [ -n "$WHEELS" ]; then
   step wheels 40 "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$WORK/site" "$WHEELS"/*.whl
@@ -163,22 +163,22 @@ part_1() {
 part_2() {
   local options=(--time-limit $((SESSION - SECONDS < 520 ? SESSION - SECONDS - 60 : 460)))
   [ -z "$REHEARSE" ] || options=(--device cpu --widths 64 --dtypes bfloat16 --processes 1)
-  step tuning 540 "$PYTHON" benchmarks/attention/tune.py "${options[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/tuning-$SLUG.json"
+  step tuning 540 "$PYTHON" -m benchmarks.attention.tune "${options[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/tuning-$SLUG.json"
 }
 part_3() {
   local options=(--preset bars --time-limit 170 --flex-patterns local) # each compiles for many seconds
   [ -z "$REHEARSE" ] || options=(--preset rehearsal --backend triton --no-flex --repeats 1)
-  step attention-bars 200 "$PYTHON" benchmarks/attention/attention.py "${options[@]}" "${OVERWRITE[@]}" \
+  step attention-bars 200 "$PYTHON" -m benchmarks.attention.attention "${options[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/bars-$SLUG.json"
-  step counters 110 "$PYTHON" benchmarks/attention/counters.py "${OVERWRITE[@]}" --output "$OUTPUT/counters-$SLUG.json"
+  step counters 110 "$PYTHON" -m benchmarks.attention.counters "${OVERWRITE[@]}" --output "$OUTPUT/counters-$SLUG.json"
   if [ -z "$REHEARSE" ]; then
-    step beside 150 "$PYTHON" benchmarks/attention/attention.py --preset beside --time-limit 120 --no-flex "${OVERWRITE[@]}" \
+    step beside 150 "$PYTHON" -m benchmarks.attention.attention --preset beside --time-limit 120 --no-flex "${OVERWRITE[@]}" \
       --output "$OUTPUT/beside-$SLUG.json"
   fi
   # Routing over the root of the context's clusters, and rounds of hashing, beside dense attention.
   options=(--contexts 12288 --repeats 20)
   [ -z "$REHEARSE" ] || options=(--contexts 64 --heads 1 --repeats 1)
-  step selections 40 "$PYTHON" benchmarks/attention/selections.py "${options[@]}" "${OVERWRITE[@]}" \
+  step selections 40 "$PYTHON" -m benchmarks.attention.selections "${options[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/selections-$SLUG.json"
   bars
 }
@@ -195,20 +195,20 @@ part_4() {
     FAILED=1
     return
   fi
-  step training-step 150 "$PYTHON" benchmarks/training/training_step.py "${small[@]}" "${OVERWRITE[@]}" \
+  step training-step 150 "$PYTHON" -m benchmarks.training.training_step "${small[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/training-step-$SLUG.json"
-  step training-step-batch-1 120 "$PYTHON" benchmarks/training/training_step.py --batch 1 "${small[@]}" "${OVERWRITE[@]}" \
+  step training-step-batch-1 120 "$PYTHON" -m benchmarks.training.training_step --batch 1 "${small[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/training-step-1-$SLUG.json"
-  step training-step-million 150 "$PYTHON" benchmarks/training/training_step.py --batch 1 --only sparse --repeats 2 \
+  step training-step-million 150 "$PYTHON" -m benchmarks.training.training_step --batch 1 --only sparse --repeats 2 \
     --checkpointing yes "${million[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/training-step-million-$SLUG.json"
-  step sampling 90 "$PYTHON" benchmarks/sampling.py "${bytes[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/sampling-$SLUG.json"
+  step sampling 90 "$PYTHON" -m benchmarks.sampling "${bytes[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/sampling-$SLUG.json"
   bars
 }
 part_5() {
   # The contexts that matter most come first: what the time limit cuts off is at the end.
   local grid=(--time-limit 230 --flex-patterns local column "fixed merged" --contexts 12288 1048576 65536 262144 3072)
   [ -z "$REHEARSE" ] || grid=(--contexts 64 --head-widths 16 --heads 1 --repeats 1 --no-flex)
-  step attention 270 "$PYTHON" benchmarks/attention/attention.py "${grid[@]}" "${OVERWRITE[@]}" \
+  step attention 270 "$PYTHON" -m benchmarks.attention.attention "${grid[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/attention-$SLUG.json"
   bars
   local absent sources settings train
@@ -243,7 +243,7 @@ part_6() {
     FAILED=1
     return
   fi
-  step paper 540 "$PYTHON" benchmarks/paper/paper.py "${options[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/paper-$SLUG.json"
+  step paper 540 "$PYTHON" -m benchmarks.paper.paper "${options[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/paper-$SLUG.json"
 }
 part_7() {
   # A card of 141 GB holds it; one of 80 may, and does where block inputs wait on the host.
@@ -255,10 +255,10 @@ part_7() {
     skip long-and-large "it needs $absent; --wheels installs it"
     return
   fi
-  step long-and-large 280 "$PYTHON" benchmarks/training/planned_memory.py music_1m_152m "${changes[@]}" "${OVERWRITE[@]}" \
+  step long-and-large 280 "$PYTHON" -m benchmarks.training.planned_memory music_1m_152m "${changes[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/planned-memory-$SLUG.json"
   [ -n "$REHEARSE" ] || changes=('deepspeed.activation_checkpointing={"cpu_checkpointing": true}')
-  step long-and-large-host 280 "$PYTHON" benchmarks/training/planned_memory.py music_1m_152m "${changes[@]}" \
+  step long-and-large-host 280 "$PYTHON" -m benchmarks.training.planned_memory music_1m_152m "${changes[@]}" \
     "${OVERWRITE[@]}" --output "$OUTPUT/planned-memory-host-$SLUG.json"
 }
 for part in "${PARTS[@]}"; do "part_$part"; done

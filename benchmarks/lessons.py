@@ -1,4 +1,4 @@
-"""What makes far copying form: ``python benchmarks/lessons.py``.
+"""What makes far copying form: ``python -m benchmarks.lessons``.
 
 A network of two layers learns to copy repeated random strings in contexts of 128, until it can: the lesson. It goes on
 for some steps in contexts of 512. Then it is scored in contexts of 2,048 without training there, with dense attention
@@ -11,11 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from longstride.kernels.backends import has_bf16_products
-from tests.harness.runs import free_port, plain_environment, rank_environment
+from tests.harness.runs import ROOT, free_port, plain_environment, rank_environment
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**28}  # of the source; far beyond every cache
 MATMUL_EDGE = {"cuda": 8_192, "cpu": 1_536}
@@ -80,15 +80,17 @@ def resident_bytes(field: str, process: int | str = "self") -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def run_ranks(command: Sequence[object], ranks: int, **variables: str) -> list[str]:
-    """Run a program in as many processes as ranks, with these environment variables; return their standard outputs.
+def run_ranks(module: str, arguments: Sequence[object], ranks: int, **variables: str) -> list[str]:
+    """Run a module in as many processes as ranks, with these environment variables; return their standard outputs.
 
     Raises:
         RuntimeError: one failed.
     """
-    words, port = [str(word) for word in (sys.executable, *command)], free_port()
+    words, port = [sys.executable, "-m", module, *map(str, arguments)], free_port()
     environments = [plain_environment() | rank_environment(rank, ranks, port) | variables for rank in range(ranks)]
-    processes = [subprocess.Popen(words, env=each, stdout=subprocess.PIPE, text=True) for each in environments]
+    processes = [
+        subprocess.Popen(words, cwd=ROOT, env=each, stdout=subprocess.PIPE, text=True) for each in environments
+    ]
     try:
         outputs = [process.communicate()[0] for process in processes]
     finally:

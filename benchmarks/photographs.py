@@ -1,4 +1,4 @@
-"""Patterns on photographs at equal processor time: ``python benchmarks/photographs.py``.
+"""Patterns on photographs at equal processor time: ``python -m benchmarks.photographs``.
 
 Contexts are crops of 32 x 32 pixels of the colour photographs that scikit-image and scikit-learn install, which need
 ``pip install scikit-image scikit-learn``. The right eighth of each photograph is held out. The network is that of
@@ -14,11 +14,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""What each pattern can carry, and what it costs: ``python benchmarks/reach.py``.
+"""What each pattern can carry, and what it costs: ``python -m benchmarks.reach``.
 
 Every run trains a network of two layers for the same seconds of processor time, on one thread. The first layer has a
 window of 128; the second has the pattern. A run has stages (``benchmarks/reach_training.py``):
@@ -24,11 +24,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 

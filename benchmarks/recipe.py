@@ -1,4 +1,4 @@
-"""What each part of the recipe gains in equal time: ``python benchmarks/recipe.py``.
+"""What each part of the recipe gains in equal time: ``python -m benchmarks.recipe``.
 
 Every row is trained by ``longstride train`` in one process of one thread, from several seeds, for the same seconds of
 steps, and scored on the same held-out bytes. The ladder begins at the paper's block and ends at the demo's recipe; each
@@ -26,18 +26,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
 from benchmarks.machine import about
-from benchmarks.report import markdown, new_parser, parse, positive, rounded, write_json
+from benchmarks.report import ROOT, markdown, new_parser, parse, positive, rounded, write_json
 from longstride.launcher.output import metrics_file
 
-ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ROOT / "ds_configs" / "experiments"
-PLAIN = ROOT / "benchmarks" / "training" / "plain_transformer.py"
 PILOT_ROUNDS, PILOT_STEPS, WARM_STEPS = 3, 16, 6  # steps that are timed in each round, and before those
 HELD_OUT_BYTES = 442_368  # evenly spread over the held-out files
 WARMUP_SHARE = 0.03  # of the steps of a row
@@ -246,7 +241,7 @@ def plain(options: argparse.Namespace, data: Path, folder: Path) -> dict[str, An
 
     def trained(shape: tuple[float, ...], seed: int) -> dict[str, Any]:
         words = [*shape, "--seed", seed, "--seconds", options.seconds, "--data", data, "--held-out", HELD_OUT_BYTES]
-        return dict(json.loads(command(sys.executable, PLAIN, *words)))
+        return dict(json.loads(command(sys.executable, "-m", "benchmarks.training.plain_transformer", *words)))
 
     with ThreadPoolExecutor(options.parallel) as pool:
         tried = list(pool.map(lambda shape: trained(shape, 0), PLAIN_SHAPES))

@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.machine import slug
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 DASH = "–"
 DIGITS = 4  # significant, in files
 

@@ -1,6 +1,6 @@
 """Sampling through a whole model, a byte at a time, at growing contexts.
 
-Run ``python benchmarks/sampling.py --threads 2``.
+Run ``python -m benchmarks.sampling --threads 2``.
 
 The model of paper_small (width, heads, layers) runs with each pattern, with the same random weights and the same code;
 dense attention is a pattern like the others. First a gate compares the cached logits of every position with a forward
@@ -17,23 +17,18 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
 from benchmarks.attention.cases import DTYPES, stride_of
 from benchmarks.machine import about, synchronize
-from benchmarks.report import cell, exponent, new_parser, parse, rounded, write_result
+from benchmarks.report import ROOT, cell, exponent, new_parser, parse, rounded, write_result
 from longstride.kernels import num_keys_read
 from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 from longstride.sparse_model.generation import choose
 from longstride.sparse_model.mixers.cache import KeyValues
 
-ROOT = Path(__file__).resolve().parents[1]
 PAPER_SMALL = ROOT / "ds_configs" / "experiments" / "paper_small.json"
 SUMMARY = 8  # of paper_small
 FLOOR = "own key"

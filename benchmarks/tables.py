@@ -1,4 +1,4 @@
-"""Write the tables and pictures of all documents from the result files: ``python benchmarks/tables.py [NAME …]``.
+"""Write the tables and pictures of all documents from the result files: ``python -m benchmarks.tables [NAME …]``.
 
 Each table stands between two marks of its page, of which the first has its name. A test checks that pages and result
 files agree.
@@ -10,19 +10,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import lessons, photographs, reach, recipe
 from benchmarks.attention import tables as attention
 from benchmarks.paper import tables as paper
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, ROOT
 from benchmarks.scaling import tables as scaling
 
-ROOT = Path(__file__).resolve().parents[1]
 END = "<!-- end -->"
 Result = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Compile the kernels of a session on a card, without the card: ``python benchmarks/attention/ahead.py FILE``.
+"""Compile the kernels of a session on a card, without the card: ``python -m benchmarks.attention.ahead FILE``.
 
 Time on a card is expensive, and compiling took most of a first session. This program makes the same calls on CPU
 tensors, with launches that do nothing (``tests.harness.dry_card``). The compiled code, without intermediate forms, goes
@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-if __name__ in ("__main__", "__mp_main__"):  # as a program, or a process of its pool, from a checkout not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+if __name__ in ("__main__", "__mp_main__"):  # as a program, or a process of its pool
     os.environ.pop("TRITON_INTERPRET", None)  # before anything imports triton
 
 import pytest

@@ -1,6 +1,6 @@
 """Compare attention with torch's dense causal attention and FlexAttention.
 
-Run ``python benchmarks/attention/attention.py``.
+Run ``python -m benchmarks.attention.attention``.
 
 A gate comes first: each pattern's output and gradients against fp64 in every head width and dtype. Then dense
 attention, FlexAttention and all patterns take turns. A table is printed, and all figures go to JSON, which is written
@@ -14,11 +14,7 @@ import gc
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 
@@ -126,7 +122,7 @@ def groups_of(options: argparse.Namespace) -> list[Group]:
         return cases.beside(kind)
     if options.preset == "rehearsal":
         return cases.rehearsal(options.dtypes[0])
-    first = cases.published_case("bfloat16")
+    first = cases.published_case()
     published = [first] if kind == "cuda" and first.dtype in options.dtypes and not options.stride else []
     return published + [
         replace(

@@ -1,4 +1,4 @@
-"""Compare measurements with performance targets: ``python benchmarks/attention/bars.py [FILE …]``.
+"""Compare measurements with performance targets: ``python -m benchmarks.attention.bars [FILE …]``.
 
 Reads result files of attention.py and training_step.py, and prints for each device which bars were met, missed or not
 measured. If two files of a device have the same case, the later one counts.
@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.report import RESULTS
 

@@ -72,9 +72,9 @@ def heads_of(context: int, device_type: str) -> int:
     return max(FEWEST_HEADS, min(MOST_HEADS, POSITIONS_ON_A_CARD // context))
 
 
-def published_case(dtype: str) -> Group:
+def published_case() -> Group:
     """Return the sliding window of the published figures of other kernels."""
-    return Group(32_768, 1_024, 128, dtype, heads_of(32_768, "cuda"), names=("local",))
+    return Group(32_768, 1_024, 128, "bfloat16", heads_of(32_768, "cuda"), names=("local",))
 
 
 def bars(device_type: str) -> list[Group]:
@@ -88,7 +88,7 @@ def bars(device_type: str) -> list[Group]:
         return Group(context, stride_of(context), 64, "bfloat16", heads, names=names or NAMES)
 
     return [
-        published_case("bfloat16"),
+        published_case(),
         case(12_288),
         case(65_536, "local", "column", "block"),
         case(1_048_576, "strided merged", "fixed merged"),

@@ -1,6 +1,6 @@
 """Compile every kernel that launches by default, and read its machine code, without a card.
 
-``python benchmarks/attention/compiled.py`` writes ``benchmarks/results/compiled.json``: registers and memory of each
+``python -m benchmarks.attention.compiled`` writes ``benchmarks/results/compiled.json``: registers and memory of each
 kernel, and what its loops do. Tests check that the file belongs to the sources of the kernels, and hold the kernels to
 rules. Compiling takes minutes, so the file is only renewed when the sources change; a test says when.
 
@@ -23,15 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import triton
 
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, ROOT
 from longstride.kernels.backends.triton.configurations import ARCHITECTURES, SAFE, Configuration, Kernel
 
-ROOT = Path(__file__).resolve().parents[2]
 FILE = RESULTS / "compiled.json"
 TARGETS = ("gfx942", "sm_80", "sm_86", "sm_90")
 # Sources that the machine code, and what is read from it, depend on.

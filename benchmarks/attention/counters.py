@@ -1,4 +1,4 @@
-"""Measure how busy a card's matrix units and memory are in our kernels: ``python benchmarks/attention/counters.py``.
+"""Measure how busy a card's matrix units and memory are in our kernels: ``python -m benchmarks.attention.counters``.
 
 Nsight Compute (``ncu``, if installed) reads the card's counters for every launch of a forward and a backward pass of a
 few cases, after passes that compile. The card's clocks are not changed. Each launch is replayed several times, so its
@@ -15,9 +15,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 
@@ -76,7 +73,8 @@ def counted(seconds: float) -> tuple[list[dict[str, Any]], str | None]:
         command = [program, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
         command += ["--profile-from-start", "off", "--log-file", str(log)]
         command += [word for section in SECTIONS for word in ("--section", section)]
-        command += ["--kernel-name", f"regex:^(({OURS})_kernel|{BETWEEN})", sys.executable, __file__, "--passes"]
+        command += ["--kernel-name", f"regex:^(({OURS})_kernel|{BETWEEN})"]
+        command += [sys.executable, "-m", "benchmarks.attention.counters", "--passes"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 """Measure the host's time of calls of the Triton backend, without their launches.
 
-Run ``python benchmarks/attention/host_time.py``. No card is needed, and nothing is compiled or launched
+Run ``python -m benchmarks.attention.host_time``. No card is needed, and nothing is compiled or launched
 (``tests.harness.dry_card``). What remains is the work of Python and torch on CPU tensors. Time is the CPU time of the
 thread, which other programs disturb least, per call in the fastest of many groups. "again" is a call with a launch
 plan, as all but the first of a shape. "planned" is a call that makes its plan, as the first.
@@ -11,18 +11,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from torch import Tensor
 
 from benchmarks.machine import about
-from benchmarks.report import new_parser, parse, rounded, write_result
+from benchmarks.report import markdown, new_parser, parse, rounded, write_result
 from longstride.kernels import CachedAttention, sparse_attention
 from longstride.kernels.patterns import Block, Fixed, Local, Pattern, Strided
 
@@ -107,9 +103,9 @@ def seconds_of(call: Callable[[], object], repeats: int, launched: list[Any], ca
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Print microseconds."""
-    print("| pattern | forward | planned | backward | planned | one query |\n|---|---|---|---|---|---|")
-    for row in rows:
-        print(f"| {' | '.join([row['pattern'], *(f'{1e6 * x:.0f}' for x in list(row.values())[1:])])} |")
+    titles = ["pattern", "forward", "planned", "backward", "planned", "one query"]
+    lines = [[row["pattern"], *(f"{1e6 * x:.0f}" for x in list(row.values())[1:])] for row in rows]
+    print(markdown(titles, lines), end="")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compare attention over selections with dense causal attention: ``python benchmarks/attention/selections.py``.
+"""Compare attention over selections with dense causal attention: ``python -m benchmarks.attention.selections``.
 
 A gate comes first: output and gradients of each selection against fp64. Then all take turns in every repeat. Times
 include selecting: the products with centroids, their maximum, and the sort. On a CPU, time is the least CPU time of the
@@ -17,11 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from torch import Tensor
@@ -31,9 +27,10 @@ from benchmarks.attention.cases import DTYPES, Group, heads_of, stride_of
 from benchmarks.attention.figures import PHASES, ByPhase, rounded_all
 from benchmarks.attention.gate import Attention, results, unexplained
 from benchmarks.attention.measure import GROUP_SECONDS
+from benchmarks.attention.tables import selections_table
 from benchmarks.attention.timing import Contender, HostClock, inputs_of, take_turns
 from benchmarks.machine import about
-from benchmarks.report import cell, exponent, new_parser, parse, ratio, rounded, write_result
+from benchmarks.report import exponent, new_parser, parse, ratio, rounded, write_result
 from longstride.kernels import selected_attention, sparse_attention
 from longstride.kernels.patterns import Dense
 from longstride.kernels.selections import Selection, recent_members
@@ -70,11 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
     rows = [row for context in sorted(options.contexts) for row in measure(context, options)]
-    growth = growth_of(rows)
-    print_table(rows, growth)
     clock = "CPU time of the process" if device.type == "cpu" else "between events on the device"
     facts = {**about(device), "clock": clock, "repeats": options.repeats}
-    write_result(options, {**facts, "timings": rows, "growth": growth})
+    result = {**facts, "timings": rows, "growth": growth_of(rows)}
+    print(selections_table(result))
+    write_result(options, result)
     return 0
 
 
@@ -174,25 +171,6 @@ def growth_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
         points.setdefault(row["selection"], []).append((row["context"], row["seconds"]["both"]))
     return {name: exponent(of_name[0], of_name[-1]) for name, of_name in points.items()}
-
-
-def print_table(rows: list[dict[str, Any]], growth: dict[str, Any]) -> None:
-    """Print milliseconds, and how many times faster than each dense attention."""
-    print(
-        f"{'selection':<16}{'context':>9}{'window':>8}{'pairs':>12}  {'ms: selecting, forward, backward, both':<42}",
-        end="",
-    )
-    print("".join(f"{f'times {name}':>22}" for name in DENSE))
-    for row in rows:
-        times = [row["selecting_seconds"], *(row["seconds"][phase] for phase in PHASES)]
-        ratios = [" / ".join(cell(row["ratio_to_dense"][name][phase], ".1f") for phase in PHASES) for name in DENSE]
-        shown = " / ".join(cell(x, ".1f", 1e3) for x in times)
-        print(
-            f"{row['selection']:<16}{row['context']:>9,}{row['window']:>8}{row['pairs']:>12,}  {shown:<42}"
-            + "".join(f"{x:>22}" for x in ratios)
-        )
-    for name, power in growth.items():
-        print(f"{name}: time grows by the {cell(power)}th power of the context")
 
 
 if __name__ == "__main__":

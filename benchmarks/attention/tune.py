@@ -1,4 +1,4 @@
-"""Find tile edges, warps and stages for this card: ``python benchmarks/attention/tune.py``.
+"""Find tile edges, warps and stages for this card: ``python -m benchmarks.attention.tune``.
 
 Some fifteen configurations of each kernel and head width are compiled ahead of time, in a pool of processes that need
 no card. Configurations that spill much in a loop, need too much shared memory or repeat products in several warps are
@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-if __name__ in ("__main__", "__mp_main__"):  # as a program, or a process of its pool, from a checkout not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 if __name__ == "__mp_main__":  # processes of the pool compile
     os.environ.pop("TRITON_INTERPRET", None)
 elif "--device=cpu" in sys.argv or ("--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cpu"):

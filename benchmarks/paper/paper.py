@@ -1,4 +1,4 @@
-"""The paper's tables in miniature: ``python benchmarks/paper/paper.py``.
+"""The paper's tables in miniature: ``python -m benchmarks.paper.paper``.
 
 Trains the same model with dense, fixed and strided attention, at equal parameters, data and steps, from several seeds.
 The data are text (the Python standard library's sources, or --text DIR) and pictures (letters drawn from matplotlib's
@@ -22,9 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np
 import torch

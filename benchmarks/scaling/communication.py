@@ -16,8 +16,7 @@ from benchmarks.scaling.divided import exchanges
 from benchmarks.scaling.zero_communication import Run
 from longstride.launcher.config import RunConfig, load_config
 
-ROOT = Path(__file__).resolve().parents[2]
-WORKER = ROOT / "benchmarks/scaling/communication_worker.py"
+WORKER = "benchmarks.scaling.communication_worker"
 PRECISIONS, STAGES, MICRO_BATCHES = ("fp16", "bf16", "fp32"), (0, 1, 2, 3), (1, 2)
 # Settings of stage 3 under which a tiny network shows what large ones do: weights that are not kept, are released
 # between the passes, and are fetched ahead or not.
@@ -80,8 +79,8 @@ def shared(title: str, ranks: int, size: int, exchange: str, stage: int = 0, **t
     return {"title": f"ZeRO {stage}, {title}, a context over {size}, by {exchange}", "config": config}
 
 
-def cases(ranks: int, few: bool = False) -> list[dict[str, Any]]:
-    """Return the grid for a number of ranks, or a few cases of it if a case takes half a minute."""
+def cases(ranks: int) -> list[dict[str, Any]]:
+    """Return the grid for a number of ranks."""
     grid = []
 
     def add(title: str, stage: int, kind: str, micro_batches: int, changes: dict[str, Any], **train: Any) -> None:
@@ -90,12 +89,10 @@ def cases(ranks: int, few: bool = False) -> list[dict[str, Any]]:
         grid.append({"title": f"ZeRO {stage}, {kind}, {micro_batches} micro-batches, {title}", "config": config})
 
     for kind in PRECISIONS:
-        for micro_batches in MICRO_BATCHES[: 1 if few else None]:
+        for micro_batches in MICRO_BATCHES:
             for stage in STAGES:
                 add("defaults", stage, kind, micro_batches, {})
             add("released, none ahead", 3, kind, micro_batches, STAGE_3["released, none ahead"])
-    if few:
-        return grid
     for title, changes in STAGE_3.items():
         add(title, 3, "bf16", 2, changes, activation_checkpointing=True)
     for title in ("nothing persistent", "small ones persistent", "released", "few ahead"):
@@ -122,7 +119,7 @@ def measured(grid: list[dict[str, Any]], ranks: int, folder: Path, fake: bool = 
     plan = folder / "cases.json"
     plan.write_text(json.dumps(grid))
     fakes = {"FAKE_RANKS": str(ranks)} if fake else {}
-    outputs = run_ranks([WORKER, plan], 1 if fake else ranks, **fakes)
+    outputs = run_ranks(WORKER, [plan], 1 if fake else ranks, **fakes)
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 

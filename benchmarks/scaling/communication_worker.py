@@ -1,4 +1,4 @@
-"""A rank whose steps are counted: ``python benchmarks/scaling/communication_worker.py CASES.json``.
+"""A rank whose steps are counted: ``python -m benchmarks.scaling.communication_worker CASES.json``.
 
 For every case it builds the engine of a run and takes its steps with the training loop's functions, on batches of
 noise. The collectives of the last step are counted, however they are called: torch dispatches each as an operation of
@@ -18,9 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 import torch.distributed

@@ -1,4 +1,4 @@
-"""From one GPU to 4,096: ``python benchmarks/scaling/scaling.py [RUN [path.to.key=value …]]``.
+"""From one GPU to 4,096: ``python -m benchmarks.scaling.scaling [RUN [path.to.key=value …]]``.
 
 With a run, by name or file, it only prints: what a rank sends in a step and what a GPU holds, for every ZeRO stage and
 number of GPUs, and what GPUs that share contexts exchange. Every GPU has the same work whatever their number:
@@ -18,11 +18,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 

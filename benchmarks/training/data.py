@@ -1,4 +1,4 @@
-"""Reading data: ``python benchmarks/training/data.py``.
+"""Reading data: ``python -m benchmarks.training.data``.
 
 Throughput, one process, warm cache: for sets of short documents, of pictures and of long documents, all readers take
 turns over the whole set in every repeat. The ratio to WebDataset's sequential reading is the median over repeats.
@@ -27,15 +27,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import numpy as np
 import torch
 import webdataset as wds
 
 from benchmarks.machine import about, resident_bytes
-from benchmarks.report import check_output, new_parser, write_result
+from benchmarks.report import ROOT, check_output, new_parser, write_result
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.order import ByteStream, StreamSettings
 from longstride.data_pipelines.shards.manifest import DataManifest, SplitRecord
@@ -169,8 +166,8 @@ def read_in_sequence(data: Path) -> int:
 def measure_start(folder: Path, num_shards: int) -> dict[str, Any]:
     """Measure the opening of a set of many shards, in a separate process."""
     data = make_many_shards(folder, num_shards)
-    command = [sys.executable, str(Path(__file__).resolve()), "--open-folder", str(data)]
-    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    command = [sys.executable, "-m", "benchmarks.training.data", "--open-folder", str(data.resolve())]
+    result = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
     return {"shards": num_shards, "manifest_bytes": (data / DataManifest.FILE_NAME).stat().st_size, **result}
 
 

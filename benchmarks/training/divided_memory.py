@@ -1,4 +1,4 @@
-"""Memory of processes that share a context: ``python benchmarks/training/divided_memory.py``.
+"""Memory of processes that share a context: ``python -m benchmarks.training.divided_memory``.
 
 A forward and backward pass over one context of 65,536 bytes, by real processes over gloo: the network of music_65k in
 width and attention, cut to a few layers, in fp32 and with every activation stored. The memory that `longstride plan`
@@ -11,11 +11,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 import torch.distributed
@@ -73,7 +69,7 @@ def configuration(context: int, size: int, exchange: str, changes: list[str]) ->
 def together(config: RunConfig) -> list[dict[str, int]]:
     """Run the processes that share a context, and return each one's result."""
     variables = {"DIVIDED_RUN": json.dumps(config.to_json())}
-    outputs = run_ranks([Path(__file__).resolve()], config.train.sequence_parallel or 1, **variables)
+    outputs = run_ranks("benchmarks.training.divided_memory", [], config.train.sequence_parallel or 1, **variables)
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 

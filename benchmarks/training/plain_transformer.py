@@ -1,6 +1,6 @@
 """A dense transformer in plain torch, like nanoGPT: the baseline of `benchmarks/recipe.py`.
 
-``python benchmarks/training/plain_transformer.py LAYERS WIDTH HEADS CONTEXT RATE --data DIR`` trains it on bytes for a
+``python -m benchmarks.training.plain_transformer LAYERS WIDTH HEADS CONTEXT RATE --data DIR`` trains it on bytes for a
 number of seconds and prints its score. It has learned positions, LayerNorms, GELU, torch's fused attention, tied
 embeddings, AdamW with weight decay on matrices, clipping, warm-up and cosine; bf16 weights with fp32 masters.
 """
@@ -13,9 +13,6 @@ import math
 import sys
 import time
 from pathlib import Path
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from torch import Tensor, nn

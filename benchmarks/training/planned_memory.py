@@ -1,4 +1,4 @@
-"""Steps of a run compared with its plan: ``python benchmarks/training/planned_memory.py RUN [path=value …]``.
+"""Steps of a run compared with its plan: ``python -m benchmarks.training.planned_memory RUN [path=value …]``.
 
 DeepSpeed's engine takes a few steps of the run on this machine's device, in one process, on batches of noise, with the
 training loop's own functions. The most memory that it held is compared with the peak of `longstride plan` for the run's
@@ -13,9 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 

@@ -1,6 +1,6 @@
 """Pictures of 16 x 16 pixels for trainings of minutes: a sky, a ground and a ball.
 
-``python benchmarks/training/tiny_pictures.py FOLDER --count 600`` writes PNG files, the same for the same seed.
+``python -m benchmarks.training.tiny_pictures FOLDER --count 600`` writes PNG files, the same for the same seed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Seconds of one whole training step with our sparse attention, and of the same model with torch's dense attention.
 
-``python benchmarks/training/training_step.py``: forward, loss, backward and fused AdamW of the enwik8 model (30 layers,
+``python -m benchmarks.training.training_step``: forward, loss, backward and fused AdamW of the enwik8 model (30 layers,
 context 12,288), with activation checkpointing and without. One model serves all variants: another function replaces its
 ``sparse_attention``, and the variants take turns. In bf16 the weights are bf16, as the engine trains.
 """
@@ -13,12 +13,9 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
-
-if __name__ == "__main__":  # as a program from a checkout that is not installed
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -133,16 +130,11 @@ def variants(options: argparse.Namespace, device: torch.device) -> dict[str, Rep
     return {name: variant for name, variant in every.items() if options.only is None or name in options.only}
 
 
-@contextlib.contextmanager
-def attention_replaced(replacement: Replacement | None) -> Iterator[None]:
-    """Replace the model's ``sparse_attention`` while the block runs."""
-    original = attention.sparse_attention
-    if replacement is not None:
-        attention.sparse_attention = replacement  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        attention.sparse_attention = original
+def attention_replaced(replacement: Replacement | None) -> contextlib.AbstractContextManager[Any]:
+    """Replace the model's ``sparse_attention`` while the block runs; None leaves it."""
+    if replacement is None:
+        return contextlib.nullcontext()
+    return mock.patch.object(attention, "sparse_attention", replacement)
 
 
 def training_step(model: SparseTransformer, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:

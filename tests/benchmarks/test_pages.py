@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +17,13 @@ Result = dict[str, Any]
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.name} of {table.page}")
 def test_a_page_has_the_table_of_its_result_files(table: Table) -> None:
     page = (ROOT / table.page).read_text()
-    assert table.replaced(page) == page, "run python benchmarks/tables.py"
+    assert table.replaced(page) == page, "run python -m benchmarks.tables"
+
+
+def test_programs_that_pages_name_exist() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    names = {name for page in pages for name in re.findall(r"python -m (benchmarks[\w.]*\w)", page.read_text())}
+    assert len(names) > 10 and all(importlib.util.find_spec(name) for name in names)
 
 
 def test_a_table_replaces_what_stood_between_its_marks() -> None:

@@ -2,7 +2,7 @@
 
 To compile them all takes minutes. What came of it is kept in benchmarks/results/compiled.json, and stands for the
 kernels as long as their sources and Triton are the same; some are compiled each time, to hold the file to what comes
-out. Any other Triton compiles them all. ``python benchmarks/attention/compiled.py`` writes the file anew.
+out. Any other Triton compiles them all. ``python -m benchmarks.attention.compiled`` writes the file anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.attention.compiled import (
 from longstride.kernels.backends.triton.configurations import ARCHITECTURES
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024, "sm_86": 99 * 1024}  # a program's most
-RENEW = "run python benchmarks/attention/compiled.py"
+RENEW = "run python -m benchmarks.attention.compiled"
 EVERY = 20  # of how many kept cases one is compiled each time
 
 

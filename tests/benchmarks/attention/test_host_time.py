@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_calls_that_have_a_plan_cost_the_host_little(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = str(ROOT / "benchmarks/attention/host_time.py")
     done = subprocess.run(
-        [sys.executable, program, "--repeats", "5", "--output", str(output)],
+        [sys.executable, "-m", "benchmarks.attention.host_time", "--repeats", "5", "--output", str(output)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env=environment,

@@ -29,7 +29,7 @@ def test_one_command_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureF
         assert all(row["seconds"][phase] > 0 for phase in PHASES) and 0 < row["pairs"] <= 128 * 2 * row["window"]
         for of_dense in row["ratio_to_dense"].values():
             assert all((of_dense[phase] is not None) == (row["context"] == 64) for phase in PHASES)
-    assert set(found["growth"]) == set(names) and "times torch" in capsys.readouterr().out
+    assert set(found["growth"]) == set(names) and "× torch" in capsys.readouterr().out
     table = selections_table(found).splitlines()
     assert len(table) == 8 and len({line.count("|") for line in table[2:]}) == 1
 

@@ -22,8 +22,8 @@ def test_tuning_drops_checks_times_and_writes_rows(tmp_path: Path, capsys: pytes
     from benchmarks.attention import tune
 
     output = tmp_path / "tuning.json"
-    command = [sys.executable, "benchmarks/attention/tune.py", "--device", "cpu", "--widths", "64", "--processes", "1"]
-    command += ["--dtypes", "bfloat16", "--kernels", *KERNELS, "--output", str(output)]
+    command = [sys.executable, "-m", "benchmarks.attention.tune", "--device", "cpu", "--widths", "64"]
+    command += ["--processes", "1", "--dtypes", "bfloat16", "--kernels", *KERNELS, "--output", str(output)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
