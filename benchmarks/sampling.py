@@ -34,7 +34,6 @@ SUMMARY = 8  # of paper_small
 FLOOR = "own key"
 GROWING = ("keys_read", "seconds", "reading_seconds")
 GATE_CONTEXT = 192
-BAR = {"context": 12_288, "pattern": "strided", "times_dense": 3.0}
 
 
 def attentions_of(stride: int) -> dict[str, dict[str, Any]]:
@@ -59,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     timings = [row for context in sorted(options.contexts) for row in measure(context, options)]
     growth = growth_of(timings)
     print_table(timings, growth, options)
-    measured = {"calls": options.calls, "repeats": options.repeats, "bar": BAR}
+    measured = {"calls": options.calls, "repeats": options.repeats}
     write_result(options, {**about(options.device), **measured, "timings": timings, "growth": growth})
     return 0
 
@@ -189,7 +188,7 @@ def growth_of(timings: list[dict[str, Any]]) -> dict[str, dict[str, float | None
 def print_table(
     timings: list[dict[str, Any]], growth: dict[str, dict[str, float | None]], options: argparse.Namespace
 ) -> None:
-    """Print keys read and milliseconds a byte at each context, their growth, and the bar."""
+    """Print keys read and milliseconds a byte at each context, and their growth."""
     first = timings[0]
     sizes = f"{first['layers']} layers, {first['heads']} heads, width {first['width']}, B = {options.batch}"
     print(f"{sizes}, {options.dtype}, {torch.get_num_threads()} threads; keys read, ms a byte, times dense")
@@ -200,10 +199,6 @@ def print_table(
         cells = [f"{row['keys_read']:,}{row['seconds'] * 1e3:>9.3f}{row['times_dense']:>7.2f}" for row in rows]
         cells.append(" ".join(f"{cell(value):>6}" for value in ends.values()))
         print(f"{name:<9}" + "".join(f"{text:>27}" for text in cells))
-    for row in timings:
-        if (row["pattern"], row["context"]) == (BAR["pattern"], BAR["context"]):
-            verdict = "met" if row["times_dense"] >= BAR["times_dense"] else "missed"
-            print(f"\n{row['pattern']}, n = {row['context']:,}: {row['times_dense']:.2f}x dense, {verdict} (3x)")
 
 
 if __name__ == "__main__":

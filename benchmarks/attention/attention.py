@@ -22,7 +22,7 @@ from benchmarks.attention import cases
 from benchmarks.attention.cases import Group
 from benchmarks.attention.figures import PHASES
 from benchmarks.attention.gate import problems
-from benchmarks.attention.measure import Settings, measure
+from benchmarks.attention.measure import measure
 from benchmarks.attention.peers import forget_compiled, reason_of
 from benchmarks.machine import about, copy_bandwidth, matmul_flops, slug
 from benchmarks.report import DASH, cell, check_output, new_parser, rounded, write_json, write_result
@@ -173,16 +173,8 @@ def beginning(device: torch.device, options: argparse.Namespace) -> dict[str, An
 
 def try_group(group: Group, results: dict[str, Any], device: torch.device, options: argparse.Namespace) -> None:
     """Add a group's rows to the results, or the reason why it has none."""
-    settings = Settings(
-        options.backend,
-        options.repeats,
-        options.dense_limit,
-        options.flex_limit,
-        tuple(options.flex_patterns),
-        results["copy_bytes_per_second"],
-    )
     try:
-        rows, failures = measure(group, device, settings)
+        rows, failures = measure(group, device, options, results["copy_bytes_per_second"])
     except Exception as error:  # the other cases are still useful
         rows, failures = [], [{**group.sizes(), "reason": reason_of(error)}]
     results["timings"] += rows

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,56 +25,40 @@ SUMMARY = 2
 MOST_PROCESSES = 12
 
 
-class Case(NamedTuple):
-    """One pattern in one size."""
-
-    name: str
-    context: int
-    stride: int
-    dtype: torch.dtype
-    head_width: int
-    device: str
-    backend: str
-
-
 def problems(kinds: Sequence[tuple[torch.dtype, int]], device: torch.device, backend: str) -> list[str]:
     """Return a line for every pattern with output or gradients too far from fp64, in any dtype and head width.
 
     On a card several processes share the cases, as compiling takes the time, and stores its results on disk.
     """
     cases = [
-        Case(name, context, stride, dtype, head_width, device.type, backend)
+        (name, context, stride, dtype, head_width)
         for dtype, head_width in kinds
         for context, stride in SIZES[device.type]
         for name in patterns_of(stride, SUMMARY)
     ]
+    check = functools.partial(problem_of, device.type, backend)
     if device.type == "cpu":
-        lines = list(map(problem_of, cases))
+        lines = list(itertools.starmap(check, cases))
     else:
         processes = min(MOST_PROCESSES, os.cpu_count() or 1)
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            lines = list(pool.map(problem_of, cases))
+            lines = list(pool.map(check, *zip(*cases, strict=True)))
     return [line for line in lines if line is not None]
 
 
-def problem_of(case: Case) -> str | None:
-    """Return a line about what is wrong with a case, or None."""
+def problem_of(
+    device: str, backend: str, name: str, context: int, stride: int, dtype: torch.dtype, head_width: int
+) -> str | None:
+    """Return a line about a pattern's results; None if rounding in this dtype explains how far they are from fp64."""
     torch.manual_seed(0)
-    pattern = patterns_of(case.stride, SUMMARY)[case.name]
-    where = f"{case.name}, n = {case.context:,}, D = {case.head_width}, {case.dtype}"
+    pattern = patterns_of(stride, SUMMARY)[name]
+    where = f"{name}, n = {context:,}, D = {head_width}, {dtype}"
     try:
-        wrong = gate(pattern, case.context, case.dtype, case.head_width, torch.device(case.device), case.backend)
+        inputs = [torch.randn(2, 2, context, head_width, device=device, dtype=dtype) for _ in range(4)]
+        wrong = unexplained(results(ours(pattern, backend), inputs), inputs, pattern)
     except Exception as error:
         return f"{where}: {type(error).__name__}: {str(error)[:300]}"
     return wrong and f"{where}: {wrong}"
-
-
-def gate(
-    pattern: Pattern, context: int, dtype: torch.dtype, head_width: int, device: torch.device, backend: str
-) -> str | None:
-    """Return what is wrong; None if rounding in this dtype explains how far all results are from fp64."""
-    inputs = [torch.randn(2, 2, context, head_width, device=device, dtype=dtype) for _ in range(4)]
-    return unexplained(results(ours(pattern, backend), inputs), inputs, pattern)
 
 
 def unexplained(outputs: list[Tensor], inputs: list[Tensor], reads: Pattern | Selection) -> str | None:

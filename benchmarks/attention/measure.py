@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,30 +21,18 @@ from longstride.kernels.plan import Side, num_pairs
 GROUP_SECONDS = 6.0  # on a card, for the turns of one group
 
 
-class Settings(NamedTuple):
-    """Settings of a run, the same for all groups."""
+def measure(
+    group: Group, device: torch.device, options: argparse.Namespace, bandwidth: float
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure a group with the benchmark's options, on a device that copies so many bytes a second.
 
-    backend: str
-    repeats: int
-    dense_limit: int  # positions
-    flex_limit: int  # positions
-    flex_patterns: tuple[str, ...]  # names
-    bandwidth: float  # bytes per second of a copy
-
-
-class Measured(NamedTuple):
-    """A group's rows, and the patterns that could not run with the reasons."""
-
-    rows: list[dict[str, Any]]
-    failures: list[dict[str, Any]]
-
-
-def measure(group: Group, device: torch.device, settings: Settings) -> Measured:
-    """Measure a row per pattern."""
+    Returns:
+        A row per pattern, and the patterns that could not run with the reasons.
+    """
     sets = inputs_of(group, device)
     contenders, facts, failures = {}, {}, []
     for name, pattern in group.patterns().items():
-        contender = Contender(ours(pattern, settings.backend))
+        contender = Contender(ours(pattern, options.backend))
         try:
             facts[name] = facts_of(contender, sets[0], group, device)
             contenders[f"ours {name}"] = contender
@@ -51,18 +40,18 @@ def measure(group: Group, device: torch.device, settings: Settings) -> Measured:
             failures.append({"pattern": name, **group.sizes(), "reason": reason_of(error)})
     patterns = {name: pattern for name, pattern in group.patterns().items() if name in facts}
     dense: dict[str, Contender] = {}
-    reasons = {"torch": f"beyond --dense-limit {settings.dense_limit}"}
-    if group.context <= settings.dense_limit:
+    reasons = {"torch": f"beyond --dense-limit {options.dense_limit}"}
+    if group.context <= options.dense_limit:
         dense, reasons = dense_contenders(sets[0])
     peers = {
-        name: flex(pattern, sets[0], settings.flex_limit)
-        if name in settings.flex_patterns
+        name: flex(pattern, sets[0], options.flex_limit)
+        if name in options.flex_patterns
         else Flex(reason="not among --flex-patterns")
         for name, pattern in patterns.items()
     }
     contenders = {f"dense {name}": contender for name, contender in dense.items()} | contenders
     contenders |= {f"flex {name}": peer.contender for name, peer in peers.items() if peer.contender is not None}
-    turns = take_turns(contenders, sets, device, settings.repeats, GROUP_SECONDS)
+    turns = take_turns(contenders, sets, device, options.repeats, GROUP_SECONDS)
     dense_figures = dense_of({name: turns[f"dense {name}"] for name in dense}, reasons)
     rows = []
     for name, pattern in patterns.items():
@@ -85,13 +74,13 @@ def measure(group: Group, device: torch.device, settings: Settings) -> Measured:
                     dense_figures["dense_seconds"],
                     flex_seconds,
                     allowed_pairs(pattern, group.context),
-                    visited_of(pattern, group, device, settings.backend),
-                    settings.bandwidth,
+                    visited_of(pattern, group, device, options.backend),
+                    bandwidth,
                 ),
                 **facts[name],
             }
         )
-    return Measured(rows, failures)
+    return rows, failures
 
 
 def facts_of(contender: Contender, inputs: Inputs, group: Group, device: torch.device) -> dict[str, Any]:

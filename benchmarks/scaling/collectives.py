@@ -36,11 +36,13 @@ def sent_bytes(operation: str, num_bytes: int, ranks: int) -> float:
     return RING[operation] * num_bytes * (ranks - 1) / ranks
 
 
-def total_sent(collectives: Iterable[Collective], ranks: int) -> dict[str, float]:
+def total_sent(collectives: Iterable[Collective], ranks: int, owner: str | None = None) -> dict[str, float]:
     """Sum the bytes that each rank sends, by operation."""
     totals: defaultdict[str, float] = defaultdict(float)
     for collective in collectives:
-        totals[collective.operation] += collective.times * sent_bytes(collective.operation, collective.num_bytes, ranks)
+        if owner in (None, collective.owner):
+            sent = sent_bytes(collective.operation, collective.num_bytes, ranks)
+            totals[collective.operation] += collective.times * sent
     return dict(totals)
 
 

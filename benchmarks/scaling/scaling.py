@@ -25,7 +25,7 @@ import torch
 from benchmarks.machine import about
 from benchmarks.report import check_output, new_parser, positive, write_result
 from benchmarks.scaling import divided
-from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, num_calls, total_sent
+from benchmarks.scaling.collectives import DEEPSPEED, OURS, num_calls, total_sent
 from benchmarks.scaling.zero_communication import Run
 from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Pattern
@@ -103,9 +103,9 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
                 {
                     "cards": count,
                     "stage": stage,
-                    "sent": total_sent(_of(collectives, DEEPSPEED), count),
+                    "sent": total_sent(collectives, count, DEEPSPEED),
                     "calls": sum(num_calls(collectives, DEEPSPEED).values()),
-                    "own_sent": sum(total_sent(_of(collectives, OURS), count).values()),
+                    "own_sent": sum(total_sent(collectives, count, OURS).values()),
                     "peak_bytes": costs.peak(taken),
                 }
             )
@@ -121,10 +121,6 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
         "cards": rows,
         "divided": [_shared(config, ranks, micro_batches) for ranks in divided.shares(config.model)],
     }
-
-
-def _of(collectives: Sequence[Collective], owner: str) -> list[Collective]:
-    return [collective for collective in collectives if collective.owner == owner]
 
 
 def _shared(config: RunConfig, ranks: int, micro_batches: int) -> dict[str, Any]:

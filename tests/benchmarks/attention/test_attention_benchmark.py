@@ -13,20 +13,8 @@ from benchmarks.attention.cases import NAMES
 from benchmarks.attention.figures import PHASES
 from benchmarks.attention.tables import tables_of
 
-TINY = [
-    "--device",
-    "cpu",
-    "--contexts",
-    "64",
-    "128",
-    "--head-widths",
-    "16",
-    "--heads",
-    "1",
-    "--repeats",
-    "1",
-    "--no-flex",
-]
+TINY = ["--device", "cpu", "--contexts", "64", "128", "--head-widths", "16"]
+TINY += ["--heads", "1", "--repeats", "1", "--no-flex"]
 
 
 @pytest.fixture(autouse=True)

@@ -42,20 +42,6 @@ def test_the_bars_preset_holds_every_case_that_a_bar_is_on() -> None:
     assert None not in on_cpu
 
 
-def test_the_cpu_grid_is_small() -> None:
-    groups = groups_of(read_options(["--device", "cpu", "--output", "/tmp/none.json"]))
-    assert [(group.context, group.stride, group.head_width, group.dtype) for group in groups] == [
-        (3_072, 64, 64, "float32"),
-        (12_288, 128, 64, "float32"),
-    ]
-    assert all(group.names == cases.NAMES for group in groups)
-
-
-def test_long_contexts_have_the_same_heads_on_a_card() -> None:
-    assert {cases.heads_of(context, "cuda") for context in (131_072, 262_144, 1_048_576)} == {cases.FEWEST_HEADS}
-    assert cases.heads_of(3_072, "cuda") == cases.MOST_HEADS
-
-
 def test_options_reach_the_groups() -> None:
     words = "--device cpu --contexts 64 --stride 4 --heads 3 --batch 2 --summary 1 --output /tmp/none.json"
     (group,) = groups_of(read_options(words.split()))

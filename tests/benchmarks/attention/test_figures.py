@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.attention.cases import Group
 from benchmarks.attention.figures import PHASES, compulsory_bytes, derived, fastest, ideal, ideals, operations
-from benchmarks.report import ratio, rounded
+from benchmarks.report import rounded
 
 GROUP = Group(context=1_000, stride=32, head_width=64, dtype="bfloat16", heads=4, batch=2)
 
@@ -41,11 +41,6 @@ def test_ideal_of_both_phases_is_the_sum() -> None:
     seconds, bound = ideals(GROUP, {"forward": 2.0, "backward": 40.0, "both": 42.0}, 0.5, bandwidth)
     assert seconds == {"forward": 3.0, "backward": 20.0, "both": 23.0}
     assert bound == {"forward": "bytes", "backward": "operations", "both": "mixed"}
-
-
-def test_ratios_are_missing_where_a_side_is() -> None:
-    assert (ratio(6.0, 2.0), ratio(None, 2.0), ratio(6.0, None)) == (3.0, None, None)
-    assert (rounded(1.23456), rounded(None)) == (1.235, None)
 
 
 def test_dense_is_the_fastest_kernel_of_each_phase() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -147,8 +144,3 @@ def test_a_curve_is_the_mean_of_its_parts() -> None:
     assert curve([4.0, 2.0]) == [(1, 4.0), (2, 2.0)]
     found = curve([float(x) for x in range(100)])
     assert len(found) == 20 and found[-1][0] == 100 and found[0] == (5, 2.0)
-
-
-def test_bits_are_nats_over_the_logarithm_of_two() -> None:
-    assert math.log(256) * BITS == pytest.approx(8.0)
-    assert dataclasses.replace(CASE, steps=1).warmup_steps == 1

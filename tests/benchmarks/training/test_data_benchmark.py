@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.training import data
 
-ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # WebDataset leaves its shards open
 
 
