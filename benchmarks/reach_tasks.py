@@ -47,14 +47,12 @@ class Task:
         make: makes a context. Short contexts of ``versions`` have shorter pieces.
         context: N of the last stage, and of the evaluation.
         floor: least possible bits per scored byte; None: unknown.
-        chance: bits per scored byte without any knowledge.
         varies: the distance does, so that runs begin with the lesson in copying.
     """
 
     make: Maker
     context: int = LONG
     floor: float | None = None
-    chance: float = 8.0
     varies: bool = True
 
     def batch(self, seed: tuple[int, ...], length: int, count: int, held_out: bool = False) -> tuple[Tensor, Tensor]:
@@ -233,12 +231,12 @@ def lesson_of(task: Task) -> Task:
 
 
 TASKS = {
-    "copy at 512": Task(repeated(512, 512), 2_048, 0.0, 6.0, varies=False),
-    "copy at 513": Task(repeated(513, 513), 2_048, 0.0, 6.0, varies=False),
-    "copy at 2,048": Task(repeated(2_048, 2_048), LONG, 0.0, 6.0, varies=False),
-    "induction": Task(repeated(320, 1_000, unknown=4), 2_048, 0.0, 6.0),
-    "recall": Task(recall, 2_048, 0.0, 6.0),
-    "grid": Task(grid, 2_048, grid_floor(), 6.0, varies=False),
+    "copy at 512": Task(repeated(512, 512), 2_048, 0.0, varies=False),
+    "copy at 513": Task(repeated(513, 513), 2_048, 0.0, varies=False),
+    "copy at 2,048": Task(repeated(2_048, 2_048), LONG, 0.0, varies=False),
+    "induction": Task(repeated(320, 1_000, unknown=4), 2_048, 0.0),
+    "recall": Task(recall, 2_048, 0.0),
+    "grid": Task(grid, 2_048, grid_floor(), varies=False),
     "versions": Task(versions),
     "python": Task(text("python")),
     "manuals": Task(text("manuals")),

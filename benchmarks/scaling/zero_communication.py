@@ -116,7 +116,7 @@ class Run:
             collectives = self._stage_3(section, ranks, micro_batches)
         else:
             collectives = self._gradients(section, ranks, micro_batches, stage)
-            collectives += self._updated_weights(section, ranks, stage) if stage and ranks > 1 else []
+            collectives += self._updated_weights(section, ranks) if stage and ranks > 1 else []
         collectives += self._flags(section, stage)
         rows = micro_batches * self.config.train.micro_batch
         return collectives + (own_collectives(ranks, rows) if ranks > 1 else [])
@@ -149,7 +149,7 @@ class Run:
             for rank in range(ranks)
         ]
 
-    def _updated_weights(self, section: dict[str, Any], ranks: int, stage: int) -> list[Collective]:
+    def _updated_weights(self, section: dict[str, Any], ranks: int) -> list[Collective]:
         element = _BYTES[precision(section)]
         return [Collective("all_gather", element * size, 1, what="weights") for size in self._padded_groups(ranks)]
 

@@ -121,7 +121,7 @@ def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_learns_within_its_time(steady_clock: None) -> None:
-    task = reach_tasks.Task(reach_tasks.repeated(4, 4), context=32, floor=0.0, chance=6.0)
+    task = reach_tasks.Task(reach_tasks.repeated(4, 4), context=32, floor=0.0)
     short, long = (reach_training.Stage(task, TINY | {"context": n}, 256 // n, 0.5) for n in (16, 32))
     _, begin = reach_training.trained(short, reach.TRAIN, 0, 1.0)
     network, end = reach_training.trained(long, reach.TRAIN, 0, 1.0, begin)
