@@ -215,8 +215,10 @@ def run_parts(
     tokens = torch.zeros(batch, model.context, dtype=torch.uint8, device=device)
     positions = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
     for real in [None, torch.ones(batch, length, dtype=torch.bool, device=device)] if padded else [None]:
-        contexts = network.block_contexts(tokens, positions, real)
-        if (layout := model.objective.layout(tokens, tokens, torch.zeros_like(tokens), real)) is not None:
+        layout = model.objective.layout(tokens, tokens, torch.zeros_like(tokens), real)
+        if layout is None:
+            contexts = network.block_contexts(tokens, positions, real)
+        else:
             contexts = network.layout_contexts(layout)
         for part, context in zip(parts, contexts, strict=True):
             if part is None:

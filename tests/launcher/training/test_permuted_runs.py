@@ -15,12 +15,14 @@ from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.cli import main
 from longstride.launcher.config import load_config
 from longstride.launcher.data import TrainingData
+from longstride.launcher.engine.device import run_parts
 from longstride.launcher.planning import plan, rehearsal
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model import BlockContext, SparseTransformer
+from longstride.sparse_model.mixers import Attention
 from tests.harness.layouts import losses_of, train_through
 from tests.harness.runs import complete, metrics
-from tests.sparse_model.test_permuted import DENSE, MPNET, XLNET, definition
+from tests.sparse_model.test_permuted import DENSE, MPNET, XLNET, definition, network
 
 MODEL = (f"model.objective={json.dumps(MPNET)}", f"model.attention={json.dumps(DENSE)}", "model.dropout=0")
 
@@ -99,6 +101,19 @@ def test_a_plan_counts_both_streams(config_file: Path) -> None:
     counted = rehearsal.count(model, torch.zeros(2, 64, dtype=torch.uint8))
     planned = rehearsal.activations(config, False, "cpu")
     assert planned.kept == pytest.approx(counted.kept, rel=0.02)
+
+
+def test_kernels_are_compiled_for_the_rows_of_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, forward = [], Attention.forward
+
+    def record(mixer: Attention, h: torch.Tensor, context: BlockContext) -> Any:
+        assert context.selection is not None
+        shapes.append(tuple(h.shape))
+        return forward(mixer, h, context)
+
+    monkeypatch.setattr(Attention, "forward", record)
+    run_parts(network(XLNET).config, 3, torch.float32, torch.device("cpu"), padded=True)
+    assert shapes == 2 * [(3, 20 + 6, 64)]  # without and with padding
 
 
 def test_verbs_that_need_a_next_token_say_that_there_is_none(config_file: Path, tmp_path: Path, capsys: Any) -> None:
