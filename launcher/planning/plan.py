@@ -386,7 +386,7 @@ def _work(plan: dict[str, Any]) -> list[str]:
     for name in ("forward", "backward", "recompute"):
         lines.append(f"  {name:<11}{counting.flops(step[f'{name}_flops'], ',.2f'):>14}")
     most = "at most " if any(attention["bounds"]) or attention["at_most"] else ""
-    lines.append(f"  attention to {most}{share:.2%} of the pairs of dense causal attention; by layer:")
+    lines.append(f"  attention to {most}{share:.2%} of the pairs of dense attention; by layer:")
     for (density, bound), names in _group_layers([*zip(attention["density"], attention["bounds"], strict=True)]):
         lines.append(f"    {density:7.2%}  {names}{f': {bound}' if bound else ''}")
     return lines

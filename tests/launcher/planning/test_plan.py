@@ -29,7 +29,7 @@ def test_table_tells_the_plan(capsys: pytest.CaptureFixture[str], plan: Plan) ->
     for text in (
         "parameters  94,949,888, 0.35 GiB in fp32",
         "  feed-forward      62,991,360   66.3%",
-        "  attention to 25.79% of the pairs of dense causal attention; by layer:",
+        "  attention to 25.79% of the pairs of dense attention; by layer:",
         "     25.79%  layers 0, 1, 2, 3, 4, 5, … (30 layers)",
         "the run  98,304 bytes a step, 73,240 steps, 80 epochs",
     ):
