@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def cost(name: str, context: int) -> dict[str, float]:
+def cost(name: str, context: int) -> dict[str, Any]:
     """Measure a mixer at a context."""
     config = {
         "context": context, "layers": 1, "heads": HEADS, "width": HEADS * HEAD_WIDTH, "attention": COSTS[name],
@@ -99,20 +99,21 @@ def cost(name: str, context: int) -> dict[str, float]:
     return {"seconds": rounded(min(seconds)), "peak_bytes": max(itertools.accumulate(changes))}
 
 
-def trainings(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, float]]]:
+def trainings(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Train every row from every seed, and return the scores."""
     data, sources = folder / "data", sysconfig.get_paths()["stdlib"]
     longstride("data", "build", sources, "--exclude", "site-packages", "--output", data)
     base = changed(recipe(), BASE)
 
-    def train(name: str, seed: int) -> dict[str, float]:
+    def train(name: str, seed: int) -> dict[str, Any]:
         content = changed(base, {"model.attention": ROWS[name]})
         output = folder / f"{name}-{seed}"
         lines = run(content, options.steps, seed, data, output, evaluate_contexts=HELD_OUT_CONTEXTS)
         _, bits = metrics_file.bits_of(lines[-1])
         assert bits is not None
         steps = [line for line in lines if metrics_file.is_step(line)]
-        return {"bits_per_masked_byte": rounded(bits), "seconds": rounded(sum(line["seconds"] for line in steps))}
+        seconds = sum(line["seconds"] for line in steps)
+        return {"bits_per_masked_byte": rounded(bits), "seconds": rounded(seconds)}
 
     with ThreadPoolExecutor(options.parallel) as pool:
         jobs = {name: [pool.submit(train, name, seed) for seed in range(options.seeds)] for name in ROWS}

@@ -288,7 +288,7 @@ class ModelConfig(NetworkConfig):
         """Yield a problem for each part that reads other sides of a position than the objective needs."""
         kind, causal = self.objective.type, self.objective.causal
         mixers = self.mixers[: self.layers] if self.objective.in_order else ()  # or see ``_out_of_order``
-        reads = {name: side for mixer in mixers for name, side in mixer.causality().items()}
+        reads = {name: side for mixer in mixers for name, side in mixer.causality(self).items()}
         for name in (name for name, side in reads.items() if side != causal):
             if causal:
                 rule = f"{name} reads later positions, which objective {kind} predicts; "
@@ -310,7 +310,7 @@ class ModelConfig(NetworkConfig):
                 num_pairs(pattern, self.context) == self.context**2 for pattern in set(mixer.patterns)
             )
             if not is_dense:
-                rule = f"{', '.join(mixer.causality())} decides who reads whom, which objective {kind} does; "
+                rule = f"{', '.join(mixer.causality(self))} decides who reads whom, which objective {kind} does; "
                 yield Problem("attention", rule + 'take {"type": "dense", "causal": false}')
         if any(getattr(part, "capacity", None) is not None for part in self.feed_forwards):
             rule = f"experts with a capacity take rows in their order, in which objective {kind} gives answers away; "

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, Problem
-from longstride.kernels.patterns import Pattern
+from longstride.kernels.patterns import Pattern, declares_causal, pattern_to_json
 from longstride.kernels.selections import Selection, within_documents
 from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.network import NetworkConfig
@@ -295,9 +295,10 @@ class PartConfig(ABC):
 class MixerConfig(PartConfig):
     """The configuration of a mixer."""
 
-    def causality(self) -> dict[str, bool]:
-        """Map the type of each of its ways to read to whether rows then read no later positions."""
-        return {self.type: True}
+    def causality(self, network: NetworkConfig) -> dict[str, bool]:
+        """Map its type, and those of its patterns that read later positions, to whether rows read none."""
+        read_later = (pattern for pattern in self.head_patterns(network) if not declares_causal(pattern))
+        return {self.type: True} | {str(pattern_to_json(pattern)["type"]): False for pattern in read_later}
 
     @property
     @abstractmethod

@@ -218,7 +218,7 @@ def draw_views(
     palette: Palette | None = None,
 ) -> Any:
     """Draw a row per query and a column per layer: the weights on the picture or on the folded sequence."""
-    layers = chosen_layers(len(model.mixers), MOST_LAYERS)
+    layers, causal = chosen_layers(len(model.mixers), MOST_LAYERS), model.config.objective.causal
     rows = attention_rows(
         model, tokens, queries, layers=layers, head=head, keep=lambda weights: by_cell(weights, grid), unread=math.nan
     )  # a layer: (P, rows x columns)
@@ -238,11 +238,12 @@ def draw_views(
     )
     for line, query in enumerate(queries):
         cell = query // grid.channels
+        last = cell if causal else None
         if pictures:
-            draw_cells(axes[line, 0], faded(behind, cell), cell, grid)
+            draw_cells(axes[line, 0], faded(behind, last), cell, grid)
             axes[line, 0].set_title(f"the picture, query {query:,}")
         for axis, layer in zip(axes[line, pictures:], layers, strict=True):
-            draw_cells(axis, overlay(behind, scale(rows[layer][line]), cell), cell, grid)
+            draw_cells(axis, overlay(behind, scale(rows[layer][line]), last), cell, grid)
             axis.set_title(f"layer {layer}, query {query:,}")
         if not pictures:
             for axis in axes[line]:
@@ -253,7 +254,7 @@ def draw_views(
         handles=[
             Patch(fill=False, edgecolor=_FRAME, label="the query"),
             Patch(facecolor="0.5", label="not read" if pictures else "not read (lighter: a greater byte)"),
-            Patch(facecolor="0.93", edgecolor=FAINT, label="still to come"),
+            *([Patch(facecolor="0.93", edgecolor=FAINT, label="still to come")] if causal else []),
         ],
         loc="outside lower center",
         ncols=3,
@@ -304,14 +305,16 @@ def backdrop(tokens: Tensor, grid: Grid, palette: Palette | None = None) -> np.n
     return cells if cells.shape[1] == 3 else cells.mean(-1, keepdims=True).repeat(3, axis=1)
 
 
-def faded(colours: np.ndarray, cell: int) -> np.ndarray:
-    """Make the cells after that of a query nearly white, (cells, 3)."""
+def faded(colours: np.ndarray, cell: int | None) -> np.ndarray:
+    """Make the cells after that of a query nearly white, (cells, 3); None: a query reads both sides."""
     shown = colours.copy()
+    if cell is None:
+        return shown
     shown[cell + 1 :] = 0.88 + 0.12 * shown[cell + 1 :]
     return shown
 
 
-def overlay(colours: np.ndarray, strength: np.ndarray, cell: int) -> np.ndarray:
+def overlay(colours: np.ndarray, strength: np.ndarray, cell: int | None) -> np.ndarray:
     """Draw the weights of cells, (cells,) from 0 to 1, in colours over a grey version of the (cells, 3) colours.
 
     A cell that is not read, NaN, stays grey; one of weight 0 has the colour of the scale's lower end.

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from longstride.kernels import ConfigError, Problem, selected_attention, sparse_attention
-from longstride.kernels.patterns import GROUP, Dense, Local, Pattern, pattern_from_json
+from longstride.kernels.patterns import GROUP, Dense, Local, Pattern, declares_causal, pattern_from_json
 from longstride.kernels.registry import registered_names
 from longstride.kernels.selections import within_documents
 
@@ -223,9 +223,12 @@ def _read_pattern(module: Any, trust_code: bool) -> Pattern:
         rule = "is from another package; call register_attention(trust_code=True) to run its code"
         raise _error(f"{path}.type", rule, kind)
     try:
-        return pattern_from_json(value)
+        pattern = pattern_from_json(value)
     except ConfigError as error:
         raise error.under(path) from None
+    if not declares_causal(pattern):
+        raise _error(f"{path}.causal", "later keys are never read here; leave it out", False)
+    return pattern
 
 
 def _cut_to_window(pattern: Pattern, window: int | None, first_key: int) -> Pattern:

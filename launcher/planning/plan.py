@@ -132,7 +132,7 @@ def make_plan(
     work, dense = costs.work(model, train.micro_batch), costs.dense_pairs(model)
     pairs = [layer.pairs for layer in work.layers]
     step = costs.step_flops(work, config)
-    with_dense = model.model_copy(update={"attention": {"type": "dense"}})
+    with_dense = model.model_copy(update={"attention": model.objective.dense})
     as_dense = costs.step_flops(costs.work(with_dense, train.micro_batch), config)
     activations = {
         name: max((stage["activations"][name] for stage in stages), key=lambda needed: needed.peak)

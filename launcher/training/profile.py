@@ -221,7 +221,7 @@ class Utilization:
         like = torch.empty(0, device=self._device, dtype=DTYPES[config.precision])
         model, contexts = config.model, config.train.global_batch
         self.visited = contexts * context_work(model, like)  # all pairs in the tiles that kernels visit
-        self.dense = contexts * context_work(model.model_copy(update={"attention": {"type": "dense"}}))
+        self.dense = contexts * context_work(model.model_copy(update={"attention": model.objective.dense}))
 
     def fields(self, seconds: float) -> dict[str, float]:
         """Return the fields of metrics.jsonl for a step of so many seconds."""

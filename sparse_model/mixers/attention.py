@@ -73,7 +73,8 @@ class HeadPatterns(AttentionConfig):
         for pattern in dict.fromkeys(self.patterns):
             pattern.check(context)
 
-    def causality(self) -> dict[str, bool]:
+    def causality(self, network: NetworkConfig) -> dict[str, bool]:
+        """Map the type of each pattern to whether rows read no later positions."""
         patterns = dict.fromkeys(self.patterns)
         return {str(pattern_to_json(pattern)["type"]): declares_causal(pattern) for pattern in patterns}
 

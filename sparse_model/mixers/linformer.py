@@ -35,7 +35,7 @@ class LinformerConfig(AttentionConfig, StrictModel):
 
     supports: ClassVar = frozenset({"padding", "reversible", "sections"})
 
-    def causality(self) -> dict[str, bool]:
+    def causality(self, network: NetworkConfig) -> dict[str, bool]:
         return {self.type: False}
 
     def check(self, network: NetworkConfig, context: int) -> None:

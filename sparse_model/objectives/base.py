@@ -6,7 +6,7 @@ Letters: B contexts, N positions, R rows of the network, b of them predict token
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
@@ -38,6 +38,11 @@ class Objective(StrictModel):
     type: str
     causal: ClassVar[bool]  # whether a row may only depend on earlier positions
     in_order: ClassVar[bool] = True  # whether row i is position i; otherwise ``layout`` decides who reads whom
+
+    @property
+    def dense(self) -> dict[str, Any]:
+        """The dense attention, as JSON, that reads what the objective lets a row read."""
+        return {"type": "dense"} if self.causal else {"type": "dense", "causal": False}
 
     @property
     def mask_rows(self) -> int:

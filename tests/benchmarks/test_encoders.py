@@ -14,7 +14,6 @@ def test_rows_are_masked_models_that_differ_in_attention_alone(name: str) -> Non
     content = changed(recipe(), encoders.BASE)
     model = ModelConfig.model_validate(changed(content, {"model.attention": encoders.ROWS[name]})["model"])
     assert not model.objective.causal and model.objective.num_predicted(512) == 77
-    assert content["model"] | {"attention": encoders.ROWS[name]} == model.model_dump(mode="json", exclude_unset=True)
 
 
 def test_costs_grow_with_the_context_and_have_their_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,5 +26,5 @@ def test_costs_grow_with_the_context_and_have_their_row(monkeypatch: pytest.Monk
     assert all(row["peak_bytes"] > row["context"] * 256 * 4 for row in costs)
     run = {"bits_per_masked_byte": 2.5, "seconds": 3.0}
     result = {"device": "a card", "torch": "2", "date": "today", "steps": 7, "costs": costs}
-    text = encoders.tables(result | {"trainings": dict.fromkeys(encoders.ROWS, [run, run])})
+    text = encoders.tables(result | {"trainings": {name: [run, run] for name in encoders.ROWS}})
     assert text.count("| dense |") == 2 and "| linformer | 2.500 (2.500–2.500) | 3 |" in text and "1,024: s" in text

@@ -124,6 +124,13 @@ def test_rows_read_both_sides_but_no_target_and_no_padding(name: str) -> None:
     [
         ({"attention": {"type": "dense"}}, "attention: dense reads no later positions, and objective masked needs"),
         ({"attention": {"type": "moba", "block": 4, "top": 2}}, "attention: moba reads no later positions"),
+        (
+            {
+                "objective": {"type": "autoregressive"},
+                "attention": {"type": "entmax", "pattern": {"type": "local", "window": 3, "causal": False}},
+            },
+            "attention: local reads later positions, which objective autoregressive predicts; leave out",
+        ),
         ({"convolution": 3, "attention": {"type": "dense", "causal": False}}, "convolution: reads no later pos"),
         ({"ngrams": {"rows": 9}}, "ngrams: reads no later positions"),
         ({"objective": {"type": "autoregressive"}}, "attention: linformer reads later positions, which objective auto"),

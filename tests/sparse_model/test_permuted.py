@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from longstride.kernels import ConfigError
-from longstride.kernels.forms import Bounds, constant, whole
-from longstride.kernels.patterns.base import SinglePart
 from longstride.kernels.selections import selection_mask
 from longstride.launcher.planning import costs
 from longstride.sparse_model import SparseTransformer
@@ -35,22 +32,7 @@ both = pytest.mark.parametrize("objective", [MPNET, XLNET], ids=["MPNet", "XLNet
 Row = tuple[str, int]  # ("token", position), or ("mask" or "query", number in the order from 0)
 
 
-@dataclass(frozen=True)
-class Everything(SinglePart):
-    """All positions read all."""
-
-    causal = False
-
-    def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= 0) & (k >= 0)
-
-    def by_query(self, context: int) -> Bounds:
-        return Bounds(context, whole(context), constant(0), constant(context))
-
-    by_key = by_query
-
-
-DENSE = {"type": "tests.sparse_model.test_permuted:Everything"}
+DENSE = {"type": "dense", "causal": False}
 
 
 def network(objective: dict[str, Any] = MPNET, **changes: Any) -> SparseTransformer:
