@@ -113,6 +113,7 @@ def model_card(
         "context": f"{model.context:,} {tokens}",
         "network": f"{model.layers} layers of width {model.width}, {model.heads} heads",
         "attention": f"`{json.dumps(model.attention)}`",
+        **({} if model.objective.causal else {"objective": f"`{json.dumps(model.objective.model_dump())}`"}),
         "data": f"{data}: {modality.description}"
         if palette is None
         else f"{data}: {modality.words}, each pixel one of {len(palette):,} colours",

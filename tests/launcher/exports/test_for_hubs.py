@@ -71,6 +71,7 @@ def test_card_of_a_masked_model_has_bits_per_masked_byte(tmp_path: Path) -> None
     card = model_card(tmp_path, checkpoint, ModelData(MODALITIES["text"], {}), "trained", "fp32", "", {})
     assert "| training bits per masked byte | 1.5000 on the step's batch |\n" in card
     assert "| validation bits per masked byte | 2.5000 on 8,000 masked bytes of validation |\n" in card
+    assert '| objective | `{"type": "masked", "share": 0.15, "span": 1, ' in card
     assert "per byte" not in card and "longstride sample" not in card
     assert "\npipeline_tag: fill-mask\n" in card and 'pipeline("fill-mask"' in card
 
