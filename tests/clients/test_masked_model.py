@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,6 @@ from torch import Tensor
 
 from longstride.data_pipelines.modalities import MODALITIES
 from longstride.kernels import ConfigError
-from longstride.kernels.forms import Bounds, constant, whole
-from longstride.kernels.patterns.base import SinglePart
 from longstride.launcher.exports.for_hubs import model_card
 from longstride.launcher.models import Exported, ModelData, load_model
 from longstride.sparse_model import SparseTransformer
@@ -36,30 +33,18 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "attention": {"type": "linformer", "rows": 5, "share": "nothing", "key_value_heads": 2},
         "objective": {"type": "masked", "mask": "zero"},
     },
+    "every pair": {"attention": {"type": "dense", "causal": False}, "rotary": {}},
     "reversible": {"reversible": True},
     "experts": {"feed_forward": {"type": "experts", "count": 3}},
 }
-
-
-@dataclass(frozen=True)
-class EveryPair(SinglePart):
-    """Every position reads every other."""
-
-    causal = False
-
-    def mask(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q == q) & (k == k)
-
-    def by_query(self, context: int) -> Bounds:
-        return Bounds(context, whole(context), constant(0), constant(context))
-
-    by_key = by_query
-
-    def period(self) -> int:
-        return 1
-
-
-PAIRS = {"attention": {"type": f"{__name__}:EveryPair"}}
+NEIGHBOURS: dict[str, Any] = {
+    "layers": 3,
+    "attention": [
+        {"type": "longformer", "window": 4, "globals": 2, "causal": False},
+        {"type": "local", "window": 3, "causal": False},
+        {"type": "block", "stride": 8, "causal": False},
+    ],
+}
 
 
 def new_model(**changes: Any) -> Any:
@@ -67,9 +52,8 @@ def new_model(**changes: Any) -> Any:
     from longstride.launcher.hub import LongstrideConfig, LongstrideForMaskedLM
 
     torch.manual_seed(0)
-    config = LongstrideConfig(model=small(**MASKED | changes).model_dump(mode="json"))
-    config.trust_code = True
-    model = LongstrideForMaskedLM(config).double().eval()
+    content = small(**MASKED | changes).model_dump(mode="json")
+    model = LongstrideForMaskedLM(LongstrideConfig(model=content)).double().eval()
     torch.nn.init.normal_(model.logits.weight)
     return model
 
@@ -121,7 +105,7 @@ def test_logits_are_in_place(folder: Path, model: SparseTransformer, length: int
             assert torch.equal(each[2], states.last_hidden_state)
 
 
-@pytest.mark.parametrize("changes", [*SYSTEMS.values(), PAIRS], ids=[*SYSTEMS, "every pair"])
+@pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
 def test_every_row_reads_both_sides_as_the_network_does(changes: dict[str, Any]) -> None:
     hub, inputs = new_model(**changes), tokens(2, 30)
     with torch.no_grad():
@@ -133,7 +117,7 @@ def test_every_row_reads_both_sides_as_the_network_does(changes: dict[str, Any])
             assert bool((hub(other).logits != expected).any(2).all())
 
 
-@pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
+@pytest.mark.parametrize("changes", [*SYSTEMS.values(), NEIGHBOURS], ids=[*SYSTEMS, "neighbours"])
 def test_padding_changes_no_row(changes: dict[str, Any]) -> None:
     """Hide any token behind the mask of padding, or none, since its own number suffices."""
     hub, inputs, lengths = new_model(**changes), tokens(4, 30), (30, 7, 1, 0)

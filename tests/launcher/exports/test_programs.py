@@ -52,8 +52,14 @@ def test_program_has_the_models_logits_at_every_length(tmp_path: Path) -> None:
     [
         {"attention": {"type": "linformer", "rows": 8}},
         {"attention": {"type": "linformer", "rows": 5, "share": "nothing", "key_value_heads": 2}, "reversible": True},
+        {
+            "attention": [
+                {"type": "longformer", "window": 4, "globals": 2, "causal": False},
+                {"type": "dense", "causal": False},
+            ]
+        },
     ],
-    ids=["mixtures", "mixtures of each head"],
+    ids=["mixtures", "mixtures of each head", "patterns"],
 )
 def test_program_of_a_masked_model_has_its_logits_in_place(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = export(tmp_path / "model", {"layers": 2, "objective": {"type": "masked"}, **changes})
