@@ -203,12 +203,6 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "feed_forward": {"type": "experts", "count": 3, "top": 1, "activation": "squared_relu", "capacity": 1.25},
     },
 }  # fmt: skip
-SYSTEMS |= {
-    kind: {path: example_of(kind, cls)}
-    for path, registry in (("attention", MIXERS), ("feed_forward", FEED_FORWARDS))
-    for kind, cls in registry.items()
-    if kind not in types_in(list(SYSTEMS.values()))
-}
 
 # Networks that read both sides, under the objective that needs them to.
 MASKED: dict[str, Any] = {"type": "masked", "share": 0.3, "span": 3}
@@ -227,6 +221,13 @@ TWO_SIDED: dict[str, dict[str, Any]] = {
     "linformer, nothing shared": {"attention": {"type": "linformer", "rows": 5, "share": "nothing"}},
     "linformer, reversible": {"reversible": True, "attention": {"type": "linformer", "rows": 5, "share": "heads"}},
 }  # fmt: skip
+
+SYSTEMS |= {
+    kind: {path: example_of(kind, cls)}
+    for path, registry in (("attention", MIXERS), ("feed_forward", FEED_FORWARDS))
+    for kind, cls in registry.items()
+    if kind not in types_in([SYSTEMS, TWO_SIDED])
+}
 
 
 def model_json(**changes: Any) -> dict[str, Any]:
