@@ -181,9 +181,8 @@ class SparseTransformer(Part):
 
         Returns:
             Logits (B, N, V), or nats (B, N) in fp32, 0 for padding and where nothing is predicted (of logits only if
-            the objective has a ``layout``). With
-            ``return_extras`` these are the rows of a ``MixerOutput`` with the sum of the auxiliary losses, if any, and
-            the statistics of each of ``observers``.
+            the objective has a ``layout``). With ``return_extras`` these are the rows of a ``MixerOutput`` with the sum
+            of the auxiliary losses, if any, and the statistics of each of ``observers``.
             With sequence parallelism, only the rows of this process's section. They depend on the section's tokens and
             on ``reach`` tokens before them, or on all tokens where a mixer selects by tokens. Auxiliary losses cover
             whole contexts; statistics add up over processes.
@@ -206,13 +205,14 @@ class SparseTransformer(Part):
             lambda: self.embedding(inputs, places, real=real), contexts, self.activation_checkpoint
         )
         if return_nats:  # exchange targets and nats, which are smaller than rows
-            targets = self.division.redistribute(tokens[:, section, None], 0, columns)[..., 0].long()
-            if predicted is None:
-                nats = self.logits(self.norm(output.rows), targets)
-            else:  # compute no other logits
+            at: Any = ...
+            if predicted is not None:  # compute no other logits
                 at = self.division.redistribute(predicted[:, section, None], 0, columns)[..., 0] > 0
-                some = self.logits(self.norm(output.rows[at]), targets[at])
-                nats = some.new_zeros(targets.shape).masked_scatter(at, some)
+            rows = self.norm(output.rows[at])
+            targets = self.division.redistribute(tokens[:, section, None], 0, columns)[..., 0].long()
+            nats = self.logits(rows, targets[at])
+            if predicted is not None:
+                nats = nats.new_zeros(targets.shape).masked_scatter(at, nats)
             scored = self.division.redistribute(nats[..., None], columns, 0)[..., 0]
             if real is not None:
                 scored = scored.where(real[:, section], 0.0)

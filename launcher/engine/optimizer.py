@@ -201,6 +201,8 @@ class Settings:
             scaler = copy.copy(self._scaler)
             if states.is_dynamic(vars(scaler)) and scale is not None:
                 _restore_scale(vars(scaler), scale)
+            elif "cur_iter" in vars(scaler):  # a fixed scale counts steps too, and saves their number
+                scaler.cur_iter = engine.global_steps
             setattr(engine.optimizer, states.scaler_name(engine), scaler)
         schedule, optimizer = engine.lr_scheduler, engine.basic_optimizer
         schedule.base_lrs = [settings["initial_lr"] for settings in self._groups]

@@ -6,6 +6,7 @@ Letters: B batch, H heads of queries, K heads of keys and values, N positions, R
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -13,11 +14,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstride.kernels import ConfigError
-from longstride.kernels.patterns import Pattern
+from longstride.kernels import ConfigError, Problem
+from longstride.kernels.patterns import Dense, Pattern
 from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, AttentionConfig, KeyValueHeads
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import MixerOutput, Work
+from longstride.sparse_model.part import PLAIN, BlockContext, MixerOutput, Work
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 
@@ -47,7 +48,7 @@ class LinformerConfig(AttentionConfig, StrictModel):
             raise ConfigError.at("type", self.type, rule)
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        return ()
+        return (Dense(causal=False),) * network.heads
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> MixtureAttention:
         return MixtureAttention(network, self)
@@ -88,6 +89,9 @@ class MixtureAttention(Attention):
             heads = len(mixtures) * self.copies
             mixtures = mixtures.repeat_interleave(self.copies, 0)[self.division.heads(heads)]
         return mixtures[..., : x.shape[2]].to(x.dtype) @ x
+
+    def weights(self, h: Tensor, context: BlockContext = PLAIN) -> Callable[[Tensor, int], Tensor]:
+        raise ConfigError(Problem("model.attention", "linformer weighs mixtures of keys, so there is no picture of it"))
 
     def num_pairs(self, positions: int) -> int:
         return self.heads * positions * self.mixtures.shape[1]

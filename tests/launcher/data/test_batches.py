@@ -16,10 +16,11 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.data_pipelines.order.workers import LostWorkerError
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data.run_data import GlobalBatch, TrainingData, global_batches, within_vocabulary
+from longstride.launcher.data.run_data import GlobalBatch, TrainingData, for_model, global_batches
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.stops import StopFlag, StopRequestedError
+from tests.harness.configs import small
 
 SECONDS = 60  # a rank that waits for others that do not come breaks the meeting
 
@@ -155,9 +156,9 @@ def test_byte_that_the_model_lacks_is_told_by_all_ranks(taken: Callable[..., lis
         content.tokens[ranks.rank, 1] = 126 + ranks.rank
         yield content
 
-    known = taken(2, 2, lambda ranks: within_vocabulary(take(ranks), 128))
+    known = taken(2, 2, lambda ranks: for_model(take(ranks), small(vocabulary=128), 0))
     assert [each.result() for each in known] == [[0, 0, 1, 1]] * 2
-    for each in taken(2, 2, lambda ranks: within_vocabulary(take(ranks), 127)):
+    for each in taken(2, 2, lambda ranks: for_model(take(ranks), small(vocabulary=127), 0)):
         with pytest.raises(AgreedError, match=r"^model.vocabulary=127: the data contains byte 127; 256 allows any"):
             each.result()
 

@@ -68,6 +68,8 @@ def rows_of(pattern: Pattern) -> list[list[int]]:
 
 def written(folder: Path, attention: Any, **changes: Any) -> Path:
     model = {"context": CONTEXT, "layers": 1, "heads": 4, "width": 32, "embedding": {"type": "tokens"}, "rotary": {}}
+    if isinstance(attention, dict) and not attention.get("causal", True):
+        model["objective"] = {"type": "masked"}
     path = folder / "model.json"
     path.write_text(json.dumps({"model": {**model, "attention": attention, **changes}}))
     return path
