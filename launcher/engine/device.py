@@ -158,7 +158,7 @@ def compile_blocks(model: SparseTransformer) -> None:
     # that need them or not, with and without padding, and under ZeRO 3 once more.
     kinds = len(set(model.config.blocks()))
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 16 * kinds)
-    # This cache on disk knows forward passes alone. It would return a backward pass by another version of our operations.
+    # This cache on disk knows forward passes alone: its backward pass may be one of another version of our operations.
     torch._functorch.config.enable_autograd_cache = False
     for block in model.blocks:
         # Compile only forward, since ZeRO 3 gathers parameters by hooks, which a compiled module would include.

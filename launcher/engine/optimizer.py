@@ -199,8 +199,9 @@ class Settings:
         vars(engine.optimizer).update(self._of_optimizer)
         if self._scaler is not None:
             scaler = copy.copy(self._scaler)
-            if states.is_dynamic(vars(scaler)) and scale is not None:
-                _restore_scale(vars(scaler), scale)
+            if states.is_dynamic(vars(scaler)):
+                if scale is not None:
+                    _restore_scale(vars(scaler), scale)
             elif "cur_iter" in vars(scaler):  # a fixed scale counts steps too, and saves their number
                 scaler.cur_iter = engine.global_steps
             setattr(engine.optimizer, states.scaler_name(engine), scaler)
