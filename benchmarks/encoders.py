@@ -30,7 +30,7 @@ from benchmarks.report import markdown, new_parser, parse, positive, rounded, wr
 from longstride.launcher.output import metrics_file
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
-HEADS, HEAD_WIDTH, REACH = 4, 64, 256
+HEADS, HEAD_WIDTH, REACH = 2, 64, 256
 SPENT = 5.0  # seconds of passes after which a context is not measured again
 HELD_OUT_CONTEXTS = 512
 BASE: dict[str, Any] = {
