@@ -147,7 +147,7 @@ WRONG: list[tuple[str, str]] = [
     # longstride doctor.
     ("doctor missing.json", "missing.json: cannot be read: No such file or directory"),
     ("doctor ''", "CONFIG=: must name a file, such as my.json, or a preset, such as demo"),
-    ("doctor run", "run: no such file, and no preset of that name in ds_configs/experiments; known: bytes_base,"),
+    ("doctor run", "run: no such file, and no preset of that name in ds_configs/experiments; known: bert_bytes,"),
     ("doctor text --json", "text:1:1: not JSON: Expecting value"),
     ("doctor train.steps=3", "train.steps=3: no such file; changes follow the configuration's file, as in"),
     ("doctor run.json run.json", "run.json: must be path.to.key=value, such as train.steps=100"),
