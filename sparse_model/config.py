@@ -20,6 +20,7 @@ from longstride.kernels.registry import import_path, is_foreign, source_of
 from longstride.sparse_model.feed_forwards import (
     FEED_FORWARDS,
     DenseConfig,
+    ExpertsConfig,
     feed_forward_schema,
     feed_forwards_from_json,
 )
@@ -312,7 +313,7 @@ class ModelConfig(NetworkConfig):
             if not is_dense:
                 rule = f"{', '.join(mixer.causality(self))} decides who reads whom, which objective {kind} does; "
                 yield Problem("attention", rule + 'take {"type": "dense", "causal": false}')
-        if any(getattr(part, "capacity", None) is not None for part in self.feed_forwards):
+        if any(isinstance(part, ExpertsConfig) and part.capacity is not None for part in self.feed_forwards):
             rule = f"experts with a capacity take rows in their order, in which objective {kind} gives answers away; "
             yield Problem("feed_forward", f"{rule}set capacity to null")
         if self.backend == "flex":

@@ -78,9 +78,12 @@ class Embedding(Part):
         if self.config.objective.causal:
             h = self._shifted(tokens, section, places, embedded, None if real is None else real[:, section])
         else:
-            masked = (tokens == self.config.vocabulary)[:, section, None]
-            h = self.tokens(tokens[:, section].long().clamp_max(self.tokens.num_embeddings - 1))
-            h = h if self.config.objective.mask_rows else h.masked_fill(masked, 0.0)
+            inputs = tokens[:, section].long()
+            if self.config.objective.mask_rows:
+                h = self.tokens(inputs)
+            else:
+                masked = inputs == self.config.vocabulary
+                h = self.tokens(inputs.masked_fill(masked, 0)).masked_fill(masked[..., None], 0.0)
         for table, index in self._places(positions if places is None else places):
             h = h + table(index)
         rows: Tensor = self.norm(h)

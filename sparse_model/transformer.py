@@ -205,7 +205,7 @@ class SparseTransformer(Part):
             lambda: self.embedding(inputs, places, real=real), contexts, self.activation_checkpoint
         )
         if return_nats:  # exchange targets and nats, which are smaller than rows
-            at: Any = ...
+            at: Any = slice(None)  # which rows
             if predicted is not None:  # compute no other logits
                 at = self.division.redistribute(predicted[:, section, None], 0, columns)[..., 0] > 0
             rows = self.norm(output.rows[at])

@@ -15,7 +15,7 @@ from longstride.data_pipelines.plain_files import JSONError, open_plain, parse_j
 from longstride.launcher.output.file_names import METRICS
 
 NO_BYTE = "pixel"  # the only unit whose tokens are not bytes: pixels of a palette
-# Losses per one never compare with another's.
+# A loss in bits per one of these compares with no loss per another.
 LOSS_UNITS = ("byte", NO_BYTE, *(f"{how} {unit}" for how in ("masked", "predicted") for unit in ("byte", NO_BYTE)))
 _MOST_LINE_BYTES = 2**22  # enough for thousands of replaced contexts
 # Keys and types in lines of every version. Those of a step distinguish steps from evaluations, on any split.

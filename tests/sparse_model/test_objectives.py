@@ -146,6 +146,15 @@ def test_parts_that_read_the_wrong_sides_are_refused(changes: dict[str, Any], li
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("mask", ["learned", "zero"])
+def test_a_mask_is_the_only_token_beyond_the_vocabulary(mask: str) -> None:
+    model = network("dense", objective={**MASKED, "mask": mask})
+    tokens = torch.full((1, 40), V)
+    assert bool(model.embedding(tokens).any()) == (mask == "learned") or model.embedding.sizes
+    with pytest.raises(IndexError):
+        model.embedding(tokens + 1)
+
+
 def test_a_masked_model_has_no_next_token() -> None:
     with pytest.raises(ConfigError, match=r"^model\.objective\.type=\"masked\": predicts no next token, so it cannot "):
         Session(network("linformer").eval())
