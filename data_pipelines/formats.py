@@ -5,28 +5,21 @@ therefore checked here before they are read as text. The standard library reads 
 imported only for files that need it.
 """
 
-import gzip
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from longstride.data_pipelines.errors import DataError, as_data_error
+from longstride.data_pipelines.plain_files import blocks_of
 
-try:
-    from lzma import LZMAError
-except ImportError:  # this Python was built without lzma
-    LZMA_ERRORS: tuple[type[Exception], ...] = ()
-else:
-    LZMA_ERRORS = (LZMAError,)
 TAR = "a tar archive"
 PARQUET = "a Parquet file"  # the one format that a build can read without being compressed
 HEAD_BYTES = 512  # identify the format: the magic number of a tar is at byte 257
-_BLOCK_BYTES = 2**18  # decompressed at once
-_ZSTD_INPUT_BYTES = 2**11  # they may expand to 64 MiB, which zstandard returns in one piece
+_BLOCK_BYTES = 2**18  # decompressed at once, by a library that can limit them
+_INPUT_BYTES = 2**11  # they may expand to 64 MiB, which zstandard returns in one piece
 _WINDOW_BYTES = 2**29  # largest window of a decoder, as written by `zstd --long=29` and `xz -9`
 # A few bytes can expand to any number. No text that is worth training on is compressed so well.
 _MOST_RATIO, _FREE_BYTES = 200, 2**30
@@ -38,7 +31,7 @@ class FileFormat:
 
     name: str  # for messages, such as "a PDF file"
     pattern: re.Pattern[bytes]  # matches the first bytes
-    unpack: Callable[[BinaryIO], Iterator[bytes]] | None = None  # yields decompressed blocks, if a build reads it
+    begin: Callable[[], Any] | None = None  # returns a decompressor of one stream, if a build reads it
     program: str = ""  # the command that unpacks it
     modality: str = ""  # the modality that reads it, if any
 
@@ -51,25 +44,15 @@ def file_format(head: bytes) -> FileFormat | None:
     return next((kind for kind in _FORMATS if kind.pattern.match(head)), None) if _ANY.match(head) else None
 
 
-def decompress(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[bytes, None, None]:
-    """Decompress a file from its current position on, and yield blocks. Concatenated streams are read as one.
+def decompress(path: Path | str, blocks: Iterable[bytes], kind: FileFormat) -> Generator[bytes, None, None]:
+    """Decompress the blocks of a file, and yield blocks. Concatenated streams, padded with zeros, are read as one.
 
     ``path`` is for messages. Raises DataError for a file that is damaged or cut short, for more than a GiB that is
     also more than 200 times the compressed size, and for a missing library.
     """
-    assert kind.unpack is not None
-    begin, size = file.tell(), 0
-    damage: tuple[type[Exception], ...] = (EOFError, ValueError, zlib.error, *LZMA_ERRORS)
+    assert kind.begin is not None
     try:
-        with as_data_error(path, damage=damage, damaged=f"is {kind.name}, and damaged or cut short"):
-            for block in kind.unpack(file):
-                size += len(block)
-                if size > _FREE_BYTES + _MOST_RATIO * (file.tell() - begin):
-                    raise DataError(
-                        f"{path}: is {kind.name}, and unpacks to more than {_MOST_RATIO} times its size; unpack it "
-                        f"first, such as with `{kind.program} FILE`, if there is room"
-                    )
-                yield block
+        stream = kind.begin()
     except ImportError as error:
         module = error.name or "a module"
         missing = f"pip install {module}" if module == "zstandard" else f"take a Python that has {module}"
@@ -77,6 +60,31 @@ def decompress(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[
             f"{path}: is {kind.name}, and {module}, which reads such files, cannot be imported ({error}); {missing}, "
             f"or unpack the file first, such as with `{kind.program} FILE`"
         ) from error
+    packed_bytes = size = 0
+    inputs = (block[place : place + _INPUT_BYTES] for block in blocks for place in range(0, len(block), _INPUT_BYTES))
+    # A library's own class of files may silently stop at a damaged later stream, or at the end of a file cut short.
+    with as_data_error(path, damage=(Exception,), damaged=f"is {kind.name}, and damaged or cut short"):
+        for packed in inputs:
+            packed_bytes += len(packed)
+            while packed or not getattr(stream, "needs_input", True):
+                if stream is None:
+                    packed = packed.lstrip(b"\0")
+                    stream = kind.begin() if packed else None
+                    continue
+                limit = (_BLOCK_BYTES,) if hasattr(stream, "needs_input") else ()
+                block = stream.decompress(packed, *limit)
+                size += len(block)
+                if size > _FREE_BYTES + _MOST_RATIO * packed_bytes:
+                    raise DataError(
+                        f"{path}: is {kind.name}, and unpacks to more than {_MOST_RATIO} times its size; unpack it "
+                        f"first, such as with `{kind.program} FILE`, if there is room"
+                    )
+                for place in range(0, len(block), _BLOCK_BYTES):
+                    yield block[place : place + _BLOCK_BYTES]
+                packed = stream.unused_data if stream.eof else b""
+                stream = None if stream.eof else stream
+        if stream is not None:
+            raise EOFError("it ends within a stream")
 
 
 class StreamContent:
@@ -109,67 +117,31 @@ def decompressed_content(path: Path | str, file: BinaryIO, kind: FileFormat) -> 
 
     def begin() -> Iterator[bytes]:
         file.seek(0)
-        return decompress(path, file, kind)
+        return decompress(path, blocks_of(file), kind)
 
     return StreamContent(begin)
 
 
-def _gzip(file: BinaryIO) -> Iterator[bytes]:
-    return iter(partial(gzip.GzipFile(fileobj=file).read, _BLOCK_BYTES), b"")
+def _gzip() -> Any:
+    return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
 
 
-def _bzip2(file: BinaryIO) -> Iterator[bytes]:
+def _bzip2() -> Any:
     import bz2
 
-    return _decompress_streams(file, bz2.BZ2Decompressor)
+    return bz2.BZ2Decompressor()
 
 
-def _xz(file: BinaryIO) -> Iterator[bytes]:
+def _xz() -> Any:
     import lzma
 
-    return _decompress_streams(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, 2 * _WINDOW_BYTES))
+    return lzma.LZMADecompressor(lzma.FORMAT_XZ, 2 * _WINDOW_BYTES)
 
 
-def _decompress_streams(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:
-    """Decompress concatenated streams, padded with zeros.
-
-    The file classes of bz2 and lzma would silently stop at a damaged later stream.
-    """
-    stream, packed = None, b""
-    while packed or (stream is not None and not stream.needs_input) or (packed := file.read(_BLOCK_BYTES)):
-        if stream is None:
-            packed = packed.lstrip(b"\0")
-            if not packed:
-                continue
-            stream = begin()
-        block = stream.decompress(packed, _BLOCK_BYTES)
-        if block:
-            yield block
-        packed = stream.unused_data if stream.eof else b""
-        stream = None if stream.eof else stream
-    if stream is not None:
-        raise EOFError("it ends within a stream")
-
-
-def _zstd(file: BinaryIO) -> Iterator[bytes]:
-    """Decompress frames. zstandard's own reader would silently accept a file that is cut short."""
+def _zstd() -> Any:
     import zstandard
 
-    frame = None
-    while packed := file.read(_ZSTD_INPUT_BYTES):
-        while packed:
-            if frame is None:
-                frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
-            try:
-                block = frame.decompress(packed)
-            except zstandard.ZstdError as error:
-                raise ValueError(str(error)) from error
-            for place in range(0, len(block), _BLOCK_BYTES):
-                yield block[place : place + _BLOCK_BYTES]
-            packed = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("it ends within a frame")
+    return zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
 
 
 def _mark(pattern: bytes) -> re.Pattern[bytes]:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
@@ -125,6 +125,12 @@ def read_plain(path: Path, at_most: int, *, follow_links: bool = True) -> bytes:
         if size > at_most:
             raise OSError(errno.EFBIG, f"has {size:,} bytes; at most {at_most:,} are allowed", str(path))
         return content
+
+
+def blocks_of(file: BinaryIO, size: int = 2**18) -> Generator[bytes, None, None]:
+    """Yield the rest of a file in blocks of at most ``size`` bytes."""
+    while block := file.read(size):
+        yield block
 
 
 def parse_json(text: str | bytes, *, keys_once: bool = False) -> Any:

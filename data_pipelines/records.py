@@ -23,11 +23,10 @@ from longstride.data_pipelines.formats import (
     decompressed_content,
     file_format,
 )
-from longstride.data_pipelines.plain_files import pause_collection
+from longstride.data_pipelines.plain_files import blocks_of, pause_collection
 
 SUFFIXES = (".jsonl", ".jsonl.bz2", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet")  # of files with records
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8; some programs write it before the first line
-_BLOCK_BYTES = 2**18
 _MOST_LINE_BYTES = 2**25  # lists of a line take twenty times their bytes, and a file without line ends is one line
 _BATCH_ROWS = 64  # rows of a Parquet file in memory at once
 _BUFFER_BYTES = 2**20
@@ -108,11 +107,13 @@ def _measure_lines(
     path: Path, file: BinaryIO, kind: FileFormat | None, field: str
 ) -> Iterator[tuple[int, int, int, int | None]]:
     """Yield (number, start, length, content bytes) of each line that is not blank."""
-    if kind is not None and kind.unpack is None:
+    if kind is not None and kind.begin is None:
         raise DataError(
             f"{path}: is {kind.name}; --field reads only JSON Lines and Parquet; leave it out, or unpack the file"
         )
-    blocks = iter(lambda: file.read(_BLOCK_BYTES), b"") if kind is None else decompress(path, file, kind)
+    blocks: Iterator[bytes] = blocks_of(file)
+    if kind is not None:
+        blocks = decompress(path, blocks, kind)
     start = 0
     for number, line in enumerate(_lines(path, blocks), 1):
         content = line if start else line.removeprefix(_BYTE_ORDER_MARK)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 from longstride.data_pipelines.documents import OpenInput, changed_error, check_unchanged
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.formats import GZIP, HEAD_BYTES, TAR, decompress, file_format
-from longstride.data_pipelines.plain_files import open_plain, plain_status
+from longstride.data_pipelines.plain_files import blocks_of, open_plain, plain_status
 from longstride.data_pipelines.shards import TarStream
 
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", (b"PK\x03\x04", b"PK\x05\x06")
@@ -133,8 +133,8 @@ def members_of(path: Path) -> list[Member]:
         layers: tuple[str | None, ...] = (None,) if head[:2] == _GZIP_MAGIC else ()
         if not layers and (kind is None or kind.name != TAR):
             return [member]
-        blocks = (block for block in iter(lambda: file.read(_HASH_BYTES), b""))
-        with closing(TarStream(str(path), decompress(path, file, GZIP) if layers else blocks)) as stream:
+        blocks = decompress(path, blocks_of(file), GZIP) if layers else blocks_of(file)
+        with closing(TarStream(str(path), blocks)) as stream:
             return [
                 replace(member, name=entry.name, layers=layers, offset=stream.offset, size=entry.size)
                 for entry in islice(stream.members(), _MOST_MEMBERS)

@@ -13,7 +13,7 @@ from longstride.data_pipelines.formats import (
     file_format,
 )
 from longstride.data_pipelines.modalities.modality import Content, FileContent, Modality, Properties
-from longstride.data_pipelines.plain_files import open_plain
+from longstride.data_pipelines.plain_files import blocks_of, open_plain
 from longstride.data_pipelines.records import parquet_fields
 
 
@@ -39,7 +39,7 @@ class Text(Modality):
         kind = None if properties.get("raw") else file_format(head)
         if kind is not None:
             rule = "name the member that holds the text with --extension"
-            if kind.unpack is not None:
+            if kind.begin is not None:
                 rule = "unpack the tars, and make a data folder with `longstride data build`"
             raise DataError(f"{where} is {kind.name}, not text; {rule}, {_AS_IT_IS}")
 
@@ -51,9 +51,8 @@ class Text(Modality):
             kind = _compression(path, file)
             if kind is None:
                 return path.stat().st_size
-            blocks = decompress(path, file, kind)
             size, head = 0, b""
-            for block in blocks:
+            for block in decompress(path, blocks_of(file), kind):
                 if len(head) < HEAD_BYTES:
                     head += block[:HEAD_BYTES]
                 size += len(block)
@@ -93,7 +92,7 @@ def _compression(path: Path, file: BinaryIO) -> FileFormat | None:
     file.seek(0)
     kind = file_format(file.read(HEAD_BYTES))
     file.seek(0)
-    if kind is None or kind.unpack is not None:
+    if kind is None or kind.begin is not None:
         return kind
     which, rule = "", "leave it out, such as with --exclude"
     if kind.name == PARQUET:

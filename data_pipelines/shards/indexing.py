@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from filecmp import cmp
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
 
@@ -296,13 +296,12 @@ class _Reader:
             head = b""
             while len(head) < HEAD_BYTES and (block := next(blocks, b"")):
                 head += block
-            source = chain((head,), blocks)
+            plain: Iterator[bytes] = chain((head,), blocks)
             kind = file_format(head)
-            plain: Iterator[bytes] = source
-            if kind is not None and kind.unpack is not None:
+            if kind is not None and kind.begin is not None:
                 if copy is None:
                     raise DataError(f"{tar}: is {kind.name}, and cannot be read from the middle; {_UNPACK}")
-                plain = decompress(tar, cast("BinaryIO", _BlocksFile(source)), kind)
+                plain = decompress(tar, plain, kind)
             for block in plain:
                 if copy is not None:
                     copy.write(block)
@@ -378,23 +377,6 @@ def _why_left_out(member: tarfile.TarInfo, kind: str | None, extension: str) -> 
     if not member.isreg():
         return "link_members" if member.issym() or member.islnk() else "special_members"
     return "members_without_extension" if kind is None else _OTHER_MEMBERS
-
-
-class _BlocksFile:
-    """A file over blocks, which can only be read."""
-
-    def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks, self._block, self._offset = blocks, memoryview(b""), 0
-
-    def read(self, size: int) -> bytes:
-        """Read the next bytes, maybe fewer, and none at the end."""
-        block = self._block or memoryview(next(self._blocks, b""))
-        content, self._block = bytes(block[:size]), block[size:]
-        self._offset += len(content)
-        return content
-
-    def tell(self) -> int:
-        return self._offset
 
 
 def _check_output(output: Path, names: Sequence[str], copied: Collection[str], labels: bool, was_killed: bool) -> None:

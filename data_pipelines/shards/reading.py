@@ -23,7 +23,7 @@ from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.labels import labels_from_bytes
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.palette import Palette
-from longstride.data_pipelines.plain_files import open_plain
+from longstride.data_pipelines.plain_files import blocks_of, open_plain
 from longstride.data_pipelines.settings import REBUILD, REPAIR, RemoteSettings
 from longstride.data_pipelines.shards.manifest import (
     BLOCK_BYTES,
@@ -297,8 +297,7 @@ class Split:
             first -= 1
         with suppress(OSError, DataError), open_plain(shard.path) as file:  # its headers may be damaged
             file.seek(int(shard.index["member"][first]))
-            blocks = (block for block in iter(lambda: file.read(_HEADERS_BYTES), b""))
-            member = next(TarStream(str(shard.path), blocks).members(), None)
+            member = next(TarStream(str(shard.path), blocks_of(file, _HEADERS_BYTES)).members(), None)
             if member is not None and (not names or member.name in names):
                 return shown(member.name)
         return names[0] if names else f"number {sample}"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError, as_data_error
-from longstride.data_pipelines.plain_files import JSONError, open_plain, parse_json
+from longstride.data_pipelines.plain_files import JSONError, blocks_of, open_plain, parse_json
 from longstride.data_pipelines.settings import REBUILD, RemoteSettings
 from longstride.data_pipelines.shards.manifest import (
     BLOCK_BYTES,
@@ -126,7 +126,7 @@ def _check_sources(folder: DataFolder) -> None:
 def _sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     with open_plain(path) as file:
-        while block := file.read(2**20):
+        for block in blocks_of(file, 2**20):
             digest.update(block)
     return digest.hexdigest()
 

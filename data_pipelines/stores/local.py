@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from longstride.data_pipelines.errors import DataError, as_data_error
-from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, open_plain, plain_status, read_plain
+from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, blocks_of, open_plain, plain_status, read_plain
 from longstride.data_pipelines.settings import REBUILD
 
 _BLOCK_BYTES = 2**20  # of a file that is read once and not kept
@@ -132,8 +132,7 @@ class LocalStore(Store):
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
         path = self._folder / name
         with as_data_error(path, mend=REBUILD), open_plain(path) as file:
-            while block := file.read(_BLOCK_BYTES):
-                yield block
+            yield from blocks_of(file, _BLOCK_BYTES)
 
     def local(self, file: StoredFile) -> Path:
         path = self._folder / file.name

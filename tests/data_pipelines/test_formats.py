@@ -17,6 +17,7 @@ import zstandard
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.formats import HEAD_BYTES, decompress, file_format
 from longstride.data_pipelines.modalities import modality_named
+from longstride.data_pipelines.plain_files import blocks_of
 from tests.harness.data.published_files import zipped
 from tests.harness.data.tars import write_tar
 
@@ -37,8 +38,8 @@ def drawn(kind: str) -> bytes:
 
 def unpack(content: bytes) -> bytes:
     kind = file_format(content[:HEAD_BYTES])
-    assert kind is not None and kind.unpack is not None
-    return b"".join(decompress("here", io.BytesIO(content), kind))
+    assert kind is not None and kind.begin is not None
+    return b"".join(decompress("here", blocks_of(io.BytesIO(content)), kind))
 
 
 @pytest.mark.parametrize("program", COMPRESS)
