@@ -60,6 +60,7 @@ def decompress(path: Path | str, blocks: Iterable[bytes], kind: FileFormat) -> G
             f"{path}: is {kind.name}, and {module}, which reads such files, cannot be imported ({error}); {missing}, "
             f"or unpack the file first, such as with `{kind.program} FILE`"
         ) from error
+    limit = () if kind.program == "zstd -d" else (_BLOCK_BYTES,)  # zstandard has none
     packed_bytes = size = 0
     inputs = (block[place : place + _INPUT_BYTES] for block in blocks for place in range(0, len(block), _INPUT_BYTES))
     # A library's own class of files may silently stop at a damaged later stream, or at the end of a file cut short.
@@ -71,7 +72,6 @@ def decompress(path: Path | str, blocks: Iterable[bytes], kind: FileFormat) -> G
                     packed = packed.lstrip(b"\0")
                     stream = kind.begin() if packed else None
                     continue
-                limit = (_BLOCK_BYTES,) if hasattr(stream, "needs_input") else ()
                 block = stream.decompress(packed, *limit)
                 size += len(block)
                 if size > _FREE_BYTES + _MOST_RATIO * packed_bytes:
@@ -81,7 +81,7 @@ def decompress(path: Path | str, blocks: Iterable[bytes], kind: FileFormat) -> G
                     )
                 for place in range(0, len(block), _BLOCK_BYTES):
                     yield block[place : place + _BLOCK_BYTES]
-                packed = stream.unused_data if stream.eof else b""
+                packed = stream.unused_data if stream.eof else getattr(stream, "unconsumed_tail", b"")  # zlib's
                 stream = None if stream.eof else stream
         if stream is not None:
             raise EOFError("it ends within a stream")

@@ -199,20 +199,18 @@ class Split:
             return not any(file.read(shard.record.file_bytes - int(shard.ends[-1])))
 
     def renew(self, number: int) -> bool:
-        """Forget a shard that is damaged or missing. Return whether opening it again may help."""
-        gone = number in self._open and not self._open[number].path.exists()
-        self._open.pop(number, None)
-        return self._folder.tars.discard(self.shards[number].file) or gone
+        """Forget a shard that is damaged or missing if opening it again may help. Return whether it may."""
+        is_gone = number in self._open and not self._open[number].path.exists()
+        may_help = self._folder.tars.discard(self.shards[number].file) or is_gone
+        if may_help:
+            self._open.pop(number, None)
+        return may_help
 
     def expect(self, number: int) -> None:
         """Tell the stores that a shard will be read soon."""
         if number not in self._lost:
-            shard = self.shards[number]
-            if self._folder.tars is self._folder.store:
-                self._folder.store.expect((shard.index_file, shard.file))
-            else:
-                self._folder.store.expect((shard.index_file,))
-                self._folder.tars.expect((shard.file,))
+            self._folder.store.expect((self.shards[number].index_file,))
+            self._folder.tars.expect((self.shards[number].file,))
 
     def reserve(self, lanes: int) -> None:
         """Tell the store the number of lanes. Raises DataError if it cannot hold a shard for each."""
@@ -222,19 +220,14 @@ class Split:
     def close(self) -> None:
         self._folder.close()
 
-    def check_sizes(self) -> bool:
+    def check_files(self) -> bool:
         """Whether the shards are local. Raises DataError if a local file is missing or has a wrong size."""
-        folder, at_hand = self._folder, False
-        for store in dict.fromkeys((folder.store, folder.tars)):
-            sizes = store.sizes()
-            if sizes is None:
-                continue
-            at_hand |= store is folder.tars
-            for shard in self.shards:
-                for place, file in ((folder.tars, shard.file), (folder.store, shard.index_file)):
-                    if place is store and sizes.get(file.name) != file.size:
-                        store.local(file)  # raises
-        return at_hand
+        store, tars = self._folder.store, self._folder.tars
+        for shard in self.shards:
+            for place, file in ((tars, shard.file), (store, shard.index_file)):
+                if place.folder is not None:
+                    place.local(file)
+        return tars.folder is not None
 
     def document_sizes(self) -> Iterator[np.ndarray]:
         """Yield the content bytes of each document, (documents,) int64, per shard. Reads every index."""

@@ -8,12 +8,11 @@ The data are the same without it: the manifest does not list it, and training do
 """
 
 import hashlib
-import tarfile
 import tempfile
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from itertools import accumulate, zip_longest
+from functools import partial
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,14 +20,8 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.plain_files import JSONError, blocks_of, open_plain, parse_json
-from longstride.data_pipelines.settings import REBUILD, RemoteSettings
-from longstride.data_pipelines.shards.manifest import (
-    BLOCK_BYTES,
-    DataManifest,
-    check_places,
-    load_palette,
-    member_ends,
-)
+from longstride.data_pipelines.settings import REBUILD, REPAIR, RemoteSettings
+from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
 from longstride.data_pipelines.stores import Store, open_store
 
@@ -44,7 +37,7 @@ def check_split(location: str | Path | DataFolder, split: str) -> None:
     Remote files are only checked when they are fetched.
     """
     opened = DataFolder.at(location).split(split)
-    if not opened.check_sizes():
+    if not opened.check_files():
         return
     count = len(opened.shards)
     checked = min(count, _CHECKED_AT_START)
@@ -55,7 +48,7 @@ def check_split(location: str | Path | DataFolder, split: str) -> None:
 def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
     """Read a whole data folder: one line for each damage found, none where all is as it was built.
 
-    Sizes, SHA-256 of shards and indexes, the tar structure against the index, and the CRC-32 of each sample.
+    Sizes, SHA-256 of shards and indexes, and the CRC-32 of each sample.
     ``progress`` is called with the bytes of shards, (done, in all), after each. Raises DataError where there is no data
     folder.
     """
@@ -72,20 +65,9 @@ def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
         with closing(DataFolder(location, RemoteSettings(cache=cache, cache_bytes=room), manifest)) as folder:
             done, total = 0, sum(shard.file_bytes for shard in manifest.shards())
             findings: list[str] = []
-            if manifest.palette is not None:
+            for check in (lambda: folder.palette, lambda: folder.labels, partial(_check_lists, folder)):
                 with _collect_errors(findings):
-                    load_palette(folder.store, manifest.palette)
-            with _collect_errors(findings):
-                _ = folder.labels
-            if (pieces := manifest.pieces) is not None:
-                name = folder.store.path_for_messages(pieces.name)
-                with _collect_errors(findings), as_data_error(name, mend=REBUILD):
-                    if _sha256_of(folder.store.local(pieces)) != pieces.sha256:
-                        rule = "the list of pieces is damaged (its SHA-256 is not the manifest's)"
-                        raise DataError(f"{name}: {rule}; {REBUILD}")
-            if DataManifest.SOURCES_NAME in (folder.store.sizes() or ()):  # not fetched from a remote folder
-                with _collect_errors(findings):
-                    _check_sources(folder)
+                    check()
             for name in manifest.splits:
                 split = folder.split(name)
                 for number, shard in enumerate(split.shards):
@@ -93,14 +75,13 @@ def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
                     done += shard.file_bytes
                     if progress is not None:
                         progress(done, total)
-            if manifest.tars is None:  # a folder of foreign tars may hold other files
+            if manifest.tars is None and folder.store.folder is not None:  # one of foreign tars may hold other files
                 listed = {file.name for shard in manifest.shards() for file in (shard.file, shard.index_file)}
                 listed |= set() if manifest.labels is None else {manifest.labels.name}
-                for name in sorted(set(folder.store.sizes() or ()) - listed):
-                    if name.endswith((".tar", ".npy")):
-                        shown = folder.store.path_for_messages(name)
-                        findings.append(f"{shown}: {DataManifest.FILE_NAME} does not list it; remove it")
-            return findings
+                for path in sorted(folder.store.folder.iterdir()):
+                    if path.name.endswith((".tar", ".npy")) and path.name not in listed and path.is_file():
+                        findings.append(f"{path}: {DataManifest.FILE_NAME} does not list it; remove it")
+            return list(dict.fromkeys(findings))  # a damaged member of a foreign tar may have many rows
 
 
 @contextmanager
@@ -111,16 +92,20 @@ def _collect_errors(findings: list[str]) -> Iterator[None]:
         findings.append(str(error))
 
 
-def _check_sources(folder: DataFolder) -> None:
-    """Check that the list of sources has every sample in order."""
-    path = folder.store.path_for_messages(DataManifest.SOURCES_NAME)
-    keys = (shard.key(number) for shard in folder.manifest.shards() for number in range(shard.samples))
-    with as_data_error(path, mend=REBUILD):
-        for key, line in zip_longest(keys, source_lines(Path(path))):
-            if key is None or line is None or source_in(line, key) is None:
-                raise DataError(
-                    f"{path}: the list of sources is damaged (at {key or 'its end'}); remove it, or rebuild"
-                )
+def _check_lists(folder: DataFolder) -> None:
+    """Check the list of pieces by its SHA-256, and that of sources, if any, for having every sample in order."""
+    if (pieces := folder.manifest.pieces) is not None:
+        name = folder.store.path_for_messages(pieces.name)
+        with as_data_error(name, mend=REBUILD):
+            if _sha256_of(folder.store.local(pieces)) != pieces.sha256:
+                raise DataError(f"{name}: the list of pieces is damaged (its SHA-256 is not the manifest's); {REBUILD}")
+    if (path := sources_path(folder.store)) is not None:
+        keys = (shard.key(number) for shard in folder.manifest.shards() for number in range(shard.samples))
+        with as_data_error(path, mend=REBUILD):
+            for key, line in zip_longest(keys, source_lines(path)):
+                if key is None or line is None or source_in(line, key) is None:
+                    place = key or "its end"
+                    raise DataError(f"{path}: the list of sources is damaged (at {place}); remove it, or rebuild")
 
 
 def _sha256_of(path: Path) -> str:
@@ -134,47 +119,20 @@ def _sha256_of(path: Path) -> str:
 def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
     shard, name = split.shards[number], split.path(number)
     findings: list[str] = []
-    with _collect_errors(findings):
-        path = folder.tars.local(shard.file)
-        index = shard.load_index(folder.store)
-        check_places(name, shard, index, folder.manifest)
-        with as_data_error(name, mend=REBUILD):
-            if _sha256_of(path) != shard.sha256:
-                findings.append(f"{name}: its SHA-256 is not the manifest's; {REBUILD}")
-            findings += (f"{name}: {damage}" for damage in _damaged_members(path, split, number, index))
-    return findings
+    with _collect_errors(findings), as_data_error(name, mend=REBUILD):
+        if _sha256_of(folder.tars.local(shard.file)) != shard.sha256:
+            findings.append(f"{name}: its SHA-256 is not the manifest's; {REBUILD}")
+        reader = SampleReader(split)
+        for start, stop in pairwise(split.open(number).edges.tolist()):
+            with _collect_errors(findings):
+                reader.fill(number, start, np.empty(stop - start, dtype=np.uint8))
+    return [finding.replace(REPAIR, REBUILD) for finding in findings]
 
 
-def _damaged_members(path: Path, split: Split, number: int, index: np.ndarray) -> Iterator[str]:
-    """Yield what is wrong with members that the index lists.
-
-    An own shard has a member per sample, without gaps, and then zeros. Other bytes of a foreign tar are only covered by
-    its SHA-256.
-    """
-    width, is_own, damaged = split.manifest.stored_bytes, split.manifest.tars is None, ""
-    with open_plain(path) as file:
-        for sample, (row, end) in enumerate(zip(index.tolist(), member_ends(index, width).tolist(), strict=True)):
-            start, content, length, crc32, _ = row
-            file.seek(start)
-            raw = file.read(end - start)
-            if is_own:
-                names = split.member_names(split.shards[number], sample)
-                try:
-                    member = tarfile.TarInfo.frombuf(raw[:BLOCK_BYTES], "utf-8", "surrogateescape")
-                except tarfile.TarError as error:
-                    yield f"cannot be read as a tar file ({error}); {REBUILD}"
-                    return
-                if member.name not in names or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-                    yield f"sample {names[0]} is missing; {REBUILD}"
-                elif start + BLOCK_BYTES + member.size != content + width * length:
-                    yield f"sample {member.name} is not where the index says; {REBUILD}"
-                elif zlib.crc32(raw) != crc32:
-                    yield f"sample {member.name} is damaged (CRC-32); {REBUILD}"
-            elif zlib.crc32(raw) != crc32 and damaged != (name := split.sample_name(number, sample)):
-                damaged = name  # once for all its pieces
-                yield f"member {name} is damaged (CRC-32); fetch the tar again"
-        if is_own and any(file.read()):
-            yield f"has data after its last sample; {REBUILD}"
+def sources_path(store: Store) -> Path | None:
+    """Return the path of the list of sources; None if a local folder has none, or the store is remote."""
+    path = None if store.folder is None else store.folder / DataManifest.SOURCES_NAME
+    return path if path is not None and path.is_file() else None
 
 
 def source_lines(path: Path) -> Iterator[bytes]:
@@ -195,12 +153,13 @@ def source_in(line: bytes, key: str) -> str | None:
 
 def sources_of(store: Store, keys: Collection[str]) -> dict[str, str]:
     """Return the sources of samples by their keys, as far as a local folder has them."""
-    if DataManifest.SOURCES_NAME not in (store.sizes() or ()):
+    path = sources_path(store)
+    if path is None:
         return {}
     beginnings = {f'{{"key": "{key}"'.encode(): key for key in keys}
     sources = {}
     with suppress(OSError):  # it is no part of the data
-        for line in source_lines(Path(store.path_for_messages(DataManifest.SOURCES_NAME))):
+        for line in source_lines(path):
             key = beginnings.get(line.partition(b",")[0])
             if key is not None and (source := source_in(line, key)) is not None:
                 sources[key] = source

@@ -30,15 +30,13 @@ class Store(Protocol):
     """The files of one data folder. A store can be pickled, and works on in a forked process."""
 
     location: str  # as the user wrote it, without credentials; for messages
+    folder: Path | None = None  # None: it is remote
 
     def path_for_messages(self, name: str) -> str:
         """Return location and name of a file, without credentials."""
 
     def read(self, name: str) -> bytes:
         """Read a small file, as it is now. Raises DataError if it cannot be read."""
-
-    def sizes(self) -> Mapping[str, int] | None:
-        """Return the bytes of every file by name; None where listing them would cost more than one call."""
 
     def find(self, *endings: str) -> tuple[Mapping[str, int | None], int]:
         """Find every file below the folder with one of these endings, except for hidden files.
@@ -83,30 +81,26 @@ class LocalStore(Store):
     """A folder on this machine, or on a file system that it mounts."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder: Path = folder
         self.location = str(folder)
 
     def path_for_messages(self, name: str) -> str:
-        return str(self._folder / name)
+        return str(self.folder / name)
 
     def read(self, name: str) -> bytes:
-        if self._folder.is_file():
-            rule = f"build one from it with `longstride data build {self._folder} --output DIR`"
-            raise DataError(f"{self._folder}: is a file, not a data folder; {rule}")
-        if not self._folder.is_dir():
-            raise DataError(f"{self._folder}: no such folder; build one with `longstride data build`")
-        with as_data_error(self._folder / name, mend=REBUILD):
+        if self.folder.is_file():
+            rule = f"build one from it with `longstride data build {self.folder} --output DIR`"
+            raise DataError(f"{self.folder}: is a file, not a data folder; {rule}")
+        if not self.folder.is_dir():
+            raise DataError(f"{self.folder}: no such folder; build one with `longstride data build`")
+        with as_data_error(self.folder / name, mend=REBUILD):
             try:
-                return read_plain(self._folder / name, MOST_JSON_BYTES)
+                return read_plain(self.folder / name, MOST_JSON_BYTES)
             except FileNotFoundError:
-                what = "lacks" if any(self._folder.iterdir()) else "the folder is empty: it lacks"
+                what = "lacks" if any(self.folder.iterdir()) else "the folder is empty: it lacks"
                 raise DataError(
-                    f"{self._folder}: {what} {name}, so it is not a data folder; build one with `longstride data build`"
+                    f"{self.folder}: {what} {name}, so it is not a data folder; build one with `longstride data build`"
                 ) from None
-
-    def sizes(self) -> Mapping[str, int]:
-        with as_data_error(self._folder, "cannot be listed", "check the path"), os.scandir(self._folder) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
     def find(self, *endings: str) -> tuple[Mapping[str, int | None], int]:
         sizes: dict[str, int | None] = {}
@@ -115,27 +109,27 @@ class LocalStore(Store):
         def refuse(error: OSError) -> None:
             raise DataError(f"{error.filename}: cannot be listed ({error.strerror}); allow reading it") from error
 
-        for folder, folders, files in os.walk(self._folder, onerror=refuse):
+        for folder, folders, files in os.walk(self.folder, onerror=refuse):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             links += sum(Path(folder, name).is_symlink() for name in folders)
             for name in sorted(files):
                 path = Path(folder, name)
                 if name.endswith(endings) and not name.startswith("."):
                     with as_data_error(path, mend=REBUILD):
-                        sizes[path.relative_to(self._folder).as_posix()] = plain_status(path).st_size
+                        sizes[path.relative_to(self.folder).as_posix()] = plain_status(path).st_size
         return sizes, links
 
     def size(self, name: str) -> int:
-        with as_data_error(self._folder / name, mend=REBUILD):
-            return plain_status(self._folder / name).st_size
+        with as_data_error(self.folder / name, mend=REBUILD):
+            return plain_status(self.folder / name).st_size
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
-        path = self._folder / name
+        path = self.folder / name
         with as_data_error(path, mend=REBUILD), open_plain(path) as file:
             yield from blocks_of(file, _BLOCK_BYTES)
 
     def local(self, file: StoredFile) -> Path:
-        path = self._folder / file.name
+        path = self.folder / file.name
         with as_data_error(path, mend=REBUILD):
             try:
                 size = plain_status(path).st_size

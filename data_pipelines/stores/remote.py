@@ -65,9 +65,6 @@ class RemoteStore(Store):
             content[transfer.received - len(block) :] = block  # from the beginning again if the file changed
         return bytes(content)
 
-    def sizes(self) -> None:
-        """Return None: it would take a request for each file."""
-
     def find(self, *endings: str) -> tuple[Mapping[str, int | None], int]:
         """List files; of a web server those that its page of the folder links to."""
         names = self._in_process().transport.find(endings)

@@ -214,7 +214,9 @@ def test_damage_names_the_member_and_another_may_stand_in(tars, tmp_path):
     content = path.read_bytes()
     path.write_bytes(content.replace(texts[3][4], texts[3][4][::-1]))
     check_split(tmp_path / "index", "train")
-    assert f"{path}: member 3/0004.txt is damaged (CRC-32)" in verify(tmp_path / "index")[1]
+    assert (
+        f"{path}: member 3/0004.txt is damaged, or another than was indexed (CRC-32)" in verify(tmp_path / "index")[1]
+    )
     with pytest.raises(DataError, match=r"train-003\.tar: member 3/0004\.txt is damaged, or another than was indexed"):
         documents(tmp_path / "index")
     options = {"context": 256, "global_batch": 5, "cut": DOCUMENTS, "on_damage": "substitute"}
