@@ -3,7 +3,6 @@
 ``labels.npy`` is an array (documents,) int32: the class of each document of a split in order, splits by their names.
 """
 
-import hashlib
 import re
 from collections.abc import Mapping
 from io import BytesIO
@@ -11,7 +10,6 @@ from io import BytesIO
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.stores import StoredFile
 
 LABEL_EXTENSION = "cls"
 LABELS_NAME = "labels.npy"
@@ -47,11 +45,6 @@ _EMPTY_BYTES = len(labels_to_bytes({}))  # numpy leaves room for any length
 def labels_bytes(documents: int) -> int:
     """Return the size of ``labels.npy`` for so many documents."""
     return _EMPTY_BYTES + np.dtype("<i4").itemsize * documents
-
-
-def labels_file(content: bytes) -> StoredFile:
-    """Return the record of ``labels.npy`` for the manifest."""
-    return StoredFile(LABELS_NAME, len(content), hashlib.sha256(content).hexdigest())
 
 
 def labels_from_bytes(content: bytes, documents: Mapping[str, int]) -> dict[str, np.ndarray]:

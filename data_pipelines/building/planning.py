@@ -37,7 +37,7 @@ from longstride.data_pipelines.documents import (
     mix,
 )
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.labels import LABEL_EXTENSION, labels_file, labels_to_bytes
+from longstride.data_pipelines.labels import LABEL_EXTENSION, LABELS_NAME, labels_to_bytes
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
 from longstride.data_pipelines.palette import Palette, check_count
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, SplitRecord
@@ -79,7 +79,7 @@ class BuildSettings(ABC):
         labels = {"labels": True} if self.labels else {}
         if self.palette is None:
             return labels
-        colours = self.palette if isinstance(self.palette, int) else palette_file(self.palette).sha256
+        colours = self.palette if isinstance(self.palette, int) else hashlib.sha256(self.palette.to_ppm()).hexdigest()
         return {"palette": colours, **labels}
 
     @abstractmethod
@@ -350,7 +350,7 @@ class BuildPlan:
             )
             for split, members in self.splits.items()
         }
-        file = None if palette is None else palette_file(palette)
+        file = None if palette is None else StoredFile.of(Palette.FILE_NAME, palette.to_ppm())
         return DataManifest(self.settings.modality.name, self.properties, splits, self.made, palette=file)
 
     @property
@@ -363,17 +363,11 @@ class BuildPlan:
         if self.pieces_file is not None:
             made["pieces"] = asdict(self.pieces_file)
         if self.labels is not None:
-            made["labels"] = asdict(labels_file(self.labels))
+            made["labels"] = asdict(StoredFile.of(LABELS_NAME, self.labels))
         first = next(iter(self.splits.get("validation", ())), None)
         if isinstance(first, DocumentPart):
             made["validation_begins"] = {"source": first.source, "byte": first.offset}
         return made
-
-
-def palette_file(palette: Palette) -> StoredFile:
-    """Return the record of a palette's file for the manifest."""
-    content = palette.to_ppm()
-    return StoredFile(Palette.FILE_NAME, len(content), hashlib.sha256(content).hexdigest())
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from longstride.data_pipelines.labels import (
     LABEL_EXTENSION,
     LABELS_NAME,
     MOST_TEXT_BYTES,
-    labels_file,
     labels_to_bytes,
     parse_label,
 )
@@ -39,7 +38,7 @@ from longstride.data_pipelines.shards.manifest import MOST_SAMPLES, DataManifest
 from longstride.data_pipelines.shards.tar_stream import TarStream, shown
 from longstride.data_pipelines.shards.tars import FoundTar, deal_tars, find_tars
 from longstride.data_pipelines.shards.verify import Progress
-from longstride.data_pipelines.stores import Store, open_store
+from longstride.data_pipelines.stores import Store, StoredFile, open_store
 
 PIECE_BYTES = 2**16  # a long member has a row per piece, which is verified, and lost, as a unit
 _HEAD_BYTES = 2**16  # of a member, to identify its format
@@ -114,7 +113,7 @@ def index_tars(
         made = {"settings": {"extension": ending}, "left_out": dict(reader.left_out)}
         if labels:
             content = labels_to_bytes({split: np.array(classes) for split, classes in reader.labels.items()})
-            made["labels"] = asdict(labels_file(content))
+            made["labels"] = asdict(StoredFile.of(LABELS_NAME, content))
             with durable_file(folder / LABELS_NAME, folder) as file:
                 file.write(content)
         place = base if "://" in base else os.path.relpath(os.path.realpath(base), os.path.realpath(output))

@@ -45,9 +45,10 @@ from itertools import zip_longest
 from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import PurePosixPath
 from tarfile import RECORDSIZE
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.labels import LABELS_NAME, labels_bytes
@@ -55,7 +56,7 @@ from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
 from longstride.data_pipelines.settings import REBUILD
-from longstride.data_pipelines.stores import Store, StoredFile
+from longstride.data_pipelines.stores import Count, Sha256, Store, StoredFile
 
 BLOCK_BYTES = 512  # of a tar: the size of a header, and the multiple that payloads are padded to
 INDEX_DTYPE = np.dtype(
@@ -73,7 +74,6 @@ _MOST_MEMBER_BYTES = 2**28  # a member is read at once; the largest picture has 
 _MOST_TAIL_BYTES = 2 * RECORDSIZE  # after the last member of an own shard
 _MOST_PALETTE_BYTES = 2**18
 _LARGEST = 2**63  # above the size of any file
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _BUILT_NAME = re.compile(r"[a-z]+-\d{5,}\.tar")
 _PLACE = re.compile(rb'^  "tars": .*$', re.MULTILINE)  # the only line that may be edited
 
@@ -82,13 +82,14 @@ _PLACE = re.compile(rb'^  "tars": .*$', re.MULTILINE)  # the only line that may 
 class ShardRecord:
     """The manifest's record of a shard."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     name: str
-    samples: int
-    documents: int  # documents that end in this shard
-    content_bytes: int  # payloads without their headers
-    file_bytes: int
-    sha256: str
-    index_sha256: str
+    samples: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
+    documents: Count  # documents that end in this shard
+    content_bytes: Count  # payloads without their headers
+    file_bytes: Count
+    sha256: Sha256
+    index_sha256: Sha256
 
     @classmethod
     def of(cls, name: str, rows: Sequence[IndexRow], file_bytes: int, sha256: str) -> "tuple[ShardRecord, bytes]":
@@ -130,22 +131,7 @@ class ShardRecord:
     @classmethod
     def parse(cls, content: Any) -> "ShardRecord":
         """Parse a shard's line. Raises ValueError for a missing field, a wrong type, or an impossible value."""
-        try:
-            record = cls(**content)
-        except TypeError:
-            raise ValueError(f"a shard must have {', '.join(cls.__slots__)}") from None
-        if type(record.name) is not str:
-            raise ValueError(f"name={record.name!r:.99}: must be a string")
-        for count in (record.samples, record.documents, record.content_bytes, record.file_bytes):
-            if type(count) is not int or not 0 <= count < _LARGEST:
-                names = ("samples", "documents", "content_bytes", "file_bytes")
-                _check_counts(record.name, {name: getattr(record, name) for name in names})
-        if not 1 <= record.samples <= MOST_SAMPLES:
-            raise ValueError(f"{record.name}: samples={record.samples}: must be from 1 to {MOST_SAMPLES:,}")
-        for digest in (record.sha256, record.index_sha256):
-            if type(digest) is not str or not _SHA256.fullmatch(digest):
-                raise ValueError(f"{record.name}: {digest!r:.99} is not a SHA-256")
-        return record
+        return _SHARD_RECORD.validate_python(content)
 
     def load_index(self, store: Store) -> np.ndarray:
         """Load the index, (samples,) INDEX_DTYPE. Raises DataError if it is missing or damaged.
@@ -177,12 +163,15 @@ class ShardRecord:
         )
 
 
+_SHARD_RECORD = TypeAdapter(ShardRecord)
+
+
 @dataclass(frozen=True, slots=True)
 class SplitRecord:
     """The manifest's record of a split; shards are in canonical order."""
 
-    documents: int
-    shards: tuple[ShardRecord, ...]
+    documents: Count
+    shards: Annotated[tuple[ShardRecord, ...], Field(min_length=1), FailFast()]
 
     @property
     def samples(self) -> int:
@@ -192,6 +181,26 @@ class SplitRecord:
     @property
     def content_bytes(self) -> int:
         return sum(shard.content_bytes for shard in self.shards)
+
+
+class _Made(BaseModel):
+    """The settings of a build, as far as their types matter here."""
+
+    settings: dict[str, Any] = {}
+    left_out: dict[str, Count] = {}
+    pieces: StoredFile | None = None
+    labels: StoredFile | None = None
+
+
+class _Fields(BaseModel):
+    """The types of a manifest's fields."""
+
+    modality: str
+    properties: dict[str, Count]
+    splits: dict[str, SplitRecord]
+    made: _Made
+    tars: Any = None
+    palette: StoredFile | None = None
 
 
 @dataclass(frozen=True)
@@ -240,45 +249,39 @@ class DataManifest:
                 f"{cls.WIDE_VERSION}; update Longstride or rebuild"
             )
         try:
-            tars = fields["tars"] if version == cls.INDEXED_VERSION else None
-            if version == cls.WIDE_VERSION:
-                tars = fields.get("tars")
-            palette = None
-            if version == cls.PALETTE_VERSION:
-                palette = _parse_file(fields["palette"], Palette.FILE_NAME, _MOST_PALETTE_BYTES)
-            modality, properties, made = fields["modality"], fields["properties"], fields["made"]
-            if not all(isinstance(part, dict) for part in (fields["splits"], properties, made)):
-                raise ValueError("splits, properties and made must be objects")
-            if type(modality) is not str:
-                raise ValueError(f"modality={modality!r:.99}: must be a string")
-            _check_counts("properties", properties)
-            splits = {}
-            for name, split in fields["splits"].items():
-                if not isinstance(split, dict) or not isinstance(split.get("shards"), list) or not split["shards"]:
-                    raise ValueError(f"{name}: must have documents and shards")
-                splits[name] = SplitRecord(split.get("documents", -1), tuple(map(ShardRecord.parse, split["shards"])))
-                _check_counts(name, {"documents": splits[name].documents})
-            manifest = cls(modality, properties, splits, made, tars, palette)
-            if made.get("pieces") is not None:
-                _parse_file(made["pieces"], cls.PIECES_NAME, _LARGEST)
-            if made.get("labels") is not None:  # held in memory
-                _parse_file(made["labels"], LABELS_NAME, labels_bytes(sum(s.documents for s in manifest.shards())))
-            if not all(isinstance(made.get(name, {}), dict) for name in ("settings", "left_out")):
-                raise ValueError("made.settings and made.left_out must be objects")
-            _check_counts("made.left_out", made.get("left_out", {}))
-            if modality in MODALITIES:
-                MODALITIES[modality].check_properties(properties)
-        except (KeyError, ValueError) as error:
+            checked = _Fields.model_validate(fields)
+            manifest = cls(
+                checked.modality,
+                checked.properties,
+                checked.splits,
+                fields["made"],
+                checked.tars if version in (cls.INDEXED_VERSION, cls.WIDE_VERSION) else None,
+                checked.palette if version == cls.PALETTE_VERSION else None,
+            )
+            documents = sum(shard.documents for shard in manifest.shards())
+            for file, name, most_bytes in (  # the first and the last are held in memory
+                (checked.palette, Palette.FILE_NAME, _MOST_PALETTE_BYTES),
+                (checked.made.pieces, cls.PIECES_NAME, _LARGEST),
+                (checked.made.labels, LABELS_NAME, labels_bytes(documents)),
+            ):
+                if file is not None and (file.name != name or file.size > most_bytes):
+                    raise ValueError(f"{name}: is {file.name!r:.99} of {file.size} bytes")
+            if checked.modality in MODALITIES:
+                MODALITIES[checked.modality].check_properties(checked.properties)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise DataError(f"{path}: incomplete or misspelt ({place}: {first['msg']}); {REBUILD}") from None
+        except ValueError as error:
             raise DataError(f"{path}: incomplete or misspelt ({error}); {REBUILD}") from error
         if manifest.fingerprint != fields.get("fingerprint"):
             raise DataError(f"{path}: edited since it was built (its content does not give its fingerprint); {REBUILD}")
-        if tars is not None and (not isinstance(tars, str) or not tars):
-            raise DataError(
-                f"{path}: tars={tars!r:.99}: must be the location of the tars, a path or a URL, such as ../shards"
-            )
-        modality_named(modality)
+        if manifest.tars is not None and (not isinstance(manifest.tars, str) or not manifest.tars):
+            rule = "must be the location of the tars, a path or a URL, such as ../shards"
+            raise DataError(f"{path}: tars={manifest.tars!r:.99}: {rule}")
+        modality_named(manifest.modality)
         for shard in manifest.shards():
-            if not (_BUILT_NAME.fullmatch(shard.name) if tars is None else is_tar_name(shard.name)):
+            if not (_BUILT_NAME.fullmatch(shard.name) if manifest.tars is None else is_tar_name(shard.name)):
                 raise DataError(f"{path}: {shard.name!r} is not a shard name; {REBUILD}")
         manifest._check_bytes(path, content)
         return manifest
@@ -351,23 +354,6 @@ class DataManifest:
             "made": dict(self.made),
             "documents": {name: split.documents for name, split in self.splits.items()},
         }
-
-
-def _check_counts(where: str, counts: Mapping[str, Any]) -> None:
-    """Raise ValueError for counts that are not integers from 0 to the largest size of a file."""
-    for name, count in counts.items():
-        if type(count) is not int or not 0 <= count < _LARGEST:
-            raise ValueError(f"{where}: {name}={count!r:.99}: must be a non-negative integer")
-
-
-def _parse_file(content: Any, name: str, most_bytes: int) -> StoredFile:
-    """Parse the record of a file of that name. Raises ValueError for anything else."""
-    if not isinstance(content, dict) or content.keys() != set(StoredFile.__slots__) or content["name"] != name:
-        raise ValueError(f"{name}: must have its name, size and sha256")
-    _check_counts(name, {"size": content["size"]})
-    if content["size"] > most_bytes or not _SHA256.fullmatch(str(content["sha256"])):
-        raise ValueError(f"{name}: of {content['size']} bytes by {content['sha256']!r:.99}")
-    return StoredFile(**content)
 
 
 def is_tar_name(name: str) -> bool:

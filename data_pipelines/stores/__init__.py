@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores.local import LocalStore, Store, StoredFile
+from longstride.data_pipelines.stores.local import Count, LocalStore, Sha256, Store, StoredFile
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _LOCAL = re.compile(r"(file|local)://")

@@ -4,11 +4,14 @@ A store returns local paths of complete files. A remote store (`remote.py`) fetc
 Readers see no difference: they get a path, open it, read and close it.
 """
 
+import hashlib
 import os
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from pydantic import Field
 
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, blocks_of, open_plain, plain_status, read_plain
@@ -17,13 +20,23 @@ from longstride.data_pipelines.settings import REBUILD
 _BLOCK_BYTES = 2**20  # of a file that is read once and not kept
 
 
+# Types of a manifest's fields, which pydantic checks.
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]  # below the size of any file
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredFile:
     """The manifest's record of a file."""
 
     name: str  # within the data folder
-    size: int  # bytes
-    sha256: str  # hexadecimal
+    size: Count  # bytes
+    sha256: Sha256
+
+    @classmethod
+    def of(cls, name: str, content: bytes) -> "StoredFile":
+        """Create the record of a file from its content."""
+        return cls(name, len(content), hashlib.sha256(content).hexdigest())
 
 
 class Store(Protocol):
