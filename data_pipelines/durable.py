@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -12,8 +13,9 @@ from typing import BinaryIO
 
 from longstride.data_pipelines.errors import as_data_error
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without locks raise these
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without locks raise these
 _FILES_ONLY = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems that cannot flush a folder raise these
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -70,7 +72,13 @@ def working_folder(folder: Path) -> Iterator[Path]:
 
     Raises OSError: EBUSY if another process works in it.
     """
-    lock = _lock_folder(folder)
+    lock = None
+    while lock is None:
+        folder.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # another process has just removed it
+            lock = lock_path(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            if lock is None:
+                raise OSError(errno.EBUSY, "another process works in it; wait for its end", str(folder))
     try:
         for path in folder.iterdir():
             path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
@@ -82,25 +90,27 @@ def working_folder(folder: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _lock_folder(folder: Path) -> int:
-    """Return a descriptor that holds the lock of a folder, which is created if it is missing."""
+def lock_path(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int | None:
+    """Open a file or folder, and return a descriptor that holds its lock; None if another process holds it.
+
+    The system releases the lock however this process ends. Raises OSError.
+    """
     while True:
-        folder.mkdir(exist_ok=True)
+        descriptor = os.open(path, flags, 0o666)
         try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # another process has just removed it
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
         except OSError as error:
-            if error.errno not in NO_LOCKS:
-                os.close(lock)
-                reason = "another process works in it; wait for its end"
-                raise OSError(errno.EBUSY, reason, str(folder)) from error
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise
+            _log.warning("%s: the file system does not support locks; start no second command there", path)
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), folder.stat()):
-                return lock
-        os.close(lock)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)  # before it was locked, another process removed or replaced it
 
 
 def make_folders(folder: Path) -> None:

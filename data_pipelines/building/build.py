@@ -5,10 +5,10 @@ shards of a killed build are kept, and the same command resumes from there, with
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from longstride.data_pipelines.building.folders import (
     check_apart,
     check_output,
     check_room,
-    holds_other_files,
     open_output,
     real_path,
 )
@@ -154,24 +153,12 @@ def build_dataset(
     return _build(begin, progress, crew)
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A shard to write, or to compare with an existing one."""
-
-    name: str
-    pieces: list[Piece]
-    present: ShardRecord | None  # record of the existing shard
-
-
-@dataclass(frozen=True, slots=True)
-class _Orders:
+class _Orders(NamedTuple):
     """The data of a build that every rank needs."""
 
     modality: str
     properties: Properties
     place: UnfinishedFolder | None  # None: nothing is written
-    output: Path
-    content_bytes: int
 
 
 def _begin(inputs: list[Path], output: Path, settings: BuildSettings, make_plan: Callable[[], BuildPlan]) -> Output:
@@ -194,9 +181,7 @@ def _build(begin: Callable[[], Output], progress: Progress | None, crew: Crew | 
         orders = None
         if output is not None:
             stack.callback(output.close)
-            plan = output.plan
-            modality = plan.settings.modality.name
-            orders = _Orders(modality, plan.properties, output.place, output.path, plan.content_bytes)
+            orders = _Orders(output.plan.settings.modality.name, output.plan.properties, output.place)
         orders = crew.broadcast(orders)
         assert orders is not None  # the first rank has an output
         try:
@@ -251,21 +236,19 @@ def _make_shards(
         records[record.name] = record
         finished += record.content_bytes
 
-    def tasks() -> Iterator[_Task]:
-        if output is None:
-            return
-        for name, pieces in output.plan.shards():
-            if (record := output.finished(name, pieces)) is not None:
+    def tasks() -> Iterator[tuple[str, list[Piece]]]:
+        for name, pieces in output.plan.shards() if output else ():
+            if output and (record := output.finished(name, pieces)) is not None:
                 add(record)
             else:
-                yield _Task(name, pieces, output.records.get(name))
+                yield name, pieces
 
     def advance(size: int) -> None:
         nonlocal done, reported
         done += size
         if progress is not None and output is not None and done > reported:
             reported = done
-            progress(done, orders.content_bytes)
+            progress(done, output.plan.content_bytes)
 
     remaining = tasks()
     with OpenInput() as open_input:
@@ -281,19 +264,16 @@ def _make_shards(
 
 
 def _make_shard(
-    task: _Task | None, orders: _Orders, open_input: OpenInput, advance: Callable[[int], None]
+    task: tuple[str, list[Piece]] | None, orders: _Orders, open_input: OpenInput, advance: Callable[[int], None]
 ) -> ShardRecord | None:
-    """Write the shard, or compare it with the existing one. Returns None if this rank has no task."""
+    """Write the shard, or only compute its record. Returns None if this rank has no task."""
     if task is None:
         return None
-    modality, place = modality_named(orders.modality), orders.place
-    if place is None:
-        record, _ = write_shard(None, task.name, task.pieces, modality, orders.properties, open_input, advance)
-        if record != task.present:
-            raise holds_other_files(orders.output)
-        return record
-    with place.open(task.name) as file:
-        record, index = write_shard(file, task.name, task.pieces, modality, orders.properties, open_input, advance)
-    place.write(record.index_name, [index])
-    place.keep_record(record)
+    (name, pieces), place = task, orders.place
+    with nullcontext() if place is None else place.open(name) as file:
+        modality = modality_named(orders.modality)
+        record, index = write_shard(file, name, pieces, modality, orders.properties, open_input, advance)
+    if place is not None:
+        place.write(record.index_name, [index])
+        place.keep_record(record)
     return record

@@ -14,7 +14,6 @@ A record is written after its shard and index are on the disk, so that shard nee
 ``data``, or without records, nothing is worth keeping: the build ended, or finished no shard.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ from typing import BinaryIO
 
 from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings
 from longstride.data_pipelines.building.shard_writer import Piece, is_planned
-from longstride.data_pipelines.durable import NO_LOCKS, durable_file, flush_folder, make_folders
+from longstride.data_pipelines.durable import durable_file, flush_folder, lock_path, make_folders
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, parse_json, plain_status, read_plain
@@ -123,7 +122,7 @@ def open_output(output: Path, plan: BuildPlan) -> "Output":
 
 
 class PresentOutput:
-    """An existing data folder that a build is compared with, shard by shard. Nothing is written or locked."""
+    """An existing data folder that a build is compared with. Nothing is written or locked."""
 
     place = None
 
@@ -132,18 +131,16 @@ class PresentOutput:
         self.path, self.plan = path, plan
         manifest = check_output(path, plan.settings)
         assert manifest is not None
-        self.records = {record.name: record for record in manifest.shards()}
-        count, is_alike = 0, True
+        records = {record.name: record for record in manifest.shards()}
+        is_alike = dict(manifest.made) == plan.made and dict(manifest.properties) == dict(plan.properties)
         for name, pieces in plan.shards():
-            count += 1
-            record = self.records.get(name)
+            record = records.pop(name, None)
             is_alike &= record is not None and is_planned(record, pieces, plan.settings.modality)
-        same_properties = dict(manifest.properties) == dict(plan.properties)
-        if not is_alike or count != len(self.records) or dict(manifest.made) != plan.made or not same_properties:
-            raise holds_other_files(path)
+        if records or not is_alike:
+            raise _holds_other_files(path)
 
     def finished(self, name: str, pieces: list[Piece]) -> None:
-        """Return None: every shard is compared."""
+        """Return None: every shard is computed again, so that ``finish`` can compare it."""
 
     def finish(self, records: Mapping[str, ShardRecord], palette: Palette | None) -> DataManifest:
         """Raise DataError unless the folder is, to the last bit, the result of the build.
@@ -152,7 +149,7 @@ class PresentOutput:
         """
         manifest = self.plan.manifest(records, palette)
         if _load_present(self.path).fingerprint != manifest.fingerprint:
-            raise holds_other_files(self.path)
+            raise _holds_other_files(self.path)
         findings = verify(self.path)
         if findings:
             raise DataError(f"{findings[0]}; {_NOT_OVERWRITTEN}")
@@ -168,7 +165,7 @@ class PresentOutput:
         pass
 
 
-def holds_other_files(output: Path) -> DataError:
+def _holds_other_files(output: Path) -> DataError:
     """Return the error for an output from other files."""
     return DataError(f"{output}: holds a data set made from other files; {_NOT_OVERWRITTEN}")
 
@@ -225,13 +222,23 @@ def unfinished_folder(output: Path) -> Path | None:
 class UnfinishedBuild:
     """The first rank's lock on an unfinished build: no other build works on it until it is closed."""
 
-    records: Mapping[str, ShardRecord] = {}  # there is no output to compare with
-
     def __init__(self, path: Path, plan: BuildPlan) -> None:
         """Lock the folder. Raises DataError if another build into ``path`` is running, or it cannot be created."""
         self.path, self.plan = path, plan
         self.place = UnfinishedFolder(path)
-        self._lock = _lock(self.place.folder, path)
+        lock = None
+        while lock is None:
+            try:
+                make_folders(self.place.folder)
+            except OSError as error:
+                raise _cannot_be_made(path, error.strerror or str(error)) from error
+            file = self.place.folder / "lock"
+            with as_data_error(file, "cannot be locked"), suppress(FileNotFoundError):  # another build has just ended
+                lock = lock_path(file)
+                if lock is None:
+                    rule = "another build into the same output is running; wait until it has finished"
+                    raise DataError(f"{self.place.folder}: {rule}")
+        self._lock = lock
 
     def begin(self) -> None:
         """Prepare the folder for the plan, or resume it. Raises DataError if shards of another plan are finished."""
@@ -316,29 +323,3 @@ Output = PresentOutput | UnfinishedBuild
 
 def _cannot_be_made(output: Path, reason: str) -> DataError:
     return DataError(f"{output}: cannot be created ({reason}); name an output where you may write, such as data/mine")
-
-
-def _lock(folder: Path, output: Path) -> int:
-    """Return a descriptor that holds the folder's lock. The system releases it however this process ends."""
-    path = folder / "lock"
-    while True:
-        try:
-            make_folders(folder)
-        except OSError as error:
-            raise _cannot_be_made(output, error.strerror or str(error)) from error
-        # A build that ended may have just removed the folder, or this file, so that its lock has no effect.
-        with ExitStack() as stack, as_data_error(folder, None), suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            stack.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                rule = "another build into the same output is running; wait until it has finished"
-                raise DataError(f"{folder}: {rule}") from error
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise DataError(f"{path}: cannot be locked ({error.strerror})") from error
-                _log.warning("%s: the file system does not support locks; start no second build into the output", path)
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                stack.pop_all()
-                return descriptor

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import BinaryIO
 
+from longstride.data_pipelines.durable import lock_path
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores.local import StoredFile
@@ -153,21 +154,8 @@ class Cache:
 
 def lock_file(path: Path) -> BinaryIO | None:
     """Open or create a partial file, and lock it. Return None if another process holds the lock."""
-    while True:
-        handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(handle.fileno()).st_ino == path.stat().st_ino:
-                return handle
-        except BlockingIOError:
-            handle.close()
-            return None
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            handle.close()
-            raise
-        handle.close()  # between open and lock it was completed or removed
+    descriptor = lock_path(path)
+    return None if descriptor is None else os.fdopen(descriptor, "r+b", buffering=0)
 
 
 def unlock_file(handle: BinaryIO) -> None:

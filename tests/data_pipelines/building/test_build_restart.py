@@ -1,6 +1,7 @@
 """Builds that are killed, and how the same command goes on from what they left."""
 
 import errno
+import fcntl
 import importlib
 import json
 import os
@@ -271,7 +272,7 @@ def test_build_never_holds_a_lock_that_was_removed(tmp_path, monkeypatch):
     """A build that ends removes its lock file. Another build that had opened that file must lock a new one."""
     module = importlib.import_module("longstride.data_pipelines.building.folders")
     folder = tmp_path / ".data.unfinished"
-    flock = module.fcntl.flock
+    flock = fcntl.flock
     calls: list[int] = []
 
     def flock_late(descriptor: int, operation: int) -> None:
@@ -280,7 +281,7 @@ def test_build_never_holds_a_lock_that_was_removed(tmp_path, monkeypatch):
             shutil.rmtree(folder)
         flock(descriptor, operation)
 
-    monkeypatch.setattr(module.fcntl, "flock", flock_late)
+    monkeypatch.setattr(fcntl, "flock", flock_late)
     held = module.UnfinishedBuild(tmp_path / "data", None)
     with pytest.raises(DataError, match="another build into the same output"):
         module.UnfinishedBuild(tmp_path / "data", None)
@@ -296,7 +297,7 @@ def test_build_where_locks_cannot_be_had(tmp_path, monkeypatch, caplog, number, 
     def fail(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(importlib.import_module("longstride.data_pipelines.building.folders").fcntl, "flock", fail)
+    monkeypatch.setattr(fcntl, "flock", fail)
     if refused:
         with pytest.raises(DataError, match=r"unfinished/lock: cannot be locked \(Permission denied\)"):
             build([source], tmp_path / "data", **ARGUMENTS)
