@@ -407,6 +407,7 @@ def _describe(split: Split, number: int, sample: int, member: memoryview) -> str
         return f"member {split.sample_name(number, sample)} is damaged, or another than was indexed (CRC-32); {REPAIR}"
     key, header = split.shards[number].key(sample), bytes(member[:BLOCK_BYTES])
     name = header[:100].rstrip(b"\0").decode(errors="replace")
-    if header[257:262] == b"ustar" and name not in split.member_names(split.shards[number], sample):
+    is_named = name in split.member_names(split.shards[number], sample)
+    if header[257:262] == b"ustar" and not is_named:
         return f"holds sample {name!r} in place of {key}; {REPAIR}"
-    return f"sample {key} is damaged (CRC-32); {REPAIR}"
+    return f"sample {name if is_named else key} is damaged (CRC-32); {REPAIR}"

@@ -199,8 +199,7 @@ def test_samples_that_are_no_text_are_named_as_they_lie(texts, small, tmp_path):
     shard.write_bytes(shard.read_bytes().replace(names[name], names[name][::-1], 1))
     findings = verify(tmp_path / "data")
     assert any(f"sample {name} is damaged (CRC-32)" in finding for finding in findings)
-    damaged = int(name.partition(".")[0].rpartition("-")[2])
-    with pytest.raises(DataError, match=rf"sample train-00000-{damaged:07} is damaged"):
+    with pytest.raises(DataError, match=rf"sample {name} is damaged"):
         list(sample_documents(DataFolder(tmp_path / "data"), "train", 1000))
 
 

@@ -90,7 +90,7 @@ def test_damage_of_pcm_is_found_before_it_is_read(sets):
     content[512 + 44 + 51] ^= 1  # a low bit, which would not change its byte of mu-law
     path.write_bytes(content)
     assert any("sample train-00000-0000000.wav is damaged (CRC-32)" in line for line in verify(sets[1]))
-    with pytest.raises(DataError, match=r"train-00000\.tar: sample train-00000-0000000 is damaged"):
+    with pytest.raises(DataError, match=r"train-00000\.tar: sample train-00000-0000000\.wav is damaged"):
         list(evaluation_contexts(sets[1], "train", context=10**6, batch_size=1))
 
 

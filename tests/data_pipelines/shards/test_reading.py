@@ -66,7 +66,7 @@ def member_offset(corpus, number: int) -> int:
 
 def test_damaged_payload_is_named(corpus, copy, intact):
     flip(copy / VICTIM, member_offset(corpus, 2) + 512)
-    assert f"{VICTIM}: sample train-00001-0000002 is damaged" in str(deliver_until_damage(copy, intact))
+    assert f"{VICTIM}: sample train-00001-0000002.txt is damaged" in str(deliver_until_damage(copy, intact))
 
 
 def test_damage_behind_the_last_sample_is_named(copy, intact):

@@ -102,7 +102,7 @@ def test_verify_names_every_damage(copy):
     findings = verify(copy)
     for finding in (
         "train-00001.tar: its SHA-256",
-        "train-00001.tar: sample train-00001-0000000 is damaged (CRC-32); build",
+        "train-00001.tar: sample train-00001-0000000.txt is damaged (CRC-32); build",
         "train-00002.tar: its SHA-256",
         "train-00002.tar: holds sample",
         "train-00005.index.npy: the index is damaged",
