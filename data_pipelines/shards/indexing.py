@@ -13,7 +13,7 @@ import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from filecmp import cmp
 from itertools import chain
@@ -96,9 +96,12 @@ def index_tars(
     if not unpack and (packed := [tar for tar in indexed if tar.source != tar.name]):
         raise DataError(f"{packed[0].source}: a compressed tar cannot be read from the middle; {_UNPACK}")
     copied = {tar.name for tar in indexed if unpack and not (is_in_place and tar.source == tar.name)}
-    aside = output / _ASIDE
-    was_killed = aside.is_dir()
-    _check_output(output, [tar.name for tar in indexed], copied, labels, was_killed)
+    if "://" in str(output) or not str(output):
+        raise DataError(f"--output={output}: must be a folder on this machine, such as data/mine; index, then upload")
+    if os.path.lexists(output) and not output.is_dir():
+        raise DataError(f"{output}: already exists and is not a folder; name another output")
+    if os.path.lexists(output / DataManifest.FILE_NAME):
+        raise _taken_error(output / DataManifest.FILE_NAME)
     reader = _Reader(open_store(base, remote), kind, ending, complete, copied, labels, properties or {})
     reader.left_out["tars_of_no_split"] = len(tars) - len(indexed)
     if links:
@@ -106,9 +109,8 @@ def index_tars(
     if dealt is not None:
         dealt({name: [tar.source for tar in members] for name, members in by_split.items()})
     is_new = not output.exists()
-    target = complete_folder(output) if is_new else working_folder(aside)
-    marker = _keep_marker(aside) if was_killed else nullcontext()
-    with closing(reader.store), as_data_error(output, None), marker, target as folder:
+    target = complete_folder(output) if is_new else working_folder(output / _ASIDE)
+    with closing(reader.store), as_data_error(output, None), target as folder:
         records = reader.read_splits(by_split, folder, progress)
         made = {"settings": {"extension": ending}, "left_out": dict(reader.left_out)}
         if labels:
@@ -127,25 +129,14 @@ def index_tars(
         with durable_file(folder / DataManifest.FILE_NAME, folder) as file:
             file.write(manifest.to_json().encode())
         if not is_new:
-            _move_into_place(folder, output, was_killed)
+            _move_into_place(folder, output)
     return manifest
 
 
-@contextmanager
-def _keep_marker(aside: Path) -> Iterator[None]:
-    """Restore the folder of a killed run on failure, as it shows that files in the output may be from that run."""
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            aside.mkdir()
-        raise
-
-
-def _move_into_place(aside: Path, output: Path, was_killed: bool) -> None:
+def _move_into_place(aside: Path, output: Path) -> None:
     """Move all files to the output, the manifest last, as it makes the folder a data folder.
 
-    If a run ``was_killed``, identical files may be there already. If a file cannot be moved, all moves are undone.
+    Identical files may be there already, from a run that was killed. If a file cannot be moved, all moves are undone.
     Raises DataError for another file that is there, and OSError.
     """
     names = [path.relative_to(aside) for path in sorted(aside.rglob("*")) if path.is_file()]
@@ -155,7 +146,7 @@ def _move_into_place(aside: Path, output: Path, was_killed: bool) -> None:
         for name in names:
             target = output / name
             if os.path.lexists(target):
-                if not (was_killed and target.is_file() and cmp(aside / name, target, shallow=False)):
+                if not (target.is_file() and cmp(aside / name, target, shallow=False)):
                     raise _taken_error(target)
                 continue
             make_folders(target.parent)
@@ -376,22 +367,6 @@ def _why_left_out(member: tarfile.TarInfo, kind: str | None, extension: str) -> 
     if not member.isreg():
         return "link_members" if member.issym() or member.islnk() else "special_members"
     return "members_without_extension" if kind is None else _OTHER_MEMBERS
-
-
-def _check_output(output: Path, names: Sequence[str], copied: Collection[str], labels: bool, was_killed: bool) -> None:
-    """Raise DataError if the manifest, an index of a tar, or a copy would overwrite a file.
-
-    Files that a killed run may have written are compared later, when they are created again.
-    """
-    if "://" in str(output) or not str(output):
-        raise DataError(f"--output={output}: must be a folder on this machine, such as data/mine; index, then upload")
-    if os.path.lexists(output) and not output.is_dir():
-        raise DataError(f"{output}: already exists and is not a folder; name another output")
-    indexes = (name.removesuffix(".tar") + ".index.npy" for name in names)
-    written = (*indexes, *sorted(copied), *([LABELS_NAME] if labels else []))
-    for name in (DataManifest.FILE_NAME, *(() if was_killed else written)):
-        if os.path.lexists(output / name):
-            raise _taken_error(output / name)
 
 
 def _taken_error(path: Path) -> DataError:
