@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from longstride.data_pipelines.datasets.dataset import (
     DatasetContent,
     Excerpts,
     PlaneRows,
-    Planes,
     PublishedFile,
     Stretch,
     find_members,
@@ -124,84 +122,72 @@ def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
     """Return the pictures of a batch. Raises DataError for a file that is not a batch."""
     if not member.base_name.endswith(_BINARY):
         batch = PickledBatch(member, _EDGE)
-        return Stretch(batch, 0, len(batch.rows(open_input, 0, None)), _PICTURE_BYTES)
+        return Stretch(batch, 0, len(batch.load(open_input)[0]), _PICTURE_BYTES)
     if not member.size or member.size % _ROW_BYTES:
         rule = f"{member.size:,} bytes are not a multiple of {_ROW_BYTES:,} (a label and 32 x 32 x 3 bytes)"
         raise DataError(f"{member.shown}: {rule}; fetch it again")
-    return Stretch(PlaneRows(member, _EDGE, 0, labels=_CLASSES), 0, member.size // _ROW_BYTES, _PICTURE_BYTES)
+    return Stretch(PlaneRows(member, _EDGE, labels=_CLASSES), 0, member.size // _ROW_BYTES, _PICTURE_BYTES)
 
 
-class PickledBatch(Planes):
+class PickledBatch(PlaneRows):
     """The pictures of a pickled batch. About 30 MB are held in memory while it is read."""
 
-    def rows(self, open_input: OpenInput, first: int, stop: int | None) -> np.ndarray:
-        """Read rows, see ``Planes``; without ``stop`` all. Raises DataError for a pickle that is not a batch."""
+    def load(self, open_input: OpenInput) -> tuple[np.ndarray, list[int]]:
+        """Return all rows and labels, see ``read_batch``. Raises DataError for a file that is not a batch."""
 
-        def load(_: ExitStack) -> np.ndarray:
-            return batch_rows(self.member.shown, self._content(), _PICTURE_BYTES)
+        def load(_: ExitStack) -> tuple[np.ndarray, list[int]]:
+            if self.member.size > _MOST_BYTES:
+                rule = f"{self.member.size:,} bytes; a batch has at most {_MOST_BYTES:,}"
+                raise DataError(f"{self.member.shown}: {rule}; fetch it again")
+            with OpenInput() as open_file:  # the caller's holds the result
+                return read_batch(self.member.shown, self.member.read(open_file, 0, self.member.size), _PICTURE_BYTES)
 
-        return open_input.get(self, load)[first:stop]
+        return open_input.get(self, load)
+
+    def rows(self, open_input: OpenInput, first: int, stop: int) -> np.ndarray:
+        return self.load(open_input)[0][first:stop]
 
     def label(self, open_input: OpenInput, offset: int) -> int:
-        def load(_: ExitStack) -> list[int]:
-            return batch_labels(self.member.shown, self._content())
-
-        labels = open_input.get((self, "labels"), load)
-        number = offset // _PICTURE_BYTES
-        if number >= len(labels):
-            raise DataError(f"{self.member.shown}: has {len(labels):,} labels, too few; fetch it again")
+        labels, number = self.load(open_input)[1], offset // _PICTURE_BYTES
+        if number >= len(labels) or not 0 <= labels[number] < _CLASSES:
+            rule = f"has no label from 0 to {_CLASSES - 1} for picture {number}"
+            raise DataError(f"{self.member.shown}: {rule}; fetch it again")
         return labels[number]
 
-    def _content(self) -> bytes:
-        if self.member.size > _MOST_BYTES:
-            rule = f"{self.member.size:,} bytes; a batch has at most {_MOST_BYTES:,}"
-            raise DataError(f"{self.member.shown}: {rule}; fetch it again")
-        with OpenInput() as open_file:  # the caller's holds the array
-            return self.member.read(open_file, 0, self.member.size)
 
-
-def batch_labels(where: str, content: bytes) -> list[int]:
-    """Return the labels of a pickled batch: the numbers after the text ``labels``. Raises DataError, naming it."""
-    labels: list[int] = []
-    is_label = False
-    with as_data_error(where, damage=(Exception,), damaged="cannot be read as a pickle"):
-        for operation, argument, _ in islice(pickletools.genops(content), _MOST_STEPS):
-            if argument == "latin1":  # Python 3 writes it after each text of bytes in protocol 2
-                continue
-            if isinstance(argument, str | bytes) and operation.name not in _OTHER_OPERATIONS:
-                is_label = argument in ("labels", b"labels")
-            elif is_label and isinstance(argument, int) and operation.name not in _OTHER_OPERATIONS:
-                labels.append(argument)
-    if any(not 0 <= label < _CLASSES for label in labels):
-        raise DataError(f"{where}: has labels other than 0 to {_CLASSES - 1}; fetch it again")
-    return labels
-
-
-def batch_rows(where: str, content: bytes, row_bytes: int) -> np.ndarray:
-    """Return the array of a pickled batch, (n, row_bytes) uint8. Raises DataError, naming ``where``.
+def read_batch(where: str, content: bytes, row_bytes: int) -> tuple[np.ndarray, list[int]]:
+    """Return the array of a pickled batch, (n, row_bytes) uint8, and its labels. Raises DataError, naming ``where``.
 
     The bytes of the array are the longest text of the pickle. Before them numpy writes the state of the array and of
-    its type: version, shape, type, byte order, and whether by columns.
+    its type: version, shape, type, byte order, and whether by columns. Labels are the numbers after the text
+    ``labels``.
     """
     numbers: deque[int] = deque(maxlen=10)
     texts: deque[str | bytes] = deque(maxlen=2)
     longest: tuple[list[int], list[str | bytes], str | bytes] = [], [], b""  # with the constants before it
+    labels: list[int] = []
+    is_label = False
     with as_data_error(where, damage=(Exception,), damaged="cannot be read as a pickle"):
-        for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
-            if number > _MOST_STEPS:
+        for step, (operation, argument, _) in enumerate(pickletools.genops(content)):
+            if step > _MOST_STEPS:
                 raise ValueError(f"it has more than {_MOST_STEPS:,} operations, more than any batch")
             value: Any = {"NEWTRUE": True, "NEWFALSE": False}.get(operation.name, argument)
-            if isinstance(value, int) and operation.name not in _OTHER_OPERATIONS:
+            if operation.name in _OTHER_OPERATIONS:
+                continue
+            if isinstance(value, int):
                 numbers.append(value)
-            elif isinstance(value, str | bytes) and operation.name not in _OTHER_OPERATIONS:
+                labels += [value] if is_label else []
+            elif isinstance(value, str | bytes):
                 if len(value) > len(longest[2]):
                     longest = list(numbers), list(texts), value
                 texts.append(value)
+                # Python 3 writes "latin1" after each text of bytes in protocol 2.
+                is_label = value in ("labels", b"labels") or (is_label and value == "latin1")
         raw = longest[2] if isinstance(longest[2], bytes) else longest[2].encode("latin1")
     match longest[:2]:
         case [1, int(count), int(width), 0, 1, 3, -1, -1, 0, 0], ["u1" | b"u1", "|" | b"|"]:
             if width == row_bytes and len(raw) == count * width:
-                return np.frombuffer(raw, dtype=np.uint8).reshape(count, width)
+                return np.frombuffer(raw, dtype=np.uint8).reshape(count, width), labels
     raise DataError(f"{where}: is not a batch, whose array of bytes has rows of {row_bytes}; fetch it again")
 
 

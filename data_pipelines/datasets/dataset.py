@@ -6,7 +6,7 @@ blue ones. Content is in the order of the image modality: row by row, pixel by p
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -139,22 +139,13 @@ def fetch_input(dataset: Dataset, place: Path, is_given: bool, download: bool, p
     return target
 
 
-def files_in(root: Path) -> Iterator[Path]:
-    """Yield a file, or the files of a folder and then of each folder in it, by name.
-
-    Raises DataError for a folder that cannot be read.
-    """
-    if root.is_file():
-        yield root
-        return
-    try:
-        inside = sorted(root.iterdir())
-        yield from (path for path in inside if path.is_file())
-        for folder in inside:
-            if folder.is_dir() and not folder.name.startswith("."):
-                yield from (path for path in sorted(folder.iterdir()) if path.is_file())
-    except OSError as error:
-        raise DataError(f"{error.filename}: the folder cannot be read ({error.strerror}); allow reading") from error
+def files_in(root: Path) -> list[Path]:
+    """List a file, or the files of a folder and then of each folder in it, by name. Raises DataError on failure."""
+    with as_data_error(what=None):
+        inside = [root] if root.is_file() else sorted(root.iterdir())
+        folders = [path for path in inside if path.is_dir() and not path.name.startswith(".")]
+        below = [path for folder in folders for path in sorted(folder.iterdir())]
+        return [path for path in (*inside, *below) if path.is_file()]
 
 
 def find_members(
@@ -175,7 +166,7 @@ def find_members(
     Raises:
         DataError: an archive cannot be read, and is ``root``, has a published name, or nothing is found.
     """
-    files = list(files_in(root))
+    files = files_in(root)
     members: dict[str, Member] = {}
     for path in files:
         if path.name in names and path.name not in members:
@@ -269,37 +260,25 @@ class Excerpts(Sequence[Excerpt]):
 
 
 @dataclass(frozen=True)
-class Planes(ABC):
-    """The square pictures of a member: a ``Source``."""
+class PlaneRows:
+    """The square pictures in the rows of a member: a ``Source``."""
 
     member: Member
     edge: int  # pixels
+    offset: int = 0  # of the first row in the member
+    labels: int = 0  # number of classes if a row begins with a byte for its class; 0: no such byte
 
     @property
     def identity(self) -> tuple[Any, ...]:
         return self.member.identity
 
-    @abstractmethod
+    @property
+    def picture_bytes(self) -> int:
+        return CHANNELS * self.edge**2
+
     def rows(self, open_input: OpenInput, first: int, stop: int) -> np.ndarray:
         """Read pictures ``[first, stop)``, (n, 3 x edge x edge) uint8 in planes. Raises DataError on failure."""
-
-    def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
-        picture_bytes = CHANNELS * self.edge**2
-        first, stop = offset // picture_bytes, -(-(offset + size) // picture_bytes)
-        rows = self.rows(open_input, first, stop).reshape(-1, CHANNELS, self.edge, self.edge)
-        skipped = offset - first * picture_bytes
-        return rows.transpose(0, 2, 3, 1).tobytes()[skipped : skipped + size]
-
-
-@dataclass(frozen=True)
-class PlaneRows(Planes):
-    """Pictures in the rows of a member."""
-
-    offset: int  # of the first row in the member
-    labels: int = 0  # number of classes if a row begins with a byte for its class; 0: no such byte
-
-    def rows(self, open_input: OpenInput, first: int, stop: int) -> np.ndarray:
-        row_bytes = CHANNELS * self.edge**2 + bool(self.labels)
+        row_bytes = self.picture_bytes + bool(self.labels)
         raw = self.member.read(open_input, self.offset + first * row_bytes, (stop - first) * row_bytes)
         rows = np.frombuffer(raw, dtype=np.uint8).reshape(-1, row_bytes)
         if not self.labels:
@@ -308,9 +287,14 @@ class PlaneRows(Planes):
             raise DataError(f"{self.member.shown}: a label is {rows[:, 0].max()}; must be less than {self.labels}")
         return rows[:, 1:]
 
+    def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
+        first, stop = offset // self.picture_bytes, -(-(offset + size) // self.picture_bytes)
+        rows = self.rows(open_input, first, stop).reshape(-1, CHANNELS, self.edge, self.edge)
+        skipped = offset - first * self.picture_bytes
+        return rows.transpose(0, 2, 3, 1).tobytes()[skipped : skipped + size]
+
     def label(self, open_input: OpenInput, offset: int) -> int:
-        picture_bytes = CHANNELS * self.edge**2
-        place = self.offset + offset // picture_bytes * (1 + picture_bytes)
+        place = self.offset + offset // self.picture_bytes * (1 + self.picture_bytes)
         (label,) = self.member.read(open_input, place, 1)
         return label
 

@@ -8,7 +8,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from longstride.data_pipelines.datasets.cifar10 import batch_labels, batch_rows
+from longstride.data_pipelines.datasets.cifar10 import PickledBatch, read_batch
+from longstride.data_pipelines.datasets.members import whole_file
+from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
 from tests.harness.data.published_files import in_planes, pictures, python2_pickle, python3_pickle
 
@@ -19,27 +21,32 @@ def test_batch_pickle_by_python2_is_the_array():
     """The file that the test writes is one that numpy itself reads to the same array."""
     content = python2_pickle(BATCH)
     assert np.array_equal(pickle.loads(content, encoding="bytes")[b"data"], in_planes(BATCH))
-    assert np.array_equal(batch_rows("a", content, 3072), in_planes(BATCH))
+    assert np.array_equal(read_batch("a", content, 3072)[0], in_planes(BATCH))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 def test_batch_pickle_by_python3_is_the_array(protocol):
-    assert np.array_equal(batch_rows("a", python3_pickle(BATCH, protocol), 3072), in_planes(BATCH))
+    assert np.array_equal(read_batch("a", python3_pickle(BATCH, protocol), 3072)[0], in_planes(BATCH))
 
 
-@pytest.mark.parametrize("protocol", ["python2", 2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", ["python2", 2, 3, 4])
 def test_labels_of_a_batch_are_those_that_pickle_reads(protocol):
     """A list is pickled in parts of a thousand, between other numbers and texts."""
     numbers = [place * 7 % 10 for place in range(2500)]
     batch = {b"num_cases": 9, b"labels": numbers, b"data": in_planes(BATCH), b"coarse": [3], b"names": ["a", "labels"]}
     content = python2_pickle(BATCH) if protocol == "python2" else pickle.dumps(batch, protocol)
-    assert batch_labels("a", content) == pickle.loads(content, encoding="bytes")[b"labels"]
+    assert read_batch("a", content, 3072)[1] == pickle.loads(content, encoding="bytes")[b"labels"]
 
 
-@pytest.mark.parametrize("label", [10, -1])
-def test_label_of_no_class_is_refused(label):
-    with pytest.raises(DataError, match=r"^a: has labels other than 0 to 9; fetch it again$"):
-        batch_labels("a", pickle.dumps({b"labels": [0, label]}, 2))
+@pytest.mark.parametrize("labels", [[0, 10], [0, -1], [0]])
+def test_picture_without_a_class_is_refused(tmp_path, labels):
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(pickle.dumps({b"labels": labels, b"data": in_planes(BATCH)}, 2))
+    batch = PickledBatch(whole_file(path), 32)
+    with OpenInput() as open_input:
+        assert batch.label(open_input, 0) == 0
+        with pytest.raises(DataError, match=rf"^{path}: has no label from 0 to 9 for picture 1; fetch it again$"):
+            batch.label(open_input, 3072)
 
 
 class _Runs:
@@ -57,7 +64,7 @@ class _Runs:
 def test_batch_pickle_runs_nothing(tmp_path, call, protocol):
     content = pickle.dumps({b"data": _Runs(call, f"touch {tmp_path}/ran")}, protocol=protocol)
     with pytest.raises(DataError, match="is not a batch"):
-        batch_rows("a", content, 3072)
+        read_batch("a", content, 3072)
     assert list(tmp_path.iterdir()) == []
     pickle.loads(content)  # what would have run
     assert (tmp_path / "ran").exists()
@@ -79,13 +86,13 @@ def test_batch_pickle_runs_nothing(tmp_path, call, protocol):
 )
 def test_batch_pickle_of_another_array_is_refused(data):
     with pytest.raises(DataError):
-        batch_rows("a", pickle.dumps({b"data": data}, protocol=2), 3072)
+        read_batch("a", pickle.dumps({b"data": data}, protocol=2), 3072)
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1]), python2_pickle(BATCH)[:-9]])
 def test_batch_pickle_that_is_none_is_refused(content):
     with pytest.raises(DataError, match=r"cannot be read as a pickle|is not a batch"):
-        batch_rows("a", content, 3072)
+        read_batch("a", content, 3072)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +113,7 @@ def test_batch_pickle_takes_no_more_than_it_holds(content):
     """Each claims a length, or repeats something long, which would take gigabytes, or 200 times its own size."""
     tracemalloc.start()
     with pytest.raises(DataError):
-        batch_rows("a", content, 3072)
+        read_batch("a", content, 3072)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**19
