@@ -48,6 +48,7 @@ setup(
         # torch's CUDA builds pin their own triton inside this range; on a CPU build the newest runs the interpreter.
         "triton>=3.5,<3.8; platform_system == 'Linux'",
         "deepspeed>=0.19.8,<0.20",
+        "braceexpand>=0.1.7,<1",  # numbered names of tars; webdataset asks for it as well
         "webdataset>=1.0,<2",
         "mpi4py>=4.1,<5",  # how DeepSpeed finds its ranks under the openmpi and mpich launchers
         "numpy>=2.1,<3",

@@ -9,13 +9,14 @@ import os
 import posixpath
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import product
 from pathlib import Path
 from urllib.parse import unquote
+
+from braceexpand import braceexpand
 
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.settings import RemoteSettings
@@ -26,8 +27,6 @@ from longstride.data_pipelines.stores import open_store
 _PLAIN = ".tar"
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tzst", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.lz4")
 _ENDINGS = (_PLAIN, *_COMPRESSED)
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _SPLIT = re.compile(r"[A-Za-z0-9_-]+")
 _LETTERS = re.compile(r"[^\W\d_]+")
 _KINDS = {  # kinds of data, with the words for them
@@ -133,23 +132,12 @@ def _find_remote(places: list[str], remote: RemoteSettings | None) -> tuple[str,
     return f"{protocol}://{base}", {posixpath.relpath(name, base): size for name, size in sizes.items()}, 0
 
 
-def _braces(text: str) -> Iterator[str]:
+def _braces(text: str) -> list[str]:
     """Expand ``{000..012}`` and ``{a,b}``, as a shell does outside of quotation marks."""
-    parts = _BRACES.split(text)
-    choices = []
-    for place, part in enumerate(parts):
-        span = _RANGE.fullmatch(part)
-        if place % 2 == 0:
-            choices.append([part])
-        elif span:
-            first, last = int(span[1]), int(span[2])
-            is_padded = any(len(number) > 1 and number.startswith("0") for number in span.groups())
-            width = max(map(len, span.groups())) if is_padded else 0
-            numbers = range(first, last + 1) if first <= last else range(first, last - 1, -1)
-            choices.append([f"{number:0{width}}" for number in numbers])
-        else:
-            choices.append(part.split(",") if "," in part else ["{" + part + "}"])
-    return ("".join(chosen) for chosen in product(*choices))
+    try:
+        return list(braceexpand(text, escape=False))
+    except ValueError:  # braces without a pair are part of a name
+        return [text]
 
 
 def deal_tars(tars: list[FoundTar], splits: Sequence[str], fraction: float | None) -> dict[str, list[FoundTar]]:
@@ -252,13 +240,14 @@ def _options(name: str, members: Sequence[FoundTar], tars: Sequence[FoundTar]) -
     sources = [tar.source for tar in members]
     begin, end = (os.path.commonprefix(names) for names in (sources, [name[::-1] for name in sources]))  # noqa: RUF071
     digits = "0123456789"
-    patterns = [f"{glob.escape(begin.rstrip(digits))}*{glob.escape(end.rstrip(digits)[::-1])}"]
-    if len(sources) == 1 or not are_fitted(patterns):
-        patterns = list(dict.fromkeys(re.sub(r"\d+", "[0-9]*", glob.escape(source)) for source in sources))
-    if len(sources) == 1 or (len(patterns) <= _SHOWN_PATTERNS and not are_fitted(patterns)):
-        patterns = [glob.escape(source) for source in sources]
-    if len(patterns) <= _SHOWN_PATTERNS and not are_fitted(patterns):  # names of tars in folders as well
-        patterns = [pattern if "/" in pattern else f"./{pattern}" for pattern in patterns]
+    common = f"{glob.escape(begin.rstrip(digits))}*{glob.escape(end.rstrip(digits)[::-1])}"
+    names = [glob.escape(source) for source in sources]
+    numbered = list(dict.fromkeys(re.sub(r"\d+", "[0-9]*", name) for name in names))
+    # The last names are those of tars in folders as well.
+    choices = [[common], numbered, names, [name if "/" in name else f"./{name}" for name in names]]
+    choices = choices[2:] if len(names) == 1 else choices
+    fitting = (choice for choice in choices if len(choice) <= _SHOWN_PATTERNS and are_fitted(choice))
+    patterns = next(fitting, numbered)
     shown = [f"--split {name}={shlex.quote(pattern)}" for pattern in patterns[:_SHOWN_PATTERNS]]
     return " ".join([*shown, *(["…"] if len(patterns) > len(shown) else [])])
 
