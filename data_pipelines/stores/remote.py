@@ -38,10 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteStore(Store):
-    """The files of a data folder at a URL.
-
-    Raises DataError for an unknown protocol or a missing library.
-    """
+    """The files of a data folder at a URL. Raises DataError for an unknown protocol or a missing library."""
 
     def __init__(self, location: str, settings: RemoteSettings) -> None:
         self._url = FolderUrl(location)
